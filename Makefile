@@ -1,0 +1,62 @@
+# One command each for what a person and CI do; `make` alone lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed before everything else, so that pip keeps this build of torch (a CPU
+# build, where that is what the index has) instead of the one axolotl would pull.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+export HF_HUB_OFFLINE := 1
+export AXOLOTL_DO_NOT_TRACK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev demo test test-full lint format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+install: $(VENV)/.installed ## .venv with axolotl, this package (editable) and the test tools
+
+install-dev: $(VENV)/.installed-dev ## the same and the lint tools
+
+$(VENV)/.installed: pyproject.toml
+	@echo "installing into $(VENV) (minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade pip
+	@$(PIP) install "$(TORCH)"
+	@$(PIP) install -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(PIP) install -e ".[dev]"
+	@touch $@
+
+demo: install ## train a small Llama paged and plain on this machine, and compare
+	@$(BIN)/python examples/demo.py
+
+test: install ## the tests, without the whole grid
+	@$(BIN)/python -m pytest
+
+test-full: install ## all tests
+	@$(BIN)/python -m pytest -m ""
+
+lint: install-dev ## ruff, mypy, bandit: nothing is changed
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/bandit -q -c pyproject.toml -r src examples
+
+format: install-dev ## let ruff fix and format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: install ## what the paging hooks cost per step
+	@$(BIN)/python benchmarks/hook_cost.py
+
+clean: ## remove the environment, caches and everything the demo wrote
+	rm -rf $(VENV) build dist src/*.egg-info examples/.demo
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

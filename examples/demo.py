@@ -1,0 +1,198 @@
+"""Train a small Llama with `axolotl train` twice, paged and plain, and compare.
+
+Builds its inputs under examples/.demo on the first run: a Llama with random weights,
+and a tokenizer and a data set made from the docstrings of Python's standard library.
+Nothing is downloaded. Exits with 1 when the two runs differ (on a CPU: in any bit),
+or when the device peak exceeds the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess  # nosec B404
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "examples" / ".demo"
+PAGED_YAML = ROOT / "examples" / "demo-cpu.yaml"
+PLAIN_YAML = WORK / "plain.yaml"
+NUM_ROWS = 400
+VOCAB_SIZE = 4096
+# A GPU's AdamW and the host's round differently in the last bits.
+RELATIVE_TOLERANCE = 1e-3 if torch.cuda.is_available() else 0.0
+
+
+def docstrings() -> Iterator[str]:
+    """The longer docstrings of the standard library's top modules, in a fixed order."""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node)
+                if text and len(text) > 200:
+                    yield text
+
+
+def build_inputs() -> None:
+    """Write the model, the tokenizer and the data, unless an earlier run did."""
+    data = WORK / "data.jsonl"
+    if data.exists():
+        return
+    # Seconds to import, and only the first run needs them.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    texts = list(docstrings())
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[*special.values()], show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+    tokenizer.save_pretrained(WORK / "model")
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(WORK / "model")
+
+    rows = texts[:: max(1, len(texts) // NUM_ROWS)][:NUM_ROWS]
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), "utf-8")
+
+
+def write_plain_config() -> None:
+    """The same YAML without paging."""
+    config = yaml.safe_load(PAGED_YAML.read_text("utf-8"))
+    config["protrain_auto_memory"] = False
+    config["output_dir"] = str((WORK / "plain").relative_to(ROOT))
+    PLAIN_YAML.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
+
+
+def train(config: Path, steps: int) -> Path:
+    """Run `axolotl train` on `config`; returns its output folder."""
+    output = ROOT / yaml.safe_load(config.read_text("utf-8"))["output_dir"]
+    shutil.rmtree(output, ignore_errors=True)
+    command = [
+        str(Path(sys.executable).parent / "axolotl"),
+        "train",
+        str(config.relative_to(ROOT)),
+        f"--max-steps={steps}",
+        "--launcher=python",  # the default one, accelerate, imports everything twice
+    ]
+    print(f"\n$ {' '.join(command)}", flush=True)
+    defaults = {
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment = defaults | dict(os.environ)
+    run = subprocess.run(command, cwd=ROOT, env=environment, check=False)  # nosec B603
+    if run.returncode:
+        sys.exit(f"axolotl train stopped with exit code {run.returncode}")
+    return output
+
+
+def logged_steps(output: Path, steps: int) -> list[dict[str, float]]:
+    """What the trainer logged at each step; it rounds neither loss nor grad norm."""
+    path = output / f"checkpoint-{steps}" / "trainer_state.json"
+    history = json.loads(path.read_text("utf-8"))["log_history"]
+    return [entry for entry in history if "loss" in entry]
+
+
+def mebibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def memory_table(report: dict[str, Any]) -> Table:
+    """What moved and how much memory it took, beside what the plain run needs."""
+    plan, measured = report["plan"], report["measured"]
+    knobs = ("n_persist", "n_buffer", "n_swap", "n_checkpoint")
+    # fp32 weights, gradients and the two moments of AdamW.
+    plain_bytes = 4 * (WORK / "model" / "model.safetensors").stat().st_size
+    table = Table(title="What was paged", show_header=False)
+    table.add_row("plan", ", ".join(f"{knob} {plan[knob]}" for knob in knobs))
+    table.add_row("fetched to the device", mebibytes(measured["fetched_bytes"]))
+    table.add_row("offloaded to the host", mebibytes(measured["offloaded_bytes"]))
+    table.add_row("host arena", mebibytes(measured["host_arena_bytes"]))
+    table.add_row("device peak", mebibytes(measured["device_peak_bytes"]))
+    table.add_row("device budget", mebibytes(report["budget"]["device_bytes"]))
+    table.add_row("plain run, before activations", mebibytes(plain_bytes))
+    table.add_row("step", f"{measured['step_s']:.2f} s")
+    table.add_row("waited for copies", f"{measured['stall_s']:.2f} s")
+    return table
+
+
+def parity_table(
+    paged: list[dict[str, float]], plain: list[dict[str, float]]
+) -> tuple[Table, bool]:
+    """Both runs step by step, and whether all their numbers agree."""
+    table = Table("step", title="Paged beside plain")
+    agree = len(paged) == len(plain)
+    for name in ("loss", "grad_norm"):
+        for heading in (f"{name}, paged", "plain", "difference"):
+            table.add_column(heading, justify="right")
+    for ours, theirs in zip(paged, plain, strict=False):
+        cells = [str(ours["step"])]
+        for name in ("loss", "grad_norm"):
+            gap = abs(ours[name] - theirs[name])
+            agree &= gap <= RELATIVE_TOLERANCE * abs(theirs[name])  # false for a NaN
+            cells += [f"{ours[name]:.7f}", f"{theirs[name]:.7f}"]
+            cells.append("equal" if gap == 0 else f"{gap:.1e}")
+        table.add_row(*cells)
+    return table, agree
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps per run")
+    steps: int = parser.parse_args().steps
+
+    build_inputs()
+    write_plain_config()
+    paged, plain = train(PAGED_YAML, steps), train(PLAIN_YAML, steps)
+
+    report = json.loads((paged / "protrain" / "report.json").read_text("utf-8"))
+    parity, agree = parity_table(logged_steps(paged, steps), logged_steps(plain, steps))
+    peak = report["measured"]["device_peak_bytes"]
+    budget = report["budget"]["device_bytes"]
+    console = Console()
+    console.print(memory_table(report), parity)
+    if not agree:
+        console.print("[bold red]FAILED:[/] the paged run computed other numbers")
+    if peak > budget:
+        console.print(f"[bold red]FAILED:[/] {mebibytes(peak - budget)} over the budget")
+    if not agree or peak > budget:
+        return 1
+    console.print(
+        f"[bold green]OK:[/] the same numbers as without paging, with {mebibytes(peak)}"
+        f" on the device (budget {mebibytes(budget)})"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,470 @@
+"""The ``protrain_…`` keys of the YAML: their types and what they exclude.
+
+Axolotl adds :class:`ProTrainArgs` as one more base class of its own config, so the
+validator here sees every Axolotl field beside ours. It runs amid Axolotl's: deprecated
+spellings are rewritten by then (``gradient_checkpointing: offload`` has become
+``activation_offloading: true``), while what depends on the run (``device_map``, the
+fp16 fallback, a quantised checkpoint, the number of ranks) is not known yet and has to
+be checked again when the model is loaded.
+"""
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from .core.errors import ConfigError
+
+# ------------------------------------------------------------------ types of values
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+_BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: object) -> int:
+    """A positive number of bytes, from an int or from text such as ``"22GiB"``.
+
+    Not pydantic's ``ByteSize``: that one takes ``True`` for 1 byte, zero for a size
+    and ``"22GiB or so"`` for 22 GiB.
+    """
+    text = "" if isinstance(value, bool) else str(value)
+    match = _BYTES_TEXT.fullmatch(text) if isinstance(value, int | str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{value!r} is not a number of bytes")
+    num_bytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes < 1:
+        raise ConfigError(f"{value!r} is less than one byte")
+    return num_bytes
+
+
+def _not_bool(value: object) -> object:
+    """Pydantic reads ``true`` as 1; as a count it is a slip."""
+    if isinstance(value, bool):
+        raise ConfigError("a count is not true or false")
+    return value
+
+
+def _explain(allowed: str, example: str) -> WrapValidator:
+    """One message for every way a value can be wrong, instead of pydantic's several."""
+
+    def check(
+        value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> object:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ConfigError(
+                f"`{info.field_name}` cannot be {value!r}: allowed is {allowed}, "
+                f"for example `{info.field_name}: {example}`"
+            ) from None
+
+    return WrapValidator(check)
+
+
+Flag = Annotated[bool, _explain("true or false", "true")]
+Count = Annotated[
+    int,
+    Field(ge=0),
+    BeforeValidator(_not_bool),
+    _explain("a whole number from 0 up", "2"),
+]
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    _explain(
+        "a positive number of bytes, bare or with a unit "
+        "(KiB, MiB, GiB, TiB: powers of 1024; KB, MB, GB, TB: powers of 1000)",
+        '"22GiB"',
+    ),
+]
+HostAdam = Annotated[
+    Literal["torch", "deepspeed"], _explain("torch or deepspeed", "torch")
+]
+Folder = Annotated[
+    str, Field(min_length=1), _explain("the path of a folder", "/scratch/protrain")
+]
+
+# ------------------------------------------------------------- refused combinations
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of one key that cannot work.
+
+    ``when`` looks at the value; ``why`` continues a sentence that begins with the
+    key; ``way_out`` is what the person should do.
+    """
+
+    key: str
+    when: Callable[[Any], bool]
+    why: str
+    way_out: str = "Remove the key"
+
+    def message(self, value: object) -> str:
+        """The line for the person: key and value, the reason, the way out."""
+        return f"{_as_yaml(self.key, value)} {self.why}. {self.way_out}."
+
+
+def _as_yaml(key: str, value: object) -> str:
+    """``key: value`` as in the YAML; mappings and lists are left out for length."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"`{key}: {value}`" if isinstance(value, str | int | float) else f"`{key}`"
+
+
+def _each(keys: str, when: Callable[[Any], bool], why: str) -> list[Refusal]:
+    return [Refusal(key, when, why) for key in keys.split()]
+
+
+def _is_set(value: object) -> bool:
+    return value is not None
+
+
+def _above(limit: int) -> Callable[[int | None], bool]:
+    return lambda value: value is not None and value > limit
+
+
+def _one_of(*values: str) -> Callable[[object], bool]:
+    return lambda value: value in values
+
+
+def _has_range(patterns: Iterable[str] | None) -> bool:
+    """Whether an entry ends like ``name[:100]``, which Axolotl trains row by row.
+
+    ``layers.[0-9]+`` and ``layers.[0-9]`` are regular expressions, not ranges.
+    """
+    return any(re.search(r".\[[0-9]*(:[0-9]*)?\]$", text) for text in patterns or ())
+
+
+def _lacks_deepspeed(value: object) -> bool:
+    return value == "deepspeed" and importlib.util.find_spec("deepspeed") is None
+
+
+_NOT_YET = "is not available in this version"
+_NO_4BIT = f"{_NOT_YET}: 4-bit bases cannot be paged"
+_PLACES = "decides where weights live, which is ProTrain's task here"
+_PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
+_QUANTISED = "gives weights of a kind that ProTrain cannot page"
+_OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
+
+# Delete a row once the machinery it stands for exists.
+NOT_AVAILABLE = (
+    *_each(
+        "protrain_force_replicated_cpu_offload protrain_zero3_shard", bool, _NOT_YET
+    ),
+    *_each("protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
+    *_each("protrain_cache_dir", _is_set, _NOT_YET),
+    Refusal(
+        "protrain_n_swap_override",
+        _above(0),
+        _NOT_YET,
+        "Set it to 0; `protrain_n_checkpoint_override` saves activation memory too",
+    ),
+    Refusal("load_in_4bit", bool, _NO_4BIT, "Remove the key to page the base in bf16"),
+    Refusal("adapter", _one_of("qlora"), _NO_4BIT, "Use `adapter: lora`"),
+)
+
+EXCLUDED = (
+    *_each("deepspeed fsdp layer_offloading lora_on_cpu", bool, _PLACES),
+    *_each("ple_cpu_offload", bool, _PLACES),
+    *_each("fsdp_config device_map", _is_set, _PLACES),
+    Refusal("max_memory", _is_set, _PLACES, "Use `protrain_capacity_bytes`"),
+    Refusal("gpu_memory_limit", _is_set, _PLACES, "Use `protrain_capacity_bytes`"),
+    *_each("tensor_parallel_size context_parallel_size", _above(1), _PARALLEL),
+    *_each("sequence_parallel_degree expert_parallel_size", _above(1), _PARALLEL),
+    *_each("dp_shard_size dp_replicate_size", _above(1), _PARALLEL),
+    *_each("load_in_8bit quantize_moe_experts gptq qat", bool, _QUANTISED),
+    *_each("use_onebitllms nvfp4_merge_aware", bool, _QUANTISED),
+    *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
+    *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
+    *_each("model_quantization_config", _is_set, _QUANTISED),
+    *_each("rl reward_model process_reward_model", bool, _OBJECTIVE),
+    *_each("selective_checkpointing", bool, "recomputes by another rule than the plan"),
+    *_each("tiled_mlp", bool, "runs backward several times in a block"),
+    *_each("torch_compile", bool, "compiles over the hooks that page weights"),
+    *_each("fp8", bool, "replaces modules after ProTrain has laid them out"),
+    *_each("relora", bool, "merges adapters into weights that may be paged out"),
+    *_each("lisa_n_layers", bool, "changes which blocks train during the run"),
+    Refusal(
+        "activation_offloading",
+        bool,
+        "would move paged weights as if they were activations",
+        "Remove it; where it comes from `gradient_checkpointing: offload`, use `true`",
+    ),
+    Refusal(
+        "fp16",
+        bool,
+        "scales the loss and looks for overflow only in gradients on the device",
+        "Use `bf16: true`, or `bf16: false` with `fp16: false` for fp32",
+    ),
+    Refusal(
+        "unfrozen_parameters",
+        _has_range,
+        "has a range such as `name[:100]`, which masks gradients where they are not",
+        "Name whole parameters",
+    ),
+    Refusal(
+        "auto_find_batch_size",
+        bool,
+        "would retry with a batch that the plan was not made for",
+        "Set `micro_batch_size`",
+    ),
+    Refusal(
+        "protrain_cpu_optimizer",
+        _lacks_deepspeed,
+        "needs a package that is not installed",
+        "Run `pip install axolotl-protrain[deepspeed]`, or use torch",
+    ),
+)
+
+_HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def refusals(settings: Mapping[str, Any]) -> list[str]:
+    """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
+    lines = [
+        row.message(settings[row.key])
+        for row in (*NOT_AVAILABLE, *EXCLUDED)
+        if row.key in settings and row.when(settings[row.key])
+    ]
+    optimizer = settings.get("optimizer") or _HOST_OPTIMIZERS[0]
+    trains_paged_weights = not (
+        settings.get("adapter") or settings.get("protrain_force_all_persistent")
+    )
+    if trains_paged_weights and optimizer not in _HOST_OPTIMIZERS:
+        lines.append(
+            f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host. "
+            f"Use {' or '.join(_HOST_OPTIMIZERS)}, or train an adapter."
+        )
+    return lines
+
+
+# ------------------------------------------------------------------------- the keys
+
+_COMPLETION = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0}
+_FORCE_FLAGS = (
+    "protrain_force_all_persistent",
+    "protrain_force_replicated_cpu_offload",
+    "protrain_zero3_shard",
+)
+_OVERRIDE_NOTE = (
+    "Any of the four overrides skips the search; those left out become n_persist 0, "
+    "n_buffer 2, n_swap 0, n_checkpoint 0, with a warning. A set that this model or "
+    "machine cannot run is an error with the legal range."
+)
+
+
+class ProTrainArgs(BaseModel):
+    """The YAML interface. Only ``protrain_auto_memory`` is meant for daily use."""
+
+    protrain_auto_memory: Flag = Field(
+        default=True,
+        description="Master switch; false leaves training untouched.",
+    )
+    protrain_auto_mode: Flag = Field(
+        default=True,
+        description="Search for the plan. Becomes false beside a force flag.",
+    )
+    protrain_force_all_persistent: Flag = Field(
+        default=False,
+        description="Everything resident: plain training, no hooks, no overhead.",
+    )
+    protrain_force_replicated_cpu_offload: Flag = Field(
+        default=False,
+        description="Page from a host copy that the ranks of a node share.",
+    )
+    protrain_zero3_shard: Flag | None = Field(
+        default=None,
+        description="Page with each chunk sharded over the ranks (two or more).",
+    )
+    protrain_n_persist_override: Count | None = Field(
+        default=None,
+        description="Number of chunks that stay on the device for good; more is faster "
+        f"and takes more device memory. {_OVERRIDE_NOTE}",
+    )
+    protrain_n_buffer_override: Count | None = Field(
+        default=None,
+        description="Number of device slots that the paged chunks share; two "
+        "neighbouring blocks must fit, more lets copies run further ahead. "
+        f"{_OVERRIDE_NOTE}",
+    )
+    protrain_n_swap_override: Count | None = Field(
+        default=None,
+        description="Number of blocks whose activations go to the host between forward "
+        f"and backward. {_OVERRIDE_NOTE}",
+    )
+    protrain_n_checkpoint_override: Count | None = Field(
+        default=None,
+        description="Number of blocks that recompute their activations in backward; "
+        f"more is slower and takes less device memory. {_OVERRIDE_NOTE}",
+    )
+    protrain_capacity_bytes: Bytes | None = Field(
+        default=None,
+        description="Device budget. Unset: what the device has free, less a reserve. "
+        "Required on a machine without an accelerator.",
+    )
+    protrain_cpu_capacity_bytes: Bytes | None = Field(
+        default=None,
+        description="Host budget of a node. Unset: the lower of available memory and "
+        "the cgroup limit, less a reserve.",
+    )
+    protrain_vision_headroom_bytes: Bytes = Field(
+        default=4 * 1024**3,
+        description="Reserved on the device for a vision tower that could not be "
+        "traced.",
+    )
+    protrain_lora_mlp_forbid_offload: Flag = Field(
+        default=False,
+        description="Refuse plans in which a block under lora_mlp_kernel has paged "
+        "weights and no recompute.",
+    )
+    protrain_cpu_optimizer: HostAdam = Field(
+        default="torch",
+        description="Adam for weights on the host: torch's fused one, or DeepSpeed's.",
+    )
+    protrain_fp32_master: Flag = Field(
+        default=False,
+        description="Keep an fp32 copy and fp32 moments of bf16 trainable weights on "
+        "the host. Off, the update is that of the plain run.",
+    )
+    protrain_save_optimizer_state: Flag = Field(
+        default=True,
+        description="Write optimizer state into each checkpoint.",
+    )
+    protrain_check_races: Flag = Field(
+        default=False,
+        description="Poison slots and check every access against the events that "
+        "order it; slow, exact, for doubts.",
+    )
+    protrain_cache_dir: Folder | None = Field(
+        default=None,
+        description="Folder for measured hardware and block times. Unset: the "
+        "platform's cache folder.",
+    )
+
+    # The name is long because a method of the same name in Axolotl's config would
+    # silently replace this one.
+    @model_validator(mode="after")
+    def protrain_check_combinations(self) -> "ProTrainArgs":
+        """Refuse what cannot work, all of it in one message."""
+        if not self.protrain_auto_memory:
+            return self
+        # vars, not getattr: reading one of Axolotl's deprecated fields warns.
+        problems = _mode_conflicts(self) + refusals(vars(self))
+        if problems:
+            problems.append("`protrain_auto_memory: false` trains without ProTrain.")
+            raise ConfigError("\n".join(problems))
+        if _force_flags(self):
+            # Written down, so that validating the validated config again agrees.
+            self.protrain_auto_mode = False
+        return self
+
+
+def _force_flags(args: ProTrainArgs) -> list[str]:
+    return [key for key in _FORCE_FLAGS if getattr(args, key)]
+
+
+def _mode_conflicts(args: ProTrainArgs) -> list[str]:
+    """Ways of choosing the plan that exclude each other."""
+    forced = _force_flags(args)
+    names = " and ".join(f"`{key}`" for key in forced)
+    asks_search = "protrain_auto_mode" in args.model_fields_set
+    lines = []
+    if len(forced) > 1:
+        lines.append(f"{names} exclude each other. Keep one.")
+    if forced and asks_search and args.protrain_auto_mode:
+        lines.append(f"`protrain_auto_mode: true` excludes {names}. Drop one of them.")
+    if args.protrain_force_all_persistent and overrides(args):
+        lines.append(
+            "`protrain_force_all_persistent` leaves nothing for the "
+            "`protrain_n_…_override` keys to set. Drop one or the other."
+        )
+    if not (args.protrain_auto_mode or forced or overrides(args)):
+        lines.append(
+            "`protrain_auto_mode: false` leaves no plan. Remove it, or set a "
+            "`protrain_n_…_override` key or `protrain_force_all_persistent: true`."
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """The four knobs set by hand; ``filled`` names those the person left out."""
+
+    n_persist: int
+    n_buffer: int
+    n_swap: int
+    n_checkpoint: int
+    filled: tuple[str, ...]
+
+
+def overrides(args: object) -> Overrides | None:
+    """The knobs set by hand, completed; None when none is set.
+
+    ``args`` may be :class:`ProTrainArgs` or the validated Axolotl config, which drops
+    unset keys and answers None for them.
+    """
+    given = {knob: getattr(args, f"protrain_{knob}_override") for knob in _COMPLETION}
+    filled = tuple(knob for knob, value in given.items() if value is None)
+    if len(filled) == len(given):
+        return None
+    return Overrides(
+        **{
+            knob: _COMPLETION[knob] if knob in filled else given[knob] for knob in given
+        },
+        filled=filled,
+    )
+
+
+# -------------------------------------------------------------------- misspelt keys
+
+
+def reject_unknown_keys(raw: Mapping[str, object]) -> None:
+    """Refuse ``protrain…`` keys that do not exist, all of them in one message.
+
+    Axolotl drops unknown keys in silence, so this has to see the unvalidated YAML.
+
+    Raises:
+        ConfigError: Naming for each misspelt key the nearest real one.
+    """
+    unknown = [
+        (key, value)
+        for key, value in raw.items()
+        if re.match(r"pro[-_]?train", str(key), re.IGNORECASE)
+        and key not in ProTrainArgs.model_fields
+    ]
+    if unknown:
+        lines = [_correction(str(key), value) for key, value in unknown]
+        raise ConfigError("Unknown keys in the YAML:\n" + "\n".join(lines))
+
+
+def _correction(key: str, value: object) -> str:
+    if isinstance(value, Mapping) and value:
+        inner = ", ".join(f"`{_nearest(f'protrain_{name}')}`" for name in value)
+        return f"`{key}` is a block, but ProTrain's keys are flat: {inner}"
+    return f"`{key}`: did you mean `{_nearest(key)}`?"
+
+
+def _nearest(key: str) -> str:
+    flat = re.sub(r"^pro_?train_?", "protrain_", key.lower().replace("-", "_"))
+    return difflib.get_close_matches(flat, ProTrainArgs.model_fields, 1, cutoff=0.0)[0]

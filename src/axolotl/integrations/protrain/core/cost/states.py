@@ -1,0 +1,94 @@
+"""Bytes of the model states: weights, gradients, optimizer moments.
+
+The first term of the paper's peak (equations 8 to 11): resident chunks plus slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ..layout import slot_bytes
+from ..types import Chunk, Layout, Placement
+
+RESIDENT_TRAINABLE_COPIES = 4
+"""Weight, gradient and AdamW's two moments, all in the weight's dtype."""
+
+GRADIENTS_IN_FLIGHT = 3
+"""Two chunks on their way to the host and the one whose gradients are being made."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Device bytes of the states under a plan, by term.
+
+    Attributes:
+        fixed: Weights and buffers outside blocks that never move, frozen.
+        adapters: Trainable weights that never move, their gradients and moments.
+        resident: Resident chunks; gradients and moments too where they train.
+        host_state: Weights on the device whose gradients and moments are not.
+        slots: The ring.
+        gradients: Gradients on their way to the host.
+    """
+
+    fixed: int
+    adapters: int
+    resident: int
+    host_state: int
+    slots: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def state_bytes(
+    layout: Layout, placements: Sequence[Placement], n_buffer: int
+) -> StateBytes:
+    """Peak device bytes of the states, reached in backward or at the update."""
+
+    def placed(placement: Placement) -> list[Chunk]:
+        return [c for c in layout.chunks if placements[c.index] is placement]
+
+    leaving = sorted(
+        (c.nbytes for c in layout.chunks if c.trainable and _on_host(placements, c)),
+        reverse=True,
+    )
+    return StateBytes(
+        fixed=layout.fixed_frozen_bytes,
+        adapters=RESIDENT_TRAINABLE_COPIES * layout.fixed_trainable_bytes,
+        resident=sum(map(resident_bytes, placed(Placement.RESIDENT))),
+        host_state=sum(c.nbytes for c in placed(Placement.HOST_STATE)),
+        slots=sum(slot_bytes(layout, placements, n_buffer)),
+        gradients=sum(leaving[:GRADIENTS_IN_FLIGHT]),
+    )
+
+
+def resident_bytes(chunk: Chunk) -> int:
+    """Device bytes of a resident chunk."""
+    return chunk.nbytes * (RESIDENT_TRAINABLE_COPIES if chunk.trainable else 1)
+
+
+def host_bytes(
+    layout: Layout, placements: Sequence[Placement], fp32_master: bool
+) -> int:
+    """Host bytes of the arena, host gradients, masters and moments."""
+    total = 0
+    for chunk in layout.chunks:
+        if not _on_host(placements, chunk):
+            continue
+        total += chunk.nbytes
+        if chunk.trainable:
+            # gradient, two moments and, with masters, the master itself, all fp32
+            total += sum(
+                4 * 4 * t.numel
+                if fp32_master and t.dtype.itemsize == 2
+                else 3 * t.nbytes
+                for t in chunk.tensors
+            )
+    return total
+
+
+def _on_host(placements: Sequence[Placement], chunk: Chunk) -> bool:
+    return placements[chunk.index].on_host

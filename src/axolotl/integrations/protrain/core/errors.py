@@ -1,0 +1,37 @@
+"""Everything ProTrain raises on purpose.
+
+::
+
+    ProTrainError
+     +-- ConfigError      (also a ValueError) a YAML key, or two that exclude each other
+     +-- BudgetError      no plan fits the memory of this machine
+     +-- LayoutError      no repeated blocks were recognised in the model
+     +-- CheckpointError  a checkpoint could not be written or read back
+
+Each message names what is at fault and the way out. A broken invariant of
+ProTrain itself is not in this tree: nobody should handle it.
+"""
+
+
+class ProTrainError(Exception):
+    """Base of the tree: what a caller catches to tell ProTrain's refusals apart."""
+
+
+class ConfigError(ProTrainError, ValueError):
+    """The YAML asks for something impossible.
+
+    A ValueError too, because pydantic reports only those to the person: any other
+    exception leaves a validator as a bare traceback.
+    """
+
+
+class BudgetError(ProTrainError):
+    """The model does not fit, with any plan, in the memory that may be used."""
+
+
+class LayoutError(ProTrainError):
+    """The model has no blocks that ProTrain recognises, so nothing can be paged."""
+
+
+class CheckpointError(ProTrainError):
+    """A checkpoint is incomplete, does not match the model, or cannot be written."""

@@ -1,0 +1,166 @@
+"""Send the gradients of host-kept chunks to the host and add them up there.
+
+Counted by post-accumulate hooks, never by module backward hooks: those fire before
+leaf gradients are there. Once a chunk's last gradient is, all of them are copied; the
+device tensors are held until the copy's event, and at most two chunks are in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime import Device, HostWorker
+from ..runtime.device import Event
+from .host_chunks import HostChunk
+
+MAX_IN_FLIGHT = 2
+"""Chunks whose gradients may still be on the device on their way to the host."""
+
+
+@dataclass
+class _Arriving:
+    """Gradients of one chunk that autograd has produced but nobody has sent."""
+
+    host: HostChunk
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+class GradientOffload:
+    """Moves gradients of `HostChunk`s from the device to their leaves.
+
+    Args:
+        device: Whose offload stream carries them.
+        worker: Adds the second and later micro-batches.
+        chunks: Trainable chunks with their state on the host.
+    """
+
+    def __init__(
+        self, device: Device, worker: HostWorker, chunks: Sequence[HostChunk]
+    ) -> None:
+        self._device = device
+        self._worker = worker
+        self._arriving = [_Arriving(host) for host in chunks]
+        self._in_flight: deque[tuple[Event, list[Tensor], int]] = deque()
+        largest = max((host.chunk.nbytes for host in chunks), default=0)
+        self._staging = [
+            torch.empty(largest, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT)
+        ]
+        for buffer in self._staging:
+            if largest:
+                device.pin(buffer)
+        self._staging_users: list[Future[None] | None] = [None] * MAX_IN_FLIGHT
+        self._next_staging = 0
+        self.offloaded_bytes = 0
+
+    def attach(self) -> list[RemovableHandle]:
+        """Hook every parameter of the chunks."""
+        return [
+            param.register_post_accumulate_grad_hook(self._hook(arriving, index))
+            for arriving in self._arriving
+            for index, param in enumerate(arriving.host.params)
+        ]
+
+    def settle(self) -> None:
+        """Return once every gradient produced so far is in its leaf."""
+        for arriving in self._arriving:
+            if arriving.gradients:
+                # parameters the loss does not depend on never arrive
+                self._send(arriving)
+        while self._in_flight:
+            self._retire()
+        for user in self._staging_users:
+            if user is not None:
+                user.result()
+
+    def close(self) -> None:
+        """Release the staging memory; no copy may be in flight."""
+        for buffer in self._staging:
+            if buffer.numel():
+                self._device.unpin(buffer)
+        self._staging = []
+
+    def _hook(self, arriving: _Arriving, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(param: Tensor) -> None:
+            gradient = param.grad
+            if gradient is None:
+                return
+            param.grad = None
+            if index in arriving.gradients:
+                # a parameter used in two backward graphs of one micro-batch
+                arriving.gradients[index] += gradient
+                return
+            self._device.count(gradient.nbytes)
+            arriving.gradients[index] = gradient
+            if len(arriving.gradients) == len(arriving.host.params):
+                self._send(arriving)
+
+        return on_gradient
+
+    def _send(self, arriving: _Arriving) -> None:
+        host = arriving.host
+        gradients, arriving.gradients = arriving.gradients, {}
+        while len(self._in_flight) >= MAX_IN_FLIGHT or (
+            self._in_flight and self._in_flight[0][0].query()
+        ):
+            self._retire()
+        stream = self._device.offload
+        stream.wait(self._device.compute.record())
+        staged: list[tuple[int, Tensor]] = []
+        slot, staging = 0, None
+        for index, gradient in gradients.items():
+            buffer = host.first_buffer(index)
+            if buffer is not None:
+                stream.copy(buffer, gradient)
+                host.arrived(index)
+                continue
+            if staging is None:
+                slot, staging = self._claim_staging()
+            view = _staged_view(staging, host, index)
+            stream.copy(view, gradient)
+            staged.append((index, view))
+        event = stream.record()
+        nbytes = sum(gradient.nbytes for gradient in gradients.values())
+        self.offloaded_bytes += nbytes
+        self._in_flight.append((event, list(gradients.values()), nbytes))
+        if staged:
+            self._staging_users[slot] = self._worker.submit(
+                host.chunk.index, _addition(event, host, staged)
+            )
+
+    def _claim_staging(self) -> tuple[int, Tensor]:
+        slot = self._next_staging
+        self._next_staging = (slot + 1) % len(self._staging)
+        user = self._staging_users[slot]
+        if user is not None:
+            user.result()
+        return slot, self._staging[slot]
+
+    def _retire(self) -> None:
+        event, _gradients, nbytes = self._in_flight.popleft()
+        event.synchronize()
+        self._device.count(-nbytes)
+
+
+def _staged_view(staging: Tensor, host: HostChunk, index: int) -> Tensor:
+    spec = host.chunk.tensors[index]
+    flat = staging[spec.offset : spec.offset + spec.nbytes]
+    return flat.view(spec.dtype).view(spec.shape)
+
+
+def _addition(
+    event: Event, host: HostChunk, staged: list[tuple[int, Tensor]]
+) -> Callable[[], None]:
+    def add() -> None:
+        # the copy has a stream of its own; adding before its event reads old bytes
+        event.synchronize()
+        for index, gradient in staged:
+            host.accumulate(index, gradient)
+
+    return add

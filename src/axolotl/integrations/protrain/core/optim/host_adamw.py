@@ -1,0 +1,153 @@
+"""AdamW on the host, chunk by chunk, on the worker thread.
+
+The arithmetic is that of `torch.optim.AdamW(fused=True)` on CPU tensors, one tensor a
+parameter as in the plain run, so the result has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..runtime import HostWorker
+from .host_chunks import HostChunk
+
+Hyperparameters = dict[str, Any]
+"""A param group without its params: lr, betas, eps, weight_decay, …"""
+
+HOST_OPTIMIZERS = ("torch", "deepspeed")
+
+
+class HostAdamW:
+    """Updates the leaves of host chunks.
+
+    Args:
+        chunks: In the order in which the next forward needs them.
+        group_of: Index of the param group of each leaf, by `id(leaf)`.
+        groups: Hyperparameters of each param group.
+        kind: `torch` or `deepspeed`.
+        worker: Where updates run.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[HostChunk],
+        group_of: Mapping[int, int],
+        groups: Sequence[Hyperparameters],
+        kind: str,
+        worker: HostWorker,
+    ) -> None:
+        self._chunks = chunks
+        self._worker = worker
+        make = _maker(kind)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._group_indices: list[list[int]] = []
+        for host in chunks:
+            members: dict[int, list[Tensor]] = {}
+            for leaf in host.leaves:
+                members.setdefault(group_of[id(leaf)], []).append(leaf)
+            self._group_indices.append(list(members))
+            self._optimizers.append(
+                make([{**groups[g], "params": leaves} for g, leaves in members.items()])
+            )
+
+    def submit(
+        self,
+        groups: Sequence[Hyperparameters],
+        prepare: Callable[[Sequence[Tensor]], None] | None,
+        done: Callable[[HostChunk], None],
+    ) -> None:
+        """Queue one update of every chunk that has gradients.
+
+        Args:
+            groups: Hyperparameters of this step; copied, the scheduler moves on.
+            prepare: Applied to the chunk's leaves first (clipping).
+            done: Called on the caller's thread for each chunk queued.
+        """
+        frozen = [dict(group) for group in groups]
+        for host, optimizer, indices in zip(
+            self._chunks, self._optimizers, self._group_indices, strict=True
+        ):
+            if all(leaf.grad is None for leaf in host.leaves):
+                continue
+
+            def update(
+                host: HostChunk = host,
+                optimizer: torch.optim.Optimizer = optimizer,
+                indices: Sequence[int] = indices,
+            ) -> None:
+                if prepare is not None:
+                    prepare(host.leaves)
+                for group, index in zip(optimizer.param_groups, indices, strict=True):
+                    group.update(frozen[index])
+                optimizer.step()
+                host.publish()
+                host.clear()
+
+            done(host)
+            self._worker.submit(host.chunk.index, update)
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """Optimizer state by `id(leaf)`; drain the worker first."""
+        return {
+            id(leaf): dict(state)
+            for optimizer in self._optimizers
+            for leaf, state in optimizer.state.items()
+        }
+
+    def load(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """Set the state of leaves, by `id(leaf)`; dtypes and devices stay."""
+        for host, optimizer in zip(self._chunks, self._optimizers, strict=True):
+            for leaf in host.leaves:
+                if id(leaf) in state:
+                    optimizer.state[leaf] = {
+                        key: value.clone() if isinstance(value, Tensor) else value
+                        for key, value in state[id(leaf)].items()
+                    }
+
+    def state_bytes(self) -> int:
+        """Bytes of the moments held on the host."""
+        return sum(
+            value.nbytes
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+
+
+def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    if kind == "torch":
+        return _torch_adamw
+    if kind == "deepspeed":
+        return _deepspeed_adam
+    raise ConfigError(
+        f"protrain_cpu_optimizer: {kind!r} is not one of {', '.join(HOST_OPTIMIZERS)}"
+    )
+
+
+def _torch_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # a group's own `fused: None` or `foreach: True` would win over the argument
+    fused = [{**group, "fused": True, "foreach": None} for group in groups]
+    return torch.optim.AdamW(fused, fused=True)
+
+
+def _deepspeed_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError as error:
+        raise ConfigError(
+            "protrain_cpu_optimizer: deepspeed needs the package deepspeed "
+            "(pip install 'axolotl-protrain[deepspeed]')"
+        ) from error
+    known = ("params", "lr", "betas", "eps", "weight_decay")
+    return DeepSpeedCPUAdam(
+        [{key: group[key] for key in known} for group in groups],
+        adamw_mode=True,
+        # moments in the dtype of what they update, as the plain run has them
+        fp32_optimizer_states=False,
+    )

@@ -1,0 +1,269 @@
+"""One torch optimizer for all trainable parameters, wherever their state lives.
+
+A step has three phases: gradients settle, the device part updates, the host part is
+queued and overlaps the next forward. `state_dict` has the format and the order of the
+plain run's AdamW, so a checkpoint moves freely between plans and to a run without
+paging and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ConfigError
+from ..runtime import HostWorker
+from .gradients import GradientOffload
+from .host_adamw import HostAdamW, Hyperparameters
+from .host_chunks import HostChunk, leaves_by_param
+
+MASTER_KEY = "master"
+"""Key of the fp32 master weight beside exp_avg and exp_avg_sq."""
+
+
+class PagedAdamW(torch.optim.Optimizer):
+    """AdamW over device and host parameters.
+
+    Args:
+        plain: The optimizer that the run would have used without paging, as built by
+            the trainer: its groups, their order and hyperparameters are kept.
+        names: Full name of each parameter, by `id(parameter)`; written into
+            checkpoints and compared when one is loaded.
+        chunks: Host chunks in the order of the next forward.
+        gradients: Brings their gradients to the host.
+        worker: Runs their updates.
+        kind: Host implementation, `torch` or `deepspeed`.
+        before_update: Called for each host chunk whose weights are about to change.
+
+    Raises:
+        ConfigError: `plain` is not a `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        plain: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        chunks: Sequence[HostChunk],
+        gradients: GradientOffload,
+        worker: HostWorker,
+        kind: str,
+        before_update: Callable[[HostChunk], None],
+    ) -> None:
+        if type(plain) is not torch.optim.AdamW:
+            raise ConfigError(
+                f"optimizer: {type(plain).__name__} cannot update parameters whose "
+                "state is on the host. Use adamw_torch_fused or adamw_torch, an "
+                "adapter, or protrain_force_all_persistent: true."
+            )
+        super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
+        self._names = names
+        self._chunks = chunks
+        self._gradients = gradients
+        self._worker = worker
+        self._before_update = before_update
+        self._leaves = leaves_by_param(chunks)
+        self._device = _restrict(plain, lambda p: id(p) not in self._leaves)
+        group_of = {
+            id(self._leaves[id(p)]): index
+            for index, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if id(p) in self._leaves
+        }
+        self._host = HostAdamW(
+            chunks, group_of, self._hyperparameters(), kind, worker
+        )
+        self._clip: tuple[float, Tensor] | None = None
+
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> Tensor:
+        """Total 2-norm of all gradients; scales them as `clip_grad_norm_` would.
+
+        Device gradients are scaled here, host gradients by the worker just before
+        their update, by the same function of torch.
+
+        Args:
+            parameters: In the order of the plain run, which fixes the last bit.
+        """
+        self._gradients.settle()
+        owners = [self._leaves.get(id(p), p) for p in parameters]
+        gradients = [owner.grad for owner in owners if owner.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        if math.isinf(max_norm):
+            return total_norm
+        on_device = [p for p in parameters if id(p) not in self._leaves]
+        torch.nn.utils.clip_grads_with_norm_(on_device, max_norm, total_norm)
+        self._clip = (max_norm, total_norm)
+        return total_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Host gradients are consumed."""
+        if closure is not None:
+            raise ConfigError("PagedAdamW takes no closure")
+        self._gradients.settle()
+        hyperparameters = self._hyperparameters()
+        if self._device is not None:
+            for group, values in zip(
+                self._device.param_groups, hyperparameters, strict=True
+            ):
+                group.update(values)
+            self._device.step()
+        self._host.submit(hyperparameters, self._clipping(), self._before_update)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients that no queued update still needs."""
+        super().zero_grad(set_to_none)
+        self._gradients.settle()
+        for host in self._chunks:
+            if not self._worker.pending(host.chunk.index):
+                host.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State in the plain AdamW's format; host tensors stay on the host."""
+        self._worker.drain()
+        self.state.clear()
+        host_state = self._host.state()
+        for param in self._params():
+            leaf = self._leaves.get(id(param))
+            if leaf is None:
+                state = self._device.state.get(param) if self._device else None
+            else:
+                state = host_state.get(id(leaf))
+                if state is not None and leaf.dtype != param.dtype:
+                    state[MASTER_KEY] = leaf
+            if state is not None:
+                self.state[param] = state
+        packed = super().state_dict()
+        self.state.clear()
+        for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
+            group["param_names"] = [self._names[id(p)] for p in own["params"]]
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over state written by any plan, or by a plain AdamW.
+
+        Raises:
+            CheckpointError: It belongs to other parameters or another precision.
+        """
+        self._worker.drain()
+        self._check_names(state_dict["param_groups"])
+        super().load_state_dict({**state_dict, "state": {}})
+        params = list(self._params())
+        on_host: dict[int, dict[str, Any]] = {}
+        on_device: dict[Tensor, dict[str, Any]] = {}
+        for index, state in state_dict["state"].items():
+            param = params[index]
+            leaf = self._leaves.get(id(param))
+            if leaf is None:
+                on_device[param] = state
+                continue
+            state = dict(state)
+            self._load_master(param, leaf, state)
+            on_host[id(leaf)] = state
+        self._host.load(on_host)
+        self._load_device(on_device)
+
+    def host_bytes(self) -> int:
+        """Host bytes of gradients, masters and moments."""
+        own = sum(host.host_bytes() for host in self._chunks)
+        return own + self._host.state_bytes()
+
+    def device_bytes(self) -> int:
+        """Device bytes of gradients and optimizer state right now."""
+        gradients = sum(
+            p.grad.nbytes for p in self._params() if p.grad is not None
+        )
+        if self._device is None:
+            return gradients
+        return gradients + optimizer_bytes(self._device)
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _hyperparameters(self) -> list[Hyperparameters]:
+        return [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in self.param_groups
+        ]
+
+    def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
+        clip, self._clip = self._clip, None
+        if clip is None:
+            return None
+        max_norm, total_norm = clip
+        norm = total_norm.cpu()
+
+        def scale(leaves: Sequence[Tensor]) -> None:
+            torch.nn.utils.clip_grads_with_norm_(leaves, max_norm, norm)
+
+        return scale
+
+    def _check_names(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        for saved, own in zip(saved_groups, self.param_groups, strict=False):
+            names = saved.get("param_names")
+            mine = [self._names[id(p)] for p in own["params"]]
+            if names is not None and list(names) != mine:
+                odd = next(
+                    (f"{a} / {b}" for a, b in zip(names, mine, strict=False) if a != b),
+                    f"{len(names)} / {len(mine)} parameters",
+                )
+                raise CheckpointError(
+                    "optimizer.pt belongs to other parameters than this run trains: "
+                    f"saved / trained differ first at {odd}. Resume with the YAML "
+                    "that wrote it."
+                )
+
+    def _load_master(
+        self, param: nn.Parameter, leaf: Tensor, state: dict[str, Any]
+    ) -> None:
+        master = state.pop(MASTER_KEY, None)
+        has_master = leaf.dtype != param.dtype
+        if has_master != (master is not None):
+            written = "with" if master is not None else "without"
+            value = str(master is not None).lower()
+            raise CheckpointError(
+                f"optimizer.pt was written {written} fp32 master weights: resume with "
+                f"protrain_fp32_master: {value}."
+            )
+        if master is not None:
+            leaf.copy_(master)
+
+    def _load_device(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        if self._device is None:
+            return
+        params = [p for group in self._device.param_groups for p in group["params"]]
+        packed = self._device.state_dict()
+        packed["state"] = {
+            index: states[p] for index, p in enumerate(params) if p in states
+        }
+        self._device.load_state_dict(packed)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's state."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _restrict(
+    plain: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
+) -> torch.optim.Optimizer | None:
+    """The same optimizer over the parameters that `keep` accepts, group by group."""
+    groups = [
+        {**group, "params": [p for p in group["params"] if keep(p)]}
+        for group in plain.param_groups
+    ]
+    if not any(group["params"] for group in groups):
+        return None
+    # each group carries every hyperparameter, so defaults do not matter
+    return torch.optim.AdamW(groups)

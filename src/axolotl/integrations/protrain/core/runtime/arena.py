@@ -1,0 +1,68 @@
+"""Exact-size host memory in which the truth of paged parameters lives."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+from ..types import Chunk, TensorSpec
+
+
+class Arena:
+    """One anonymous mapping of exactly the bytes asked for.
+
+    Pages are committed when they are first written, so filling it chunk by chunk
+    while the original tensors are freed never holds two copies. Tensors handed out
+    have storages of their own: to `safetensors` and `torch.save` they look like
+    independent tensors, and the mapping lives as long as any of them.
+
+    Args:
+        chunks: The chunks to hold, each at an offset of its own.
+    """
+
+    def __init__(self, chunks: tuple[Chunk, ...]) -> None:
+        self._offsets: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        end = 0
+        for chunk in chunks:
+            self._offsets[chunk.index] = end
+            self._sizes[chunk.index] = chunk.nbytes
+            # 64 keeps every tensor inside aligned as the layout promised
+            end += -(-chunk.nbytes // 64) * 64
+        self.nbytes = end
+        self._memory = _map_private(end) if end else None
+
+    def chunk(self, index: int) -> Tensor:
+        """All bytes of a chunk, uint8 of shape [chunk.nbytes]."""
+        return self._view(torch.uint8, self._sizes[index], self._offsets[index])
+
+    def tensor(self, index: int, spec: TensorSpec) -> Tensor:
+        """One parameter of a chunk with its shape and dtype, on its own storage."""
+        start = self._offsets[index] + spec.offset
+        return self._view(spec.dtype, spec.numel, start).view(spec.shape)
+
+    def whole(self) -> Tensor | None:
+        """The mapping as one uint8 tensor, None when it is empty."""
+        return self._view(torch.uint8, self.nbytes, 0) if self.nbytes else None
+
+    def _view(self, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+        assert self._memory is not None  # nosec B101: an empty arena holds no chunk
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+
+
+def _map_private(nbytes: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def return_freed_memory() -> None:
+    """Ask glibc to give freed heap pages back; elsewhere do nothing."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

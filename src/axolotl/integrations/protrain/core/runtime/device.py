@@ -1,0 +1,287 @@
+"""One small interface to the device: memory, three streams, events.
+
+Work on a stream runs in order; between streams only events order it. `CpuDevice`
+runs everything at once and counts bytes against a budget, `CudaDevice` uses real
+streams and pinned memory. The runtime knows nothing else about where it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+POISON_BYTE = 0xFF
+"""Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the stream has passed this point."""
+
+    def query(self) -> bool:
+        """True once the stream has passed this point."""
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    def wait(self, event: Event) -> None:
+        """Let later work of this stream start only after `event`."""
+
+    def record(self) -> Event:
+        """Mark the end of the work queued so far."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue `target.copy_(source)`. Both must live until an event after it."""
+
+    def fill(self, target: Tensor, byte: int) -> None:
+        """Queue a fill of a uint8 tensor."""
+
+
+class Device(ABC):
+    """Memory and streams of one device.
+
+    Attributes:
+        torch_device: Where its tensors live.
+        fetch: Host to device copies.
+        offload: Device to host copies.
+        stall_s: Seconds that compute has waited for a transfer or a host update.
+    """
+
+    torch_device: torch.device
+    fetch: Stream
+    offload: Stream
+
+    def __init__(self) -> None:
+        self.stall_s = 0.0
+
+    @property
+    @abstractmethod
+    def compute(self) -> Stream:
+        """The stream that the model's kernels are being queued on right now."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Tensor:
+        """A new device buffer, uint8 of shape [nbytes]."""
+
+    @abstractmethod
+    def place(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device."""
+
+    @abstractmethod
+    def pin(self, host: Tensor) -> None:
+        """Page-lock a host buffer so that copies from and to it can overlap."""
+
+    @abstractmethod
+    def unpin(self, host: Tensor) -> None:
+        """Undo `pin`. No copy may be in flight."""
+
+    @abstractmethod
+    def wait_stalled(self, event: Event) -> None:
+        """Let compute wait for a transfer and count what it loses as stall."""
+
+    @abstractmethod
+    def count(self, nbytes: int) -> None:
+        """Note transient device bytes, gradients for example; negative frees."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Highest number of device bytes in use so far."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every stream is idle."""
+
+
+class _DoneEvent:
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _ImmediateStream:
+    """Runs work when it is queued; the time goes to the device as stall."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self._device = device
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def record(self) -> Event:
+        return _DONE
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        start = time.perf_counter()
+        target.copy_(source)
+        self._device.stall_s += time.perf_counter() - start
+
+    def fill(self, target: Tensor, byte: int) -> None:
+        target.fill_(byte)
+
+
+_DONE = _DoneEvent()
+
+
+class CpuDevice(Device):
+    """A device with a budget in host memory, for machines without an accelerator.
+
+    Its peak counts what the plugin holds on it: resident weights, slots, gradients
+    and optimizer state. Activations are the allocator's and are not seen here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_device = torch.device("cpu")
+        self.fetch = _ImmediateStream(self)
+        self.offload = _ImmediateStream(self)
+        self._compute = _ImmediateStream(self)
+        self._used = 0
+        self._peak = 0
+
+    @property
+    def compute(self) -> Stream:
+        return self._compute
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.count(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        self.count(tensor.nbytes)
+        return tensor
+
+    def pin(self, host: Tensor) -> None:
+        pass
+
+    def unpin(self, host: Tensor) -> None:
+        pass
+
+    def wait_stalled(self, event: Event) -> None:
+        event.synchronize()
+
+    def count(self, nbytes: int) -> None:
+        self._used += nbytes
+        if self._used > self._peak:
+            self._peak = self._used
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _CudaStream:
+    """A `torch.cuda.Stream`; operators queued here do not touch the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)  # nosec B101: narrows the type
+        self._stream.wait_event(event)
+
+    def record(self) -> Event:
+        return self._stream.record_event()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def fill(self, target: Tensor, byte: int) -> None:
+        with torch.cuda.stream(self._stream):
+            target.fill_(byte)
+
+
+class CudaDevice(Device):
+    """A CUDA device: one stream each way beside the caller's compute stream."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.torch_device = torch.device("cuda", index)
+        self.fetch = _CudaStream(torch.cuda.Stream(self.torch_device))
+        self.offload = _CudaStream(torch.cuda.Stream(self.torch_device))
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @property
+    def compute(self) -> Stream:
+        # never cached: the caller may run under another current stream each time
+        return _CudaStream(torch.cuda.current_stream(self.torch_device))
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.torch_device)
+
+    def pin(self, host: Tensor) -> None:
+        # the stock pinned allocator rounds up to powers of two
+        _check_cuda(
+            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0),
+            f"page-locking {host.nbytes} bytes of host memory",
+        )
+
+    def unpin(self, host: Tensor) -> None:
+        _check_cuda(
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr()),
+            "releasing page-locked host memory",
+        )
+
+    def wait_stalled(self, event: Event) -> None:
+        if event.query():
+            return
+        stream = torch.cuda.current_stream(self.torch_device)
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        self.compute.wait(event)
+        after.record(stream)
+        self._waits.append((before, after))
+        self._collect_waits(self._waits[:1])
+
+    def count(self, nbytes: int) -> None:
+        pass  # the caching allocator counts
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        self._collect_waits(self._waits)
+
+    def _collect_waits(
+        self, waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]
+    ) -> None:
+        finished = [wait for wait in waits if wait[1].query()]
+        self._waits = self._waits[len(finished) :]
+        self.stall_s += sum(b.elapsed_time(a) for b, a in finished) / 1000
+
+
+def _check_cuda(status: object, what: str) -> None:
+    if int(status) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(f"CUDA error {status} while {what}")
+
+
+def open_device(torch_device: torch.device) -> Device:
+    """The `Device` for a torch device.
+
+    Raises:
+        ValueError: The type is neither cpu nor cuda.
+    """
+    if torch_device.type == "cpu":
+        return CpuDevice()
+    if torch_device.type == "cuda":
+        index = torch_device.index
+        return CudaDevice(torch.cuda.current_device() if index is None else index)
+    raise ValueError(f"ProTrain runs on cpu and cuda devices, not on {torch_device}")

@@ -1,0 +1,110 @@
+"""Bring a block's chunks into their slots before it computes, and look ahead.
+
+One block's *window* is open at a time: from the first thing that needs its weights to
+the moment the next block opens or its forward ends. Prefetch, miss, evaluation,
+generation and recompute all go through `open` and `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .schedule import Direction, Schedule
+from .slots import Slot
+
+
+class Pager:
+    """Executes a `Schedule` on slots.
+
+    Args:
+        schedule: Order of the paged chunks.
+        slots: The ring.
+        sources: Host bytes of each paged chunk, by its number in the schedule.
+        wait_update: Blocks until the pending host update of a chunk has landed.
+        update_pending: True while a chunk must not be fetched ahead.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        slots: Sequence[Slot],
+        sources: Sequence[Tensor],
+        wait_update: Callable[[int], None],
+        update_pending: Callable[[int], bool],
+    ) -> None:
+        self._schedule = schedule
+        self._slots = slots
+        self._sources = sources
+        self._wait_update = wait_update
+        self._update_pending = update_pending
+        self._window: int | None = None
+        self.fetched_bytes = 0
+        self.num_fetches = 0
+        self.num_misses = 0
+
+    @property
+    def window(self) -> int | None:
+        """The block whose weights may be read now."""
+        return self._window
+
+    def open(self, block: int, direction: Direction) -> None:
+        """Make a block's weights readable; does nothing if they are."""
+        if self._window == block:
+            return
+        if self._window is not None:
+            self.close(self._window)
+        self._window = block
+        for chunk in self._schedule.needed(block):
+            slot = self._slots[self._schedule.slot_of(chunk)]
+            if slot.holds != chunk:
+                self.num_misses += 1
+                self._wait_update(chunk)
+                self._fetch(chunk, slot)
+            slot.begin_use()
+        self._fetch_ahead(block, direction)
+
+    def close(self, block: int, direction: Direction | None = None) -> None:
+        """Mark the last use of a block's weights; does nothing if it is not open."""
+        if self._window != block:
+            return
+        for chunk in self._schedule.needed(block):
+            self._slots[self._schedule.slot_of(chunk)].end_use()
+        self._window = None
+        if direction is not None:
+            # what could not be fetched at `open` because its update was pending
+            self._fetch_ahead(block, direction)
+
+    def close_any(self) -> None:
+        """Close whatever window is open: the backward pass has no closing hook."""
+        if self._window is not None:
+            self.close(self._window)
+
+    def forget(self, chunk: int) -> None:
+        """The host copy of a chunk changed; a slot that holds it is stale."""
+        slot = self._slots[self._schedule.slot_of(chunk)]
+        if slot.holds == chunk:
+            slot.forget()
+
+    def forget_all(self) -> None:
+        """Something wrote through the parameters into the slots."""
+        self.close_any()
+        for slot in self._slots:
+            slot.end_use()
+            slot.forget()
+
+    def _fetch_ahead(self, block: int, direction: Direction) -> None:
+        for chunk in self._schedule.ahead(block, direction):
+            slot = self._slots[self._schedule.slot_of(chunk)]
+            if slot.holds == chunk:
+                continue
+            if self._update_pending(chunk):
+                return
+            self._fetch(chunk, slot)
+
+    def _fetch(self, chunk: int, slot: Slot) -> None:
+        source = self._sources[chunk]
+        slot.fetch(chunk, source)
+        self.fetched_bytes += source.numel()
+        self.num_fetches += 1

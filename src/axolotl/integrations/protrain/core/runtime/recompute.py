@@ -1,0 +1,61 @@
+"""Recompute a block's activations in backward: torch's non-reentrant checkpoint.
+
+Bound with hooks, so that names, `state_dict` keys and the block itself stay as they
+are (the way of `torch.distributed._composable.checkpoint`, with removable handles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.hooks import RemovableHandle
+
+
+def attach_recompute(block: nn.Module) -> list[RemovableHandle]:
+    """Keep only the block's inputs for backward; RNG state and autocast are replayed.
+
+    Attach before any hook that must also run around the recomputation.
+    """
+    checkpoint = _HookedCheckpoint()
+    return [
+        block.register_forward_pre_hook(checkpoint.begin, with_kwargs=True),
+        block.register_forward_hook(checkpoint.end, prepend=True, always_call=True),
+    ]
+
+
+class _HookedCheckpoint:
+    def __init__(self) -> None:
+        self._running: Generator[None, None, None] | None = None
+        self._recomputing = False
+
+    def begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._recomputing or not torch.is_grad_enabled():
+            return
+        self._running = _checkpoint_without_reentrant_generator(
+            block, True, self._contexts, "default", False, True, *args, **kwargs
+        )
+        next(self._running)
+
+    def end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            # the generator's last part leaves the saved-tensor context
+            next(running, None)
+
+    def _contexts(
+        self,
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self._recomputation()
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        self._recomputing = True
+        try:
+            yield
+        finally:
+            self._recomputing = False

@@ -1,0 +1,53 @@
+"""A slot: a device buffer at a fixed address, and the only owner of copy events."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .device import POISON_BYTE, Device, Event
+
+
+class Slot:
+    """One device buffer that paged chunks share in turn.
+
+    Protocol: `fetch` waits for the last use before it writes; `begin_use` waits for
+    the copy before anyone reads; `end_use` marks the last use. `holds` is a promise,
+    the events are the proof.
+
+    Args:
+        buffer: uint8 device tensor; its address never changes.
+        device: Where the copies run.
+        poison: Fill the buffer with NaN bytes when its chunk leaves.
+    """
+
+    def __init__(self, buffer: Tensor, device: Device, poison: bool) -> None:
+        self.buffer = buffer
+        self.holds: int | None = None
+        self._device = device
+        self._poison = poison
+        self._arrival: Event | None = None
+        self._last_use: Event | None = None
+
+    def fetch(self, chunk: int, source: Tensor) -> None:
+        """Queue the copy of a chunk's bytes (uint8, host) into the slot."""
+        stream = self._device.fetch
+        if self._last_use is not None:
+            stream.wait(self._last_use)
+        if self._poison:
+            stream.fill(self.buffer, POISON_BYTE)
+        stream.copy(self.buffer[: source.numel()], source)
+        self._arrival = stream.record()
+        self.holds = chunk
+
+    def forget(self) -> None:
+        """The host copy changed: the content is stale and must be fetched again."""
+        self.holds = None
+
+    def begin_use(self) -> None:
+        """Order the reads that follow after the copy."""
+        if self._arrival is not None:
+            self._device.wait_stalled(self._arrival)
+
+    def end_use(self) -> None:
+        """Order the next `fetch` after the reads so far."""
+        self._last_use = self._device.compute.record()

@@ -1,0 +1,53 @@
+"""One background thread for host work on chunks: gradient sums and optimizer updates.
+
+Work runs in the order it was queued. A failure is raised on the caller's thread by
+the next wait for that chunk, and by every `drain`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class HostWorker:
+    """Runs one task after another and remembers the last one of each chunk."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="protrain-host")
+        self._last: dict[int, Future[None]] = {}
+        self.waited_s = 0.0
+
+    def submit(self, chunk: int, task: Callable[[], None]) -> Future[None]:
+        """Queue work on a chunk."""
+        future = self._pool.submit(task)
+        self._last[chunk] = future
+        return future
+
+    def pending(self, chunk: int) -> bool:
+        """True while work on the chunk is queued or running."""
+        future = self._last.get(chunk)
+        return future is not None and not future.done()
+
+    def wait(self, chunk: int) -> None:
+        """Block until the chunk's work is done; raise what it raised."""
+        future = self._last.get(chunk)
+        if future is None:
+            return
+        if not future.done():
+            start = time.perf_counter()
+            future.exception()
+            self.waited_s += time.perf_counter() - start
+        # forgotten only now: a signal handler may wait for the same chunk meanwhile
+        self._last.pop(chunk, None)
+        future.result()
+
+    def drain(self) -> None:
+        """Block until all work is done; raise the first failure."""
+        for chunk in list(self._last):
+            self.wait(chunk)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,375 @@
+"""Composition root: opens a model for paged training and closes it again.
+
+Wires layout, plan, runtime and optimizer together and holds what must be undone.
+The model's modules, names and parameters stay the objects they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .layout import slot_bytes
+from .optim import GradientOffload, HostChunk, PagedAdamW, optimizer_bytes
+from .runtime import (
+    Arena,
+    Device,
+    HostWorker,
+    Pager,
+    Schedule,
+    Slot,
+    attach_block,
+    attach_entry,
+    attach_recompute,
+    attach_state_dict,
+    return_freed_memory,
+)
+from .types import Chunk, Layout, Placement, Plan
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a plan.
+
+    Attributes:
+        poison: Fill a slot with NaN bytes when its chunk leaves.
+        fp32_master: Update bf16 weights through fp32 masters on the host.
+        cpu_optimizer: Host AdamW, `torch` or `deepspeed`.
+    """
+
+    poison: bool = False
+    fp32_master: bool = False
+    cpu_optimizer: str = "torch"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Counters since the session was opened; bytes and seconds."""
+
+    fetched_bytes: int
+    offloaded_bytes: int
+    num_fetches: int
+    num_misses: int
+    stall_s: float
+    device_peak_bytes: int
+    host_arena_bytes: int
+    host_optimizer_bytes: int
+
+
+class Session:
+    """A model under a plan, from construction to `close`.
+
+    Construction moves the model: host-kept chunks into the arena, the rest to the
+    device. Between, the model is trained as usual with the optimizer that
+    `wrap_optimizer` returns. `close` gives the model back as plain host tensors.
+
+    Args:
+        model: On the host; `requires_grad` final, not wrapped.
+        layout: From `build_layout(model)`.
+        plan: What to run.
+        device: Where to run it.
+        options: How to run it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        plan: Plan,
+        device: Device,
+        options: Options = Options(),  # noqa: B008 - a frozen value
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.plan = plan
+        self.device = device
+        self._options = options
+        self._params = dict(model.named_parameters())
+        self._modules = dict(model.named_modules())
+        self._handles: list[RemovableHandle] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._stale: set[int] = set()
+        self._refreshed_bytes = 0
+        self._closed = False
+        self._worker = HostWorker()
+
+        on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
+        trained = tuple(c for c in on_host if c.trainable)
+        self._arena = Arena(tuple(on_host))
+        self._gradient_arena = Arena(trained)
+        self._numbers = {index: n for n, index in enumerate(plan.paged)}
+        self._slots = [
+            Slot(device.allocate(nbytes), device, options.poison)
+            for nbytes in slot_bytes(layout, plan.placements, plan.n_buffer)
+        ]
+        self._move_to_host(on_host)
+        self._move_to_device()
+        for arena in (self._arena, self._gradient_arena):
+            memory = arena.whole()
+            if memory is not None:
+                device.pin(memory)
+        device.synchronize()
+
+        self._host_chunks = [
+            HostChunk(
+                chunk,
+                self._params,
+                self._arena,
+                self._gradient_arena,
+                options.fp32_master,
+            )
+            for chunk in _needed_first(trained)
+        ]
+        self._gradients = GradientOffload(device, self._worker, self._host_chunks)
+        self._pager = self._build_pager()
+        self._attach()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def host_weight(self, name: str) -> Tensor:
+        """The true value of a host-kept parameter, whatever its slot holds."""
+        self.settle()
+        for chunk in self.layout.chunks:
+            for spec in chunk.tensors:
+                if spec.name == name and self.plan.placements[chunk.index].on_host:
+                    return self._arena.tensor(chunk.index, spec)
+        raise KeyError(name)
+
+    def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to train with: `plain` itself if all state is on the device.
+
+        Raises:
+            ConfigError: Host-kept state needs AdamW.
+        """
+        if not self._host_chunks:
+            self._optimizer = plain
+            return plain
+        names = {id(p): name for name, p in self._params.items()}
+        self._optimizer = PagedAdamW(
+            plain,
+            names,
+            self._host_chunks,
+            self._gradients,
+            self._worker,
+            self._options.cpu_optimizer,
+            self._before_update,
+        )
+        return self._optimizer
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor | None:
+        """Clip over device and host gradients; None if the plain way sees them all."""
+        if not isinstance(self._optimizer, PagedAdamW):
+            return None
+        self._pager.close_any()
+        return self._optimizer.clip_grad_norm(list(self._params.values()), max_norm)
+
+    def ready(self) -> None:
+        """Make weights that stay on the device current after a host update."""
+        for index in sorted(self._stale):
+            self._worker.wait(index)
+            self._refresh(self.layout.chunks[index])
+        self._stale.clear()
+
+    def settle(self) -> None:
+        """Return once no host update is pending: what is read next is the truth."""
+        self._worker.drain()
+        self.ready()
+
+    def note_peak(self) -> None:
+        """Sample the transient device bytes; call before and after the update."""
+        if isinstance(self._optimizer, PagedAdamW):
+            transient = self._optimizer.device_bytes()
+        else:
+            transient = sum(
+                p.grad.nbytes for p in self._params.values() if p.grad is not None
+            )
+            if self._optimizer is not None:
+                transient += optimizer_bytes(self._optimizer)
+        self.device.count(transient)
+        self.device.count(-transient)
+
+    def measured(self) -> Measured:
+        """Counters so far."""
+        optimizer = self._optimizer
+        return Measured(
+            fetched_bytes=self._pager.fetched_bytes + self._refreshed_bytes,
+            offloaded_bytes=self._gradients.offloaded_bytes,
+            num_fetches=self._pager.num_fetches,
+            num_misses=self._pager.num_misses,
+            stall_s=self.device.stall_s + self._worker.waited_s,
+            device_peak_bytes=self.device.peak_bytes(),
+            host_arena_bytes=self._arena.nbytes,
+            host_optimizer_bytes=(
+                optimizer.host_bytes() if isinstance(optimizer, PagedAdamW) else 0
+            ),
+        )
+
+    def close(self) -> None:
+        """Finish queued work, remove the hooks, give plain host tensors back."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._worker.drain()
+        finally:
+            self._worker.close()
+            for handle in self._handles:
+                handle.remove()
+            self.device.synchronize()
+            self._gradients.close()
+            self._restore()
+            for arena in (self._arena, self._gradient_arena):
+                memory = arena.whole()
+                if memory is not None:
+                    self.device.unpin(memory)
+            self._slots = []
+
+    # construction
+
+    def _move_to_host(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            paged = self.plan.placements[chunk.index] is Placement.PAGED
+            buffer = self._slot_of(chunk).buffer if paged else None
+            if buffer is None:
+                buffer = self.device.allocate(chunk.nbytes)
+            for spec in chunk.tensors:
+                param = self._params[spec.name]
+                self._arena.tensor(chunk.index, spec).copy_(param.data)
+                view = buffer[spec.offset : spec.offset + spec.nbytes]
+                # the only rebinding until `close`; frees the original
+                param.data = view.view(spec.dtype).view(spec.shape)
+            if not paged:
+                self._refresh(chunk)
+            return_freed_memory()
+
+    def _move_to_device(self) -> None:
+        on_host = {
+            spec.name
+            for chunk in self.layout.chunks
+            if self.plan.placements[chunk.index].on_host
+            for spec in chunk.tensors
+        }
+        for name, param in self._params.items():
+            if name not in on_host:
+                param.data = self.device.place(param.data)
+        for buffer in self.model.buffers():
+            buffer.data = self.device.place(buffer.data)
+
+    def _build_pager(self) -> Pager:
+        paged = self.plan.paged
+        schedule = Schedule(
+            [
+                [self._numbers[c] for c in block.chunks if c in self._numbers]
+                for block in self.layout.blocks
+            ],
+            self.plan.n_buffer,
+        )
+        return Pager(
+            schedule,
+            self._slots,
+            [self._arena.chunk(index) for index in paged],
+            wait_update=lambda number: self._worker.wait(paged[number]),
+            update_pending=lambda number: self._worker.pending(paged[number]),
+        )
+
+    def _attach(self) -> None:
+        for block, recompute in zip(
+            self.layout.blocks, self.plan.recompute, strict=True
+        ):
+            module = self._modules[block.name]
+            if recompute:
+                self._handles += attach_recompute(module)
+            if self.plan.paged:
+                self._handles += attach_block(module, block.index, self._pager)
+        for owner, host in self._host_owners().items():
+            self._handles += attach_state_dict(
+                self._modules[owner], host, partial(self._after_load, owner)
+            )
+        self._handles += self._gradients.attach()
+        if self._host_chunks:
+            self._handles += attach_entry(self._entries(), self.ready, self.settle)
+
+    def _host_owners(self) -> dict[str, dict[str, Tensor]]:
+        """Host tensors by the module that registers them, tied names included."""
+        host = {
+            id(self._params[spec.name]): self._arena.tensor(chunk.index, spec)
+            for chunk in self.layout.chunks
+            if self.plan.placements[chunk.index].on_host
+            for spec in chunk.tensors
+        }
+        owners: dict[str, dict[str, Tensor]] = {}
+        for module_name, module in self._modules.items():
+            for name, param in module.named_parameters(recurse=False):
+                if id(param) in host:
+                    owners.setdefault(module_name, {})[name] = host[id(param)]
+        return owners
+
+    def _entries(self) -> list[nn.Module]:
+        """Every module through which a forward can reach the model's weights.
+
+        Ancestors of the blocks, because a fused loss reads the head without calling
+        it, and the owners of weights outside blocks, for direct calls.
+        """
+        names: dict[str, None] = {}
+        for block in self.layout.blocks:
+            parts = block.name.split(".")
+            names.update(
+                (".".join(parts[:depth]), None) for depth in range(len(parts))
+            )
+        for chunk in self.layout.chunks:
+            if chunk.block is None:
+                names.update(
+                    (spec.name.rpartition(".")[0], None) for spec in chunk.tensors
+                )
+        return [self._modules[name] for name in names]
+
+    # running
+
+    def _slot_of(self, chunk: Chunk) -> Slot:
+        return self._slots[self._numbers[chunk.index] % self.plan.n_buffer]
+
+    def _before_update(self, host: HostChunk) -> None:
+        self._pager.close_any()
+        index = host.chunk.index
+        if index in self._numbers:
+            self._pager.forget(self._numbers[index])
+        else:
+            self._stale.add(index)
+
+    def _refresh(self, chunk: Chunk) -> None:
+        """Copy a HOST_STATE chunk's weights to where the device keeps them."""
+        for spec in chunk.tensors:
+            self.device.compute.copy(
+                self._params[spec.name].data, self._arena.tensor(chunk.index, spec)
+            )
+        self._refreshed_bytes += chunk.nbytes
+
+    def _after_load(self, owner: str) -> None:
+        """A load wrote the host copies of `owner`, and through its slot views."""
+        for host in self._host_chunks:
+            if any(s.name.rpartition(".")[0] == owner for s in host.chunk.tensors):
+                host.reload()
+        self._pager.forget_all()
+
+    # closing
+
+    def _restore(self) -> None:
+        for chunk in self.layout.chunks:
+            if not self.plan.placements[chunk.index].on_host:
+                continue
+            for spec in chunk.tensors:
+                self._params[spec.name].data = self._arena.tensor(chunk.index, spec)
+        for tensor in (*self._params.values(), *self.model.buffers()):
+            tensor.data = tensor.data.cpu()
+
+
+def _needed_first(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Order of host updates: weights outside blocks are read before the first block."""
+    return sorted(chunks, key=lambda c: (c.block is not None, c.index))

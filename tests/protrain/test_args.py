@@ -1,0 +1,638 @@
+"""The YAML keys: what is read, what is refused, and what the person is told.
+
+The combinations are tried on Axolotl's real config class with ProTrainArgs mixed in,
+the way Axolotl does it, so a renamed or retyped field upstream shows up here.
+"""
+
+import importlib.util
+import warnings
+
+import pytest
+from axolotl.integrations.base import PluginManager
+from axolotl.integrations.expert_parallel.args import ExpertParallelArgs
+from axolotl.integrations.kernels.args import KernelsArgs
+from axolotl.utils.config import prepare_plugins, validate_config
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.schemas.config import AxolotlInputConfig
+from hypothesis import given, strategies as st
+from pydantic import ValidationError
+
+from axolotl.integrations.protrain.args import (
+    EXCLUDED,
+    NOT_AVAILABLE,
+    Overrides,
+    ProTrainArgs,
+    overrides,
+    parse_bytes,
+    refusals,
+    reject_unknown_keys,
+)
+from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
+
+PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
+PLAIN = {
+    "base_model": "tiny-llama",
+    "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
+    "sequence_len": 128,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.0005,
+    "bf16": False,
+    "fp16": False,
+    "attn_implementation": "sdpa",
+    "gradient_checkpointing": True,
+}
+LORA = {
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_modules": ["q_proj"],
+    "lora_mlp_kernel": False,
+}
+QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+
+
+class Merged(AxolotlInputConfig, ExpertParallelArgs, KernelsArgs, ProTrainArgs):
+    """What ``merge_input_args`` builds, with two more plugins that have our keys."""
+
+
+def validate(**settings):
+    """A full YAML with ``settings`` on top, through Axolotl's own validators."""
+    return Merged(**{**PLAIN, **settings})
+
+
+def complaint(config=validate, **settings):
+    """The text of the one error that ``settings`` causes."""
+    with pytest.raises(ValidationError) as caught:
+        config(**settings)
+    (error,) = caught.value.errors()
+    assert isinstance(error["ctx"]["error"], ConfigError)
+    return str(error["ctx"]["error"])
+
+
+# --------------------------------------------------------------------------- values
+
+
+def test_defaults_are_those_of_the_contract():
+    assert ProTrainArgs().model_dump() == {
+        "protrain_auto_memory": True,
+        "protrain_auto_mode": True,
+        "protrain_force_all_persistent": False,
+        "protrain_force_replicated_cpu_offload": False,
+        "protrain_zero3_shard": None,
+        "protrain_n_persist_override": None,
+        "protrain_n_buffer_override": None,
+        "protrain_n_swap_override": None,
+        "protrain_n_checkpoint_override": None,
+        "protrain_capacity_bytes": None,
+        "protrain_cpu_capacity_bytes": None,
+        "protrain_vision_headroom_bytes": 4 * 2**30,
+        "protrain_lora_mlp_forbid_offload": False,
+        "protrain_cpu_optimizer": "torch",
+        "protrain_fp32_master": False,
+        "protrain_save_optimizer_state": True,
+        "protrain_check_races": False,
+        "protrain_cache_dir": None,
+    }
+
+
+def test_every_key_is_described_and_carries_the_prefix():
+    for key, field in ProTrainArgs.model_fields.items():
+        assert key.startswith("protrain_")
+        assert field.description
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        (1, 1),
+        (23622320128, 22 * 2**30),
+        ("123", 123),
+        ("123B", 123),
+        ("22GiB", 22 * 2**30),
+        ("22gib", 22 * 2**30),
+        (" 22 GiB ", 22 * 2**30),
+        ("512MiB", 512 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("800MB", 800_000_000),
+        ("3KB", 3000),
+        ("3KiB", 3072),
+        ("0.5TiB", 2**39),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_byte_sizes(value, num_bytes):
+    assert parse_bytes(value) == num_bytes
+    args = ProTrainArgs(protrain_capacity_bytes=value)
+    assert args.protrain_capacity_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        -1,
+        True,
+        False,
+        1.5e9,
+        float("nan"),
+        float("inf"),
+        "",
+        "0",
+        "0GiB",
+        "0.1B",
+        "-22GiB",
+        "nan",
+        "1e9",
+        "22 gazillion",
+        "22G",
+        "22GiB or so",
+        "GiB",
+        "1.GiB",
+        "1,5GB",
+        "٣GiB",
+        [22],
+        {"GiB": 22},
+    ],
+)
+@pytest.mark.parametrize(
+    "key", ["protrain_capacity_bytes", "protrain_vision_headroom_bytes"]
+)
+def test_what_is_not_a_byte_size(key, value):
+    with pytest.raises(ConfigError):
+        parse_bytes(value)
+    text = complaint(ProTrainArgs, **{key: value})
+    assert key in text and repr(value) in text
+    assert f'for example `{key}: "22GiB"`' in text
+
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+@given(
+    count=st.integers(1, 10**9),
+    unit=st.sampled_from(sorted(UNITS)),
+    gap=st.sampled_from(["", " "]),
+    fold=st.sampled_from([str.lower, str.upper, str]),
+)
+def test_byte_text_is_read_back_exactly(count, unit, gap, fold):
+    assert parse_bytes(f"{count}{gap}{fold(unit)}") == count * UNITS[unit]
+
+
+@given(
+    thousandths=st.integers(1, 10**9), unit=st.sampled_from(["KB", "MB", "GB", "TB"])
+)
+def test_byte_text_with_decimals_loses_nothing(thousandths, unit):
+    text = f"{thousandths // 1000}.{thousandths % 1000:03d}{unit}"
+    assert parse_bytes(text) == thousandths * UNITS[unit] // 1000
+
+
+@given(st.integers(max_value=0) | st.floats() | st.booleans() | st.none())
+def test_no_other_value_passes_for_a_byte_size(value):
+    with pytest.raises(ConfigError):
+        parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed", "example"),
+    [
+        ("protrain_auto_memory", "maybe", "true or false", "true"),
+        ("protrain_auto_memory", None, "true or false", "true"),
+        ("protrain_auto_mode", 2, "true or false", "true"),
+        ("protrain_force_all_persistent", [], "true or false", "true"),
+        ("protrain_zero3_shard", "auto", "true or false", "true"),
+        ("protrain_fp32_master", "fp32", "true or false", "true"),
+        ("protrain_save_optimizer_state", "5GB", "true or false", "true"),
+        ("protrain_check_races", {}, "true or false", "true"),
+        ("protrain_n_persist_override", -1, "from 0 up", "2"),
+        ("protrain_n_persist_override", 1.5, "from 0 up", "2"),
+        ("protrain_n_buffer_override", True, "from 0 up", "2"),
+        ("protrain_n_swap_override", "all", "from 0 up", "2"),
+        ("protrain_n_checkpoint_override", [1], "from 0 up", "2"),
+        ("protrain_cpu_optimizer", "jax", "torch or deepspeed", "torch"),
+        ("protrain_cpu_optimizer", True, "torch or deepspeed", "torch"),
+        ("protrain_cache_dir", 5, "the path of a folder", "/scratch/protrain"),
+        ("protrain_cache_dir", "", "the path of a folder", "/scratch/protrain"),
+    ],
+)
+def test_a_bad_value_gets_one_message(key, value, allowed, example):
+    for config in (ProTrainArgs, validate):
+        text = complaint(config, **{key: value})
+        assert text.startswith(f"`{key}` cannot be {value!r}: allowed is ")
+        assert allowed in text
+        assert text.endswith(f"for example `{key}: {example}`")
+
+
+def test_a_wrong_type_is_an_error_even_when_switched_off():
+    off = {"protrain_auto_memory": False, "protrain_n_buffer_override": "two"}
+    assert "protrain_n_buffer_override" in complaint(ProTrainArgs, **off)
+
+
+# ---------------------------------------------------------------------- accepted as is
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"protrain_auto_mode": True},
+        {"protrain_zero3_shard": False},
+        {"protrain_lora_mlp_forbid_offload": False},
+        {"protrain_force_replicated_cpu_offload": False},
+        {"protrain_force_all_persistent": True},
+        {"protrain_force_all_persistent": True, "protrain_auto_mode": False},
+        {"protrain_n_swap_override": 0},
+        {"protrain_n_buffer_override": 3, "protrain_auto_mode": False},
+        {"protrain_n_persist_override": 3, "protrain_auto_mode": True},
+        {"protrain_fp32_master": True},
+        {"protrain_check_races": True},
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"bf16": True, "fp16": None},
+        {"bf16": "auto", "fp16": None},
+        {"optimizer": "adamw_torch"},
+        {"optimizer": None},
+        {**LORA, "optimizer": "muon"},
+        {**LORA, "optimizer": "adamw_bnb_8bit"},
+        {"optimizer": "muon", "protrain_force_all_persistent": True},
+        {"tensor_parallel_size": 1, "context_parallel_size": 1},
+        {"expert_parallel_size": 1, "dp_shard_size": 1},
+        {"deepspeed": None, "fsdp": None, "fsdp_config": None},
+        {"torch_compile": False, "layer_offloading": False, "load_in_4bit": False},
+        {"unfrozen_parameters": ["^lm_head.weight$", "layers.[0-9]", "layers.2[0-9]+"]},
+        {"nonexpert_quantization": "bf16"},
+        {"sample_packing": False, "neftune_noise_alpha": 5.0},
+        {**LORA, "lora_qkv_kernel": True, "peft_use_dora": False},
+    ],
+    ids=str,
+)
+def test_accepted(settings):
+    assert validate(**settings).protrain_auto_memory
+
+
+def test_reading_axolotl_fields_raises_no_deprecation_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        validate()
+
+
+# ---------------------------------------------------------------- refused combinations
+
+MOE_4BIT = {**QLORA, "quantize_moe_experts": True}
+NVFP4 = {**LORA, "lora_mlp_kernel": None, "use_sonicmoe": True}
+DEEPSPEED = {"protrain_cpu_optimizer": "deepspeed"}
+
+REFUSED_IN_AXOLOTL = [
+    ("deepspeed", {"deepspeed": "zero3.json"}),
+    ("deepspeed", {"deepspeed": {"zero_optimization": {"stage": 3}}}),
+    ("fsdp", {"fsdp": ["full_shard"]}),
+    ("fsdp_config", {"fsdp_config": {"offload_params": True}, "fsdp_version": 2}),
+    ("tensor_parallel_size", {"tensor_parallel_size": 2}),
+    ("expert_parallel_size", {"expert_parallel_size": 2}),
+    ("dp_shard_size", {"dp_shard_size": 2}),
+    ("dp_replicate_size", {"dp_replicate_size": 2}),
+    ("layer_offloading", {"layer_offloading": True}),
+    ("activation_offloading", {"activation_offloading": True}),
+    ("activation_offloading", {"activation_offloading": "legacy"}),
+    ("activation_offloading", {"activation_offloading": "disk"}),
+    ("activation_offloading", {"activation_offloading": "hidden_states"}),
+    ("gradient_checkpointing", {"gradient_checkpointing": "offload"}),
+    ("gradient_checkpointing", {"gradient_checkpointing": "offload_disk"}),
+    ("selective_checkpointing", {"selective_checkpointing": True}),
+    ("selective_checkpointing", {"selective_checkpointing": {"save": ["attention"]}}),
+    ("tiled_mlp", {"tiled_mlp": True}),
+    ("torch_compile", {"torch_compile": True}),
+    ("fp8", {"fp8": True}),
+    ("fp16", {"fp16": True}),
+    ("fp16", {"fp16": True, "bf16": "auto"}),
+    ("load_in_8bit", {**LORA, "load_in_8bit": True}),
+    ("load_in_4bit", QLORA),
+    ("load_in_4bit", {**LORA, "load_in_4bit": True}),
+    ("adapter: qlora", QLORA),
+    ("quantize_moe_experts", MOE_4BIT),
+    ("gptq", {**LORA, "gptq": True}),
+    ("model_quantization_config", {"model_quantization_config": "Mxfp4Config"}),
+    (
+        "model_quantization_config",
+        {"model_quantization_config": "FineGrainedFP8Config"},
+    ),
+    ("use_onebitllms", {"use_onebitllms": True}),
+    ("nvfp4_merge_aware", {**NVFP4, "nvfp4_merge_aware": True}),
+    ("gemma4_fp8_nonexpert", {"gemma4_fp8_nonexpert": True}),
+    ("gemma4_nf4_nonexpert", {"gemma4_nf4_nonexpert": True}),
+    ("nonexpert_quantization", {"nonexpert_quantization": "nf4"}),
+    ("ple_cpu_offload", {**QLORA, "ple_cpu_offload": True}),
+    ("lora_on_cpu", {**LORA, "lora_on_cpu": True}),
+    ("max_memory", {"max_memory": {0: "20GiB"}}),
+    ("gpu_memory_limit", {"gpu_memory_limit": 20}),
+    ("device_map", {"device_map": "auto"}),
+    ("device_map", {"device_map": {"": 0}}),
+    ("relora", {**LORA, "relora": True, "jagged_restart_steps": 10}),
+    ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
+    ("qat", {"qat": {"weight_dtype": "int8"}}),
+    ("unfrozen_parameters", {"unfrozen_parameters": ["model.embed_tokens[:100]"]}),
+    ("unfrozen_parameters", {"unfrozen_parameters": ["lm_head", "^emb$[5:]"]}),
+    ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
+    ("rl: dpo", {"rl": "dpo"}),
+    ("rl: kto", {"rl": "kto"}),
+    ("reward_model", {"reward_model": True}),
+    ("process_reward_model", {"process_reward_model": True}),
+    ("auto_find_batch_size", {"auto_find_batch_size": True}),
+    ("optimizer: muon", {"optimizer": "muon"}),
+    ("optimizer: adamw_bnb_8bit", {"optimizer": "adamw_bnb_8bit"}),
+    ("optimizer: sgd", {"optimizer": "sgd"}),
+    ("optimizer: paged_adamw_8bit", {"optimizer": "paged_adamw_8bit"}),
+    (
+        "protrain_force_replicated_cpu_offload",
+        {"protrain_force_replicated_cpu_offload": True},
+    ),
+    ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
+    ("protrain_n_swap_override", {"protrain_n_swap_override": 1}),
+    ("protrain_lora_mlp_forbid_offload", {"protrain_lora_mlp_forbid_offload": True}),
+    ("protrain_cache_dir", {"protrain_cache_dir": "/scratch/protrain"}),
+]
+
+# Axolotl itself stops these on a machine without ring_flash_attn, before our turn.
+REFUSED_AFTER_AXOLOTL = [
+    ("context_parallel_size", {"context_parallel_size": 2}),
+    ("sequence_parallel_degree", {"sequence_parallel_degree": 2}),
+]
+
+
+@pytest.mark.parametrize(("named", "settings"), REFUSED_IN_AXOLOTL, ids=str)
+def test_refused(named, settings):
+    text = complaint(**settings)
+    assert f"`{named}" in text
+    assert "`protrain_auto_memory: false` trains without ProTrain." in text
+    assert validate(**settings, protrain_auto_memory=False)
+
+
+@pytest.mark.parametrize(("named", "settings"), REFUSED_AFTER_AXOLOTL, ids=str)
+def test_refused_where_axolotl_would_let_it_pass(named, settings):
+    (line,) = refusals(settings)
+    assert line.startswith(f"`{named}: 2` spreads the model over ranks")
+
+
+def test_every_row_of_the_tables_is_tried_and_names_a_real_field():
+    rows = {row.key for row in (*NOT_AVAILABLE, *EXCLUDED)}
+    assert rows <= set(Merged.model_fields)
+    cases = REFUSED_IN_AXOLOTL + REFUSED_AFTER_AXOLOTL
+    tried = {key for _, settings in cases for key in settings}
+    assert rows - tried == {"protrain_cpu_optimizer"}
+
+
+@pytest.mark.parametrize("row", NOT_AVAILABLE, ids=lambda row: row.key)
+def test_missing_machinery_is_called_that(row):
+    assert "is not available in this version" in row.message(True)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    text = complaint(deepspeed="zero3.json", layer_offloading=True, optimizer="muon")
+    assert len(text.splitlines()) == 4
+
+
+def test_full_precision_bf16_is_unknown_to_axolotl():
+    """The reason why there is no row for ``bf16: full``."""
+    with pytest.raises(ValidationError, match="bf16"):
+        validate(bf16="full", protrain_auto_memory=False)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_deepspeed_optimizer_needs_deepspeed(monkeypatch, installed):
+    spec = importlib.util.find_spec("json") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    if installed:
+        assert ProTrainArgs(**DEEPSPEED).protrain_cpu_optimizer == "deepspeed"
+    else:
+        text = complaint(ProTrainArgs, **DEEPSPEED)
+        assert "pip install axolotl-protrain[deepspeed]" in text
+
+
+# --------------------------------------------------------------- ways to choose a plan
+
+ALL_PERSISTENT = {"protrain_force_all_persistent": True}
+REPLICATED = {"protrain_force_replicated_cpu_offload": True}
+SHARDED = {"protrain_zero3_shard": True}
+
+
+@pytest.mark.parametrize("force", [ALL_PERSISTENT, REPLICATED, SHARDED], ids=str)
+def test_a_force_flag_beside_an_explicit_search(force):
+    (key,) = force
+    text = complaint(**force, protrain_auto_mode=True)
+    assert f"`protrain_auto_mode: true` excludes `{key}`. Drop one of them." in text
+
+
+@pytest.mark.parametrize(
+    "force",
+    [
+        {**ALL_PERSISTENT, **REPLICATED},
+        {**ALL_PERSISTENT, **SHARDED},
+        {**REPLICATED, **SHARDED},
+        {**ALL_PERSISTENT, **REPLICATED, **SHARDED},
+    ],
+    ids=str,
+)
+def test_two_force_flags(force):
+    text = complaint(**force)
+    assert " and ".join(f"`{key}`" for key in force) in text
+    assert "exclude each other. Keep one." in text
+
+
+def test_no_way_to_choose_a_plan():
+    text = complaint(protrain_auto_mode=False)
+    assert text.startswith("`protrain_auto_mode: false` leaves no plan.")
+
+
+@pytest.mark.parametrize("knob", ["n_persist", "n_buffer", "n_swap", "n_checkpoint"])
+def test_overrides_of_a_resident_model(knob):
+    text = complaint(**ALL_PERSISTENT, **{f"protrain_{knob}_override": 0})
+    assert "Drop one or the other." in text
+
+
+def test_a_force_flag_alone_replaces_the_search():
+    once = validate(**ALL_PERSISTENT)
+    assert not once.protrain_auto_mode
+    # Axolotl's dump holds the defaults too; validating it again must not trip on them.
+    again = Merged(**once.model_dump(exclude_none=True))
+    assert again.model_dump() == once.model_dump()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**ALL_PERSISTENT, **SHARDED},
+        {**ALL_PERSISTENT, "protrain_auto_mode": True},
+        {**ALL_PERSISTENT, "protrain_n_buffer_override": 2},
+        {"protrain_auto_mode": False},
+        DEEPSPEED,
+    ],
+    ids=str,
+)
+def test_switched_off_nothing_is_refused(settings):
+    assert not validate(**settings, protrain_auto_memory=False).protrain_auto_memory
+
+
+# -------------------------------------------------------------------------- overrides
+
+
+def test_no_override():
+    assert overrides(ProTrainArgs()) is None
+    assert overrides(DictDefault()) is None
+
+
+@pytest.mark.parametrize(
+    ("given_knobs", "expected"),
+    [
+        (
+            {"n_persist": 7},
+            Overrides(7, 2, 0, 0, ("n_buffer", "n_swap", "n_checkpoint")),
+        ),
+        (
+            {"n_buffer": 0},
+            Overrides(0, 0, 0, 0, ("n_persist", "n_swap", "n_checkpoint")),
+        ),
+        (
+            {"n_swap": 0},
+            Overrides(0, 2, 0, 0, ("n_persist", "n_buffer", "n_checkpoint")),
+        ),
+        (
+            {"n_checkpoint": 4},
+            Overrides(0, 2, 0, 4, ("n_persist", "n_buffer", "n_swap")),
+        ),
+        (
+            {"n_persist": 1, "n_buffer": 3, "n_swap": 0, "n_checkpoint": 4},
+            Overrides(1, 3, 0, 4, ()),
+        ),
+    ],
+    ids=str,
+)
+def test_a_partial_set_is_completed(given_knobs, expected):
+    keys = {f"protrain_{knob}_override": value for knob, value in given_knobs.items()}
+    assert overrides(ProTrainArgs(**keys)) == expected
+    assert overrides(DictDefault(keys)) == expected
+
+
+# ---------------------------------------------------------------------- misspelt keys
+
+MISSPELT = [
+    ("protrain_capcity_bytes", "protrain_capacity_bytes"),
+    ("protrain_n_persist", "protrain_n_persist_override"),
+    ("protrain-auto-memory", "protrain_auto_memory"),
+    ("pro_train_cpu_optimizer", "protrain_cpu_optimizer"),
+    ("ProTrain_Auto_Mode", "protrain_auto_mode"),
+    ("protrain_zero_3_shard", "protrain_zero3_shard"),
+    ("protrainautomemory", "protrain_auto_memory"),
+]
+
+
+@pytest.mark.parametrize(("key", "nearest"), MISSPELT)
+def test_a_misspelt_key_is_named_with_the_nearest_real_one(key, nearest):
+    with pytest.raises(ConfigError) as caught:
+        reject_unknown_keys({**PLAIN, key: 1})
+    assert f"`{key}`: did you mean `{nearest}`?" in str(caught.value)
+
+
+def test_all_misspelt_keys_are_in_one_message():
+    with pytest.raises(ConfigError) as caught:
+        reject_unknown_keys({key: 1 for key, _ in MISSPELT})
+    for key, nearest in MISSPELT:
+        assert f"`{key}`: did you mean `{nearest}`?" in str(caught.value)
+
+
+@pytest.mark.parametrize("block", ["protrain", "pro_train", "ProTrain"])
+def test_a_nested_block_is_told_to_be_flat(block):
+    raw = {block: {"auto_memory": True, "capacity": "22GiB"}}
+    with pytest.raises(ConfigError) as caught:
+        reject_unknown_keys(raw)
+    assert "keys are flat: `protrain_auto_memory`, `protrain_" in str(caught.value)
+
+
+@pytest.mark.parametrize("empty", [{}, None])
+def test_an_empty_block_is_refused_too(empty):
+    with pytest.raises(ConfigError):
+        reject_unknown_keys({"protrain": empty})
+
+
+def test_real_and_foreign_keys_pass():
+    ours = dict.fromkeys(ProTrainArgs.model_fields)
+    reject_unknown_keys({**PLAIN, **ours, "train_on_inputs": True, 5: "five"})
+
+
+def test_one_handler_catches_both_kinds():
+    assert issubclass(ConfigError, ProTrainError)
+    assert issubclass(ConfigError, ValueError)
+
+
+# ------------------------------------------- through the plugin, as axolotl train does
+
+
+@pytest.fixture
+def fresh_plugin_manager(monkeypatch):
+    """Axolotl's manager is a process singleton that remembers earlier configs."""
+    monkeypatch.setattr(PluginManager, "_instance", None)
+    monkeypatch.setattr(PluginManager, "_cfg", None)
+
+
+@pytest.mark.usefixtures("fresh_plugin_manager")
+class TestThroughThePlugin:
+    """What ``load_cfg`` does up to validation, with the plugin listed in the YAML."""
+
+    GPU = {
+        "capabilities": {"bf16": True, "n_gpu": 1, "compute_capability": "sm_90"},
+        "env_capabilities": {"torch_version": "2.13.0"},
+    }
+
+    def load(self, capabilities=None, env_capabilities=None, **settings):
+        cfg = DictDefault({**PLAIN, "plugins": [PLUGIN], **settings})
+        prepare_plugins(cfg)
+        return validate_config(cfg, capabilities, env_capabilities)
+
+    @pytest.mark.parametrize("machine", [{}, GPU], ids=["unknown", "gpu"])
+    def test_the_two_lines_are_enough(self, machine):
+        cfg = self.load(protrain_auto_memory=True, **machine)
+        assert cfg.protrain_auto_memory is True
+        assert cfg.protrain_auto_mode is True
+        assert cfg.protrain_capacity_bytes is None
+        assert overrides(cfg) is None
+
+    def test_sizes_and_overrides_arrive(self):
+        cfg = self.load(
+            **LORA, protrain_capacity_bytes="22GiB", protrain_n_buffer_override=3
+        )
+        assert cfg.protrain_capacity_bytes == 22 * 2**30
+        assert overrides(cfg).n_buffer == 3
+
+    @pytest.mark.parametrize("machine", [{}, GPU], ids=["unknown", "gpu"])
+    @pytest.mark.parametrize(
+        ("named", "settings"),
+        [
+            ("deepspeed", {"deepspeed": "zero3.json"}),
+            ("load_in_4bit", QLORA),
+            ("optimizer: muon", {"optimizer": "muon"}),
+            ("torch_compile", {"torch_compile": "auto"}),
+            ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
+            ("protrain_capacity_bytes", {"protrain_capacity_bytes": "lots"}),
+        ],
+    )
+    def test_a_refusal_reaches_the_person(self, machine, named, settings):
+        with pytest.raises(ValueError, match=f"`{named}"):
+            self.load(**settings, **machine)
+
+    def test_a_misspelt_key_is_not_dropped(self):
+        with pytest.raises(ConfigError, match="did you mean `protrain_capacity_bytes`"):
+            self.load(protrain_capcity_bytes="22GiB")
+
+    def test_switched_off_the_config_passes(self):
+        cfg = self.load(protrain_auto_memory=False, layer_offloading=True)
+        assert cfg.protrain_auto_memory is False
