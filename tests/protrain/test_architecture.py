@@ -1,0 +1,109 @@
+"""Imports point one way: what runs a plan cannot know why it was chosen."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "src/axolotl/integrations/protrain/core"
+MODULES = sorted(CORE.rglob("*.py"))
+
+LIBRARIES = {"torch", "psutil", "safetensors"} | sys.stdlib_module_names
+OPTIONAL = {"optim": {"deepspeed"}}  # protrain_cpu_optimizer: deepspeed
+NO_TORCH = {"cost", "search"}
+
+BASE = {"types", "errors"}
+# Each part of core and the parts that it may import, itself aside.
+MAY_IMPORT = {
+    "__init__": set(),
+    "types": {"errors"},
+    "errors": set(),
+    "layout": BASE,
+    "profile": BASE | {"layout"},
+    "cost": BASE | {"layout"},
+    "search": BASE | {"layout", "cost"},
+    "runtime": BASE | {"layout"},
+    "optim": BASE | {"layout", "runtime"},
+    "checkpoint": BASE | {"layout", "runtime", "optim"},
+}
+MAY_IMPORT["session"] = set(MAY_IMPORT)
+
+
+class Import(NamedTuple):
+    """`path` is what is imported: from the root, or from core where `inside`."""
+
+    line: int
+    inside: bool
+    path: tuple[str, ...]
+
+
+def imports(module: Path) -> Iterator[Import]:
+    """Every import statement, also those in functions and under TYPE_CHECKING."""
+    folder = module.parent.relative_to(CORE).parts
+    for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(node.lineno, False, tuple(alias.name.split(".")))
+        elif isinstance(node, ast.ImportFrom):
+            path = tuple(node.module.split(".")) if node.module else ()
+            if not node.level:
+                yield Import(node.lineno, False, path)
+                continue
+            up = node.level - 1
+            assert up <= len(folder), f"{module}:{node.lineno} imports the plugin layer"
+            path = folder[: len(folder) - up] + path
+            for alias in node.names:
+                yield Import(node.lineno, True, (*path, alias.name))
+
+
+def part_of(module: Path) -> str:
+    return module.relative_to(CORE).with_suffix("").parts[0]
+
+
+def test_core_has_modules() -> None:
+    assert MODULES
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(CORE)))
+def test_imports_of(module: Path) -> None:
+    part = part_of(module)
+    assert part in MAY_IMPORT, f"say in MAY_IMPORT what core/{part} may import"
+    libraries = LIBRARIES | OPTIONAL.get(part, set())
+    if part in NO_TORCH:
+        libraries = libraries - {"torch"}
+    for line, inside, path in imports(module):
+        where = f"{module.relative_to(CORE)}:{line} imports {'.'.join(path)}"
+        if inside:
+            assert path[0] in MAY_IMPORT[part] | {part}, where
+        else:
+            assert path[0] in libraries, where
+
+
+def test_the_direction_has_no_cycle() -> None:
+    """What a part may import may not, by any way round, import that part."""
+    reachable = {part: set(targets) for part, targets in MAY_IMPORT.items()}
+    for _ in MAY_IMPORT:
+        for targets in reachable.values():
+            targets |= {far for near in targets for far in reachable[near]}
+    cyclic = {part for part, targets in reachable.items() if part in targets}
+    assert not cyclic - {"session"}
+
+
+def test_core_loads_neither_transformers_nor_axolotl() -> None:
+    """Only axolotl's two package `__init__` run; they hold nothing but extend_path."""
+    script = (
+        "import axolotl.integrations.protrain.core.session, sys;"
+        "print([name for name in sys.modules"
+        " if name.split('.')[0] in ('transformers', 'peft')"
+        " or name.startswith('axolotl.utils')])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,91 @@
+"""The wheel overlays the installed axolotl, so what it ships is part of the contract."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import distribution, entry_points
+from pathlib import Path
+from zipfile import ZipFile
+
+import click
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+PACKAGE = "axolotl/integrations/protrain/"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
+    """The wheel of this checkout, built offline with what is installed."""
+    # From a copy: setuptools would ship what it finds in a stale build/ folder.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(SRC, source / "src", ignore=ignored)
+    result = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source)],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = (source / "dist").glob("*.whl")
+    return ZipFile(path)
+
+
+def metadata_folder(wheel: ZipFile) -> str:
+    (path,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    return path.removesuffix("METADATA")
+
+
+def metadata(wheel: ZipFile) -> Message:
+    return Parser().parsestr(wheel.read(metadata_folder(wheel) + "METADATA").decode())
+
+
+def test_wheel_ships_this_package_and_nothing_else(wheel: ZipFile) -> None:
+    dist_info = metadata_folder(wheel)
+    shipped = {name for name in wheel.namelist() if not name.startswith(dist_info)}
+    sources = {
+        path.relative_to(SRC).as_posix()
+        for path in SRC.rglob("*")
+        if path.suffix in (".py", ".md") and ".egg-info" not in str(path)
+    }
+    assert shipped == sources
+    assert all(name.startswith(PACKAGE) for name in shipped)
+
+
+def test_no_init_shadows_axolotl() -> None:
+    for folder in ("axolotl", "axolotl/integrations"):
+        assert [path.name for path in (SRC / folder).glob("*.py")] == []
+
+
+def test_wheel_has_the_licence(wheel: ZipFile) -> None:
+    licence = wheel.read(metadata_folder(wheel) + "licenses/LICENSE")
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata(wheel)["License-Expression"] == "Apache-2.0"
+
+
+def test_wheel_has_the_command(wheel: ZipFile) -> None:
+    parser = ConfigParser()
+    parser.read_string(wheel.read(metadata_folder(wheel) + "entry_points.txt").decode())
+    assert dict(parser["axolotl.cli_commands"]) == {
+        "protrain": "axolotl.integrations.protrain.cli:protrain"
+    }
+
+
+def test_the_command_is_a_click_group() -> None:
+    (command,) = entry_points(group="axolotl.cli_commands", name="protrain")
+    assert isinstance(command.load(), click.Group)
+
+
+def test_wheel_is_what_is_installed(wheel: ZipFile) -> None:
+    """The editable install and the wheel describe the same distribution."""
+    installed, built = distribution("axolotl-protrain").metadata, metadata(wheel)
+    for key in ("Name", "Version", "Requires-Python", "Requires-Dist"):
+        assert installed.get_all(key) == built.get_all(key)
