@@ -23,7 +23,7 @@ from .core.layout import build_layout, has_vision_tower
 from .core.profile import device_memory, host_memory
 from .core.runtime import open_device
 from .core.search import Budget, fill_budget, plan_by_hand
-from .core.session import Options, Session
+from .core.session import Measured, Options, Session
 from .core.types import Layout, Plan
 from .report import RunReport, summary
 
@@ -104,9 +104,15 @@ class TrainingRun:
         try:
             session.close()
         finally:
-            measured = session.measured()
-            self.report.write(self._output_dir, measured, host_peak_bytes())
-            self._log.info(summary(measured, self.report))
+            self._finish(session.measured(), self.report)
+
+    def _finish(self, measured: Measured, report: RunReport) -> None:
+        self._log.info(summary(measured, report))
+        try:
+            report.write(self._output_dir, measured, host_peak_bytes())
+        except OSError as error:
+            # the run's own error, a full disk perhaps, must not be hidden by this one
+            self._log.error(f"output_dir: report.json was not written ({error}).")
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""

@@ -320,9 +320,7 @@ class Session:
         names: dict[str, None] = {}
         for block in self.layout.blocks:
             parts = block.name.split(".")
-            names.update(
-                (".".join(parts[:depth]), None) for depth in range(len(parts))
-            )
+            names.update((".".join(parts[:depth]), None) for depth in range(len(parts)))
         for chunk in self.layout.chunks:
             if chunk.block is None:
                 names.update(

@@ -36,9 +36,7 @@ def slot_bytes(
     )
 
 
-def check_slots(
-    layout: Layout, placements: Sequence[Placement], n_buffer: int
-) -> None:
+def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) -> None:
     """Refuse a number of slots outside the legal range.
 
     Raises:

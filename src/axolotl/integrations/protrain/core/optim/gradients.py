@@ -131,7 +131,7 @@ class GradientOffload:
         self._in_flight.append((event, list(gradients.values()), nbytes))
         if staged:
             self._staging_users[slot] = self._worker.submit(
-                host.chunk.index, _addition(event, host, staged)
+                _addition(event, host, staged)
             )
 
     def _claim_staging(self) -> tuple[int, Tensor]:

@@ -89,7 +89,7 @@ class HostAdamW:
                 host.clear()
 
             done(host)
-            self._worker.submit(host.chunk.index, update)
+            self._worker.submit(update, changes=host.chunk.index)
 
     def state(self) -> dict[int, dict[str, Any]]:
         """Optimizer state by `id(leaf)`; drain the worker first."""

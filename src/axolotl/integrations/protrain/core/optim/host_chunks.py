@@ -63,7 +63,10 @@ class HostChunk:
     def first_buffer(self, index: int) -> Tensor | None:
         """Where a first gradient may be copied as it is; None if it must be added."""
         buffer = self._grads[index]
-        if self.leaves[index].grad is None and buffer.dtype == self.weights[index].dtype:
+        if (
+            self.leaves[index].grad is None
+            and buffer.dtype == self.weights[index].dtype
+        ):
             return buffer
         return None
 

@@ -73,9 +73,7 @@ class PagedAdamW(torch.optim.Optimizer):
             for p in group["params"]
             if id(p) in self._leaves
         }
-        self._host = HostAdamW(
-            chunks, group_of, self._hyperparameters(), kind, worker
-        )
+        self._host = HostAdamW(chunks, group_of, self._hyperparameters(), kind, worker)
         self._clip: tuple[float, Tensor] | None = None
 
     def clip_grad_norm(
@@ -176,9 +174,7 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def device_bytes(self) -> int:
         """Device bytes of gradients and optimizer state right now."""
-        gradients = sum(
-            p.grad.nbytes for p in self._params() if p.grad is not None
-        )
+        gradients = sum(p.grad.nbytes for p in self._params() if p.grad is not None)
         if self._device is None:
             return gradients
         return gradients + optimizer_bytes(self._device)

@@ -18,9 +18,7 @@ from .pager import Pager
 from .schedule import Direction
 
 
-def attach_block(
-    block: nn.Module, index: int, pager: Pager
-) -> list[RemovableHandle]:
+def attach_block(block: nn.Module, index: int, pager: Pager) -> list[RemovableHandle]:
     """Open and close a block's window around its forward and backward."""
 
     def open_backward(_grad: Tensor) -> None:

@@ -28,9 +28,7 @@ class Schedule:
         num_slots: Slots in the ring, at least as many as any block has chunks.
     """
 
-    def __init__(
-        self, block_chunks: Sequence[Sequence[int]], num_slots: int
-    ) -> None:
+    def __init__(self, block_chunks: Sequence[Sequence[int]], num_slots: int) -> None:
         self.num_chunks = sum(map(len, block_chunks))
         self.num_slots = num_slots
         self._bounds: list[tuple[int, int]] = []

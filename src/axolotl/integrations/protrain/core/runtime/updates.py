@@ -1,7 +1,7 @@
 """One background thread for host work on chunks: gradient sums and optimizer updates.
 
-Work runs in the order it was queued. A failure is raised on the caller's thread by
-the next wait for that chunk, and by every `drain`.
+Work runs in the order it was queued. A failed update is raised on the caller's thread
+by the next wait for its chunk or by `drain`, a failed sum by its future.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class HostWorker:
-    """Runs one task after another and remembers the last one of each chunk."""
+    """Runs one task after another and remembers the last update of each chunk."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="protrain-host")
         self._last: dict[int, Future[None]] = {}
         self.waited_s = 0.0
 
-    def submit(self, chunk: int, task: Callable[[], None]) -> Future[None]:
-        """Queue work on a chunk."""
+    def submit(
+        self, task: Callable[[], None], changes: int | None = None
+    ) -> Future[None]:
+        """Queue work; `changes` names the chunk whose weights it changes, if any."""
         future = self._pool.submit(task)
-        self._last[chunk] = future
+        if changes is not None:
+            self._last[changes] = future
         return future
 
     def pending(self, chunk: int) -> bool:
-        """True while work on the chunk is queued or running."""
+        """True while an update of the chunk is queued or running."""
         future = self._last.get(chunk)
         return future is not None and not future.done()
 
     def wait(self, chunk: int) -> None:
-        """Block until the chunk's work is done; raise what it raised."""
+        """Block until the chunk's update is done; raise what it raised."""
         future = self._last.get(chunk)
         if future is None:
             return
@@ -44,7 +47,7 @@ class HostWorker:
         future.result()
 
     def drain(self) -> None:
-        """Block until all work is done; raise the first failure."""
+        """Block until all updates are done; raise the first failure."""
         for chunk in list(self._last):
             self.wait(chunk)
 

@@ -146,9 +146,7 @@ def _check_range(knob: str, value: int, highest: int, what: str) -> None:
         )
 
 
-def _check_host(
-    layout: Layout, plan: Plan, budget: Budget, fp32_master: bool
-) -> None:
+def _check_host(layout: Layout, plan: Plan, budget: Budget, fp32_master: bool) -> None:
     needed = host_bytes(layout, plan.placements, fp32_master)
     if needed > budget.host_bytes:
         raise BudgetError(

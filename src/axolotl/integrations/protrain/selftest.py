@@ -1,0 +1,266 @@
+"""Train a configuration with and without paging, and compare what came out.
+
+Both runs are real `axolotl train` processes on YAMLs derived from the given one. A
+second plugin seeds the adapters, which Axolotl initialises before it seeds anything,
+and writes the log in full precision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess  # nosec B404: runs this interpreter on files written here
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from axolotl.integrations.base import BasePlugin
+from safetensors import safe_open
+from transformers import TrainerCallback
+
+from .core.errors import ConfigError, ProTrainError
+
+LOG_FILE = "selftest.json"
+COMPARED = ("loss", "grad_norm", "learning_rate")
+TOLERANCE = {"exact": 0.0, "float32": 1e-6, "bfloat16": 2.0**-7}
+"""Largest relative difference of a logged number. Exact where the arithmetic is the
+same: always with frozen chunks, and on the CPU device with adamw_torch_fused. Else a
+few roundings of the trained weights' dtype, because host and device AdamW round apart.
+"""
+
+_DROPPED = (
+    "auto_resume_from_checkpoints",
+    "early_stopping_patience",
+    "eval_steps",
+    "evals_per_epoch",
+    "hub_model_id",
+    "load_best_model_at_end",
+    "resume_from_checkpoint",
+    "save_steps",
+    "saves_per_epoch",
+)
+_DROPPED_PREFIXES = ("wandb_", "mlflow_", "comet_", "swanlab_", "trackio_")
+
+
+class SelfTestPlugin(BasePlugin):
+    """Listed only in the YAMLs that the self-test writes."""
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        torch.manual_seed(cfg.seed)
+
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:
+        return {} if torch.cuda.is_available() else {"use_cpu": True}
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+        return [_WriteLog(Path(cfg.output_dir) / LOG_FILE)]
+
+
+class _WriteLog(TrainerCallback):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._path.write_text(json.dumps(state.log_history))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest differences between the two runs.
+
+    Attributes:
+        relative: By logged number, over all steps; `weights` over all tensors.
+        steps: Steps compared.
+        differing: Names of saved tensors that are not equal.
+        tensors: Saved tensors compared.
+        tolerance: Largest relative difference that passes.
+    """
+
+    relative: Mapping[str, float]
+    steps: int
+    differing: tuple[str, ...]
+    tensors: int
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        compared_something = self.steps > 0 and self.tensors > 0
+        return compared_something and all(
+            value <= self.tolerance for value in self.relative.values()
+        )
+
+    def text(self) -> str:
+        lines = [
+            f"{key:14} {'equal' if value == 0 else f'relative difference {value:.2e}'}"
+            for key, value in self.relative.items()
+        ]
+        equal = self.tensors - len(self.differing)
+        lines.append(f"{'':14} {equal} of {self.tensors} tensors bit-equal")
+        if self.differing:
+            lines.append(f"{'':14} first to differ: {self.differing[0]}")
+        allowed = f"{self.tolerance:.0e}" if self.tolerance else "none"
+        verdict = "PASSED" if self.passed else "FAILED"
+        lines.append(f"{verdict}: {self.steps} steps, difference allowed: {allowed}")
+        return "\n".join(lines)
+
+
+def run_selftest(
+    config: Path, steps: int, keep: Path | None, say: Callable[[str], None]
+) -> Verdict:
+    """Run both trainings and compare them.
+
+    Raises:
+        ConfigError: The YAML does not turn ProTrain on.
+        ProTrainError: A run failed; the end of its output is in the message.
+    """
+    raw = yaml.safe_load(config.read_text())
+    _require_plugin(config, raw)
+    with _folder(keep) as folder:
+        outputs = []
+        for name, paged in (("paged", True), ("plain", False)):
+            say(f"{name} run: {steps} steps")
+            output = folder / name
+            path = folder / f"{name}.yaml"
+            path.write_text(yaml.safe_dump(derive(raw, steps, output, paged)))
+            _train(path)
+            outputs.append(output)
+        return compare(*outputs, _tolerance(raw, outputs[0]))
+
+
+def derive(
+    raw: Mapping[str, Any], steps: int, output: Path, paged: bool
+) -> dict[str, Any]:
+    """The YAML of one of the two runs."""
+    kept = {
+        key: value
+        for key, value in raw.items()
+        if key not in _DROPPED and not key.startswith(_DROPPED_PREFIXES)
+    }
+    own = f"{SelfTestPlugin.__module__}.{SelfTestPlugin.__qualname__}"
+    return {
+        **kept,
+        "plugins": [*raw["plugins"], own],
+        "protrain_auto_memory": paged,
+        "output_dir": str(output.absolute()),
+        "max_steps": steps,
+        "logging_steps": 1,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "seed": raw.get("seed") or 42,
+    }
+
+
+def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
+    """Compare two output folders of the self-test."""
+    logs = [
+        [
+            entry
+            for entry in json.loads((folder / LOG_FILE).read_text())
+            if "loss" in entry
+        ]
+        for folder in (paged, plain)
+    ]
+    if len(logs[0]) != len(logs[1]):
+        raise ProTrainError(
+            f"the paged run logged {len(logs[0])} steps, the plain run {len(logs[1])}"
+        )
+    relative = {
+        key: max(
+            (_relative(a[key], b[key]) for a, b in zip(*logs, strict=True)), default=0.0
+        )
+        for key in COMPARED
+    }
+    ours, theirs = _tensors(paged), _tensors(plain)
+    distances = {
+        name: _distance(name, ours.get(name), theirs.get(name))
+        for name in sorted({*ours, *theirs})
+    }
+    relative["weights"] = max(distances.values(), default=0.0)
+    return Verdict(
+        relative=relative,
+        steps=len(logs[0]),
+        differing=tuple(name for name, value in distances.items() if value > 0),
+        tensors=len(distances),
+        tolerance=tolerance,
+    )
+
+
+def _require_plugin(config: Path, raw: object) -> None:
+    plugins = raw.get("plugins") if isinstance(raw, dict) else None
+    if not any("protrain" in str(plugin).lower() for plugin in plugins or ()):
+        raise ConfigError(
+            f"{config}: plugins does not list "
+            "axolotl.integrations.protrain.ProTrainPlugin, so there is nothing to test."
+        )
+    if raw.get("protrain_auto_memory") is False:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{config}: protrain_auto_memory is false; set it to true to test paging."
+        )
+
+
+def _train(path: Path) -> None:
+    command = [sys.executable, "-m", "axolotl.cli.train", str(path.absolute())]
+    log = path.with_suffix(".log")
+    environment = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1"}
+    with log.open("w") as output:
+        code = subprocess.run(  # nosec B603: no shell, arguments from here
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        ).returncode
+    if code != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise ProTrainError(f"the {path.stem} run ended with code {code}:\n{tail}")
+
+
+def _tolerance(raw: Mapping[str, Any], paged: Path) -> float:
+    report = json.loads((paged / "protrain" / "report.json").read_text())
+    trains_on_host = report["measured"]["offloaded_bytes"] > 0
+    same_adamw = raw.get("optimizer", "adamw_torch_fused") == "adamw_torch_fused"
+    same_adamw &= raw.get("protrain_cpu_optimizer", "torch") == "torch"
+    if not trains_on_host or (report["device"] == "cpu" and same_adamw):
+        return TOLERANCE["exact"]
+    return TOLERANCE["float32" if raw.get("bf16") is False else "bfloat16"]
+
+
+def _relative(ours: float, theirs: float) -> float:
+    if ours == theirs:
+        return 0.0
+    difference = abs(ours - theirs) / max(abs(ours), abs(theirs))
+    # a NaN on one side only must not pass as small
+    return difference if difference == difference else float("inf")
+
+
+def _tensors(folder: Path) -> dict[str, Path]:
+    names: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names.update((name, file) for name in tensors.keys())
+    return names
+
+
+def _distance(name: str, ours: Path | None, theirs: Path | None) -> float:
+    """Norm of the difference over the norm; infinite for a tensor on one side only."""
+    if ours is None or theirs is None:
+        return float("inf")
+    with safe_open(ours, framework="pt") as a, safe_open(theirs, framework="pt") as b:
+        mine, plain = a.get_tensor(name), b.get_tensor(name)
+    if torch.equal(mine, plain):
+        return 0.0
+    if mine.shape != plain.shape or mine.dtype != plain.dtype:
+        return float("inf")
+    distance = (mine.double() - plain.double()).norm() / plain.double().norm()
+    return float(distance.nan_to_num(nan=float("inf")))
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as folder:
+        yield Path(folder)

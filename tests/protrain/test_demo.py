@@ -1,0 +1,82 @@
+"""The examples: every YAML is one that Axolotl takes, and the demo sees a difference."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from axolotl.integrations.base import PluginManager
+from axolotl.utils.config import prepare_plugins, validate_config
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.schemas.config import AxolotlInputConfig
+
+from axolotl.integrations.protrain.args import ProTrainArgs
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+YAMLS = sorted(EXAMPLES.glob("*.yaml"))
+PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
+
+
+@pytest.fixture
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def fresh_plugin_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axolotl's manager is a process singleton that remembers earlier configs."""
+    monkeypatch.setattr(PluginManager, "_instance", None)
+    monkeypatch.setattr(PluginManager, "_cfg", None)
+
+
+@pytest.mark.usefixtures("fresh_plugin_manager")
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+def test_axolotl_takes_the_example(path: Path) -> None:
+    settings: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    known = AxolotlInputConfig.model_fields | ProTrainArgs.model_fields
+    assert settings.keys() <= known.keys()  # axolotl itself drops a misspelt key
+    assert settings["plugins"] == [PLUGIN]
+
+    cfg = DictDefault(settings)
+    prepare_plugins(cfg)
+    validated = validate_config(
+        cfg,
+        capabilities={"bf16": True, "n_gpu": 1, "compute_capability": "sm_89"},
+        env_capabilities={"torch_version": "2.13.0"},
+    )
+    assert validated.protrain_auto_memory is True
+
+
+def test_the_data_are_the_same_each_time(demo: ModuleType) -> None:
+    texts = list(demo.docstrings())
+    assert len(texts) >= demo.NUM_ROWS
+    assert texts == list(demo.docstrings())
+
+
+@pytest.mark.parametrize(
+    ("loss", "agree"),
+    [(8.5, True), (math.nextafter(8.5, 9), False), (math.nan, False)],
+)
+def test_the_verdict_is_exact(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, loss: float, agree: bool
+) -> None:
+    monkeypatch.setattr(demo, "RELATIVE_TOLERANCE", 0.0)  # a GPU machine's is wider
+    plain = [{"step": 1, "loss": 8.5, "grad_norm": 2.0}]
+    _, verdict = demo.parity_table([{**plain[0], "loss": loss}], plain)
+    assert verdict is agree
+
+
+@pytest.mark.full
+def test_demo() -> None:
+    subprocess.run([sys.executable, EXAMPLES / "demo.py", "--steps=2"], check=True)
