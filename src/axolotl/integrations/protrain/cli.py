@@ -39,3 +39,14 @@ def selftest(config: Path, steps: int, keep: Path | None) -> None:
         raise click.ClickException(str(error)) from error
     click.echo(verdict.text())
     sys.exit(0 if verdict.passed else 1)
+
+
+@protrain.command()
+def keys() -> None:
+    """List every key of the YAML with its default and meaning."""
+    from .args import ProTrainArgs
+
+    for name, field in ProTrainArgs.model_fields.items():
+        default = "unset" if field.default is None else str(field.default)
+        click.echo(f"{name} (default: {default.lower()})")
+        click.echo(click.wrap_text(field.description or "", 88, "    ", "    "))

@@ -104,7 +104,10 @@ def _check_machine(cfg: Any) -> None:
             f"protrain_auto_memory: one process sees {torch.cuda.device_count()} GPUs "
             "and transformers would copy the model to each. Set CUDA_VISIBLE_DEVICES=0."
         )
-    if cfg.fp16 and has_cuda:
+    if cfg.fp16:
+        # set by Axolotl where bf16 is left to it and no GPU offers bf16
         raise ConfigError(
-            "fp16: loss scaling does not see gradients on the host. Set bf16: true."
+            "fp16: this precision cannot be trained paged, and it is what Axolotl "
+            "chooses on this machine. Set `bf16: true`, or for fp32 both `bf16: false` "
+            "and `fp16: false`."
         )
