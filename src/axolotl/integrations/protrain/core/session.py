@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .layout import slot_bytes
-from .optim import GradientOffload, HostChunk, PagedAdamW, optimizer_bytes
+from .optim import (
+    GradientOffload,
+    HostChunk,
+    PagedAdamW,
+    has_masters,
+    optimizer_bytes,
+)
 from .runtime import (
     Arena,
     Device,
@@ -96,12 +102,14 @@ class Session:
         self._stale: set[int] = set()
         self._refreshed_bytes = 0
         self._closed = False
-        self._worker = HostWorker()
+        self._worker = HostWorker(device.host_threads)
 
         on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
         trained = tuple(c for c in on_host if c.trainable)
         self._arena = Arena(tuple(on_host))
-        self._gradient_arena = Arena(trained)
+        self._gradient_arena = Arena(
+            tuple(c for c in trained if not has_masters(c, options.fp32_master))
+        )
         self._numbers = {index: n for n, index in enumerate(plan.paged)}
         self._slots = [
             Slot(device.allocate(nbytes), device, options.poison)
@@ -157,6 +165,7 @@ class Session:
             names,
             self._host_chunks,
             self._gradients,
+            self.device.fetch,
             self._worker,
             self._options.cpu_optimizer,
             self._before_update,
@@ -290,7 +299,10 @@ class Session:
                 self._handles += attach_block(module, block.index, self._pager)
         for owner, host in self._host_owners().items():
             self._handles += attach_state_dict(
-                self._modules[owner], host, partial(self._after_load, owner)
+                self._modules[owner],
+                host,
+                before_write=self._before_load,
+                written=partial(self._after_load, owner),
             )
         self._handles += self._gradients.attach()
         if self._host_chunks:
@@ -348,6 +360,11 @@ class Session:
                 self._params[spec.name].data, self._arena.tensor(chunk.index, spec)
             )
         self._refreshed_bytes += chunk.nbytes
+
+    def _before_load(self) -> None:
+        """Nobody may still read or write the arena."""
+        self.settle()
+        self.device.synchronize()
 
     def _after_load(self, owner: str) -> None:
         """A load wrote the host copies of `owner`, and through its slot views."""

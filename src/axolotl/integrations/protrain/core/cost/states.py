@@ -17,6 +17,9 @@ RESIDENT_TRAINABLE_COPIES = 4
 GRADIENTS_IN_FLIGHT = 3
 """Two chunks on their way to the host and the one whose gradients are being made."""
 
+STAGING_BUFFERS = 2
+"""Host buffers, as large as the largest trainable chunk, for sums of gradients."""
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -73,8 +76,9 @@ def resident_bytes(chunk: Chunk) -> int:
 def host_bytes(
     layout: Layout, placements: Sequence[Placement], fp32_master: bool
 ) -> int:
-    """Host bytes of the arena, host gradients, masters and moments."""
-    total = 0
+    """Host bytes of the arena, host gradients, their staging, masters and moments."""
+    trained = [c for c in layout.chunks if c.trainable and _on_host(placements, c)]
+    total = STAGING_BUFFERS * max((chunk.nbytes for chunk in trained), default=0)
     for chunk in layout.chunks:
         if not _on_host(placements, chunk):
             continue

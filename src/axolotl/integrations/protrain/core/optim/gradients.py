@@ -48,13 +48,8 @@ class GradientOffload:
         self._worker = worker
         self._arriving = [_Arriving(host) for host in chunks]
         self._in_flight: deque[tuple[Event, list[Tensor], int]] = deque()
-        largest = max((host.chunk.nbytes for host in chunks), default=0)
-        self._staging = [
-            torch.empty(largest, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT)
-        ]
-        for buffer in self._staging:
-            if largest:
-                device.pin(buffer)
+        self._largest = max((host.chunk.nbytes for host in chunks), default=0)
+        self._staging: list[Tensor] = []
         self._staging_users: list[Future[None] | None] = [None] * MAX_IN_FLIGHT
         self._next_staging = 0
         self.offloaded_bytes = 0
@@ -82,8 +77,7 @@ class GradientOffload:
     def close(self) -> None:
         """Release the staging memory; no copy may be in flight."""
         for buffer in self._staging:
-            if buffer.numel():
-                self._device.unpin(buffer)
+            self._device.unpin(buffer)
         self._staging = []
 
     def _hook(self, arriving: _Arriving, index: int) -> Callable[[Tensor], None]:
@@ -136,7 +130,11 @@ class GradientOffload:
 
     def _claim_staging(self) -> tuple[int, Tensor]:
         slot = self._next_staging
-        self._next_staging = (slot + 1) % len(self._staging)
+        self._next_staging = (slot + 1) % MAX_IN_FLIGHT
+        if slot == len(self._staging):
+            # only runs that accumulate need them
+            self._staging.append(torch.empty(self._largest, dtype=torch.uint8))
+            self._device.pin(self._staging[slot])
         user = self._staging_users[slot]
         if user is not None:
             user.result()

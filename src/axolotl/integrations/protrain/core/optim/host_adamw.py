@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime import HostWorker
+from ..runtime.device import Event
 from .host_chunks import HostChunk
 
 Hyperparameters = dict[str, Any]
@@ -58,15 +59,17 @@ class HostAdamW:
     def submit(
         self,
         groups: Sequence[Hyperparameters],
+        fetches: Event,
         prepare: Callable[[Sequence[Tensor]], None] | None,
-        done: Callable[[HostChunk], None],
+        queued: Callable[[HostChunk], None],
     ) -> None:
         """Queue one update of every chunk that has gradients.
 
         Args:
             groups: Hyperparameters of this step; copied, the scheduler moves on.
+            fetches: After the last copy out of the arena that was queued.
             prepare: Applied to the chunk's leaves first (clipping).
-            done: Called on the caller's thread for each chunk queued.
+            queued: Called on the caller's thread for each chunk, just before.
         """
         frozen = [dict(group) for group in groups]
         for host, optimizer, indices in zip(
@@ -80,6 +83,8 @@ class HostAdamW:
                 optimizer: torch.optim.Optimizer = optimizer,
                 indices: Sequence[int] = indices,
             ) -> None:
+                # a fetch ahead may still be reading these weights
+                fetches.synchronize()
                 if prepare is not None:
                     prepare(host.leaves)
                 for group, index in zip(optimizer.param_groups, indices, strict=True):
@@ -88,7 +93,7 @@ class HostAdamW:
                 host.publish()
                 host.clear()
 
-            done(host)
+            queued(host)
             self._worker.submit(update, changes=host.chunk.index)
 
     def state(self) -> dict[int, dict[str, Any]]:

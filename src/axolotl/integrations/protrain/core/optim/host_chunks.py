@@ -10,9 +10,19 @@ from torch import Tensor, nn
 from ..runtime import Arena
 from ..types import Chunk
 
+_MASTERED = (torch.bfloat16, torch.float16)
+
 
 class HostChunk:
     """Private host tensors of one trainable chunk.
+
+    Args:
+        chunk: The chunk.
+        params: The model's parameters by name.
+        arena: Holds the chunk's weights.
+        gradients: Holds buffers for its gradients, unless it has masters: those add
+            up in fp32, in memory of their own.
+        fp32_master: Update 16-bit weights through fp32 masters.
 
     The optimizer never reaches a weight through `param.data`, which a fetch may be
     filling; it owns views of the arena.
@@ -33,24 +43,17 @@ class HostChunk:
         gradients: Arena,
         fp32_master: bool,
     ) -> None:
+        buffered = chunk.index in gradients
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
         self.weights = [arena.tensor(chunk.index, spec) for spec in chunk.tensors]
         self.leaves = [_leaf(weight, fp32_master) for weight in self.weights]
         self._grads = [
             gradients.tensor(chunk.index, spec)
-            if leaf.dtype == spec.dtype
+            if buffered
             else torch.empty(spec.shape, dtype=leaf.dtype)
             for leaf, spec in zip(self.leaves, chunk.tensors, strict=True)
         ]
-
-    @property
-    def masters(self) -> bool:
-        """True when the leaves are fp32 masters of the weights."""
-        return any(
-            leaf is not weight
-            for leaf, weight in zip(self.leaves, self.weights, strict=True)
-        )
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to that of leaf `index`."""
@@ -98,9 +101,14 @@ class HostChunk:
 
 
 def _leaf(weight: Tensor, fp32_master: bool) -> Tensor:
-    if fp32_master and weight.dtype in (torch.bfloat16, torch.float16):
+    if fp32_master and weight.dtype in _MASTERED:
         return weight.to(torch.float32)
     return weight
+
+
+def has_masters(chunk: Chunk, fp32_master: bool) -> bool:
+    """True when any of a chunk's leaves is an fp32 master."""
+    return fp32_master and any(spec.dtype in _MASTERED for spec in chunk.tensors)
 
 
 def leaves_by_param(chunks: Sequence[HostChunk]) -> dict[int, Tensor]:

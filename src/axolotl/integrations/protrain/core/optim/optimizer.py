@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
 from ..runtime import HostWorker
+from ..runtime.device import Stream
 from .gradients import GradientOffload
 from .host_adamw import HostAdamW, Hyperparameters
 from .host_chunks import HostChunk, leaves_by_param
@@ -35,6 +36,7 @@ class PagedAdamW(torch.optim.Optimizer):
             checkpoints and compared when one is loaded.
         chunks: Host chunks in the order of the next forward.
         gradients: Brings their gradients to the host.
+        fetches: The stream that reads their weights.
         worker: Runs their updates.
         kind: Host implementation, `torch` or `deepspeed`.
         before_update: Called for each host chunk whose weights are about to change.
@@ -49,6 +51,7 @@ class PagedAdamW(torch.optim.Optimizer):
         names: Mapping[int, str],
         chunks: Sequence[HostChunk],
         gradients: GradientOffload,
+        fetches: Stream,
         worker: HostWorker,
         kind: str,
         before_update: Callable[[HostChunk], None],
@@ -63,6 +66,7 @@ class PagedAdamW(torch.optim.Optimizer):
         self._names = names
         self._chunks = chunks
         self._gradients = gradients
+        self._fetches = fetches
         self._worker = worker
         self._before_update = before_update
         self._leaves = leaves_by_param(chunks)
@@ -90,7 +94,10 @@ class PagedAdamW(torch.optim.Optimizer):
         self._gradients.settle()
         owners = [self._leaves.get(id(p), p) for p in parameters]
         gradients = [owner.grad for owner in owners if owner.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
+        # on the worker, which has the host's threads
+        total_norm = self._worker.submit(
+            lambda: torch.nn.utils.get_total_norm(gradients)
+        ).result()
         if math.isinf(max_norm):
             return total_norm
         on_device = [p for p in parameters if id(p) not in self._leaves]
@@ -111,7 +118,12 @@ class PagedAdamW(torch.optim.Optimizer):
             ):
                 group.update(values)
             self._device.step()
-        self._host.submit(hyperparameters, self._clipping(), self._before_update)
+        self._host.submit(
+            hyperparameters,
+            self._fetches.record(),
+            self._clipping(),
+            self._before_update,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients that no queued update still needs."""

@@ -36,6 +36,9 @@ class Arena:
         self.nbytes = end
         self._memory = _map_private(end) if end else None
 
+    def __contains__(self, index: int) -> bool:
+        return index in self._offsets
+
     def chunk(self, index: int) -> Tensor:
         """All bytes of a chunk, uint8 of shape [chunk.nbytes]."""
         return self._view(torch.uint8, self._sizes[index], self._offsets[index])

@@ -7,6 +7,7 @@ streams and pinned memory. The runtime knows nothing else about where it runs.
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -52,12 +53,14 @@ class Device(ABC):
         torch_device: Where its tensors live.
         fetch: Host to device copies.
         offload: Device to host copies.
-        stall_s: Seconds that compute has waited for a transfer or a host update.
+        stall_s: Seconds that compute has waited for a transfer.
+        host_threads: Intra-op threads for host updates, None for torch's own number.
     """
 
     torch_device: torch.device
     fetch: Stream
     offload: Stream
+    host_threads: int | None = None
 
     def __init__(self) -> None:
         self.stall_s = 0.0
@@ -212,6 +215,9 @@ class CudaDevice(Device):
         self.fetch = _CudaStream(torch.cuda.Stream(self.torch_device))
         self.offload = _CudaStream(torch.cuda.Stream(self.torch_device))
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        # launchers set OMP_NUM_THREADS=1, which would make host updates crawl
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.host_threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     @property

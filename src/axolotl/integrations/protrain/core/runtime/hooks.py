@@ -69,6 +69,7 @@ def attach_entry(
 def attach_state_dict(
     owner: nn.Module,
     host: Mapping[str, Tensor],
+    before_write: Callable[[], None],
     written: Callable[[], None],
 ) -> list[RemovableHandle]:
     """Let reads and writes of a module's state reach the host copies.
@@ -76,7 +77,8 @@ def attach_state_dict(
     Args:
         owner: The module whose parameters are paged.
         host: Host tensors by parameter name relative to `owner`.
-        written: Called after a load, which has also written through the parameters
+        before_write: Called before a load changes them.
+        written: Called after it, which has also written through the parameters
             into whatever slot they point at.
     """
 
@@ -87,9 +89,11 @@ def attach_state_dict(
             if prefix + name in state:
                 state[prefix + name] = tensor
 
+    @torch.no_grad()
     def write(
         _module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: Any
     ) -> None:
+        before_write()
         for name, tensor in host.items():
             if prefix + name in state:
                 tensor.copy_(state[prefix + name])

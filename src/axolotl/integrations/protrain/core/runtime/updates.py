@@ -9,19 +9,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
 
 
 class HostWorker:
-    """Runs one task after another and remembers the last update of each chunk."""
+    """Runs one task after another and remembers the last update of each chunk.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="protrain-host")
-        self._last: dict[int, Future[None]] = {}
+    Args:
+        threads: Intra-op threads of its tasks; None leaves torch's own number.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._pool = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="protrain-host",
+            initializer=None if threads is None else torch.set_num_threads,
+            initargs=() if threads is None else (threads,),
+        )
+        self._last: dict[int, Future[Any]] = {}
         self.waited_s = 0.0
 
     def submit(
-        self, task: Callable[[], None], changes: int | None = None
-    ) -> Future[None]:
+        self, task: Callable[[], Result], changes: int | None = None
+    ) -> Future[Result]:
         """Queue work; `changes` names the chunk whose weights it changes, if any."""
         future = self._pool.submit(task)
         if changes is not None:

@@ -1,0 +1,240 @@
+"""Small real models and plans that the tests of core share.
+
+`Stack` is a language model of plain torch modules that runs in milliseconds and can be
+told to misbehave: to skip layers, to leave a parameter out of the loss, to raise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.layout import build_layout, check_slots
+from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import (
+    Block,
+    Chunk,
+    Layout,
+    Placement,
+    Plan,
+    TensorSpec,
+)
+
+VOCAB = 64
+
+
+class Fuse(torch.autograd.Function):
+    """The identity, whose backward raises what the layer was told to raise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.layer.raise_in_backward is not None:
+            raise ctx.layer.raise_in_backward
+        return grads[0], None
+
+
+class Layer(nn.Module):
+    """A pre-norm MLP with one parameter, `extra`, that a forward may leave out."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.extra = nn.Parameter(torch.full((width,), 0.5))
+        self.use_extra = True
+        self.raise_in_forward: BaseException | None = None
+        self.raise_in_backward: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.gelu(self.up(Fuse.apply(self.norm(x), self)))
+        if self.raise_in_forward is not None:
+            raise self.raise_in_forward
+        x = x + self.down(hidden)
+        return x * self.extra if self.use_extra else x
+
+
+class Stack(nn.Module):
+    """Embedding, layers, norm, head; returns the loss of predicting the next token."""
+
+    def __init__(
+        self,
+        num_layers: int = 6,
+        width: int = 16,
+        inner: Sequence[int] | int = 32,
+        tie: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = [inner] * num_layers if isinstance(inner, int) else inner
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(Layer(width, size) for size in sizes)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.register_buffer("scale", torch.ones(8))
+        if tie:
+            self.head.weight = self.embed.weight
+        self.order: Sequence[int] = range(num_layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.layers[index](x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
+
+
+def stack(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> Stack:
+    """A `Stack` with the same weights at each call."""
+    torch.manual_seed(seed)
+    return Stack(**sizes).to(dtype)
+
+
+def freeze(model: nn.Module, trained: Iterable[str] = ("norm",)) -> set[str]:
+    """Train only parameters with one of these words in their name; return them."""
+    names = set()
+    for name, param in model.named_parameters():
+        param.requires_grad = any(word in name.split(".") for word in trained)
+        if param.requires_grad:
+            names.add(name)
+    return names
+
+
+def make_plan(
+    layout: Layout,
+    resident: Collection[int] = (),
+    n_buffer: int = 2,
+    recompute: Collection[int] = (),
+    outside: Placement = Placement.RESIDENT,
+) -> Plan:
+    """A plan from what is resident and which blocks recompute."""
+    placements = tuple(
+        outside
+        if not chunk.pageable
+        else (Placement.RESIDENT if chunk.index in resident else Placement.PAGED)
+        for chunk in layout.chunks
+    )
+    if Placement.PAGED not in placements:
+        n_buffer = 0
+    check_slots(layout, placements, n_buffer)
+    blocks = range(len(layout.blocks))
+    return Plan(
+        n_persist=len(resident),
+        n_buffer=n_buffer,
+        n_swap=0,
+        n_checkpoint=len(recompute),
+        placements=placements,
+        recompute=tuple(index in recompute for index in blocks),
+        origin="test",
+    )
+
+
+def open_session(
+    model: nn.Module,
+    keep: Collection[str] = (),
+    fp32_master: bool = False,
+    poison: bool = True,
+    **plan: Any,
+) -> Session:
+    """A poisoned session on a CPU device; `plan` goes to `make_plan`."""
+    layout = build_layout(model, keep)
+    options = Options(poison=poison, fp32_master=fp32_master)
+    return Session(model, layout, make_plan(layout, **plan), CpuDevice(), options)
+
+
+def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:
+    """Fused AdamW with matrices in a decayed group and the rest in one without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, **{"lr": 1e-2, "fused": True, **defaults})
+
+
+def batches(num: int, seed: int = 1) -> list[Tensor]:
+    """Token ids, each [2, 12]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (2, 12), generator=generator) for _ in range(num)]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[Sequence[Tensor]],
+    session: Session | None = None,
+    clip: float | None = None,
+) -> list[float]:
+    """One step for each list of micro-batches; losses and, with `clip`, grad norms."""
+    numbers = []
+    model.train()
+    for micro_batches in data:
+        for tokens in micro_batches:
+            loss = model(tokens) / len(micro_batches)
+            loss.backward()
+            numbers.append(loss.item())
+        if clip is not None:
+            norm = session.clip_grad_norm(clip) if session else None
+            if norm is None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            numbers.append(norm.item())
+        if session:
+            session.note_peak()
+        optimizer.step()
+        if session:
+            session.note_peak()
+        optimizer.zero_grad()
+    return numbers
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of what `state_dict` gives."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Equal names, and equal bits (NaN is not expected in either)."""
+    assert list(ours) == list(theirs)
+    odd = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not odd, f"different: {odd}"
+
+
+def twin(model: nn.Module) -> Any:
+    """An independent copy, taken before a session is opened."""
+    return copy.deepcopy(model)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Layouts straight from their types: sizes, trainability, chunks outside blocks."""
+    chunks: list[Chunk] = []
+
+    def add(block: int | None) -> int:
+        index, numel = len(chunks), draw(st.integers(1, 40))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+        spec = TensorSpec(f"p{index}", (numel,), dtype, 0)
+        trainable = block is None or draw(st.booleans())
+        chunks.append(Chunk(index, block, trainable, (spec,), spec.nbytes))
+        return index
+
+    blocks = [
+        Block(b, f"layers.{b}", tuple(add(b) for _ in range(draw(st.integers(0, 3)))))
+        for b in range(draw(st.integers(1, 6)))
+    ]
+    for _ in range(draw(st.integers(0, 2))):
+        add(None)
+    fixed = st.integers(0, 50)
+    return Layout(tuple(blocks), tuple(chunks), draw(fixed), draw(fixed))

@@ -1,0 +1,387 @@
+"""Slots, pager, arena and the host thread on the CPU device, nothing mocked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from core_models import layouts
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from axolotl.integrations.protrain.core.runtime import (
+    Arena,
+    CpuDevice,
+    Direction,
+    HostWorker,
+    Pager,
+    Schedule,
+    Slot,
+    open_device,
+)
+from axolotl.integrations.protrain.core.types import Chunk, Layout, TensorSpec
+
+WAIT_S = 20.0
+"""Longer than anything here takes: what would hang fails instead."""
+
+
+class Rig(NamedTuple):
+    """A pager with everything that it needs."""
+
+    pager: Pager
+    schedule: Schedule
+    slots: list[Slot]
+    sources: list[Tensor]
+    num_blocks: int
+
+    def reads(self, chunk: int) -> Tensor:
+        """What a kernel would read now."""
+        slot = self.slots[self.schedule.slot_of(chunk)]
+        return slot.buffer[: self.sources[chunk].numel()]
+
+    def holds(self, chunk: int) -> bool:
+        return self.slots[self.schedule.slot_of(chunk)].holds == chunk
+
+    def assert_readable(self, block: int) -> None:
+        for chunk in self.schedule.needed(block):
+            assert torch.equal(self.reads(chunk), self.sources[chunk])
+
+
+def build(
+    chunks: list[int],
+    num_slots: int,
+    sizes: list[int] | None = None,
+    worker: HostWorker | None = None,
+) -> Rig:
+    """Chunk n is bytes of n + 1, which is nobody's poison."""
+    ends = [sum(chunks[: n + 1]) for n in range(len(chunks))]
+    blocks = [range(end - own, end) for end, own in zip(ends, chunks, strict=True)]
+    sizes = sizes or [16] * sum(chunks)
+    sources = [
+        torch.full((size,), number + 1, dtype=torch.uint8)
+        for number, size in enumerate(sizes)
+    ]
+    device = CpuDevice()
+    slots = [
+        Slot(device.allocate(max(sizes[n::num_slots], default=0)), device, poison=True)
+        for n in range(num_slots)
+    ]
+    schedule = Schedule(blocks, num_slots)
+    pager = Pager(
+        schedule,
+        slots,
+        sources,
+        wait_update=worker.wait if worker else lambda chunk: None,
+        update_pending=worker.pending if worker else lambda chunk: False,
+    )
+    return Rig(pager, schedule, slots, sources, len(chunks))
+
+
+@pytest.fixture
+def worker() -> Iterator[HostWorker]:
+    worker = HostWorker()
+    yield worker
+    worker.close()
+
+
+@st.composite
+def rigs(draw: st.DrawFn) -> Rig:
+    chunks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any))
+    num_slots = draw(st.integers(max(chunks), sum(chunks)))
+    size = st.integers(1, 30)
+    sizes = draw(st.lists(size, min_size=sum(chunks), max_size=sum(chunks)))
+    return build(chunks, num_slots, sizes)
+
+
+@given(rigs(), st.data())
+def test_an_open_window_holds_its_bytes(rig: Rig, data: st.DataObject) -> None:
+    """Any order of blocks and directions, windows left open, writes on the host."""
+    addresses = [slot.buffer.data_ptr() for slot in rig.slots]
+    block = st.integers(0, rig.num_blocks - 1)
+    chunk = st.integers(0, rig.schedule.num_chunks - 1)
+    actions = st.sampled_from(["open", "close", "close, look ahead", "write", "load"])
+    for action in data.draw(st.lists(actions, max_size=25)):
+        direction = data.draw(st.sampled_from(Direction))
+        if action == "open":
+            rig.pager.open(data.draw(block), direction)
+        elif action == "close":
+            rig.pager.close(data.draw(block))
+        elif action == "close, look ahead":
+            rig.pager.close(data.draw(block), direction)
+        elif action == "write":
+            written = data.draw(chunk)
+            rig.pager.close_any()
+            rig.sources[written].random_(0, 255)
+            rig.pager.forget(written)
+        else:
+            for source in rig.sources:
+                source.random_(0, 255)
+            rig.pager.forget_all()
+        if rig.pager.window is not None:
+            rig.assert_readable(rig.pager.window)
+    assert [slot.buffer.data_ptr() for slot in rig.slots] == addresses
+
+
+@given(rigs(), st.data())
+def test_counters(rig: Rig, data: st.DataObject) -> None:
+    """Fetches, their bytes and misses, against slots that are a dict."""
+    held: dict[int, int] = {}
+    window, fetched, misses = None, [], 0
+    visit = st.tuples(
+        st.integers(0, rig.num_blocks - 1), st.sampled_from(Direction), st.booleans()
+    )
+
+    def fetch(chunk: int) -> bool:
+        slot = rig.schedule.slot_of(chunk)
+        if held.get(slot) == chunk:
+            return False
+        held[slot] = chunk
+        fetched.append(chunk)
+        return True
+
+    for block, direction, close in data.draw(st.lists(visit, max_size=15)):
+        if window != block:
+            misses += sum(fetch(chunk) for chunk in rig.schedule.needed(block))
+            for chunk in rig.schedule.ahead(block, direction):
+                fetch(chunk)
+        rig.pager.open(block, direction)
+        window = block
+        if close:
+            rig.pager.close(block)
+            window = None
+        assert rig.pager.window == window
+    assert rig.pager.num_fetches == len(fetched)
+    assert rig.pager.fetched_bytes == sum(rig.sources[c].numel() for c in fetched)
+    assert rig.pager.num_misses == misses
+
+
+def test_a_sweep_misses_only_once() -> None:
+    """One slot more than a block needs hides every fetch but the first."""
+    rig = build([1] * 6, num_slots=2)
+    for _ in range(3):
+        for block in range(6):
+            rig.pager.open(block, Direction.FORWARD)
+            rig.pager.close(block, Direction.FORWARD)
+        for block in reversed(range(6)):
+            rig.pager.open(block, Direction.BACKWARD)
+    assert rig.pager.num_misses == 1
+    assert rig.pager.num_fetches == 6 + 5 * 4
+
+
+def test_close_is_idempotent() -> None:
+    rig = build([1, 1, 1], num_slots=2)
+    rig.pager.close_any()
+    rig.pager.close(1)
+    rig.pager.open(1, Direction.FORWARD)
+    rig.pager.close(0)
+    assert rig.pager.window == 1
+    rig.pager.close(1)
+    fetches = rig.pager.num_fetches
+    rig.pager.close(1, Direction.BACKWARD)
+    rig.pager.close_any()
+    assert rig.pager.window is None
+    assert rig.pager.num_fetches == fetches
+
+
+def test_a_closed_window_reads_another_chunk_or_poison() -> None:
+    """Why nothing may read outside a window, and how a test would notice."""
+    rig = build([1, 1, 1], num_slots=1, sizes=[8, 8, 4])
+    rig.pager.open(0, Direction.FORWARD)
+    rig.pager.open(1, Direction.FORWARD)
+    assert torch.equal(rig.reads(0), rig.sources[1])
+    rig.pager.open(2, Direction.FORWARD)
+    assert torch.equal(rig.reads(0)[:4], rig.sources[2])
+    assert rig.reads(0)[4:].view(torch.float32).isnan().all()
+
+
+class Gate:
+    """A host task that waits to be let through, then writes."""
+
+    def __init__(self, target: Tensor, value: int) -> None:
+        self.open = threading.Event()
+        self.started = threading.Event()
+        self._target, self._value = target, value
+
+    def __call__(self) -> None:
+        self.started.set()
+        assert self.open.wait(WAIT_S)
+        self._target.fill_(self._value)
+
+
+def test_what_is_being_updated_is_not_fetched_ahead(worker: HostWorker) -> None:
+    rig = build([1] * 4, num_slots=3, worker=worker)
+    gate = Gate(rig.sources[1], 77)
+    worker.submit(gate, changes=1)
+    rig.pager.open(0, Direction.FORWARD)
+    assert gate.started.wait(WAIT_S)
+    # nor anything after it: the copies would overtake each other
+    assert [rig.holds(chunk) for chunk in range(4)] == [True, False, False, False]
+
+    gate.open.set()
+    worker.drain()
+    rig.pager.close(0, Direction.FORWARD)
+    assert rig.holds(1) and rig.holds(2)
+    assert rig.pager.num_misses == 1
+    assert torch.equal(rig.reads(1), torch.full((16,), 77, dtype=torch.uint8))
+
+
+def test_a_fetch_waits_for_the_update(worker: HostWorker) -> None:
+    rig = build([1, 1], num_slots=1, worker=worker)
+    gate = Gate(rig.sources[1], 77)
+    worker.submit(gate, changes=1)
+    timer = threading.Timer(0.05, gate.open.set)
+    timer.start()
+    rig.pager.open(1, Direction.FORWARD)
+    assert gate.open.is_set()
+    rig.assert_readable(1)
+    assert rig.reads(1)[0] == 77
+    assert worker.waited_s > 0
+    assert not worker.pending(1)
+    timer.join()
+
+
+def test_a_failed_update_does_not_leave_a_window_open(worker: HostWorker) -> None:
+    rig = build([1, 1], num_slots=1, worker=worker)
+    rig.pager.open(0, Direction.FORWARD)
+
+    def fail() -> None:
+        raise RuntimeError("no update")
+
+    worker.submit(fail, changes=1)
+    with pytest.raises(RuntimeError, match="no update"):
+        rig.pager.open(1, Direction.FORWARD)
+    rig.pager.open(1, Direction.FORWARD)
+    rig.assert_readable(1)
+
+
+# host worker
+
+
+def test_the_worker_keeps_the_order(worker: HostWorker) -> None:
+    done: list[int] = []
+    gate = threading.Event()
+    worker.submit(lambda: done.append(-1) if gate.wait(WAIT_S) else None)
+    for number in range(20):
+        worker.submit(lambda number=number: done.append(number), changes=number % 3)
+    assert all(worker.pending(chunk) for chunk in range(3))
+    assert not worker.pending(3)
+    assert done == []
+    gate.set()
+    worker.drain()
+    assert done == [-1, *range(20)]
+    assert not any(worker.pending(chunk) for chunk in range(3))
+
+
+def test_waiting_is_counted(worker: HostWorker) -> None:
+    worker.wait(0)
+    assert worker.waited_s == 0
+    gate = threading.Event()
+    worker.submit(lambda: None if gate.wait(WAIT_S) else None, changes=0)
+    timer = threading.Timer(0.05, gate.set)
+    timer.start()
+    worker.wait(0)
+    assert 0.01 < worker.waited_s < WAIT_S
+    timer.join()
+
+
+class Broken(Exception):
+    pass
+
+
+def broken() -> None:
+    raise Broken
+
+
+def test_a_failure_is_raised_by_the_wait_for_its_chunk(worker: HostWorker) -> None:
+    worker.submit(broken, changes=3)
+    worker.submit(lambda: None, changes=4)
+    worker.wait(4)
+    with pytest.raises(Broken):
+        worker.wait(3)
+
+
+def test_a_failure_is_raised_by_drain(worker: HostWorker) -> None:
+    worker.submit(lambda: None, changes=0)
+    worker.submit(broken, changes=1)
+    with pytest.raises(Broken):
+        worker.drain()
+
+
+def test_a_failed_sum_is_raised_by_its_future(worker: HostWorker) -> None:
+    future = worker.submit(broken)
+    worker.drain()
+    with pytest.raises(Broken):
+        future.result(WAIT_S)
+
+
+def host_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("protrain")]
+
+
+def test_close_finishes_the_queue_and_ends_the_thread() -> None:
+    worker = HostWorker()
+    done: list[int] = []
+    for number in range(5):
+        worker.submit(lambda number=number: done.append(number), changes=0)
+    assert host_threads()
+    worker.close()
+    assert done == list(range(5))
+    assert not host_threads()
+    worker.close()
+    with pytest.raises(RuntimeError):
+        worker.submit(lambda: None)
+
+
+# arena, device
+
+
+@given(layouts())
+def test_arena_keeps_chunks_apart(layout: Layout) -> None:
+    arena = Arena(layout.chunks)
+    for chunk in layout.chunks:
+        arena.chunk(chunk.index).fill_(chunk.index + 1)
+    for chunk in layout.chunks:
+        whole = arena.chunk(chunk.index)
+        assert whole.numel() == chunk.nbytes
+        assert (whole == chunk.index + 1).all()
+        for spec in chunk.tensors:
+            tensor = arena.tensor(chunk.index, spec)
+            assert tensor.shape == spec.shape and tensor.dtype == spec.dtype
+            assert tensor.data_ptr() == whole.data_ptr() + spec.offset
+            assert tensor.untyped_storage().nbytes() == spec.nbytes
+    memory = arena.whole()
+    if memory is None:
+        assert arena.nbytes == 0 and not layout.chunks
+    else:
+        assert memory.numel() == arena.nbytes
+        assert arena.nbytes - sum(c.nbytes for c in layout.chunks) < 64 * len(
+            layout.chunks
+        )
+
+
+def test_an_arena_lives_as_long_as_its_tensors() -> None:
+    spec = TensorSpec("weight", (1 << 16,), torch.float32, 0)
+    chunk = Chunk(0, 0, False, (spec,), spec.nbytes)
+    arena = Arena((chunk,))
+    tensor = arena.tensor(0, spec).fill_(3.0)
+    del arena
+    assert (tensor == 3.0).all()
+
+
+def test_the_cpu_device_counts_its_peak() -> None:
+    device = CpuDevice()
+    device.allocate(100)
+    device.place(torch.zeros(10))
+    device.count(60)
+    device.count(-60)
+    device.count(20)
+    assert device.peak_bytes() == 200
+
+
+def test_only_known_devices_open() -> None:
+    assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
+    with pytest.raises(ValueError, match="meta"):
+        open_device(torch.device("meta"))
