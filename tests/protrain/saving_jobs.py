@@ -277,7 +277,7 @@ def run_command(
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     sys.argv = list(argv)
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    runpy.run_module(argv[0], run_name="__main__")
 
 
 def build_inputs() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess  # nosec B404: runs this interpreter on files written here
+import subprocess  # nosec B404
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +65,7 @@ class _WriteLog(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._path.write_text(json.dumps(state.log_history))
 
 
@@ -121,15 +121,14 @@ def run_selftest(
     raw = yaml.safe_load(config.read_text())
     _require_plugin(config, raw)
     with _folder(keep) as folder:
-        outputs = []
-        for name, paged in (("paged", True), ("plain", False)):
-            say(f"{name} run: {steps} steps")
-            output = folder / name
-            path = folder / f"{name}.yaml"
-            path.write_text(yaml.safe_dump(derive(raw, steps, output, paged)))
+        paged, plain = folder / "paged", folder / "plain"
+        for output in (paged, plain):
+            say(f"{output.name} run: {steps} steps")
+            path = output.with_suffix(".yaml")
+            derived = derive(raw, steps, output, paged=output is paged)
+            path.write_text(yaml.safe_dump(derived))
             _train(path)
-            outputs.append(output)
-        return compare(*outputs, _tolerance(raw, outputs[0]))
+        return compare(paged, plain, _tolerance(raw, paged))
 
 
 def derive(
@@ -208,7 +207,7 @@ def _train(path: Path) -> None:
     log = path.with_suffix(".log")
     environment = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1"}
     with log.open("w") as output:
-        code = subprocess.run(  # nosec B603: no shell, arguments from here
+        code = subprocess.run(  # nosec B603
             command, stdout=output, stderr=subprocess.STDOUT, env=environment
         ).returncode
     if code != 0:

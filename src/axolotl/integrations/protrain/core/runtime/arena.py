@@ -53,7 +53,7 @@ class Arena:
         return self._view(torch.uint8, self.nbytes, 0) if self.nbytes else None
 
     def _view(self, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-        assert self._memory is not None  # nosec B101: an empty arena holds no chunk
+        assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
 
 

@@ -191,7 +191,7 @@ class _CudaStream:
         self._stream = stream
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)  # nosec B101: narrows the type
+        assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
     def record(self) -> Event:

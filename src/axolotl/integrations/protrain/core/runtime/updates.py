@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +28,7 @@ class HostWorker:
         self._pool = ThreadPoolExecutor(
             1,
             thread_name_prefix="protrain-host",
-            initializer=None if threads is None else torch.set_num_threads,
-            initargs=() if threads is None else (threads,),
+            initializer=partial(torch.set_num_threads, threads) if threads else None,
         )
         self._last: dict[int, Future[Any]] = {}
         self.waited_s = 0.0
