@@ -1,8 +1,9 @@
 """Real Axolotl commands on a tiny Llama, each in a process of its own.
 
-Importing Axolotl takes longer than such a run. A fork server imports it once and
-every job is a fork of it: as isolated as a command typed in a shell, and seconds
-cheaper. Two jobs run at a time, in the background, in the order they were added.
+For what a shared worker process cannot do: end with an exit code, be interrupted, have
+a limit on the size of its files, list other plugins. Importing Axolotl takes longer
+than such a run, so a fork server imports it once and every job is a fork of it. Two
+jobs run at a time, in the background, in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -13,23 +14,38 @@ import multiprocessing
 import os
 import resource
 import runpy
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from axolotl_jobs import BASE, same_bits
 from safetensors.torch import load_file
+from tiny_models import build_inputs, build_model, model_path
 
-PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 REPORT = Path("protrain") / "report.json"
+FAMILY = "llama"
+MODEL = model_path(FAMILY)
 SLOWEST_JOB_S = 240
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    # no process pools: each of their processes would import axolotl again
+    "AXOLOTL_DATASET_NUM_PROC": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    ),
+}
 PRELOAD = [
     "axolotl.cli.config",
     "axolotl.common.datasets",
@@ -44,54 +60,22 @@ PRELOAD = [
 ]
 """Heavy, and without what Axolotl builds once from the plugins that are listed."""
 
-OFF = {"protrain_auto_memory": False}
-PAGED = {"protrain_capacity_bytes": "1MiB", "protrain_check_races": True}
-OTHER_PLAN = {
-    "protrain_capacity_bytes": "8MiB",
-    "protrain_n_persist_override": 1,
-    "protrain_n_buffer_override": 3,
+PLAIN: dict[str, Any] = {
+    "base_model": str(MODEL),
+    "gradient_accumulation_steps": 2,
+    "gradient_checkpointing": True,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+"""Four steps, a checkpoint after the second and the last; the plugin is off."""
+
+PAGED: dict[str, Any] = {
+    "protrain_auto_memory": True,
+    "protrain_capacity_bytes": "300KiB",
     "protrain_check_races": True,
 }
-LORA = {
-    "adapter": "lora",
-    "lora_model_dir": "adapter",
-    "lora_r": 4,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "lora_target_linear": True,
-    "lora_mlp_kernel": False,
-    "lora_qkv_kernel": False,
-    "lora_o_kernel": False,
-    "lora_embedding_kernel": False,
-}
-BASE = {
-    "base_model": "model",
-    "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
-    "dataset_prepared_path": "prepared",
-    "dataset_num_proc": 1,
-    "dataloader_num_workers": 0,
-    "val_set_size": 0,
-    "sequence_len": 64,
-    "sample_packing": False,
-    "pad_to_sequence_len": True,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 4,
-    "optimizer": "adamw_torch_fused",
-    "lr_scheduler": "cosine",
-    "learning_rate": 0.002,
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "bf16": False,
-    "fp16": False,
-    "tf32": False,
-    "attn_implementation": "sdpa",
-    "gradient_checkpointing": True,
-    "save_steps": 2,
-    "logging_steps": 1,
-    "seed": 7,
-    "plugins": [PLUGIN],
-}
+"""A budget in which no block of the model, adapter or not, stays on the device."""
 
 
 @dataclass(frozen=True)
@@ -104,26 +88,28 @@ class Outcome:
 
     @property
     def finished(self) -> Outcome:
+        """Itself, if it ended well."""
         assert self.exit_code == 0, self.log[-6000:]
         return self
 
     @property
     def paged(self) -> bool:
         """Whether ProTrain ran and moved weights: an inert plugin passes any test."""
-        report = self.folder / REPORT
-        return report.is_file() and self.report["measured"]["fetched_bytes"] > 0
+        written = (self.folder / REPORT).is_file()
+        return written and self.report["measured"]["fetched_bytes"] > 0
 
     @cached_property
     def report(self) -> dict[str, Any]:
         return json.loads((self.folder / REPORT).read_text())
 
-    def history(self, step: int) -> list[dict[str, float]]:
-        """Loss, grad norm and learning rate of each step up to checkpoint `step`."""
-        state = self.folder / f"checkpoint-{step}" / "trainer_state.json"
+    @cached_property
+    def history(self) -> list[dict[str, float]]:
+        """Loss, grad norm and learning rate of each step, unrounded."""
+        state = json.loads((self.folder / "trainer_state.json").read_text())
         keys = ("step", "loss", "grad_norm", "learning_rate")
         return [
             {key: entry[key] for key in keys}
-            for entry in json.loads(state.read_text())["log_history"]
+            for entry in state["log_history"]
             if "loss" in entry
         ]
 
@@ -133,15 +119,12 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for key, value in ENVIRONMENT.items():
-            os.environ.setdefault(key, value)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._pool = ThreadPoolExecutor(2)
         self._results: dict[str, Future[Outcome]] = {}
-        self._add("inputs", (), lambda name: self._process(name, build_inputs))
-        prepare = {"output_dir": str(folder / "prepare")}
-        self.command("prepare", "preprocess", OFF | prepare, after=["inputs"])
+        self._add("inputs", (), lambda: self._fork("inputs", folder, build))
+        self.command("prepare", "preprocess", after=["inputs"])
 
     def __getitem__(self, name: str) -> Outcome:
         return self._results[name].result()
@@ -151,8 +134,7 @@ class Jobs:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def train(self, name: str, *settings: Mapping[str, Any], **options: Any) -> None:
-        """Add `axolotl train`, with its output in a folder called `name`."""
-        options.setdefault("after", ["prepare"])
+        """Add `axolotl train`; see `command`."""
         self.command(name, "train", *settings, **options)
 
     def command(
@@ -164,6 +146,7 @@ class Jobs:
         after: Sequence[str] = ("prepare",),
         before: Callable[[Path], None] | None = None,
         watch: Callable[[int, Path], None] | None = None,
+        shell: bool = False,
         **child: Any,
     ) -> None:
         """Add a command.
@@ -171,27 +154,41 @@ class Jobs:
         Args:
             name: Of the job, and by default of its output folder.
             command: A module of `axolotl.cli`.
-            settings: Laid over `BASE` in this order; a value of None drops the key.
+            settings: Laid over `PLAIN` in this order; a value of None drops the key.
             arguments: Added to the command line.
             after: Jobs whose output it reads.
             before: Called with the folder of all outputs just before the start.
             watch: Called with process id and log file while it runs.
+            shell: Start `python -m` instead of forking, ten seconds slower.
             child: `stdin`, `file_limit` and `environment` of `run_command`.
         """
 
-        def run(name: str) -> Outcome:
+        def run() -> Outcome:
             if before is not None:
                 before(self.folder)
             path, output = self._write_yaml(name, settings)
             argv = [f"axolotl.cli.{command}", str(path), *arguments]
-            return self._process(name, run_command, argv, child, watch, output)
+            if shell:
+                return self._shell(name, output, argv, watch)
+            return self._fork(name, output, run_command, argv, child, watch)
 
         self._add(name, after, run)
+
+    def _add(self, name: str, after: Sequence[str], run: Callable[[], Outcome]) -> None:
+        assert name not in self._results, name
+        earlier = [self._results[other] for other in after]
+
+        def wait_and_run() -> Outcome:
+            for result in earlier:
+                result.result()
+            return run()
+
+        self._results[name] = self._pool.submit(wait_and_run)
 
     def _write_yaml(
         self, name: str, settings: Sequence[Mapping[str, Any]]
     ) -> tuple[Path, Path]:
-        merged: dict[str, Any] = {**BASE, "output_dir": name}
+        merged: dict[str, Any] = {**BASE, **PLAIN, "output_dir": name}
         for layer in settings:
             merged.update(layer)
         merged = {key: value for key, value in merged.items() if value is not None}
@@ -199,34 +196,21 @@ class Jobs:
         path.write_text(yaml.safe_dump(merged))
         return path, self.folder / merged["output_dir"]
 
-    def _add(
-        self, name: str, after: Sequence[str], run: Callable[[str], Outcome]
-    ) -> None:
-        earlier = [self._results[other] for other in after]
-
-        def wait_and_run() -> Outcome:
-            for result in earlier:
-                result.result()
-            return run(name)
-
-        assert name not in self._results, name
-        self._results[name] = self._pool.submit(wait_and_run)
-
-    def _process(
+    def _fork(
         self,
         name: str,
+        output: Path,
         target: Callable[..., None],
         argv: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
         watch: Callable[[int, Path], None] | None = None,
-        output: Path | None = None,
     ) -> Outcome:
         log = self.folder / f"{name}.log"
         process = self._context.Process(
             target=run_in_child,
             args=(target, str(self.folder), str(log), list(argv), dict(options or {})),
         )
-        process.start()
+        _start(process)
         if watch is not None and process.pid is not None:
             watch(process.pid, log)
         process.join(SLOWEST_JOB_S)
@@ -234,7 +218,44 @@ class Jobs:
             process.kill()
             process.join()
         text = log.read_text(errors="replace") if log.exists() else ""
-        return Outcome(process.exitcode, text, output or self.folder)
+        return Outcome(process.exitcode, text, output)
+
+    def _shell(
+        self,
+        name: str,
+        output: Path,
+        argv: Sequence[str],
+        watch: Callable[[int, Path], None] | None,
+    ) -> Outcome:
+        log = self.folder / f"{name}.log"
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *argv],
+                cwd=self.folder,
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+            if watch is not None:
+                watch(process.pid, log)
+            try:
+                process.wait(SLOWEST_JOB_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return Outcome(process.returncode, log.read_text(errors="replace"), output)
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a fork; the first start gives the fork server its environment."""
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run_in_child(
@@ -280,67 +301,22 @@ def run_command(
     runpy.run_module(argv[0], run_name="__main__")
 
 
-def build_inputs() -> None:
-    """Model, tokenizer, adapter and data in the current folder, always the same."""
-    from peft import LoraConfig, get_peft_model
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: n for n, text in enumerate([*special.values(), *alphabet])}
-    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, **special)
-    tokenizer.save_pretrained("model")
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_llama(len(vocabulary)))
-    model.save_pretrained("model")
-    targets = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-    adapter = get_peft_model(
-        model,
-        LoraConfig(
-            r=LORA["lora_r"],
-            lora_alpha=LORA["lora_alpha"],
-            target_modules=targets,
-            init_lora_weights=False,
-            task_type="CAUSAL_LM",
-            base_model_name_or_path="model",
-        ),
-    )
-    adapter.save_pretrained("adapter")
-    rows = [f"{n} squared is {n * n}, and cubed {n**3}. " * 2 for n in range(90)]
-    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
-    Path("data.jsonl").write_text(lines)
-
-
-def tiny_llama(vocabulary: int = 259) -> Any:
-    """Four layers of 37,000 parameters."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+def build() -> None:
+    """Model, tokenizer and data in the current folder, always the same."""
+    build_inputs(Path())
+    build_model(Path(), FAMILY)
 
 
 def wait_for_steps(log: Path, num_steps: int, process_id: int) -> None:
     """Return once that many steps were logged, or the process is gone."""
     deadline = time.monotonic() + SLOWEST_JOB_S
-    while time.monotonic() < deadline and Path(f"/proc/{process_id}/exe").exists():
-        if log.exists() and log.read_text(errors="replace").count("'loss'") >= num_steps:
+    while time.monotonic() < deadline and Path(f"/proc/{process_id}").exists():
+        if (
+            log.exists()
+            and log.read_text(errors="replace").count("'loss'") >= num_steps
+        ):
             return
-        time.sleep(0.01)
+        time.sleep(0.005)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -359,7 +335,9 @@ def difference(ours: Any, plain: Any, where: str = "") -> str | None:
     """The first place where two nested values differ in kind, type or any bit."""
     if isinstance(plain, torch.Tensor) and isinstance(ours, torch.Tensor):
         if (ours.dtype, ours.shape) != (plain.dtype, plain.shape):
-            return f"{where}: {ours.dtype} {ours.shape}, not {plain.dtype} {plain.shape}"
+            return (
+                f"{where}: {ours.dtype} {ours.shape}, not {plain.dtype} {plain.shape}"
+            )
         return None if same_bits(ours, plain) else f"{where}: other bits"
     if type(ours) is not type(plain):
         return f"{where}: {type(ours)}, not {type(plain)}"
@@ -375,9 +353,3 @@ def difference(ours: Any, plain: Any, where: str = "") -> str | None:
     else:
         return None if ours == plain else f"{where}: {ours!r}, not {plain!r}"
     return next((line for line in found if line is not None), None)
-
-
-def same_bits(ours: torch.Tensor, plain: torch.Tensor) -> bool:
-    """Equal as bytes: -0.0 is not 0.0, and NaN is itself."""
-    as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, plain))
-    return torch.equal(*as_bytes)

@@ -21,10 +21,12 @@ class ProTrainPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
+        self._pages = False
         self._recompute_all = False
 
     def register(self, cfg: Any) -> None:
         """Refuse misspelt keys while the raw YAML is still there to see."""
+        self._pages = False
         reject_unknown_keys(cfg)
 
     def get_input_args(self) -> str:
@@ -36,21 +38,23 @@ class ProTrainPlugin(BasePlugin):
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         """First hook of a training process with the final configuration.
 
-        Returns None: Axolotl loads the datasets. Last chance to say where the model is
-        loaded to and that nobody else turns gradient checkpointing on.
+        Evaluation, inference, merging and preprocessing do not come by here, and none
+        of them pages. Returns None: Axolotl loads the datasets. Last chance to say where
+        the model is loaded to and that nobody else turns gradient checkpointing on.
         """
-        if preprocess or not _trains(cfg):
+        if preprocess:
             return
         if not args_from(cfg).protrain_auto_memory:
             LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
         _check_machine(cfg)
+        self._pages = True
         cfg.device_map = "cpu"
         self._recompute_all = bool(cfg.gradient_checkpointing)
         cfg.gradient_checkpointing = False
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        if not _active(cfg):
+        if not self._pages:
             return {}
         args: dict[str, Any] = {"protrain_active": True}
         if not torch.cuda.is_available():
@@ -61,7 +65,7 @@ class ProTrainPlugin(BasePlugin):
         return args
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        if not _active(cfg):
+        if not self._pages:
             return
         # imported here: the command line reads this module without a trainer
         from .trainer import page_trainer
@@ -76,14 +80,6 @@ class ProTrainPlugin(BasePlugin):
                 log=LOG,
             ),
         )
-
-
-def _trains(cfg: Any) -> bool:
-    return not (cfg.merge_lora or cfg.inference or cfg.is_preprocess)
-
-
-def _active(cfg: Any) -> bool:
-    return _trains(cfg) and args_from(cfg).protrain_auto_memory
 
 
 def _check_machine(cfg: Any) -> None:

@@ -16,7 +16,7 @@ from .core.cost import StateBytes
 from .core.layout import slot_bytes
 from .core.search import Budget
 from .core.session import Measured
-from .core.types import Layout, Plan
+from .core.types import Chunk, Layout, Plan
 
 REPORT_FILE = Path("protrain") / "report.json"
 
@@ -138,7 +138,7 @@ class RunReport:
             "notes": self.notes,
         }
 
-    def _outside(self) -> list[Any]:
+    def _outside(self) -> list[Chunk]:
         return [c for c in self.layout.chunks if not c.pageable]
 
 

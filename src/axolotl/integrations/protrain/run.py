@@ -65,6 +65,7 @@ class TrainingRun:
     def open(self, model: nn.Module, device: torch.device) -> None:
         """Plan for `model` and move it; `requires_grad` is final by now."""
         self.close()
+        _refuse_quantised(model)
         adapters = adapter_names(model)
         self._is_adapter = bool(adapters)
         layout = build_layout(model, adapters)
@@ -228,6 +229,15 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
         for name, p in model.named_parameters()
         if p.requires_grad and ".modules_to_save." not in name
     )
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"base_model: {getattr(config, 'name_or_path', '')} holds quantised weights, "
+            "which cannot be paged in this version. Name the unquantised model."
+        )
 
 
 def missing_capacity() -> ConfigError:

@@ -1,0 +1,350 @@
+"""Tiny trainings with Axolotl, and what must be equal between two of them.
+
+A `Job` is a value: a family of models and YAML keys. `Workers` run jobs in the
+background, each only once, so that tests share their plain references. `differences`
+compares two results to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from queue import PriorityQueue
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tiny_models import DATA, TOKENIZER, model_path
+from torch import Tensor
+
+NUM_WORKERS = 2
+WORKER = Path(__file__).with_name("axolotl_worker.py")
+
+PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
+SEEDING = "seeding_plugin.SeedingPlugin"
+BASE: dict[str, Any] = {
+    "plugins": [PROTRAIN, SEEDING],
+    # the plugin is listed in plain runs too: Axolotl merges what plugins add to its
+    # classes once a process
+    "protrain_auto_memory": False,
+    "tokenizer_config": str(TOKENIZER),
+    "datasets": [{"path": str(DATA), "ds_type": "json", "type": "completion"}],
+    "dataset_prepared_path": "prepared",
+    "dataloader_num_workers": 0,
+    "val_set_size": 0,
+    "sequence_len": 64,
+    "sample_packing": False,
+    "pad_to_sequence_len": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 3,
+    "optimizer": "adamw_torch_fused",
+    "lr_scheduler": "cosine",
+    "learning_rate": 0.01,
+    "weight_decay": 0.01,
+    "bf16": False,
+    "fp16": False,
+    "tf32": False,
+    "attn_implementation": "sdpa",
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "seed": 7,
+}
+LORA: dict[str, Any] = {
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "lora_target_linear": True,
+    "lora_mlp_kernel": False,
+    "lora_qkv_kernel": False,
+    "lora_o_kernel": False,
+    "lora_embedding_kernel": False,
+}
+PAGED: dict[str, Any] = {
+    "protrain_auto_memory": True,
+    "protrain_capacity_bytes": "1GiB",
+    "protrain_check_races": True,
+}
+
+
+def overrides(n_persist: int, n_buffer: int, n_checkpoint: int = 0) -> dict[str, int]:
+    """The four knobs by hand."""
+    return {
+        "protrain_n_persist_override": n_persist,
+        "protrain_n_buffer_override": n_buffer,
+        "protrain_n_swap_override": 0,
+        "protrain_n_checkpoint_override": n_checkpoint,
+    }
+
+
+@dataclass(frozen=True, order=True)
+class Job:
+    """One training. Equal jobs have equal names and are trained once."""
+
+    family: str
+    yaml: str
+
+    @property
+    def name(self) -> str:
+        digest = hashlib.sha256(self.yaml.encode()).hexdigest()[:16]
+        return f"{self.family}-{digest}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The whole YAML; paths are relative to the folder of all jobs."""
+        return {
+            **BASE,
+            "base_model": str(model_path(self.family)),
+            "output_dir": f"jobs/{self.name}/out",
+            **json.loads(self.yaml),
+        }
+
+
+def job(family: str, *settings: Mapping[str, Any]) -> Job:
+    """A plain training with `settings`, later ones first, laid over `BASE`."""
+    merged: dict[str, Any] = {}
+    for layer in settings:
+        merged.update(layer)
+    return Job(family, json.dumps(merged, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trainings that must come out equal."""
+
+    paged: Job
+    plain: Job
+
+
+def pair(
+    family: str,
+    *settings: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    plain: Mapping[str, Any] | None = None,
+) -> Pair:
+    """The training that `settings` ask for, paged by `plan` and plain.
+
+    Args:
+        family: Of the model.
+        settings: Of both.
+        plan: Keys of the paged training alone.
+        plain: Keys of the plain one alone.
+    """
+    return Pair(job(family, *settings, PAGED, plan), job(family, *settings, plain or {}))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job left behind; `error` is its traceback, empty when it finished."""
+
+    folder: Path
+    error: str
+    seconds: float
+
+    @property
+    def log(self) -> str:
+        """Everything it printed."""
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """The paged run's report.json."""
+        return json.loads((self.output / "protrain" / "report.json").read_text())
+
+    @cached_property
+    def history(self) -> list[dict[str, float]]:
+        """The Trainer's log: one entry a step, and one an evaluation."""
+        state = json.loads((self.output / "trainer_state.json").read_text())
+        return state["log_history"]
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """What was saved at the end: the model, or the adapter alone."""
+        names = ("model.safetensors", "adapter_model.safetensors")
+        (path,) = (self.output / n for n in names if (self.output / n).exists())
+        return load_file(path)
+
+
+COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def differences(got: Result, wanted: Result, tolerance: float = 0.0) -> list[str]:
+    """Every difference between two trainings, as lines to read.
+
+    Args:
+        got: The result in question.
+        wanted: The reference.
+        tolerance: Largest relative difference; 0 compares bits.
+    """
+    failed = [f"{r.folder.name} failed:\n{r.error}" for r in (got, wanted) if r.error]
+    if failed:
+        return failed
+    return [
+        *history_differences(got.history, wanted.history, tolerance),
+        *weight_differences(got.weights, wanted.weights, tolerance),
+    ]
+
+
+def history_differences(
+    got: list[dict[str, float]], wanted: list[dict[str, float]], tolerance: float
+) -> list[str]:
+    """Steps at which loss, gradient norm or learning rate differ."""
+    ours, theirs = _compared(got), _compared(wanted)
+    if [entry.keys() for entry in ours] != [entry.keys() for entry in theirs]:
+        return [f"logged {ours}, not {theirs}"]
+    if not ours:
+        return ["nothing was logged"]
+    return [
+        f"step {reference['step']}: {key} {entry[key]!r}, not {reference[key]!r}"
+        for entry, reference in zip(ours, theirs, strict=True)
+        for key in reference
+        if not _close(entry[key], reference[key], tolerance)
+    ]
+
+
+def weight_differences(
+    got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float
+) -> list[str]:
+    """Names of weights that are missing, too many, or other bits."""
+    lines = [f"{name}: only in one of them" for name in got.keys() ^ wanted.keys()]
+    for name in got.keys() & wanted.keys():
+        ours, theirs = got[name], wanted[name]
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            lines.append(f"{name}: {ours.dtype} {ours.shape} not {theirs.dtype}")
+        elif not same_bits(ours, theirs):
+            apart = _distance(ours, theirs)
+            if not apart <= tolerance or tolerance == 0:
+                lines.append(f"{name}: apart by {apart:.3g} of its norm")
+    return sorted(lines)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal as bytes: -0.0 is not 0.0, and NaN is itself."""
+    as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*as_bytes)
+
+
+def _compared(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    kept = [{k: e[k] for k in ("step", *COMPARED) if k in e} for e in history]
+    return [entry for entry in kept if len(entry) > 1]
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    # a NaN is not close to anything: none of these trainings may produce one
+    return abs(one - other) <= tolerance * abs(other)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    scale = other.double().norm().item() or 1.0
+    return (one.double() - other.double()).norm().item() / scale
+
+
+@dataclass(order=True)
+class _Task:
+    turn: tuple[int, int]
+    job: Job | None = field(compare=False)
+    result: Future[Result] = field(compare=False, default_factory=Future)
+
+
+class Workers:
+    """Processes that train jobs in the background.
+
+    Args:
+        root: Gets models, data and one folder a job.
+        jobs: What to begin with, in the order in which results will be asked for.
+    """
+
+    def __init__(self, root: Path, jobs: Iterable[Job]) -> None:
+        self._root = root
+        self._tasks: dict[str, _Task] = {}
+        self._queue: PriorityQueue[_Task] = PriorityQueue()
+        self._lock = Lock()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._closed = False
+        for wanted in jobs:
+            self._add(wanted, urgency=1)
+        self._threads = [
+            Thread(target=self._serve, daemon=True) for _ in range(NUM_WORKERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, wanted: Job) -> Result:
+        """The job's result; trained next unless it is known already."""
+        return self._add(wanted, urgency=0).result.result()
+
+    def close(self) -> None:
+        """End the processes, in the middle of a job if need be."""
+        self._closed = True
+        for number in range(NUM_WORKERS):
+            self._queue.put(_Task((-1, number), None))
+        with self._lock:
+            for process in self._processes:
+                process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _add(self, wanted: Job, urgency: int) -> _Task:
+        if wanted.name not in self._tasks:
+            task = _Task((urgency, len(self._tasks)), wanted)
+            self._tasks[wanted.name] = task
+            self._queue.put(task)
+        return self._tasks[wanted.name]
+
+    def _serve(self) -> None:
+        process: subprocess.Popen[str] | None = None
+        while True:
+            task = self._queue.get()
+            if task.job is None:
+                return
+            if process is None or process.poll() is not None:
+                process = self._start()
+            task.result.set_result(self._train(process, task.job))
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(self._root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        with self._lock:
+            self._processes.append(process)
+            if self._closed:
+                process.kill()
+        return process
+
+    def _train(self, process: subprocess.Popen[str], wanted: Job) -> Result:
+        folder = self._root / "jobs" / wanted.name
+        request = {
+            "name": wanted.name,
+            "family": wanted.family,
+            "settings": wanted.settings,
+        }
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            reply = process.stdout.readline()
+        except OSError:
+            reply = ""
+        if not reply:
+            code = process.wait()
+            return Result(folder, f"the worker process died with code {code}", 0.0)
+        answer = json.loads(reply)
+        return Result(folder, answer["error"], answer["seconds"])

@@ -1,0 +1,92 @@
+"""Trains one YAML after another in one process, as `axolotl train` would each.
+
+Importing Axolotl takes ten seconds and a tiny training half a second, so the import
+is paid once. Run as `python axolotl_worker.py FOLDER`: reads one JSON line a job,
+answers with one JSON line; all printing goes to the log of the job.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    # no process pools: each of their processes would import axolotl again
+    "AXOLOTL_DATASET_NUM_PROC": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def main() -> None:
+    root = Path(sys.argv.pop(1))
+    os.environ.update(ENVIRONMENT)
+    os.chdir(root)
+    requests, replies = _take_standard_streams()
+    for line in requests:
+        request = json.loads(line)
+        start = time.perf_counter()
+        error = _run(root, **request)
+        seconds = time.perf_counter() - start
+        print(json.dumps({"error": error, "seconds": seconds}), file=replies)
+        replies.flush()
+
+
+def _take_standard_streams() -> tuple[TextIO, TextIO]:
+    """Keep the pipes for the protocol and give everyone else /dev/null."""
+    requests = os.fdopen(os.dup(0))
+    replies = os.fdopen(os.dup(1), "w")
+    with open(os.devnull, "r+b") as nothing:
+        for standard in (0, 1, 2):
+            os.dup2(nothing.fileno(), standard)
+    return requests, replies
+
+
+def _run(root: Path, name: str, family: str, settings: dict[str, Any]) -> str:
+    """Train and return the traceback of what went wrong, empty if nothing did."""
+    folder = root / "jobs" / name
+    folder.mkdir(parents=True)
+    with (folder / "log.txt").open("w") as log:
+        for standard in (1, 2):
+            os.dup2(log.fileno(), standard)
+    try:
+        _train(root, folder, family, settings)
+        return ""
+    except (Exception, SystemExit):
+        return traceback.format_exc()
+    finally:
+        gc.collect()
+        # what lives on is Axolotl's: no later collection needs to look through it
+        gc.freeze()
+
+
+def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> None:
+    # imported here: what they print belongs into the log of a job
+    import tiny_models
+    import torch
+    import yaml
+    from axolotl.cli.train import do_cli
+    from axolotl.integrations.base import PluginManager
+
+    torch.set_num_threads(1)
+    if not (root / tiny_models.DATA).exists():
+        tiny_models.build_inputs(root)
+    if not (root / tiny_models.model_path(family)).exists():
+        tiny_models.build_model(root, family)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    # modules keep the manager itself, so that it is emptied, not replaced
+    PluginManager.get_instance().plugins.clear()
+    do_cli(str(config))
+
+
+if __name__ == "__main__":
+    main()

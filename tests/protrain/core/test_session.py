@@ -1,0 +1,713 @@
+"""A session from open to close: memory, addresses, hooks, faults in the middle."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from core_models import (
+    Stack,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    make_plan,
+    open_session,
+    stack,
+    train,
+    twin,
+    weights,
+)
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.cost import state_bytes
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.types import Placement
+
+HOST_STATE = Placement.HOST_STATE
+ALL = range(6)
+
+
+def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:
+    return session.wrap_optimizer(adamw(session.model, **defaults))
+
+
+# the same numbers
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one slot": {"n_buffer": 1},
+    "two slots": {"n_buffer": 2},
+    "as many slots as chunks": {"n_buffer": 6},
+    "mixed": {"resident": (0, 3), "n_buffer": 2},
+    "recompute": {"n_buffer": 2, "recompute": ALL},
+    "recompute some": {"n_buffer": 2, "resident": (1,), "recompute": (0, 1, 2)},
+    "resident": {"resident": ALL, "recompute": (0, 5)},
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_equals_plain(plan: str, frozen: bool) -> None:
+    model = stack()
+    keep = freeze(model, ["extra"]) if frozen else ()
+    plain = twin(model)
+    session = open_session(model, keep, **PLANS[plan])
+    optimizer = wrapped(session)
+    data = [batches(2, seed) for seed in range(3)]
+    theirs = train(plain, adamw(plain), data, clip=0.5)
+    assert train(model, optimizer, data, session, clip=0.5) == theirs
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_skipped_and_repeated_blocks_equal_plain(frozen: bool) -> None:
+    """Layer drop, and a model that runs its layers twice, in any order."""
+    model = stack()
+    keep = freeze(model, ["extra"]) if frozen else ()
+    plain = twin(model)
+    session = open_session(model, keep, recompute=(1, 4))
+    runs = ((plain, adamw(plain), None), (model, wrapped(session), session))
+    drawn = random.Random(0)
+    orders: list[list[int]] = [[n for n in ALL if drawn.random() < 0.6] for _ in "12345"]
+    orders += [[*ALL, *ALL], [3, 3, 0], drawn.sample(ALL, 6), list(ALL)]
+    for step, order in enumerate(orders):
+        numbers = []
+        for own, optimizer, run in runs:
+            own.order = order
+            numbers.append(train(own, optimizer, [batches(2, step)], run))
+        assert numbers[0] == numbers[1]
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()
+
+
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps_equals_plain(no_grad: Callable[[], Any]) -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, outside=HOST_STATE)
+    runs = ((plain, adamw(plain), None), (model, wrapped(session), session))
+    for step in range(3):
+        numbers = []
+        for own, optimizer, run in runs:
+            losses = train(own, optimizer, [batches(1, step)], run)
+            own.eval()
+            with no_grad():
+                losses += [own(tokens).item() for tokens in batches(2, 50 + step)]
+            numbers.append(losses)
+        assert numbers[0] == numbers[1]
+    session.close()
+
+
+def test_the_number_of_fetches_is_the_closed_form() -> None:
+    """Frozen: C + (2 m - 1)(C - S). Full: the update of a step makes all S stale."""
+    num_slots, steps, accumulate = 2, 3, 2
+    data = [batches(accumulate, seed) for seed in range(steps)]
+    for frozen in (True, False):
+        model = stack()
+        keep = freeze(model, ["extra"]) if frozen else ()
+        session = open_session(model, keep, n_buffer=num_slots)
+        train(model, wrapped(session), data, session)
+        measured = session.measured()
+        chunks = [c for c in session.layout.chunks if c.pageable]
+        spare = len(chunks) - num_slots
+        begun, sweeps = (1, 2 * accumulate * steps) if frozen else (
+            steps, 2 * accumulate * steps
+        )
+        assert measured.num_fetches == begun * len(chunks) + (sweeps - begun) * spare
+        assert measured.num_misses == begun
+        assert measured.fetched_bytes == measured.num_fetches * chunks[0].nbytes
+        trained = sum(p.nbytes for c in chunks for p in trained_params(model, c))
+        assert measured.offloaded_bytes == trained * accumulate * steps
+        session.close()
+
+
+def trained_params(model: nn.Module, chunk: Any) -> list[nn.Parameter]:
+    params = dict(model.named_parameters())
+    return [params[s.name] for s in chunk.tensors if params[s.name].requires_grad]
+
+
+# memory
+
+
+def optimizer_state_bytes(params: list[nn.Parameter], num_moments: int = 2) -> int:
+    """Moments and the step count, a fp32 scalar, of each parameter."""
+    return sum(num_moments * p.nbytes + 4 for p in params)
+
+
+MEMORY_PLANS: dict[str, dict[str, Any]] = {
+    "one slot": {"n_buffer": 1},
+    "three slots": {"n_buffer": 3},
+    "mixed": {"resident": (0, 2, 5), "n_buffer": 2},
+    "mixed, state outside on the host": {
+        "resident": (1, 3),
+        "n_buffer": 2,
+        "outside": HOST_STATE,
+    },
+    "paged, state outside on the host": {"n_buffer": 2, "outside": HOST_STATE},
+    "resident": {"resident": ALL},
+}
+# no two neighbours alike, so that every slot has a largest chunk of its own
+INNER = [16, 48, 32, 80, 64, 96]
+
+
+@pytest.mark.parametrize("plan", MEMORY_PLANS)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_device_peak_is_what_lies_there(frozen: bool, plan: str) -> None:
+    """Counted from the model's own tensors, in the order in which they come."""
+    model = stack(inner=INNER)
+    keep = freeze(model, ["extra"]) if frozen else ()
+    expected = device_peak(model, frozen, **MEMORY_PLANS[plan])
+    session = open_session(model, keep, **MEMORY_PLANS[plan])
+    train(model, wrapped(session), [batches(2, s) for s in range(2)], session)
+    assert session.measured().device_peak_bytes == expected
+    session.close()
+
+
+def device_peak(
+    model: Stack,
+    frozen: bool,
+    resident: Any = (),
+    n_buffer: int = 0,
+    outside: Placement = Placement.RESIDENT,
+) -> int:
+    """Weights, slots, and the larger of what backward and what the update add."""
+    params = list(model.parameters())
+    trained = [p for p in params if p.requires_grad]
+    blocks = [list(layer.parameters()) for layer in model.layers]
+    paged = [
+        # every tensor of a layer is a multiple of 64 bytes: no gaps
+        [p for p in block if not (frozen and p.requires_grad)]
+        for index, block in enumerate(blocks)
+        if index not in resident
+    ]
+    slots = sum(
+        max(sum(p.nbytes for p in block) for block in paged[slot::n_buffer])
+        for slot in range(n_buffer if paged else 0)
+    )
+    away = {id(p) for block in paged for p in block}
+    standing = slots + sum(p.nbytes for p in params if id(p) not in away)
+    standing += sum(buffer.nbytes for buffer in model.buffers())
+
+    on_host = set() if frozen else {id(p) for block in paged for p in block}
+    if outside is HOST_STATE and not frozen:
+        in_blocks = {id(p) for block in blocks for p in block}
+        on_host |= {id(p) for p in params if id(p) not in in_blocks}
+    own = [p for p in trained if id(p) not in on_host]
+    kept = sum(p.nbytes for p in own) + optimizer_state_bytes(own)
+
+    # chunks leave in the order of backward, two of them at a time
+    head_first = [[model.head.weight], [model.norm.weight], [model.norm.bias]]
+    leaving = [
+        sum(p.nbytes for p in chunk)
+        for chunk in [*head_first, *reversed(blocks), [model.embed.weight]]
+        if id(chunk[0]) in on_host
+    ]
+    pairs = [a + b for a, b in zip(leaving, [*leaving[1:], 0], strict=True)]
+    return standing + kept + max(pairs, default=0)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize("plan", MEMORY_PLANS)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_device_peak_was_predicted(frozen: bool, plan: str, amsgrad: bool) -> None:
+    model = stack(inner=INNER)
+    keep = freeze(model, ["extra"]) if frozen else ()
+    session = open_session(model, keep, **MEMORY_PLANS[plan])
+    optimizer = wrapped(session, amsgrad=amsgrad)
+    train(model, optimizer, [batches(2, s) for s in range(2)], session)
+    predicted = state_bytes(
+        session.layout, session.plan.placements, session.plan.n_buffer
+    )
+    assert session.measured().device_peak_bytes <= predicted.total
+    session.close()
+
+
+def test_gradients_of_incomplete_chunks_leave_too() -> None:
+    """A parameter without gradient in every block must not hold all the others."""
+    model = stack()
+    for layer in model.layers:
+        layer.use_extra = False
+    session = open_session(model, n_buffer=2, outside=HOST_STATE)
+    train(model, wrapped(session), [batches(1, s) for s in range(2)], session)
+    predicted = state_bytes(
+        session.layout, session.plan.placements, session.plan.n_buffer
+    )
+    assert session.measured().device_peak_bytes <= predicted.total
+    session.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_arena_is_as_large_as_what_it_holds(dtype: torch.dtype) -> None:
+    model = stack(width=256, inner=512, dtype=dtype)
+    freeze(model, [])
+    payload = sum(p.nbytes for p in model.layers.parameters())
+    session = open_session(model)
+    assert payload <= session.measured().host_arena_bytes <= 1.01 * payload
+    session.close()
+
+
+# addresses
+
+
+def addresses(session: Session) -> dict[str, int]:
+    params = dict(session.model.named_parameters())
+    return {
+        spec.name: params[spec.name].data_ptr()
+        for index in session.plan.paged
+        for spec in session.layout.chunks[index].tensors
+    }
+
+
+def test_addresses_never_change() -> None:
+    model = stack()
+    session = open_session(model, recompute=(2, 3))
+    optimizer = wrapped(session)
+    opened = addresses(session)
+    assert opened
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append(addresses(session) == opened)
+
+    handles = [layer.register_forward_hook(look) for layer in model.layers]
+    handles += [layer.up.register_full_backward_hook(look) for layer in model.layers]
+    for step in range(2):
+        train(model, optimizer, [batches(2, step)], session)
+        with torch.no_grad():
+            model(batches(1)[0])
+        model.state_dict()
+        model.load_state_dict(weights(model))
+        look()
+    for handle in handles:
+        handle.remove()
+    assert len(seen) > 40 and all(seen)
+    session.close()
+    assert not set(addresses(session).values()) & set(opened.values())
+
+
+# what a stale read gives
+
+
+def test_a_read_outside_its_window_is_wrong_or_poison() -> None:
+    """Layer 0 shares its slot with layers 2 and 4, of which 4 is smaller."""
+    model = stack(inner=[32, 32, 32, 32, 8, 32])
+    truth = weights(model)
+    session = open_session(model, n_buffer=2)
+    model.eval()
+    with torch.no_grad():
+        model(batches(1)[0])
+    names = [s.name for s in session.layout.chunks[0].tensors]
+    params = dict(model.named_parameters())
+    changed = [n for n in names if not torch.equal(params[n].data, truth[n])]
+    assert "layers.0.up.weight" in changed
+    held = session.host_weight("layers.4.extra")
+    assert torch.equal(params["layers.0.extra"].data, held)
+    assert params["layers.0.down.weight"].isnan().any()
+    # while the truth, and what is saved, stays the truth
+    assert_same(model.state_dict(), truth)
+    session.close()
+
+
+def test_slots_are_poisoned_before_their_first_fetch() -> None:
+    model = stack()
+    session = open_session(model, n_buffer=2)
+    assert all(p.isnan().all() for p in model.layers.parameters())
+    session.close()
+
+
+Break = Callable[[Stack], None]
+
+
+def without_forward_window(model: Stack) -> None:
+    """The first forward then reads what was never fetched."""
+    for layer in model.layers:
+        layer._forward_pre_hooks.clear()
+
+
+def without_backward_window(model: Stack) -> None:
+    """A block's post-hook is what asks for its backward window."""
+    for layer in model.layers:
+        layer._forward_hooks.clear()
+
+
+def without_gradients(model: Stack) -> None:
+    for param in model.layers.parameters():
+        if param._post_accumulate_grad_hooks:
+            param._post_accumulate_grad_hooks.clear()
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+@pytest.mark.parametrize(
+    "break_it", [without_forward_window, without_backward_window, without_gradients]
+)
+def test_a_broken_run_does_not_equal_plain(break_it: Break, frozen: bool) -> None:
+    """So the parity tests can fail: the hooks of torch are taken away behind us."""
+    if frozen and break_it is without_gradients:
+        pytest.skip("nothing trainable on the host")
+    model = stack()
+    keep = freeze(model, ["extra", "embed"]) if frozen else ()
+    plain = twin(model)
+    session = open_session(model, keep)
+    optimizer = wrapped(session)
+    break_it(model)
+    data = [batches(1, seed) for seed in range(3)]
+    ours = train(model, optimizer, data, session)
+    assert ours != train(plain, adamw(plain), data)
+    session.close()
+
+
+# nothing foreign is changed
+
+
+def hook_counts(model: nn.Module) -> dict[str, int]:
+    """Sizes of every hook table of every module and parameter."""
+    counts = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if "hooks" in key and value is not None:
+                counts[f"{name}:{key}"] = len(value)
+    for name, param in model.named_parameters():
+        counts[name] = len(param._post_accumulate_grad_hooks or ())
+    return counts
+
+
+def surface(model: nn.Module) -> list[Any]:
+    """What other code can see of a model."""
+    return [
+        [(name, id(m), type(m)) for name, m in model.named_modules()],
+        [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
+        [(name, b.shape) for name, b in model.named_buffers()],
+        [(name, t.shape, t.dtype) for name, t in model.state_dict().items()],
+        [sorted(set(vars(m)) - {"training"}) for m in model.modules()],
+        [sorted(vars(p)) for p in model.parameters()],
+    ]
+
+
+def test_the_model_looks_the_same() -> None:
+    model = stack(tie=True)
+    before, hooks = surface(model), hook_counts(model)
+    threads = set(threading.enumerate())
+    session = open_session(model, recompute=(0, 1), outside=HOST_STATE)
+    optimizer = wrapped(session)
+    assert surface(model) == before
+    train(model, optimizer, [batches(2)], session)
+    assert surface(model) == before
+    assert hook_counts(model) != hooks
+    assert not session.closed
+    session.close()
+    session.close()
+    assert session.closed
+    assert surface(model) == before
+    assert hook_counts(model) == hooks
+    assert set(threading.enumerate()) <= threads
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+
+
+def test_close_frees_the_slots() -> None:
+    model = stack()
+    session = open_session(model)
+    inside = weakref.ref(model.layers[0].up.weight.untyped_storage())
+    address = model.layers[0].up.weight.data_ptr()
+    train(model, wrapped(session), [batches(1)], session)
+    session.close()
+    assert model.layers[0].up.weight.data_ptr() != address
+    del session
+    gc.collect()
+    assert inside() is None
+
+
+def test_a_closed_model_is_an_ordinary_one() -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model)
+    data = [batches(1, seed) for seed in range(4)]
+    train(model, wrapped(session), data[:2], session)
+    train(plain, adamw(plain), data[:2])
+    session.close()
+    assert train(model, adamw(model), data[2:]) == train(plain, adamw(plain), data[2:])
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_a_second_session_follows_the_first() -> None:
+    model = stack()
+    plain = twin(model)
+    train(plain, adamw(plain), [batches(1)])
+    train(plain, adamw(plain), [batches(1)])
+    for plan in ({"n_buffer": 1}, {"n_buffer": 3, "recompute": ALL}):
+        session = open_session(model, **plan)
+        train(model, wrapped(session), [batches(1)], session)
+        session.close()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+# faults in the middle
+
+
+@contextmanager
+def fault(layer: nn.Module, where: str, error: BaseException) -> Iterator[None]:
+    """`layer` raises once, in its forward or backward."""
+    setattr(layer, f"raise_in_{where}", error)
+    with pytest.raises(type(error), match="on purpose"):
+        yield
+    setattr(layer, f"raise_in_{where}", None)
+
+
+FAULTS = [RuntimeError("on purpose"), KeyboardInterrupt("on purpose")]
+
+
+@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_training_goes_on_after_a_fault(
+    frozen: bool, error: BaseException, where: str, recompute: Any
+) -> None:
+    """A batch that failed is dropped in both runs; what follows is equal."""
+    model = stack()
+    keep = freeze(model, ["extra", "embed"]) if frozen else ()
+    plain = twin(model)
+    session = open_session(model, keep, recompute=recompute)
+    first, bad, second = batches(3)
+    numbers = []
+    for own, optimizer, run in (
+        (plain, adamw(plain), None),
+        (model, wrapped(session), session),
+    ):
+        losses = train(own, optimizer, [[first]], run)
+        with fault(own.layers[3], where, error):
+            own(bad).backward()
+        optimizer.zero_grad()
+        numbers.append(losses + train(own, optimizer, [[second], [first]], run))
+    assert numbers[0] == numbers[1]
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()
+
+
+@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
+def test_a_session_closes_after_a_fault(
+    error: BaseException, where: str, recompute: Any
+) -> None:
+    """Weights are those before the fault; torch and the model are left as found."""
+    model = stack()
+    hooks, threads = hook_counts(model), set(threading.enumerate())
+    session = open_session(model, recompute=recompute, outside=HOST_STATE)
+    optimizer = wrapped(session)
+    train(model, optimizer, [batches(1)], session)
+    before = weights(model)
+    with fault(model.layers[3], where, error):
+        model(batches(1)[0]).backward()
+    session.close()
+    assert_same(model.state_dict(), before)
+    assert hook_counts(model) == hooks
+    assert set(threading.enumerate()) <= threads
+    other, reference = stack(seed=7), stack(seed=7)
+    # an operator's saved tensors go where they always go
+    train(other, adamw(other), [batches(1)])
+    model.zero_grad()
+    train(model, adamw(model), [batches(1)])
+    del reference
+
+
+def test_interrupted_while_waiting_for_an_update() -> None:
+    """The signal arrives in `open`, before the chunk is in its slot."""
+    model = stack(width=64, inner=256)
+    plain = twin(model)
+    session = open_session(model, n_buffer=1)
+    first, bad, second = batches(3)
+    numbers = []
+    for own, optimizer, run in (
+        (plain, adamw(plain), None),
+        (model, wrapped(session), session),
+    ):
+        losses = train(own, optimizer, [[first]], run)
+        own.layers[0].raise_in_forward = KeyboardInterrupt("on purpose")
+        with pytest.raises(KeyboardInterrupt):
+            own(bad)
+        own.layers[0].raise_in_forward = None
+        numbers.append(losses + train(own, optimizer, [[second]], run))
+    assert numbers[0] == numbers[1]
+    session.close()
+
+
+# state in and out
+
+
+def test_state_dict_reads_the_truth_at_any_time() -> None:
+    """Also of a part of the model, and while updates are still queued."""
+    model = stack(width=64, inner=1024)
+    plain = twin(model)
+    session = open_session(model, outside=HOST_STATE)
+    optimizer, reference = wrapped(session), adamw(plain)
+    for step in range(3):
+        for own, used in ((plain, reference), (model, optimizer)):
+            own(batches(1, step)[0]).backward()
+            used.step()
+        part = ["", "layers", "layers.5", "layers.5.up", "head"][step % 5]
+        ours = model.get_submodule(part).state_dict()
+        theirs = plain.get_submodule(part).state_dict()
+        assert_same({k: v.clone() for k, v in ours.items()}, theirs)
+        optimizer.zero_grad()
+        reference.zero_grad()
+    session.close()
+
+
+@pytest.mark.parametrize("part", ["layers", "layers.5", "layers.5.up", "head"])
+def test_state_dict_of_a_part_waits_for_updates(part: str) -> None:
+    model = stack(width=64, inner=1024)
+    plain = twin(model)
+    session = open_session(model, outside=HOST_STATE)
+    for own, used in ((plain, adamw(plain)), (model, wrapped(session))):
+        own(batches(1)[0]).backward()
+        used.step()
+    ours = model.get_submodule(part).state_dict()
+    ours = {name: value.clone() for name, value in ours.items()}
+    assert_same(ours, plain.get_submodule(part).state_dict())
+    session.close()
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_loading_weights_equals_plain(frozen: bool) -> None:
+    """Right after a step, whose updates are still queued."""
+    model = stack(width=64, inner=1024)
+    keep = freeze(model, ["extra"]) if frozen else ()
+    plain, loaded = twin(model), weights(stack(seed=9, width=64, inner=1024))
+    session = open_session(model, keep, outside=HOST_STATE)
+    numbers = []
+    for own, optimizer, run in (
+        (plain, adamw(plain), None),
+        (model, wrapped(session), session),
+    ):
+        losses = train(own, optimizer, [batches(1)], run)
+        own.load_state_dict(loaded)
+        losses += train(own, optimizer, [batches(1, 2)], run)
+        numbers.append(losses)
+    assert numbers[0] == numbers[1]
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()
+
+
+def test_host_weight_names_what_is_on_the_host() -> None:
+    model = stack()
+    truth = weights(model)
+    session = open_session(model, resident=(0,), outside=HOST_STATE)
+    for name in ("layers.1.up.weight", "head.weight"):
+        assert torch.equal(session.host_weight(name), truth[name])
+    with pytest.raises(KeyError):
+        session.host_weight("layers.0.up.weight")
+    session.close()
+
+
+def test_a_parameter_of_a_block_that_is_read_outside_it() -> None:
+    """The head is tied to a weight of layer 0."""
+
+    def build() -> Stack:
+        model = stack(width=16, inner=64)
+        model.head.weight = model.layers[0].up.weight
+        return model
+
+    model, plain = build(), build()
+    session = open_session(model, n_buffer=1)
+    data = [batches(1, seed) for seed in range(2)]
+    ours = train(model, wrapped(session), data, session)
+    assert ours == train(plain, adamw(plain), data)
+    session.close()
+
+
+# real models
+
+
+def llama(**more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        **more,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_generate_equals_plain_and_moves_nothing() -> None:
+    model = llama()
+    plain = twin(model)
+    session = open_session(model, outside=HOST_STATE)
+    optimizer = wrapped(session)
+    opened = addresses(session)
+    (prompt,) = batches(1)
+    outputs = []
+    for own in (plain, model):
+        own.eval()
+        tokens = own.generate(prompt, max_new_tokens=5, do_sample=False)
+        outputs.append(tokens)
+    assert torch.equal(*outputs)
+    assert addresses(session) == opened
+    llama_step(model, optimizer)
+    assert addresses(session) == opened
+    session.close()
+
+
+def llama_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    model.train()
+    (tokens,) = batches(1)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("recompute", [(), range(4)], ids=["keep", "recompute"])
+def test_lora_equals_plain(recompute: Any) -> None:
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    models = [get_peft_model(twin(base), config) for base in (llama(), llama())]
+    for model in models:
+        torch.manual_seed(1)
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(param, std=0.02)
+    plain, model = models
+    adapters = {n for n, p in model.named_parameters() if p.requires_grad}
+    session = open_session(model, adapters, recompute=recompute)
+    optimizers = adamw(plain), wrapped(session)
+    for _ in range(3):
+        theirs, ours = (
+            llama_step(own, used)
+            for own, used in zip(models, optimizers, strict=True)
+        )
+        assert ours == theirs
+    assert session.measured().num_fetches > 0
+    saved = [get_peft_model_state_dict(own) for own in (model, plain)]
+    assert_same(*saved)
+    # merging reads and writes the base's weights: an ordinary model again
+    session.close()
+    merged = [own.merge_and_unload().state_dict() for own in (model, plain)]
+    assert_same(*merged)
+
+
+def test_layout_and_plan_must_fit() -> None:
+    """A plan for another layout does not get as far as the model."""
+    model, other = stack(), stack(num_layers=3)
+    before = weights(model)
+    layout = build_layout(model)
+    with pytest.raises((ValueError, IndexError)):
+        Session(model, layout, make_plan(build_layout(other)), CpuDevice())
+    assert_same(model.state_dict(), before)

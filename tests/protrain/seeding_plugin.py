@@ -1,0 +1,36 @@
+"""An Axolotl plugin for the tests: what makes two runs comparable at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from axolotl.integrations.base import BasePlugin
+from transformers import TrainerCallback
+
+
+class SeedingPlugin(BasePlugin):
+    """Seeds the adapters, allows bf16 on a CPU, and writes the Trainer's log."""
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        # Axolotl initialises adapters before anything is seeded
+        torch.manual_seed(11)
+
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:
+        return {} if torch.cuda.is_available() else {"use_cpu": True}
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
+        return [_WriteLog(Path(cfg.output_dir))]
+
+
+class _WriteLog(TrainerCallback):
+    """Saves the log, which otherwise only a checkpoint holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(
+        self, _args: Any, state: Any, _control: Any, **_kwargs: Any
+    ) -> None:
+        state.save_to_json(str(self._folder / "trainer_state.json"))
