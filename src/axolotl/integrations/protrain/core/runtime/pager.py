@@ -34,12 +34,27 @@ class Pager:
         wait_update: Callable[[int], None],
         update_pending: Callable[[int], bool],
     ) -> None:
-        self._schedule = schedule
+        self._needed = [
+            [(chunk, slots[schedule.slot_of(chunk)]) for chunk in schedule.needed(block)]
+            for block in range(schedule.num_blocks)
+        ]
+        self._ahead = {
+            direction: [
+                [
+                    (chunk, slots[schedule.slot_of(chunk)])
+                    for chunk in schedule.ahead(block, direction)
+                ]
+                for block in range(schedule.num_blocks)
+            ]
+            for direction in Direction
+        }
         self._slots = slots
+        self._slot_of = schedule.slot_of
         self._sources = sources
         self._wait_update = wait_update
         self._update_pending = update_pending
         self._window: int | None = None
+        self._held_back = False
         self.fetched_bytes = 0
         self.num_fetches = 0
         self.num_misses = 0
@@ -56,8 +71,7 @@ class Pager:
         if self._window is not None:
             self.close(self._window)
         self._window = block
-        for chunk in self._schedule.needed(block):
-            slot = self._slots[self._schedule.slot_of(chunk)]
+        for chunk, slot in self._needed[block]:
             if slot.holds != chunk:
                 self.num_misses += 1
                 self._wait_update(chunk)
@@ -69,11 +83,10 @@ class Pager:
         """Mark the last use of a block's weights; does nothing if it is not open."""
         if self._window != block:
             return
-        for chunk in self._schedule.needed(block):
-            self._slots[self._schedule.slot_of(chunk)].end_use()
+        for _chunk, slot in self._needed[block]:
+            slot.end_use()
         self._window = None
-        if direction is not None:
-            # what could not be fetched at `open` because its update was pending
+        if self._held_back and direction is not None:
             self._fetch_ahead(block, direction)
 
     def close_any(self) -> None:
@@ -83,7 +96,7 @@ class Pager:
 
     def forget(self, chunk: int) -> None:
         """The host copy of a chunk changed; a slot that holds it is stale."""
-        slot = self._slots[self._schedule.slot_of(chunk)]
+        slot = self._slots[self._slot_of(chunk)]
         if slot.holds == chunk:
             slot.forget()
 
@@ -95,16 +108,18 @@ class Pager:
             slot.forget()
 
     def _fetch_ahead(self, block: int, direction: Direction) -> None:
-        for chunk in self._schedule.ahead(block, direction):
-            slot = self._slots[self._schedule.slot_of(chunk)]
+        self._held_back = False
+        for chunk, slot in self._ahead[direction][block]:
             if slot.holds == chunk:
                 continue
             if self._update_pending(chunk):
+                # waiting here would keep the block itself from being queued
+                self._held_back = True
                 return
             self._fetch(chunk, slot)
 
     def _fetch(self, chunk: int, slot: Slot) -> None:
         source = self._sources[chunk]
         slot.fetch(chunk, source)
-        self.fetched_bytes += source.numel()
+        self.fetched_bytes += source.nbytes
         self.num_fetches += 1

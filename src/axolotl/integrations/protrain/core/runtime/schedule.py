@@ -29,6 +29,7 @@ class Schedule:
     """
 
     def __init__(self, block_chunks: Sequence[Sequence[int]], num_slots: int) -> None:
+        self.num_blocks = len(block_chunks)
         self.num_chunks = sum(map(len, block_chunks))
         self.num_slots = num_slots
         self._bounds: list[tuple[int, int]] = []

@@ -27,6 +27,7 @@ class Slot:
         self._poison = poison
         self._arrival: Event | None = None
         self._last_use: Event | None = None
+        self._targets: dict[int, Tensor] = {}
 
     def fetch(self, chunk: int, source: Tensor) -> None:
         """Queue the copy of a chunk's bytes (uint8, host) into the slot."""
@@ -35,9 +36,15 @@ class Slot:
             stream.wait(self._last_use)
         if self._poison:
             stream.fill(self.buffer, POISON_BYTE)
-        stream.copy(self.buffer[: source.numel()], source)
+        stream.copy(self._target(chunk, source), source)
         self._arrival = stream.record()
         self.holds = chunk
+
+    def _target(self, chunk: int, source: Tensor) -> Tensor:
+        # made once: slicing costs more than queueing the copy
+        if chunk not in self._targets:
+            self._targets[chunk] = self.buffer[: source.numel()]
+        return self._targets[chunk]
 
     def forget(self) -> None:
         """The host copy changed: the content is stale and must be fetched again."""
