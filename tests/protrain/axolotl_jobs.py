@@ -103,16 +103,21 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         """The whole YAML; paths are relative to the folder of all jobs."""
-        return {
+        merged = {
             **BASE,
             "base_model": str(model_path(self.family)),
             "output_dir": f"jobs/{self.name}/out",
             **json.loads(self.yaml),
         }
+        return {key: value for key, value in merged.items() if value is not None}
+
+    def but(self, *settings: Mapping[str, Any]) -> Job:
+        """The same training with other keys."""
+        return job(self.family, json.loads(self.yaml), *settings)
 
 
 def job(family: str, *settings: Mapping[str, Any]) -> Job:
-    """A plain training with `settings`, later ones first, laid over `BASE`."""
+    """A plain training with `settings` laid over `BASE`; None removes a key."""
     merged: dict[str, Any] = {}
     for layer in settings:
         merged.update(layer)
@@ -141,7 +146,9 @@ def pair(
         plan: Keys of the paged training alone.
         plain: Keys of the plain one alone.
     """
-    return Pair(job(family, *settings, PAGED, plan), job(family, *settings, plain or {}))
+    return Pair(
+        job(family, *settings, PAGED, plan), job(family, *settings, plain or {})
+    )
 
 
 @dataclass(frozen=True)
@@ -167,10 +174,14 @@ class Result:
         return json.loads((self.output / "protrain" / "report.json").read_text())
 
     @cached_property
+    def state(self) -> dict[str, Any]:
+        """The Trainer's state at the end."""
+        return json.loads((self.output / "trainer_state.json").read_text())
+
+    @property
     def history(self) -> list[dict[str, float]]:
         """The Trainer's log: one entry a step, and one an evaluation."""
-        state = json.loads((self.output / "trainer_state.json").read_text())
-        return state["log_history"]
+        return self.state["log_history"]
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -198,6 +209,12 @@ def differences(got: Result, wanted: Result, tolerance: float = 0.0) -> list[str
         *history_differences(got.history, wanted.history, tolerance),
         *weight_differences(got.weights, wanted.weights, tolerance),
     ]
+
+
+def assert_equal(got: Result, wanted: Result, tolerance: float = 0.0) -> None:
+    """Fail with every difference between two trainings; see `differences`."""
+    found = differences(got, wanted, tolerance)
+    assert not found, "\n".join(found)
 
 
 def history_differences(

@@ -74,7 +74,7 @@ def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> N
     import torch
     import yaml
     from axolotl.cli.train import do_cli
-    from axolotl.integrations.base import PluginManager
+    from axolotl.integrations.base import PluginManager, load_plugin
 
     torch.set_num_threads(1)
     if not (root / tiny_models.DATA).exists():
@@ -83,6 +83,9 @@ def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> N
         tiny_models.build_model(root, family)
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
+    for plugin in settings["plugins"]:
+        # Axolotl itself trains on without a plugin that cannot be imported
+        load_plugin(plugin)
     # modules keep the manager itself, so that it is emptied, not replaced
     PluginManager.get_instance().plugins.clear()
     do_cli(str(config))

@@ -27,9 +27,18 @@ from typing import Any
 
 import torch
 import yaml
-from axolotl_jobs import BASE, same_bits
+from axolotl.integrations.base import BasePlugin
+from axolotl_jobs import BASE, PROTRAIN, SEEDING, same_bits
 from safetensors.torch import load_file
-from tiny_models import build_inputs, build_model, model_path
+from tiny_models import VOCABULARY, build_inputs, build_model, model_path
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 REPORT = Path("protrain") / "report.json"
 FAMILY = "llama"
@@ -41,6 +50,9 @@ ENVIRONMENT = {
     # no process pools: each of their processes would import axolotl again
     "AXOLOTL_DATASET_NUM_PROC": "0",
     "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # these are tests of the CPU device on any machine
+    "CUDA_VISIBLE_DEVICES": "",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONPATH": os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
@@ -69,6 +81,12 @@ PLAIN: dict[str, Any] = {
     "save_steps": 2,
 }
 """Four steps, a checkpoint after the second and the last; the plugin is off."""
+
+FLAT_MODEL: dict[str, Any] = {
+    "base_model": "models/flat",
+    "plugins": [PROTRAIN, SEEDING, "saving_jobs.FlatModelPlugin"],
+}
+"""A model that has no list of layers."""
 
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
@@ -269,7 +287,11 @@ def run_in_child(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
     os.chdir(folder)
+    # built from the plugins of the first YAML that a process reads
+    assert "axolotl.core.training_args" not in sys.modules
     # objects of the fork server; without it each collection looks through all of them
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
@@ -302,15 +324,54 @@ def run_command(
 
 
 def build() -> None:
-    """Model, tokenizer and data in the current folder, always the same."""
+    """Models, tokenizer and data in the current folder, always the same."""
     build_inputs(Path())
     build_model(Path(), FAMILY)
+    FlatModel(FlatConfig()).save_pretrained(FLAT_MODEL["base_model"])
+
+
+class FlatConfig(PretrainedConfig):
+    """Of a `FlatModel`."""
+
+    model_type = "flat"
+
+
+class FlatModel(PreTrainedModel):
+    """A language model without repeated layers."""
+
+    config_class = FlatConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: FlatConfig) -> None:
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.mix = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, VOCABULARY)
+        self.post_init()
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> CausalLMOutput:
+        logits = self.head(self.mix(self.embed(input_ids)))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class FlatModelPlugin(BasePlugin):
+    """Makes the flat model known to transformers."""
+
+    def register(self, cfg: Any) -> None:
+        AutoConfig.register(FlatConfig.model_type, FlatConfig)
+        AutoModelForCausalLM.register(FlatConfig, FlatModel)
 
 
 def wait_for_steps(log: Path, num_steps: int, process_id: int) -> None:
     """Return once that many steps were logged, or the process is gone."""
     deadline = time.monotonic() + SLOWEST_JOB_S
-    while time.monotonic() < deadline and Path(f"/proc/{process_id}").exists():
+    while time.monotonic() < deadline and Path(f"/proc/{process_id}/exe").exists():
         if (
             log.exists()
             and log.read_text(errors="replace").count("'loss'") >= num_steps
@@ -319,7 +380,7 @@ def wait_for_steps(log: Path, num_steps: int, process_id: int) -> None:
         time.sleep(0.005)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path) -> dict[str, Tensor]:
     """Tensors of the model or adapter saved in `folder`."""
     names = ("model.safetensors", "adapter_model.safetensors")
     (path,) = (folder / name for name in names if (folder / name).is_file())
@@ -333,7 +394,7 @@ def load(path: Path) -> Any:
 
 def difference(ours: Any, plain: Any, where: str = "") -> str | None:
     """The first place where two nested values differ in kind, type or any bit."""
-    if isinstance(plain, torch.Tensor) and isinstance(ours, torch.Tensor):
+    if isinstance(plain, Tensor) and isinstance(ours, Tensor):
         if (ours.dtype, ours.shape) != (plain.dtype, plain.shape):
             return (
                 f"{where}: {ours.dtype} {ours.shape}, not {plain.dtype} {plain.shape}"

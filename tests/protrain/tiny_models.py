@@ -8,6 +8,7 @@ mix-up that equal sizes would hide.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,9 @@ def _gpt2() -> Any:
 def _mixtral() -> Any:
     from transformers import MixtralConfig
 
-    return MixtralConfig(**_COMMON, num_local_experts=3, num_experts_per_tok=2)
+    # the grouped matrix product of the experts wants rows of 16 bytes
+    sizes = _COMMON | {"hidden_size": 40, "num_attention_heads": 5}
+    return MixtralConfig(**sizes, num_local_experts=3, num_experts_per_tok=2)
 
 
 def _opt_skipping_layers() -> Any:
@@ -130,12 +133,16 @@ def model_path(family: str) -> Path:
 
 
 def build_model(root: Path, family: str) -> None:
-    """Save a family's model with the same weights every time."""
+    """Save a family's `random_model`."""
+    _save_once(root / model_path(family), random_model(family).save_pretrained)
+
+
+def random_model(family: str) -> Any:
+    """A model in fp32 with the same weights every time."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(_ALL[family]())
-    _save_once(root / model_path(family), model.save_pretrained)
+    return AutoModelForCausalLM.from_config(_ALL[family]())
 
 
 def build_inputs(root: Path) -> None:
@@ -167,7 +174,7 @@ def _save_once(folder: Path, save: Callable[[Path], Any]) -> None:
     """Two workers may build the same thing: the first whole folder stays."""
     if folder.exists():
         return
-    unfinished = folder.with_name(f"{folder.name}.{random.randbytes(8).hex()}")
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     save(unfinished)
     try:
         unfinished.rename(folder)

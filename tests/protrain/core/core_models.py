@@ -52,7 +52,7 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
-        self.extra = nn.Parameter(torch.full((width,), 0.5))
+        self.extra = nn.Parameter(torch.rand(width) + 0.5)
         self.use_extra = True
         self.raise_in_forward: BaseException | None = None
         self.raise_in_backward: BaseException | None = None

@@ -45,17 +45,21 @@ def parameters(draw: st.DrawFn) -> nn.Parameter:
 
 @st.composite
 def module_trees(draw: st.DrawFn, tie_outside: bool) -> nn.Module:
-    """Leaves in blocks, in lists inside blocks and outside, some of them tied."""
-    made: list[nn.Parameter] = []
+    """Leaves in blocks, in lists inside blocks and outside, some of them tied.
+
+    Tied: another module with the same parameter, or the same module once more.
+    """
+    made: list[Leaf] = []
 
     def leaf(inside: bool) -> Leaf:
         may_tie = made and (inside or tie_outside)
         if may_tie and draw(st.integers(0, 4)) == 0:
-            return Leaf(draw(st.sampled_from(made)))
-        weight = draw(parameters())
+            other = draw(st.sampled_from(made))
+            return other if draw(st.booleans()) else Leaf(other.weight)
+        module = Leaf(draw(parameters()))
         if inside or tie_outside:
-            made.append(weight)
-        return Leaf(weight)
+            made.append(module)
+        return module
 
     def block() -> nn.Module:
         module = nn.Module()
@@ -80,7 +84,7 @@ def module_trees(draw: st.DrawFn, tie_outside: bool) -> nn.Module:
 def registered_in(model: nn.Module) -> dict[int, set[str]]:
     """Names of all the modules that register each parameter, by its id."""
     owners: dict[int, set[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
             owners.setdefault(id(param), set()).add(name)
     return owners

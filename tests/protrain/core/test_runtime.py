@@ -317,19 +317,16 @@ def test_a_failed_sum_is_raised_by_its_future(worker: HostWorker) -> None:
         future.result(WAIT_S)
 
 
-def host_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("protrain")]
-
-
 def test_close_finishes_the_queue_and_ends_the_thread() -> None:
+    before = set(threading.enumerate())
     worker = HostWorker()
     done: list[int] = []
     for number in range(5):
         worker.submit(lambda number=number: done.append(number), changes=0)
-    assert host_threads()
+    assert set(threading.enumerate()) > before
     worker.close()
     assert done == list(range(5))
-    assert not host_threads()
+    assert set(threading.enumerate()) == before
     worker.close()
     with pytest.raises(RuntimeError):
         worker.submit(lambda: None)

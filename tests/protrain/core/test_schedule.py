@@ -88,7 +88,9 @@ def test_ahead_is_the_order_of_use(ring: Ring) -> None:
         inference = schedule.ahead(block, Direction.INFERENCE)
         assert forward == tuple(range(num))[needed.stop : needed.stop + len(forward)]
         assert backward == tuple(range(needed.start))[::-1][: len(backward)]
-        assert inference == tuple((needed.stop + n) % num for n in range(len(inference)))
+        assert inference == tuple(
+            (needed.stop + n) % num for n in range(len(inference))
+        )
         # all the room there is, as far as there are chunks to put into it
         room = ring.num_slots - len(needed)
         assert len(forward) == min(room, num - needed.stop)

@@ -95,6 +95,11 @@ Bytes = Annotated[
         '"22GiB"',
     ),
 ]
+Headroom = Annotated[
+    int,
+    BeforeValidator(lambda value: 0 if str(value) == "0" else parse_bytes(value)),
+    _explain("0, or a number of bytes, bare or with a unit", '"4GiB"'),
+]
 HostAdam = Annotated[
     Literal["torch", "deepspeed"], _explain("torch or deepspeed", "torch")
 ]
@@ -276,7 +281,8 @@ class ProTrainArgs(BaseModel):
     )
     protrain_auto_mode: Flag = Field(
         default=True,
-        description="Search for the plan. Becomes false beside a force flag.",
+        description="Choose the plan. Until there is a search it fills the budget with "
+        "resident chunks. Becomes false beside a force flag.",
     )
     protrain_force_all_persistent: Flag = Field(
         default=False,
@@ -297,8 +303,8 @@ class ProTrainArgs(BaseModel):
     )
     protrain_n_buffer_override: Count | None = Field(
         default=None,
-        description="Number of device slots that the paged chunks share; two "
-        "neighbouring blocks must fit, more lets copies run further ahead. "
+        description="Number of device slots that the paged chunks share; at "
+        "least as many as one block has chunks, one more lets copies run ahead. "
         f"{_OVERRIDE_NOTE}",
     )
     protrain_n_swap_override: Count | None = Field(
@@ -321,10 +327,10 @@ class ProTrainArgs(BaseModel):
         description="Host budget of a node. Unset: the lower of available memory and "
         "the cgroup limit, less a reserve.",
     )
-    protrain_vision_headroom_bytes: Bytes = Field(
+    protrain_vision_headroom_bytes: Headroom = Field(
         default=4 * 1024**3,
         description="Reserved on the device for a vision tower that could not be "
-        "traced.",
+        "traced; 0 reserves nothing.",
     )
     protrain_lora_mlp_forbid_offload: Flag = Field(
         default=False,
@@ -346,8 +352,8 @@ class ProTrainArgs(BaseModel):
     )
     protrain_check_races: Flag = Field(
         default=False,
-        description="Poison slots and check every access against the events that "
-        "order it; slow, exact, for doubts.",
+        description="Fill a slot with NaN when its chunk leaves, so that a stale read "
+        "shows; slow, exact, for doubts.",
     )
     protrain_cache_dir: Folder | None = Field(
         default=None,
@@ -391,6 +397,11 @@ def _mode_conflicts(args: ProTrainArgs) -> list[str]:
         lines.append(
             "`protrain_force_all_persistent` leaves nothing for the "
             "`protrain_n_…_override` keys to set. Drop one or the other."
+        )
+    if args.protrain_force_all_persistent and args.protrain_fp32_master:
+        lines.append(
+            "`protrain_fp32_master` keeps state on the host, which "
+            "`protrain_force_all_persistent` excludes. Drop one of them."
         )
     if not (args.protrain_auto_mode or forced or overrides(args)):
         lines.append(

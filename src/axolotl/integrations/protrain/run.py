@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from .args import ProTrainArgs, overrides
 from .core.checkpoint import checkpoint_bytes, require_space
 from .core.cost import host_bytes, state_bytes
-from .core.errors import ConfigError
+from .core.errors import ConfigError, ProTrainError
 from .core.layout import build_layout, has_vision_tower
 from .core.profile import device_memory, host_memory
 from .core.runtime import open_device
-from .core.search import Budget, fill_budget, plan_by_hand
+from .core.search import Budget, all_resident, fill_budget, plan_by_hand
 from .core.session import Measured, Options, Session
 from .core.types import Layout, Plan
 from .report import RunReport, summary
@@ -61,10 +61,25 @@ class TrainingRun:
         self._log = log
         self._logged: dict[str, float] = {}
         self._is_adapter = False
+        self._saves_optimizer = False
 
-    def open(self, model: nn.Module, device: torch.device) -> None:
-        """Plan for `model` and move it; `requires_grad` is final by now."""
-        self.close()
+    def open(
+        self, model: nn.Module, device: torch.device, saves_optimizer: bool
+    ) -> None:
+        """Plan for `model` and move it; `requires_grad` is final by now.
+
+        Args:
+            model: Not wrapped, on the host.
+            device: Where to train it.
+            saves_optimizer: Checkpoints with optimizer state will be written.
+
+        Raises:
+            ProTrainError: It cannot be trained so, or not twice with one trainer.
+        """
+        if self.report is not None:
+            raise ProTrainError(
+                "this trainer has trained paged before; build a new one for another run"
+            )
         _refuse_quantised(model)
         adapters = adapter_names(model)
         self._is_adapter = bool(adapters)
@@ -82,6 +97,7 @@ class TrainingRun:
             device=str(device),
             notes=notes,
         )
+        self._saves_optimizer = saves_optimizer
         require_space(self._output_dir, self.checkpoint_bytes())
         self._log.info("\n" + self.report.table())
         self.session = Session(
@@ -127,7 +143,7 @@ class TrainingRun:
             self.report.layout,
             self.report.plan,
             self._is_adapter,
-            self.args.protrain_save_optimizer_state,
+            self._saves_optimizer,
             self.args.protrain_fp32_master,
         )
 
@@ -147,31 +163,24 @@ class TrainingRun:
 
     def _plan(self, layout: Layout, budget: Budget) -> Plan:
         args = self.args
+        n_checkpoint = len(layout.blocks) if self._recompute_all else 0
         if args.protrain_force_all_persistent:
-            return plan_by_hand(
-                layout,
-                budget,
-                n_persist=len(layout.pageable),
-                n_buffer=0,
-                n_checkpoint=len(layout.blocks) if self._recompute_all else 0,
-                fp32_master=args.protrain_fp32_master,
-            )
+            return all_resident(layout, budget, n_checkpoint)
         by_hand = overrides(args)
         if by_hand is not None:
+            n_buffer = by_hand.n_buffer
+            if "n_buffer" in by_hand.filled:
+                # what nobody asked for must not be refused as too many
+                n_buffer = min(n_buffer, len(layout.pageable) - by_hand.n_persist)
             return plan_by_hand(
                 layout,
                 budget,
                 by_hand.n_persist,
-                by_hand.n_buffer,
+                n_buffer,
                 by_hand.n_checkpoint,
                 args.protrain_fp32_master,
             )
-        return fill_budget(
-            layout,
-            budget,
-            len(layout.blocks) if self._recompute_all else 0,
-            args.protrain_fp32_master,
-        )
+        return fill_budget(layout, budget, n_checkpoint, args.protrain_fp32_master)
 
     def _budget(
         self, model: nn.Module, device: torch.device

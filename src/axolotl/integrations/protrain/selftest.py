@@ -150,7 +150,7 @@ def derive(
         "logging_steps": 1,
         "eval_strategy": "no",
         "save_strategy": "no",
-        "seed": raw.get("seed") or 42,
+        "seed": raw.get("seed", 42),
     }
 
 
@@ -199,6 +199,11 @@ def _require_plugin(config: Path, raw: object) -> None:
     if raw.get("protrain_auto_memory") is False:  # type: ignore[attr-defined]
         raise ConfigError(
             f"{config}: protrain_auto_memory is false; set it to true to test paging."
+        )
+    if raw.get("protrain_fp32_master"):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{config}: protrain_fp32_master updates otherwise than a run without "
+            "paging, on purpose; set it to false for the self-test."
         )
 
 

@@ -46,7 +46,12 @@ class ProTrainTrainerMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
         trainer: Any = self
-        self.protrain.open(trainer.model, trainer.args.device)
+        saves = trainer.args.save_strategy != "no"
+        self.protrain.open(
+            trainer.model,
+            trainer.args.device,
+            saves_optimizer=saves and not trainer.args.save_only_model,
+        )
         accelerator = trainer.accelerator
         placement = accelerator.device_placement
         # accelerate must neither move the model nor the optimizer's host state

@@ -12,28 +12,22 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .layout import slot_bytes
-from .optim import (
-    GradientOffload,
-    HostChunk,
-    PagedAdamW,
-    has_masters,
-    optimizer_bytes,
-)
+from .optim import GradientOffload, HostChunk, PagedAdamW, optimizer_bytes
 from .runtime import (
     Arena,
     Device,
     HostWorker,
     Pager,
+    Removable,
+    Residence,
     Schedule,
     Slot,
     attach_block,
     attach_entry,
     attach_recompute,
     attach_state_dict,
-    return_freed_memory,
 )
 from .types import Chunk, Layout, Placement, Plan
 
@@ -97,45 +91,41 @@ class Session:
         self._options = options
         self._params = dict(model.named_parameters())
         self._modules = dict(model.named_modules())
-        self._handles: list[RemovableHandle] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._stale: set[int] = set()
-        self._refreshed_bytes = 0
         self._closed = False
-        self._worker = HostWorker(device.host_threads)
+        self._handles: list[Removable] = []
+        self._state_handles: list[Removable] = []
+        self._pinned: list[Tensor] = []
 
         on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
         trained = tuple(c for c in on_host if c.trainable)
+        self._numbers = {index: n for n, index in enumerate(plan.paged)}
+        self._worker = HostWorker(device.host_threads)
         self._arena = Arena(tuple(on_host))
         self._gradient_arena = Arena(
-            tuple(c for c in trained if not has_masters(c, options.fp32_master))
+            tuple(c for c in trained if not c.has_masters(options.fp32_master))
         )
-        self._numbers = {index: n for n, index in enumerate(plan.paged)}
         self._slots = [
             Slot(device.allocate(nbytes), device, options.poison)
             for nbytes in slot_bytes(layout, plan.placements, plan.n_buffer)
         ]
-        self._move_to_host(on_host)
-        self._move_to_device()
-        for arena in (self._arena, self._gradient_arena):
-            memory = arena.whole()
-            if memory is not None:
-                device.pin(memory)
-        device.synchronize()
-
-        self._host_chunks = [
-            HostChunk(
-                chunk,
-                self._params,
-                self._arena,
-                self._gradient_arena,
-                options.fp32_master,
-            )
-            for chunk in _needed_first(trained)
-        ]
-        self._gradients = GradientOffload(device, self._worker, self._host_chunks)
+        self._residence = Residence(
+            model,
+            on_host,
+            self._arena,
+            {chunk.index: self._device_bytes(chunk) for chunk in on_host},
+            device,
+            announce=self._attach_state,
+        )
         self._pager = self._build_pager()
-        self._attach()
+        self._host_chunks: list[HostChunk] = []
+        self._gradients = GradientOffload(device, self._worker)
+        try:
+            self._open(trained)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -165,7 +155,7 @@ class Session:
             names,
             self._host_chunks,
             self._gradients,
-            self.device.fetch,
+            self.device,
             self._worker,
             self._options.cpu_optimizer,
             self._before_update,
@@ -183,7 +173,7 @@ class Session:
         """Make weights that stay on the device current after a host update."""
         for index in sorted(self._stale):
             self._worker.wait(index)
-            self._refresh(self.layout.chunks[index])
+            self._residence.refresh(self.layout.chunks[index])
         self._stale.clear()
 
     def settle(self) -> None:
@@ -208,7 +198,7 @@ class Session:
         """Counters so far."""
         optimizer = self._optimizer
         return Measured(
-            fetched_bytes=self._pager.fetched_bytes + self._refreshed_bytes,
+            fetched_bytes=self._pager.fetched_bytes + self._residence.refreshed_bytes,
             offloaded_bytes=self._gradients.offloaded_bytes,
             num_fetches=self._pager.num_fetches,
             num_misses=self._pager.num_misses,
@@ -229,47 +219,47 @@ class Session:
             self._worker.drain()
         finally:
             self._worker.close()
-            for handle in self._handles:
-                handle.remove()
             self.device.synchronize()
+            _remove(self._handles)
+            self._residence.move_out()
+            # last: until here a reader of the state had to be told where it is
+            _remove(self._state_handles)
             self._gradients.close()
-            self._restore()
-            for arena in (self._arena, self._gradient_arena):
-                memory = arena.whole()
-                if memory is not None:
-                    self.device.unpin(memory)
-            self._slots = []
+            while self._pinned:
+                self.device.unpin(self._pinned.pop())
+            for slot in self._slots:
+                slot.release()
 
-    # construction
+    # opening
 
-    def _move_to_host(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            paged = self.plan.placements[chunk.index] is Placement.PAGED
-            buffer = self._slot_of(chunk).buffer if paged else None
-            if buffer is None:
-                buffer = self.device.allocate(chunk.nbytes)
-            for spec in chunk.tensors:
-                param = self._params[spec.name]
-                self._arena.tensor(chunk.index, spec).copy_(param.data)
-                view = buffer[spec.offset : spec.offset + spec.nbytes]
-                # the only rebinding until `close`; frees the original
-                param.data = view.view(spec.dtype).view(spec.shape)
-            if not paged:
-                self._refresh(chunk)
-            return_freed_memory()
+    def _open(self, trained: Sequence[Chunk]) -> None:
+        self._residence.move_in()
+        for arena in (self._arena, self._gradient_arena):
+            memory = arena.whole()
+            if memory is not None:
+                self.device.pin(memory)
+                self._pinned.append(memory)
+        self._host_chunks = [
+            HostChunk(
+                chunk,
+                self._params,
+                self._arena,
+                self._gradient_arena,
+                self._options.fp32_master,
+            )
+            for chunk in _needed_first(trained)
+        ]
+        for chunk in self.layout.chunks:
+            if self.plan.placements[chunk.index] is Placement.HOST_STATE:
+                self._residence.refresh(chunk)
+        self.device.synchronize()
+        self._attach()
 
-    def _move_to_device(self) -> None:
-        on_host = {
-            spec.name
-            for chunk in self.layout.chunks
-            if self.plan.placements[chunk.index].on_host
-            for spec in chunk.tensors
-        }
-        for name, param in self._params.items():
-            if name not in on_host:
-                param.data = self.device.place(param.data)
-        for buffer in self.model.buffers():
-            buffer.data = self.device.place(buffer.data)
+    def _device_bytes(self, chunk: Chunk) -> Tensor:
+        number = self._numbers.get(chunk.index)
+        if number is None:
+            return self.device.allocate(chunk.nbytes)
+        return self._slots[number % self.plan.n_buffer].buffer
 
     def _build_pager(self) -> Pager:
         paged = self.plan.paged
@@ -296,32 +286,36 @@ class Session:
             if recompute:
                 self._handles += attach_recompute(module)
             if self.plan.paged:
-                self._handles += attach_block(module, block.index, self._pager)
-        for owner, host in self._host_owners().items():
-            self._handles += attach_state_dict(
-                self._modules[owner],
-                host,
-                before_write=self._before_load,
-                written=partial(self._after_load, owner),
-            )
-        self._handles += self._gradients.attach()
-        if self._host_chunks:
-            self._handles += attach_entry(self._entries(), self.ready, self.settle)
+                self._handles += attach_block(
+                    module, block.index, self._pager, self._gradients.send_left
+                )
+        self._handles += self._gradients.attach(self._host_chunks)
+        if self.plan.paged or self._host_chunks:
+            self._handles += attach_entry(self._entries(), self._enter)
 
-    def _host_owners(self) -> dict[str, dict[str, Tensor]]:
-        """Host tensors by the module that registers them, tied names included."""
+    def _attach_state(self, chunk: Chunk) -> None:
+        """Let `state_dict` and `load_state_dict` reach a chunk's host copy.
+
+        Bound to the modules that register its parameters, tied names included.
+        """
         host = {
             id(self._params[spec.name]): self._arena.tensor(chunk.index, spec)
-            for chunk in self.layout.chunks
-            if self.plan.placements[chunk.index].on_host
             for spec in chunk.tensors
         }
-        owners: dict[str, dict[str, Tensor]] = {}
-        for module_name, module in self._modules.items():
-            for name, param in module.named_parameters(recurse=False):
-                if id(param) in host:
-                    owners.setdefault(module_name, {})[name] = host[id(param)]
-        return owners
+        for module in self._modules.values():
+            own = {
+                name: host[id(param)]
+                for name, param in module.named_parameters(recurse=False)
+                if id(param) in host
+            }
+            if own:
+                self._state_handles += attach_state_dict(
+                    module,
+                    own,
+                    before_read=self.settle,
+                    before_write=self._before_load,
+                    written=partial(self._after_load, chunk),
+                )
 
     def _entries(self) -> list[nn.Module]:
         """Every module through which a forward can reach the model's weights.
@@ -342,8 +336,10 @@ class Session:
 
     # running
 
-    def _slot_of(self, chunk: Chunk) -> Slot:
-        return self._slots[self._numbers[chunk.index] % self.plan.n_buffer]
+    def _enter(self) -> None:
+        """A forward begins above the blocks."""
+        self._pager.close_any()
+        self.ready()
 
     def _before_update(self, host: HostChunk) -> None:
         self._pager.close_any()
@@ -353,36 +349,22 @@ class Session:
         else:
             self._stale.add(index)
 
-    def _refresh(self, chunk: Chunk) -> None:
-        """Copy a HOST_STATE chunk's weights to where the device keeps them."""
-        for spec in chunk.tensors:
-            self.device.compute.copy(
-                self._params[spec.name].data, self._arena.tensor(chunk.index, spec)
-            )
-        self._refreshed_bytes += chunk.nbytes
-
     def _before_load(self) -> None:
         """Nobody may still read or write the arena."""
         self.settle()
         self.device.synchronize()
 
-    def _after_load(self, owner: str) -> None:
-        """A load wrote the host copies of `owner`, and through its slot views."""
+    def _after_load(self, chunk: Chunk) -> None:
+        """A load wrote the host copy of `chunk`, and through its slot views."""
         for host in self._host_chunks:
-            if any(s.name.rpartition(".")[0] == owner for s in host.chunk.tensors):
+            if host.chunk is chunk:
                 host.reload()
         self._pager.forget_all()
 
-    # closing
 
-    def _restore(self) -> None:
-        for chunk in self.layout.chunks:
-            if not self.plan.placements[chunk.index].on_host:
-                continue
-            for spec in chunk.tensors:
-                self._params[spec.name].data = self._arena.tensor(chunk.index, spec)
-        for tensor in (*self._params.values(), *self.model.buffers()):
-            tensor.data = tensor.data.cpu()
+def _remove(handles: list[Removable]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _needed_first(chunks: Sequence[Chunk]) -> list[Chunk]:

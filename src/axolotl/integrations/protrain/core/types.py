@@ -53,6 +53,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_16_bit(self) -> bool:
+        """True for the dtypes that an fp32 master is kept of."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -76,6 +81,10 @@ class Chunk:
     def payload_bytes(self) -> int:
         """Bytes of the parameters alone, without alignment gaps."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def has_masters(self, fp32_master: bool) -> bool:
+        """True when any of its parameters is updated through an fp32 master."""
+        return fp32_master and any(tensor.is_16_bit for tensor in self.tensors)
 
     @property
     def pageable(self) -> bool:

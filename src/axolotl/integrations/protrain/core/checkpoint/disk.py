@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..errors import CheckpointError
 from ..types import Layout, Plan
 
@@ -29,7 +31,7 @@ def checkpoint_bytes(
             continue
         trained += payload
         for tensor in chunk.tensors:
-            if fp32_master and tensor.dtype.itemsize == 2:
+            if fp32_master and tensor.is_16_bit:
                 masters += 4 * tensor.numel
                 moments += 8 * tensor.numel
             else:
@@ -57,18 +59,28 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 @contextmanager
 def whole_or_nothing(folder: Path) -> Iterator[None]:
-    """Remove `folder` if writing into it fails, so that no half checkpoint stays.
+    """Remove a new `folder` if writing into it fails: no half checkpoint stays.
 
     Raises:
-        CheckpointError: Writing failed; the earlier checkpoints are untouched.
+        CheckpointError: A file could not be written.
     """
     existed = folder.exists()
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
+        if not _is_write_error(error):
+            raise
+        fate = "is incomplete" if existed else "was removed"
         raise CheckpointError(
-            f"output_dir: writing {folder} failed ({error}). It was removed; earlier "
+            f"output_dir: writing {folder} failed ({error}). It {fate}; earlier "
             "checkpoints are untouched. Free some space and resume from the last one."
         ) from error
+
+
+def _is_write_error(error: BaseException) -> bool:
+    if isinstance(error, (OSError, SafetensorError)):
+        return True
+    # torch.save has no type of its own for it
+    return isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)

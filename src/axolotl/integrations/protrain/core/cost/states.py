@@ -86,9 +86,7 @@ def host_bytes(
         if chunk.trainable:
             # gradient, two moments and, with masters, the master itself, all fp32
             total += sum(
-                4 * 4 * t.numel
-                if fp32_master and t.dtype.itemsize == 2
-                else 3 * t.nbytes
+                4 * 4 * t.numel if fp32_master and t.is_16_bit else 3 * t.nbytes
                 for t in chunk.tensors
             )
     return total

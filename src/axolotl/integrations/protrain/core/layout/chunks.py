@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -21,8 +21,8 @@ def build_layout(
     A block gives one chunk for its frozen parameters and one for its trainable
     ones. A trainable parameter outside the blocks is a chunk of its own, so that
     its gradient leaves as soon as it is there. Frozen parameters outside the blocks,
-    parameters that several blocks share and those named in `keep_resident` never
-    leave the device.
+    parameters that several blocks or a block and the rest share, empty or strided ones
+    and those named in `keep_resident` never leave the device.
 
     Args:
         model: The model as it will be trained; `requires_grad` must be final.
@@ -33,7 +33,7 @@ def build_layout(
     """
     blocks = find_blocks(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    shared = _shared_between_blocks(module for _, module in blocks)
+    shared = _shared_parameters(model, blocks)
     chunks: list[Chunk] = []
     chunked: set[int] = set()
     placed_blocks = []
@@ -43,7 +43,7 @@ def build_layout(
             for p in module.parameters()
             if id(p) not in shared
             and names[id(p)] not in keep_resident
-            and p.numel() > 0
+            and _fits_in_chunk(p)
         ]
         block_chunks = []
         for trainable in (False, True):
@@ -60,7 +60,8 @@ def build_layout(
     for p in model.parameters():
         if id(p) in chunked:
             continue
-        if p.requires_grad and names[id(p)] not in keep_resident and p.numel() > 0:
+        kept = names[id(p)] in keep_resident or not _fits_in_chunk(p)
+        if p.requires_grad and not kept:
             chunks.append(_pack(len(chunks), None, True, [p], names))
         else:
             fixed[p.requires_grad] += p.nbytes
@@ -73,14 +74,28 @@ def build_layout(
     )
 
 
-def _shared_between_blocks(modules: Iterable[nn.Module]) -> set[int]:
+def _shared_parameters(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> set[int]:
+    """Ids of parameters that more than one block, or a block and the rest, use."""
+    inside = [{id(p) for p in module.parameters()} for _, module in blocks]
+    prefixes = tuple(f"{name}." for name, _ in blocks)
+    outside = {
+        id(p)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(prefixes)
+    }
     seen: set[int] = set()
     shared: set[int] = set()
-    for module in modules:
-        members = {id(p) for p in module.parameters()}
+    for members in (*inside, outside):
         shared |= seen & members
         seen |= members
     return shared
+
+
+def _fits_in_chunk(p: nn.Parameter) -> bool:
+    # a chunk stores its parameters row by row; another layout could round otherwise
+    return p.numel() > 0 and p.is_contiguous()
 
 
 def _pack(

@@ -2,7 +2,7 @@
 
 from .gradients import GradientOffload
 from .host_adamw import HOST_OPTIMIZERS, HostAdamW
-from .host_chunks import HostChunk, has_masters
+from .host_chunks import HostChunk
 from .optimizer import PagedAdamW, optimizer_bytes
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "HostAdamW",
     "HostChunk",
     "PagedAdamW",
-    "has_masters",
     "optimizer_bytes",
 ]

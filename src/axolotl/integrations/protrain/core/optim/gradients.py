@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from ..runtime import Device, HostWorker
+from ..runtime import Device, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
 from .host_chunks import HostChunk
 
@@ -38,29 +36,36 @@ class GradientOffload:
     Args:
         device: Whose offload stream carries them.
         worker: Adds the second and later micro-batches.
-        chunks: Trainable chunks with their state on the host.
     """
 
-    def __init__(
-        self, device: Device, worker: HostWorker, chunks: Sequence[HostChunk]
-    ) -> None:
+    def __init__(self, device: Device, worker: HostWorker) -> None:
         self._device = device
         self._worker = worker
-        self._arriving = [_Arriving(host) for host in chunks]
+        self._arriving: list[_Arriving] = []
+        self._of_block: dict[int | None, list[_Arriving]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor], int]] = deque()
-        self._largest = max((host.chunk.nbytes for host in chunks), default=0)
         self._staging: list[Tensor] = []
         self._staging_users: list[Future[None] | None] = [None] * MAX_IN_FLIGHT
         self._next_staging = 0
         self.offloaded_bytes = 0
 
-    def attach(self) -> list[RemovableHandle]:
-        """Hook every parameter of the chunks."""
+    def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
+        """Hook every parameter of the chunks, whose state is on the host."""
+        for host in chunks:
+            arriving = _Arriving(host)
+            self._arriving.append(arriving)
+            self._of_block.setdefault(host.chunk.block, []).append(arriving)
         return [
             param.register_post_accumulate_grad_hook(self._hook(arriving, index))
             for arriving in self._arriving
             for index, param in enumerate(arriving.host.params)
         ]
+
+    def send_left(self, block: int) -> None:
+        """Backward has come past a block: what has not arrived of it never will."""
+        for arriving in self._of_block.get(block, ()):
+            if arriving.gradients:
+                self._send(arriving)
 
     def settle(self) -> None:
         """Return once every gradient produced so far is in its leaf."""
@@ -133,8 +138,11 @@ class GradientOffload:
         self._next_staging = (slot + 1) % MAX_IN_FLIGHT
         if slot == len(self._staging):
             # only runs that accumulate need them
-            self._staging.append(torch.empty(self._largest, dtype=torch.uint8))
-            self._device.pin(self._staging[slot])
+            buffer = host_buffer(
+                max(arriving.host.chunk.nbytes for arriving in self._arriving)
+            )
+            self._device.pin(buffer)
+            self._staging.append(buffer)
         user = self._staging_users[slot]
         if user is not None:
             user.result()

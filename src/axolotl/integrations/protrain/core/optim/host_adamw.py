@@ -22,6 +22,8 @@ Hyperparameters = dict[str, Any]
 
 HOST_OPTIMIZERS = ("torch", "deepspeed")
 
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
 
 class HostAdamW:
     """Updates the leaves of host chunks.
@@ -44,6 +46,7 @@ class HostAdamW:
     ) -> None:
         self._chunks = chunks
         self._worker = worker
+        self._kind = kind
         make = _maker(kind)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._group_indices: list[list[int]] = []
@@ -71,7 +74,11 @@ class HostAdamW:
             prepare: Applied to the chunk's leaves first (clipping).
             queued: Called on the caller's thread for each chunk, just before.
         """
-        frozen = [dict(group) for group in groups]
+        # how the plain run computes is its affair; here it is fused
+        frozen = [
+            {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
+            for group in groups
+        ]
         for host, optimizer, indices in zip(
             self._chunks, self._optimizers, self._group_indices, strict=True
         ):
@@ -105,14 +112,23 @@ class HostAdamW:
         }
 
     def load(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Set the state of leaves, by `id(leaf)`; dtypes and devices stay."""
+        """Replace the state of all leaves, by `id(leaf)`; moments take the leaf's dtype."""
         for host, optimizer in zip(self._chunks, self._optimizers, strict=True):
+            optimizer.state.clear()
             for leaf in host.leaves:
                 if id(leaf) in state:
                     optimizer.state[leaf] = {
-                        key: value.clone() if isinstance(value, Tensor) else value
+                        key: self._own(key, value, leaf)
                         for key, value in state[id(leaf)].items()
                     }
+
+    def _own(self, key: str, value: Any, leaf: Tensor) -> Any:
+        if key == "step":
+            count = float(value)
+            return int(count) if self._kind == "deepspeed" else torch.tensor(count)
+        if isinstance(value, Tensor):
+            return value.detach().to(device="cpu", dtype=leaf.dtype, copy=True)
+        return value
 
     def state_bytes(self) -> int:
         """Bytes of the moments held on the host."""

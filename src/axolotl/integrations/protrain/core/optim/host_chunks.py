@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ..runtime import Arena
 from ..types import Chunk
 
-_MASTERED = (torch.bfloat16, torch.float16)
-
 
 class HostChunk:
     """Private host tensors of one trainable chunk.
@@ -47,7 +45,10 @@ class HostChunk:
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
         self.weights = [arena.tensor(chunk.index, spec) for spec in chunk.tensors]
-        self.leaves = [_leaf(weight, fp32_master) for weight in self.weights]
+        self.leaves = [
+            weight.to(torch.float32) if fp32_master and spec.is_16_bit else weight
+            for weight, spec in zip(self.weights, chunk.tensors, strict=True)
+        ]
         self._grads = [
             gradients.tensor(chunk.index, spec)
             if buffered
@@ -98,17 +99,6 @@ class HostChunk:
         """Bytes of masters and gradients; weights are the arena's, moments Adam's."""
         own = (x for x, w in zip(self.leaves, self.weights, strict=True) if x is not w)
         return sum(t.nbytes for t in (*own, *self._grads))
-
-
-def _leaf(weight: Tensor, fp32_master: bool) -> Tensor:
-    if fp32_master and weight.dtype in _MASTERED:
-        return weight.to(torch.float32)
-    return weight
-
-
-def has_masters(chunk: Chunk, fp32_master: bool) -> bool:
-    """True when any of a chunk's leaves is an fp32 master."""
-    return fp32_master and any(spec.dtype in _MASTERED for spec in chunk.tensors)
 
 
 def leaves_by_param(chunks: Sequence[HostChunk]) -> dict[int, Tensor]:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
-from ..runtime import HostWorker
-from ..runtime.device import Stream
+from ..runtime import Device, HostWorker
 from .gradients import GradientOffload
 from .host_adamw import HostAdamW, Hyperparameters
 from .host_chunks import HostChunk, leaves_by_param
@@ -36,7 +35,7 @@ class PagedAdamW(torch.optim.Optimizer):
             checkpoints and compared when one is loaded.
         chunks: Host chunks in the order of the next forward.
         gradients: Brings their gradients to the host.
-        fetches: The stream that reads their weights.
+        device: Whose fetches read their weights.
         worker: Runs their updates.
         kind: Host implementation, `torch` or `deepspeed`.
         before_update: Called for each host chunk whose weights are about to change.
@@ -51,7 +50,7 @@ class PagedAdamW(torch.optim.Optimizer):
         names: Mapping[int, str],
         chunks: Sequence[HostChunk],
         gradients: GradientOffload,
-        fetches: Stream,
+        device: Device,
         worker: HostWorker,
         kind: str,
         before_update: Callable[[HostChunk], None],
@@ -66,11 +65,12 @@ class PagedAdamW(torch.optim.Optimizer):
         self._names = names
         self._chunks = chunks
         self._gradients = gradients
-        self._fetches = fetches
+        self._device = device
         self._worker = worker
         self._before_update = before_update
         self._leaves = leaves_by_param(chunks)
-        self._device = _restrict(plain, lambda p: id(p) not in self._leaves)
+        self._resident = _restrict(plain, lambda p: id(p) not in self._leaves)
+        self._check_grouped(chunks)
         group_of = {
             id(self._leaves[id(p)]): index
             for index, group in enumerate(self.param_groups)
@@ -94,10 +94,7 @@ class PagedAdamW(torch.optim.Optimizer):
         self._gradients.settle()
         owners = [self._leaves.get(id(p), p) for p in parameters]
         gradients = [owner.grad for owner in owners if owner.grad is not None]
-        # on the worker, which has the host's threads
-        total_norm = self._worker.submit(
-            lambda: torch.nn.utils.get_total_norm(gradients)
-        ).result()
+        total_norm = self._total_norm(gradients)
         if math.isinf(max_norm):
             return total_norm
         on_device = [p for p in parameters if id(p) not in self._leaves]
@@ -112,15 +109,15 @@ class PagedAdamW(torch.optim.Optimizer):
             raise ConfigError("PagedAdamW takes no closure")
         self._gradients.settle()
         hyperparameters = self._hyperparameters()
-        if self._device is not None:
+        if self._resident is not None:
             for group, values in zip(
-                self._device.param_groups, hyperparameters, strict=True
+                self._resident.param_groups, hyperparameters, strict=True
             ):
                 group.update(values)
-            self._device.step()
+            self._resident.step()
         self._host.submit(
             hyperparameters,
-            self._fetches.record(),
+            self._device.fetch.record(),
             self._clipping(),
             self._before_update,
         )
@@ -141,7 +138,7 @@ class PagedAdamW(torch.optim.Optimizer):
         for param in self._params():
             leaf = self._leaves.get(id(param))
             if leaf is None:
-                state = self._device.state.get(param) if self._device else None
+                state = self._resident.state.get(param) if self._resident else None
             else:
                 state = host_state.get(id(leaf))
                 if state is not None and leaf.dtype != param.dtype:
@@ -187,9 +184,9 @@ class PagedAdamW(torch.optim.Optimizer):
     def device_bytes(self) -> int:
         """Device bytes of gradients and optimizer state right now."""
         gradients = sum(p.grad.nbytes for p in self._params() if p.grad is not None)
-        if self._device is None:
+        if self._resident is None:
             return gradients
-        return gradients + optimizer_bytes(self._device)
+        return gradients + optimizer_bytes(self._resident)
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -199,6 +196,26 @@ class PagedAdamW(torch.optim.Optimizer):
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in self.param_groups
         ]
+
+    def _check_grouped(self, chunks: Sequence[HostChunk]) -> None:
+        grouped = {id(p) for p in self._params()}
+        for host in chunks:
+            for param in host.params:
+                if id(param) not in grouped:
+                    raise ConfigError(
+                        f"optimizer: {self._names[id(param)]} requires a gradient but "
+                        "is in no parameter group. Freeze it or give it to a group."
+                    )
+
+    def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        on_compute = self._device.on_compute()
+
+        def norm() -> Tensor:
+            with on_compute:
+                return torch.nn.utils.get_total_norm(gradients)
+
+        # on the worker, which has the host's threads
+        return self._worker.submit(norm).result()
 
     def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
         clip, self._clip = self._clip, None
@@ -243,14 +260,14 @@ class PagedAdamW(torch.optim.Optimizer):
             leaf.copy_(master)
 
     def _load_device(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        if self._device is None:
+        if self._resident is None:
             return
-        params = [p for group in self._device.param_groups for p in group["params"]]
-        packed = self._device.state_dict()
+        params = [p for group in self._resident.param_groups for p in group["params"]]
+        packed = self._resident.state_dict()
         packed["state"] = {
             index: states[p] for index, p in enumerate(params) if p in states
         }
-        self._device.load_state_dict(packed)
+        self._resident.load_state_dict(packed)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -3,11 +3,12 @@
 Decides nothing: imports neither cost nor search nor profile.
 """
 
-from .arena import Arena, return_freed_memory
+from .arena import Arena, host_buffer
 from .device import CpuDevice, CudaDevice, Device, open_device
-from .hooks import attach_block, attach_entry, attach_state_dict
+from .hooks import Removable, attach_block, attach_entry, attach_state_dict
 from .pager import Pager
 from .recompute import attach_recompute
+from .residence import Residence
 from .schedule import Direction, Schedule
 from .slots import Slot
 from .updates import HostWorker
@@ -20,12 +21,14 @@ __all__ = [
     "Direction",
     "HostWorker",
     "Pager",
+    "Removable",
+    "Residence",
     "Schedule",
     "Slot",
     "attach_block",
     "attach_entry",
     "attach_recompute",
     "attach_state_dict",
+    "host_buffer",
     "open_device",
-    "return_freed_memory",
 ]

@@ -57,10 +57,19 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
 
 
+def host_buffer(nbytes: int) -> Tensor:
+    """uint8 tensor of shape [nbytes] on whole pages of its own, fit to be pinned."""
+    return torch.frombuffer(_map_private(nbytes), dtype=torch.uint8)
+
+
 def _map_private(nbytes: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # dataloader workers would make every updated page exist twice
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 def return_freed_memory() -> None:

@@ -11,7 +11,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +70,10 @@ class Device(ABC):
     @abstractmethod
     def compute(self) -> Stream:
         """The stream that the model's kernels are being queued on right now."""
+
+    @abstractmethod
+    def on_compute(self) -> AbstractContextManager[Any]:
+        """Queue what another thread runs inside on the caller's compute stream."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Tensor:
@@ -155,6 +160,9 @@ class CpuDevice(Device):
     def compute(self) -> Stream:
         return self._compute
 
+    def on_compute(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def allocate(self, nbytes: int) -> Tensor:
         self.count(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -225,6 +233,9 @@ class CudaDevice(Device):
         # never cached: the caller may run under another current stream each time
         return _CudaStream(torch.cuda.current_stream(self.torch_device))
 
+    def on_compute(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
+
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
@@ -274,9 +285,13 @@ class CudaDevice(Device):
         self.stall_s += sum(b.elapsed_time(a) for b, a in finished) / 1000
 
 
-def _check_cuda(status: object, what: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"CUDA error {status} while {what}")
+def _check_cuda(status: Any, what: str) -> None:
+    if int(status) != 0:
+        name = torch.cuda.cudart().cudaGetErrorString(status)
+        raise RuntimeError(
+            f"CUDA: {name} while {what}. The limit on locked memory (ulimit -l) or the "
+            "host itself may be too small; protrain_cpu_capacity_bytes bounds the use."
+        )
 
 
 def open_device(torch_device: torch.device) -> Device:

@@ -8,79 +8,95 @@ forward pre-hook fires again inside the backward pass and finds the window open.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .pager import Pager
 from .schedule import Direction
 
 
-def attach_block(block: nn.Module, index: int, pager: Pager) -> list[RemovableHandle]:
-    """Open and close a block's window around its forward and backward."""
+class Removable(Protocol):
+    """What undoes a binding, as torch's hook handles do."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
+def attach_block(
+    block: nn.Module, index: int, pager: Pager, left: Callable[[int], None]
+) -> list[Removable]:
+    """Open and close a block's window around its forward and backward.
+
+    Args:
+        block: The module.
+        index: Its number in the layout.
+        pager: Opens and closes the window.
+        left: Called when backward has come past a block, with that block's number.
+    """
 
     def open_backward(_grad: Tensor) -> None:
-        pager.open(index, Direction.BACKWARD)
+        before = pager.window
+        if before != index:
+            pager.open(index, Direction.BACKWARD)
+            if before is not None:
+                left(before)
 
     def before_forward(_module: nn.Module, _args: Any) -> None:
         pager.open(index, _direction())
 
-    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+    def after_forward(
+        _module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
         if _inside_backward():
             return
         pager.close(index, _direction())
         if torch.is_grad_enabled():
+            # what the block only hands on belongs to the backward of its producer
+            handed_on = {id(tensor) for tensor in _tensors((args, kwargs))}
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                if tensor.requires_grad and id(tensor) not in handed_on:
                     tensor.register_hook(open_backward)
 
     return [
         block.register_forward_pre_hook(before_forward, prepend=True),
         # always_call: an exception in the block must not leave its window open
-        block.register_forward_hook(after_forward, always_call=True),
+        block.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
     ]
 
 
 def attach_entry(
-    modules: Sequence[nn.Module],
-    ready: Callable[[], None],
-    settle: Callable[[], None],
-) -> list[RemovableHandle]:
-    """Call `ready` before any of `modules` runs, `settle` before it is read out."""
+    modules: Sequence[nn.Module], enter: Callable[[], None]
+) -> list[Removable]:
+    """Call `enter` before any of `modules` runs."""
 
     def before_forward(_module: nn.Module, _args: Any) -> None:
-        ready()
+        enter()
 
-    def before_state_dict(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        settle()
-
-    return [
-        handle
-        for module in modules
-        for handle in (
-            module.register_forward_pre_hook(before_forward),
-            module.register_state_dict_pre_hook(before_state_dict),
-        )
-    ]
+    return [module.register_forward_pre_hook(before_forward) for module in modules]
 
 
 def attach_state_dict(
     owner: nn.Module,
     host: Mapping[str, Tensor],
+    before_read: Callable[[], None],
     before_write: Callable[[], None],
     written: Callable[[], None],
-) -> list[RemovableHandle]:
+) -> list[Removable]:
     """Let reads and writes of a module's state reach the host copies.
 
     Args:
         owner: The module whose parameters are paged.
         host: Host tensors by parameter name relative to `owner`.
+        before_read: Called before they are read out.
         before_write: Called before a load changes them.
         written: Called after it, which has also written through the parameters
             into whatever slot they point at.
     """
+
+    def settle(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        before_read()
 
     def read(
         _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
@@ -102,6 +118,7 @@ def attach_state_dict(
         written()
 
     return [
+        owner.register_state_dict_pre_hook(settle),
         owner.register_state_dict_post_hook(read),
         owner.register_load_state_dict_pre_hook(write),
         owner.register_load_state_dict_post_hook(after_write),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..errors import LayoutError
 from .schedule import Direction, Schedule
 from .slots import Slot
 
@@ -35,7 +36,10 @@ class Pager:
         update_pending: Callable[[int], bool],
     ) -> None:
         self._needed = [
-            [(chunk, slots[schedule.slot_of(chunk)]) for chunk in schedule.needed(block)]
+            [
+                (chunk, slots[schedule.slot_of(chunk)])
+                for chunk in schedule.needed(block)
+            ]
             for block in range(schedule.num_blocks)
         ]
         self._ahead = {
@@ -54,6 +58,7 @@ class Pager:
         self._wait_update = wait_update
         self._update_pending = update_pending
         self._window: int | None = None
+        self._forward_runs = False
         self._held_back = False
         self.fetched_bytes = 0
         self.num_fetches = 0
@@ -65,18 +70,29 @@ class Pager:
         return self._window
 
     def open(self, block: int, direction: Direction) -> None:
-        """Make a block's weights readable; does nothing if they are."""
+        """Make a block's weights readable; does nothing if they are.
+
+        Raises:
+            LayoutError: The forward of another block is still running.
+        """
         if self._window == block:
             return
         if self._window is not None:
+            if self._forward_runs and direction is not Direction.BACKWARD:
+                raise LayoutError(
+                    f"block {block} is called inside block {self._window}: one of them "
+                    "is not a repeated layer, so this model cannot be paged. Set "
+                    "protrain_auto_memory: false."
+                )
             self.close(self._window)
-        self._window = block
         for chunk, slot in self._needed[block]:
             if slot.holds != chunk:
                 self.num_misses += 1
                 self._wait_update(chunk)
                 self._fetch(chunk, slot)
             slot.begin_use()
+        self._window = block
+        self._forward_runs = direction is not Direction.BACKWARD
         self._fetch_ahead(block, direction)
 
     def close(self, block: int, direction: Direction | None = None) -> None:

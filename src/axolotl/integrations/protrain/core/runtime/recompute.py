@@ -6,17 +6,18 @@ are (the way of `torch.distributed._composable.checkpoint`, with removable handl
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
-from torch.utils.hooks import RemovableHandle
+
+from .hooks import Removable
 
 
-def attach_recompute(block: nn.Module) -> list[RemovableHandle]:
+def attach_recompute(block: nn.Module) -> list[Removable]:
     """Keep only the block's inputs for backward; RNG state and autocast are replayed.
 
     Attach before any hook that must also run around the recomputation.
@@ -25,16 +26,17 @@ def attach_recompute(block: nn.Module) -> list[RemovableHandle]:
     return [
         block.register_forward_pre_hook(checkpoint.begin, with_kwargs=True),
         block.register_forward_hook(checkpoint.end, prepend=True, always_call=True),
+        checkpoint,
     ]
 
 
 class _HookedCheckpoint:
     def __init__(self) -> None:
         self._running: Generator[None, None, None] | None = None
-        self._recomputing = False
+        self._recomputing = _Flag()
 
     def begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._recomputing or not torch.is_grad_enabled():
+        if self._recomputing.set or not torch.is_grad_enabled():
             return
         self._running = _checkpoint_without_reentrant_generator(
             block, True, self._contexts, "default", False, True, *args, **kwargs
@@ -47,15 +49,23 @@ class _HookedCheckpoint:
             # the generator's last part leaves the saved-tensor context
             next(running, None)
 
-    def _contexts(
-        self,
-    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), self._recomputation()
+    def remove(self) -> None:
+        """Unwind a forward that an interruption left half done."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
 
-    @contextmanager
-    def _recomputation(self) -> Iterator[None]:
-        self._recomputing = True
-        try:
-            yield
-        finally:
-            self._recomputing = False
+    def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), self._recomputing
+
+
+class _Flag:
+    """Set inside its context; entered once for every backward through the block."""
+
+    set = False
+
+    def __enter__(self) -> None:
+        self.set = True
+
+    def __exit__(self, *_error: object) -> None:
+        self.set = False

@@ -28,6 +28,8 @@ class Slot:
         self._arrival: Event | None = None
         self._last_use: Event | None = None
         self._targets: dict[int, Tensor] = {}
+        # a block that is read without being called must not find plausible bytes
+        device.compute.fill(buffer, POISON_BYTE)
 
     def fetch(self, chunk: int, source: Tensor) -> None:
         """Queue the copy of a chunk's bytes (uint8, host) into the slot."""
@@ -39,6 +41,12 @@ class Slot:
         stream.copy(self._target(chunk, source), source)
         self._arrival = stream.record()
         self.holds = chunk
+
+    def release(self) -> None:
+        """Let go of the device memory; the slot cannot be used again."""
+        self._targets.clear()
+        self.holds = None
+        self.buffer = self.buffer.new_empty(0)
 
     def _target(self, chunk: int, source: Tensor) -> Tensor:
         # made once: slicing costs more than queueing the copy

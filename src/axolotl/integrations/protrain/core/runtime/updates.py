@@ -37,15 +37,22 @@ class HostWorker:
         self, task: Callable[[], Result], changes: int | None = None
     ) -> Future[Result]:
         """Queue work; `changes` names the chunk whose weights it changes, if any."""
+        if changes is not None:
+            self.wait(changes)
         future = self._pool.submit(task)
         if changes is not None:
             self._last[changes] = future
         return future
 
     def pending(self, chunk: int) -> bool:
-        """True while an update of the chunk is queued or running."""
+        """True while an update of the chunk is queued or running; raise its failure."""
         future = self._last.get(chunk)
-        return future is not None and not future.done()
+        if future is None:
+            return False
+        if future.done():
+            self.wait(chunk)
+            return False
+        return True
 
     def wait(self, chunk: int) -> None:
         """Block until the chunk's update is done; raise what it raised."""

@@ -56,6 +56,19 @@ def fill_budget(
     raise AssertionError("unreachable: _refuse raises")
 
 
+def all_resident(layout: Layout, budget: Budget, n_checkpoint: int) -> Plan:
+    """Everything on the device: plain training.
+
+    Raises:
+        BudgetError: It does not fit.
+    """
+    placements = (Placement.RESIDENT,) * len(layout.chunks)
+    if not _fits(layout, placements, 0, budget):
+        _refuse(layout, placements, 0, budget)
+    n_persist = len(layout.pageable)
+    return _plan(layout, placements, n_persist, 0, n_checkpoint, "all persistent")
+
+
 def plan_by_hand(
     layout: Layout,
     budget: Budget,
@@ -97,8 +110,8 @@ def _place(
             wanted = outside
         else:
             wanted = Placement.RESIDENT if index in resident else Placement.PAGED
-        has_master = fp32_master and any(t.dtype.itemsize == 2 for t in chunk.tensors)
-        if wanted is Placement.RESIDENT and chunk.trainable and has_master:
+        trains_masters = chunk.trainable and chunk.has_masters(fp32_master)
+        if wanted is Placement.RESIDENT and trains_masters:
             # masters live on the host, so the state of what trains does too
             return Placement.HOST_STATE
         return wanted

@@ -1,0 +1,334 @@
+"""Every mistake a person can make in the YAML or on the machine ends in one message.
+
+It names the key at fault and the way out, the exit code tells a script, and nothing
+half done stays behind.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axolotl_jobs import LORA, SEEDING, overrides
+from saving_jobs import (
+    ENVIRONMENT,
+    FLAT_MODEL,
+    PAGED,
+    REPORT,
+    Jobs,
+    Outcome,
+    difference,
+    weights,
+)
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from axolotl.integrations.protrain.core.errors import BudgetError, LayoutError
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.search import Budget, fill_budget
+
+ROOM = {**PAGED, "protrain_capacity_bytes": "1GiB"}
+NO_BUDGET = {"protrain_auto_memory": True}
+
+WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "misspelt": (
+        {
+            **NO_BUDGET,
+            "protrain_capcity_bytes": "1GiB",
+            "protrain_n_persist": 1,
+            "protrain_check_race": True,
+            "pro_train_fp32_master": True,
+            "protrain_cpu_optimiser": "torch",
+        },
+        [
+            "Unknown keys in the YAML:",
+            "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?",
+            "`protrain_n_persist`: did you mean `protrain_n_persist_override`?",
+            "`protrain_check_race`: did you mean `protrain_check_races`?",
+            "`pro_train_fp32_master`: did you mean `protrain_fp32_master`?",
+            "`protrain_cpu_optimiser`: did you mean `protrain_cpu_optimizer`?",
+        ],
+    ),
+    "wrong_types": (
+        {
+            "protrain_auto_memory": "perhaps",
+            "protrain_capacity_bytes": "much",
+            "protrain_cpu_capacity_bytes": 0,
+            "protrain_n_persist_override": -1,
+            "protrain_n_buffer_override": True,
+            "protrain_cpu_optimizer": "numpy",
+        },
+        [
+            "`protrain_auto_memory` cannot be 'perhaps': allowed is true or false",
+            "`protrain_capacity_bytes` cannot be 'much': allowed is a positive number",
+            "`protrain_cpu_capacity_bytes` cannot be 0: allowed is a positive number",
+            "`protrain_n_persist_override` cannot be -1: allowed is a whole number",
+            "`protrain_n_buffer_override` cannot be True: allowed is a whole number",
+            "`protrain_cpu_optimizer` cannot be 'numpy': allowed is torch or deepspeed",
+        ],
+    ),
+    "nested": (
+        {"protrain": {"auto_memory": True, "capacity": "1GiB"}},
+        ["`protrain` is a block, but ProTrain's keys are flat: `protrain_auto_memory`"],
+    ),
+    "excluded": (
+        {**ROOM, "layer_offloading": True, "torch_compile": True},
+        [
+            "`layer_offloading: true` decides where weights live",
+            "`torch_compile: true` compiles over the hooks",
+            "`protrain_auto_memory: false` trains without ProTrain.",
+        ],
+    ),
+    "fsdp": (
+        {**ROOM, "fsdp_version": 2, "fsdp_config": {"offload_params": True}},
+        ["`fsdp_config` decides where weights live"],
+    ),
+    "qlora": (
+        {**LORA, **ROOM, "adapter": "qlora", "load_in_4bit": True},
+        ["`adapter: qlora` is not available in this version", "Use `adapter: lora`"],
+    ),
+    "two_modes": (
+        {
+            **PAGED,
+            "protrain_auto_mode": True,
+            "protrain_force_all_persistent": True,
+        },
+        [
+            "`protrain_auto_mode: true` excludes `protrain_force_all_persistent`. "
+            "Drop one of them.",
+        ],
+    ),
+    "swapping": (
+        {**ROOM, **overrides(0, 2), "protrain_n_swap_override": 1},
+        ["`protrain_n_swap_override: 1` is not available in this version. Set it to 0"],
+    ),
+    "8bit_adamw": (
+        {**PAGED, "optimizer": "adamw_bnb_8bit"},
+        [
+            "`optimizer: adamw_bnb_8bit` cannot update weights on the host. "
+            "Use adamw_torch or adamw_torch_fused, or train an adapter.",
+        ],
+    ),
+    "unknown_optimizer": (
+        {**PAGED, "optimizer": "adamw_of_mine"},
+        ["`optimizer: adamw_of_mine` cannot update weights on the host."],
+    ),
+    "deepspeed_adam": (
+        {**PAGED, "protrain_cpu_optimizer": "deepspeed"},
+        [
+            "`protrain_cpu_optimizer: deepspeed` needs a package that is not installed. "
+            "Run `pip install axolotl-protrain[deepspeed]`, or use torch.",
+        ],
+    ),
+}
+"""Settings, and what the message about them says, before anything is loaded."""
+
+AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no_budget": (
+        NO_BUDGET,
+        [
+            "ConfigError: protrain_capacity_bytes: this machine has no accelerator",
+            'for example `protrain_capacity_bytes: "2GiB"`.',
+        ],
+    ),
+    "no_precision": (
+        {**PAGED, "bf16": None, "fp16": None},
+        ["ConfigError: fp16: ", "both `bf16: false` and `fp16: false`"],
+    ),
+    "small_budget": (
+        {**PAGED, "protrain_capacity_bytes": "10KiB"},
+        [
+            "BudgetError: protrain_capacity_bytes: the states need ",
+            "of 10,240 may be used. Raise protrain_capacity_bytes by at least ",
+        ],
+    ),
+    "small_host": (
+        {**PAGED, "protrain_cpu_capacity_bytes": "500KiB"},
+        [
+            "BudgetError: protrain_cpu_capacity_bytes: the plan needs ",
+            "512,000 may be used. Give the host more memory",
+        ],
+    ),
+    "no_slot": (
+        {**ROOM, **overrides(0, 0)},
+        ["ConfigError: protrain_n_buffer_override: 0 slots", "legal range 1 to 4"],
+    ),
+    "too_many_slots": (
+        {**ROOM, **overrides(1, 9)},
+        ["ConfigError: protrain_n_buffer_override: 9 slots", "legal range 1 to 3"],
+    ),
+    "slots_for_nothing": (
+        {**ROOM, "protrain_n_persist_override": 4},
+        ["ConfigError: protrain_n_buffer_override: 2 slots", "legal range 0 to 0"],
+    ),
+    "too_many_resident": (
+        {**ROOM, **overrides(5, 0)},
+        [
+            "ConfigError: protrain_n_persist_override: 5 is outside the legal range 0 "
+            "to 4, the number of chunks of this model.",
+        ],
+    ),
+    "too_many_recomputed": (
+        {**ROOM, **overrides(0, 2, 5)},
+        [
+            "ConfigError: protrain_n_checkpoint_override: 5 is outside the legal range "
+            "0 to 4, the number of blocks of this model.",
+        ],
+    ),
+    "by_hand_too_large": (
+        {**PAGED, **overrides(4, 0)},
+        ["BudgetError: protrain_capacity_bytes: the states need ", "fewer resident"],
+    ),
+    "no_blocks": (
+        {**ROOM, **FLAT_MODEL},
+        [
+            "LayoutError: FlatModel has no recognisable blocks",
+            "Train it without paging (protrain_auto_memory: false).",
+        ],
+    ),
+}
+"""The same for what is known once the machine and the model are."""
+
+REFUSED = WHILE_VALIDATED | AT_START
+RANKS = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """Every run of this file; all of them begin here, in the background."""
+    jobs = Jobs(tmp_path_factory.mktemp("bad_input"))
+    jobs.train("off", {"protrain_auto_memory": False})
+    jobs.train("absent", {"protrain_auto_memory": None, "plugins": [SEEDING]})
+    for name, (settings, _) in REFUSED.items():
+        jobs.train(name, settings)
+    for rank in RANKS:
+        jobs.train(f"rank_{rank}", PAGED, environment=environment_of(rank))
+    yield jobs
+    jobs.close()
+
+
+def environment_of(rank: int) -> dict[str, str]:
+    """What `torchrun --nproc_per_node 2` tells its processes."""
+    return {
+        "ACCELERATE_USE_CPU": "true",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29543",
+    }
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_explained(jobs: Jobs, name: str) -> None:
+    if name == "deepspeed_adam" and importlib.util.find_spec("deepspeed"):
+        pytest.skip("deepspeed is installed")
+    _, expected = REFUSED[name]
+    refused = jobs[name]
+    assert refused.exit_code == 1
+    for text in expected:
+        # among the last lines, where a person looks
+        assert text in refused.log[-6000:], refused.log[-6000:]
+    assert left_behind(refused) == set()
+
+
+def left_behind(refused: Outcome) -> set[str]:
+    """What a run that did not train has no business to write."""
+    written = {path.name for path in refused.folder.rglob("*")}
+    return {
+        name
+        for name in written
+        if re.match(r"checkpoint|report.json|.*\.(safetensors|pt|bin)$", name)
+    }
+
+
+@pytest.mark.parametrize("name", WHILE_VALIDATED)
+def test_a_mistake_in_the_yaml_is_found_before_loading(jobs: Jobs, name: str) -> None:
+    assert "Pre-saving" not in jobs[name].log
+    assert "Loading prepared dataset" not in jobs[name].log
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_two_ranks_are_refused_on_each(jobs: Jobs, rank: int) -> None:
+    refused = jobs[f"rank_{rank}"]
+    assert refused.exit_code == 1
+    assert "ConfigError: protrain_auto_memory: paging on 2 ranks" in refused.log
+    assert "Launch one process" in refused.log
+    assert left_behind(refused) == set()
+
+
+@pytest.mark.full
+def test_two_ranks_are_refused_under_torchrun(jobs: Jobs) -> None:
+    jobs["rank_1"]  # noqa: B018 - its YAML is there then
+    command = "-m torch.distributed.run --nproc_per_node 2 --master_port 29544".split()
+    ended = subprocess.run(
+        [sys.executable, *command, "-m", "axolotl.cli.train", "rank_1.yaml"],
+        cwd=jobs.folder,
+        env=os.environ | ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 1
+    assert "protrain_auto_memory: paging on 2 ranks" in ended.stdout + ended.stderr
+
+
+# ------------------------------------------------------------------------ switched off
+
+
+def test_switched_off_it_says_so_and_nothing_else(jobs: Jobs) -> None:
+    spoken = [
+        line
+        for line in jobs["off"].finished.log.splitlines()
+        if "[axolotl.integrations.protrain" in line
+    ]
+    assert len(spoken) == 1
+    assert spoken[0].endswith("is listed but off (protrain_auto_memory: false).")
+
+
+def test_switched_off_it_changes_nothing(jobs: Jobs) -> None:
+    off, absent = jobs["off"].finished, jobs["absent"].finished
+    assert "protrain" not in absent.log
+    assert off.history == absent.history
+    assert difference(weights(off.folder), weights(absent.folder)) is None
+    assert tree(off.folder) == tree(absent.folder)
+    assert not (off.folder / REPORT).exists()
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# ------------------------------------------------------------------- asked of the core
+
+
+def test_a_plain_stack_of_layers_has_no_blocks() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(LayoutError, match="Sequential has no recognisable blocks"):
+        build_layout(plain)
+
+
+@pytest.mark.parametrize("device_bytes", [1, 100_000, 200_000])
+def test_the_raise_that_a_refusal_asks_for_is_enough(device_bytes: int) -> None:
+    layout = build_layout(
+        LlamaForCausalLM(
+            LlamaConfig(hidden_size=32, intermediate_size=64, vocab_size=64)
+        )
+    )
+    host_bytes = 1 << 40
+    with pytest.raises(BudgetError) as caught:
+        fill_budget(layout, Budget(device_bytes, 0, host_bytes), 0, False)
+    (more,) = re.findall(r"by at least ([\d,]+)", str(caught.value))
+    enough = device_bytes + int(more.replace(",", ""))
+    plan = fill_budget(layout, Budget(enough, 0, host_bytes), 0, False)
+    assert plan.paged and plan.n_persist == 0
+    with pytest.raises(BudgetError):
+        fill_budget(layout, Budget(enough - 1, 0, host_bytes), 0, False)
