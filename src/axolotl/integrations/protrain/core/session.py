@@ -20,13 +20,13 @@ from .runtime import (
     Device,
     HostWorker,
     Pager,
+    Recompute,
     Removable,
     Residence,
     Schedule,
     Slot,
     attach_block,
     attach_entry,
-    attach_recompute,
     attach_state_dict,
 )
 from .types import Chunk, Layout, Placement, Plan
@@ -96,6 +96,7 @@ class Session:
         self._closed = False
         self._handles: list[Removable] = []
         self._state_handles: list[Removable] = []
+        self._recomputes: list[Recompute] = []
         self._pinned: list[Tensor] = []
 
         on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
@@ -284,13 +285,14 @@ class Session:
         ):
             module = self._modules[block.name]
             if recompute:
-                self._handles += attach_recompute(module)
+                self._recomputes.append(Recompute(module))
             if self.plan.paged:
                 self._handles += attach_block(
                     module, block.index, self._pager, self._gradients.send_left
                 )
         self._handles += self._gradients.attach(self._host_chunks)
-        if self.plan.paged or self._host_chunks:
+        self._handles += self._recomputes
+        if self._handles:
             self._handles += attach_entry(self._entries(), self._enter)
 
     def _attach_state(self, chunk: Chunk) -> None:
@@ -337,7 +339,9 @@ class Session:
     # running
 
     def _enter(self) -> None:
-        """A forward begins above the blocks."""
+        """A forward begins above the blocks; nothing of an earlier one is open."""
+        for recompute in self._recomputes:
+            recompute.unwind()
         self._pager.close_any()
         self.ready()
 

@@ -92,9 +92,8 @@ class GradientOffload:
                 return
             param.grad = None
             if index in arriving.gradients:
-                # a parameter used in two backward graphs of one micro-batch
-                arriving.gradients[index] += gradient
-                return
+                # the next micro-batch: sums keep the order of the plain run
+                self._send(arriving)
             self._device.count(gradient.nbytes)
             arriving.gradients[index] = gradient
             if len(arriving.gradients) == len(arriving.host.params):

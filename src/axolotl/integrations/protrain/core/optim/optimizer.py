@@ -92,6 +92,7 @@ class PagedAdamW(torch.optim.Optimizer):
             parameters: In the order of the plain run, which fixes the last bit.
         """
         self._gradients.settle()
+        self._apply_clipping()
         owners = [self._leaves.get(id(p), p) for p in parameters]
         gradients = [owner.grad for owner in owners if owner.grad is not None]
         total_norm = self._total_norm(gradients)
@@ -126,6 +127,7 @@ class PagedAdamW(torch.optim.Optimizer):
         """Forget all gradients that no queued update still needs."""
         super().zero_grad(set_to_none)
         self._gradients.settle()
+        self._clip = None
         for host in self._chunks:
             if not self._worker.pending(host.chunk.index):
                 host.clear()
@@ -216,6 +218,13 @@ class PagedAdamW(torch.optim.Optimizer):
 
         # on the worker, which has the host's threads
         return self._worker.submit(norm).result()
+
+    def _apply_clipping(self) -> None:
+        """Scale the host gradients now: they are clipped again before the step."""
+        scale = self._clipping()
+        if scale is not None:
+            for host in self._chunks:
+                scale(host.leaves)
 
     def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
         clip, self._clip = self._clip, None

@@ -7,7 +7,7 @@ from .arena import Arena, host_buffer
 from .device import CpuDevice, CudaDevice, Device, open_device
 from .hooks import Removable, attach_block, attach_entry, attach_state_dict
 from .pager import Pager
-from .recompute import attach_recompute
+from .recompute import Recompute
 from .residence import Residence
 from .schedule import Direction, Schedule
 from .slots import Slot
@@ -21,13 +21,13 @@ __all__ = [
     "Direction",
     "HostWorker",
     "Pager",
+    "Recompute",
     "Removable",
     "Residence",
     "Schedule",
     "Slot",
     "attach_block",
     "attach_entry",
-    "attach_recompute",
     "attach_state_dict",
     "host_buffer",
     "open_device",

@@ -8,6 +8,7 @@ forward pre-hook fires again inside the backward pass and finds the window open.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -145,3 +146,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
+    elif is_dataclass(value):
+        yield from _tensors(vars(value))

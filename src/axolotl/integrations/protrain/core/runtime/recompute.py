@@ -14,28 +14,37 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
-from .hooks import Removable
 
-
-def attach_recompute(block: nn.Module) -> list[Removable]:
-    """Keep only the block's inputs for backward; RNG state and autocast are replayed.
+class Recompute:
+    """Keep only a block's inputs for backward; RNG state and autocast are replayed.
 
     Attach before any hook that must also run around the recomputation.
     """
-    checkpoint = _HookedCheckpoint()
-    return [
-        block.register_forward_pre_hook(checkpoint.begin, with_kwargs=True),
-        block.register_forward_hook(checkpoint.end, prepend=True, always_call=True),
-        checkpoint,
-    ]
 
-
-class _HookedCheckpoint:
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module) -> None:
         self._running: Generator[None, None, None] | None = None
         self._recomputing = _Flag()
+        self._handles = [
+            block.register_forward_pre_hook(self._begin, with_kwargs=True),
+            block.register_forward_hook(self._end, prepend=True, always_call=True),
+        ]
 
-    def begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def remove(self) -> None:
+        """Undo the binding."""
+        self.unwind()
+        for handle in self._handles:
+            handle.remove()
+
+    def unwind(self) -> None:
+        """Leave a forward that an interruption left half done.
+
+        torch calls no hook of a module that a KeyboardInterrupt passes through.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._recomputing.set or not torch.is_grad_enabled():
             return
         self._running = _checkpoint_without_reentrant_generator(
@@ -43,17 +52,11 @@ class _HookedCheckpoint:
         )
         next(self._running)
 
-    def end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
         running, self._running = self._running, None
         if running is not None:
             # the generator's last part leaves the saved-tensor context
             next(running, None)
-
-    def remove(self) -> None:
-        """Unwind a forward that an interruption left half done."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), self._recomputing
