@@ -183,7 +183,10 @@ class Session:
         self.ready()
 
     def note_peak(self) -> None:
-        """Sample the transient device bytes; call before and after the update."""
+        """Count transient device bytes; call before and after the update.
+
+        Gradients that stay are taken as there during the whole of backward.
+        """
         if isinstance(self._optimizer, PagedAdamW):
             transient = self._optimizer.device_bytes()
         else:
@@ -192,6 +195,7 @@ class Session:
             )
             if self._optimizer is not None:
                 transient += optimizer_bytes(self._optimizer)
+        transient += self._gradients.peak_held_bytes
         self.device.count(transient)
         self.device.count(-transient)
 
@@ -280,13 +284,16 @@ class Session:
         )
 
     def _attach(self) -> None:
+        needs_windows = bool(self.plan.paged) or any(
+            host.chunk.pageable for host in self._host_chunks
+        )
         for block, recompute in zip(
             self.layout.blocks, self.plan.recompute, strict=True
         ):
             module = self._modules[block.name]
             if recompute:
                 self._recomputes.append(Recompute(module))
-            if self.plan.paged:
+            if needs_windows:
                 self._handles += attach_block(
                     module, block.index, self._pager, self._gradients.send_left
                 )

@@ -36,6 +36,10 @@ class GradientOffload:
     Args:
         device: Whose offload stream carries them.
         worker: Adds the second and later micro-batches.
+
+    Attributes:
+        peak_held_bytes: Most device bytes that gradients on their way took so far.
+        offloaded_bytes: Bytes sent so far.
     """
 
     def __init__(self, device: Device, worker: HostWorker) -> None:
@@ -47,6 +51,8 @@ class GradientOffload:
         self._staging: list[Tensor] = []
         self._staging_users: list[Future[None] | None] = [None] * MAX_IN_FLIGHT
         self._next_staging = 0
+        self._held_bytes = 0
+        self.peak_held_bytes = 0
         self.offloaded_bytes = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
@@ -94,7 +100,7 @@ class GradientOffload:
             if index in arriving.gradients:
                 # the next micro-batch: sums keep the order of the plain run
                 self._send(arriving)
-            self._device.count(gradient.nbytes)
+            self._hold(gradient.nbytes)
             arriving.gradients[index] = gradient
             if len(arriving.gradients) == len(arriving.host.params):
                 self._send(arriving)
@@ -132,6 +138,10 @@ class GradientOffload:
                 _addition(event, host, staged)
             )
 
+    def _hold(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self.peak_held_bytes = max(self.peak_held_bytes, self._held_bytes)
+
     def _claim_staging(self) -> tuple[int, Tensor]:
         slot = self._next_staging
         self._next_staging = (slot + 1) % MAX_IN_FLIGHT
@@ -150,7 +160,7 @@ class GradientOffload:
     def _retire(self) -> None:
         event, _gradients, nbytes = self._in_flight.popleft()
         event.synchronize()
-        self._device.count(-nbytes)
+        self._held_bytes -= nbytes
 
 
 def _staged_view(staging: Tensor, host: HostChunk, index: int) -> Tensor:

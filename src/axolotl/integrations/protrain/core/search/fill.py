@@ -181,6 +181,7 @@ def _refuse(
         f"protrain_capacity_bytes: the states need {needed.total:,} bytes on the "
         f"device even so ({terms}); {budget.states_bytes:,} of "
         f"{budget.device_bytes:,} may be used. Raise protrain_capacity_bytes by at "
-        f"least {needed.total - budget.states_bytes:,}, or take fewer resident chunks, "
-        "fewer slots or a smaller adapter."
+        f"least {needed.total - budget.states_bytes:,}, take a smaller adapter, or set "
+        "fewer resident chunks or slots by hand (protrain_n_persist_override, "
+        "protrain_n_buffer_override)."
     )
