@@ -331,7 +331,10 @@ class Workers:
                 return
             if process is None or process.poll() is not None:
                 process = self._start()
-            task.result.set_result(self._train(process, task.job))
+            try:
+                task.result.set_result(self._train(process, task.job))
+            except Exception as error:  # a test waits for it in another thread
+                task.result.set_exception(error)
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(

@@ -19,9 +19,13 @@ from typing import Any, TextIO
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "AXOLOTL_DO_NOT_TRACK": "1",
+    # equal bits are promised for equal kernels, which only a CPU repeats throughout
+    "CUDA_VISIBLE_DEVICES": "",
     # no process pools: each of their processes would import axolotl again
     "AXOLOTL_DATASET_NUM_PROC": "0",
     "OMP_NUM_THREADS": "1",
+    # by default MKL rounds a product of up to three rows by where its operands lie
+    "MKL_CBWR": "COMPATIBLE",
     "TOKENIZERS_PARALLELISM": "false",
 }
 

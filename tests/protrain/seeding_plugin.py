@@ -18,7 +18,7 @@ class SeedingPlugin(BasePlugin):
         torch.manual_seed(11)
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        return {} if torch.cuda.is_available() else {"use_cpu": True}
+        return {"use_cpu": True}
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
         return [_WriteLog(Path(cfg.output_dir))]

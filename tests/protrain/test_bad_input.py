@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.search import Budget, fill_budget
 
 ROOM = {**PAGED, "protrain_capacity_bytes": "1GiB"}
+RESIDENT = {**ROOM, "protrain_force_all_persistent": True}
 NO_BUDGET = {"protrain_auto_memory": True}
 
 WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -165,7 +167,7 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["ConfigError: protrain_n_buffer_override: 9 slots", "legal range 1 to 3"],
     ),
     "slots_for_nothing": (
-        {**ROOM, "protrain_n_persist_override": 4},
+        {**ROOM, **overrides(4, 2)},
         ["ConfigError: protrain_n_buffer_override: 2 slots", "legal range 0 to 0"],
     ),
     "too_many_resident": (
@@ -197,6 +199,9 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
 """The same for what is known once the machine and the model are."""
 
 REFUSED = WHILE_VALIDATED | AT_START
+PARTIAL = {"partial": 1, "partial_resident": 4}
+"""Resident chunks asked for, with the other knobs left out."""
+
 RANKS = [0, 1]
 
 
@@ -208,13 +213,28 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("absent", {"protrain_auto_memory": None, "plugins": [SEEDING]})
     for name, (settings, _) in REFUSED.items():
         jobs.train(name, settings)
-    for rank in RANKS:
-        jobs.train(f"rank_{rank}", PAGED, environment=environment_of(rank))
+    for name, n_persist in PARTIAL.items():
+        jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
+    for name, settings in (("rank", PAGED), ("resident_rank", RESIDENT)):
+        port = free_port()
+        for rank in RANKS:
+            jobs.train(
+                f"{name}_{rank}",
+                settings,
+                {"output_dir": name},
+                environment=environment_of(rank, port),
+            )
     yield jobs
     jobs.close()
 
 
-def environment_of(rank: int) -> dict[str, str]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment_of(rank: int, port: int) -> dict[str, str]:
     """What `torchrun --nproc_per_node 2` tells its processes."""
     return {
         "ACCELERATE_USE_CPU": "true",
@@ -223,7 +243,7 @@ def environment_of(rank: int) -> dict[str, str]:
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29543",
+        "MASTER_PORT": str(port),
     }
 
 
@@ -256,6 +276,17 @@ def test_a_mistake_in_the_yaml_is_found_before_loading(jobs: Jobs, name: str) ->
     assert "Loading prepared dataset" not in jobs[name].log
 
 
+@pytest.mark.parametrize("name", PARTIAL)
+def test_knobs_that_were_left_out_are_said(jobs: Jobs, name: str) -> None:
+    trained = jobs[name].finished
+    plan = trained.report["plan"]
+    assert plan["n_persist"] == PARTIAL[name]
+    filled = [f"{knob} {plan[knob]}" for knob in ("n_buffer", "n_swap", "n_checkpoint")]
+    said = f"Overrides completed with defaults: {', '.join(filled)}."
+    warnings = [line for line in trained.log.splitlines() if "[WARNING]" in line]
+    assert sum(said in line for line in warnings) == 1
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_two_ranks_are_refused_on_each(jobs: Jobs, rank: int) -> None:
     refused = jobs[f"rank_{rank}"]
@@ -265,12 +296,19 @@ def test_two_ranks_are_refused_on_each(jobs: Jobs, rank: int) -> None:
     assert left_behind(refused) == set()
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_way_out_for_two_ranks_is_one(jobs: Jobs, rank: int) -> None:
+    assert "protrain_force_all_persistent: true" in jobs[f"rank_{rank}"].log
+    trained = jobs[f"resident_rank_{rank}"].finished
+    assert trained.report["plan"]["mode"] == "A"
+
+
 @pytest.mark.full
 def test_two_ranks_are_refused_under_torchrun(jobs: Jobs) -> None:
     jobs["rank_1"]  # noqa: B018 - its YAML is there then
-    command = "-m torch.distributed.run --nproc_per_node 2 --master_port 29544".split()
+    launch = ["torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     ended = subprocess.run(
-        [sys.executable, *command, "-m", "axolotl.cli.train", "rank_1.yaml"],
+        [sys.executable, "-m", *launch, "-m", "axolotl.cli.train", "rank_1.yaml"],
         cwd=jobs.folder,
         env=os.environ | ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
         capture_output=True,

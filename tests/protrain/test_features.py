@@ -130,7 +130,10 @@ BEST = {
     "load_best_model_at_end": True,
     "lr_scheduler": "constant",
 }
-TOO_HIGH = {"full": {"learning_rate": 0.3}, "lora": LORA | {"learning_rate": 0.5}}
+TOO_HIGH: dict[str, Settings] = {
+    "full": {"learning_rate": 0.3},
+    "lora": LORA | {"learning_rate": 0.1, "max_steps": 2},
+}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from axolotl_jobs import (
     weight_differences,
 )
 from safetensors.torch import save_file
-from tiny_models import FAMILIES, NUM_BLOCKS
+from tiny_models import FAMILIES, NUM_BLOCKS, OTHER_FAMILIES
 
 Run = Callable[[Job], Result]
 
@@ -197,6 +197,36 @@ def test_every_plan_gives_the_same_weights(run: Run, trainings: Pair) -> None:
     assert_equal(run(trainings.paged), run(trainings.plain))
 
 
+QUICK_OTHERS = {"deepseek_v3", "granitemoe", "qwen3_next"}
+RECOMPUTED = {"gradient_checkpointing": True, "max_grad_norm": 0.1}
+
+
+@pytest.mark.parametrize(
+    "trainings",
+    [
+        pytest.param(
+            pair(
+                family,
+                RECOMPUTED,
+                {"gradient_accumulation_steps": 2},
+                base,
+                plan=overrides(1, 2, 2),
+                plain={"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            ),
+            id=f"{family}-{adapter}",
+            marks=() if family in QUICK_OTHERS else pytest.mark.full,
+        )
+        for family in OTHER_FAMILIES
+        for adapter, base in {"lora": LORA, "full": {}}.items()
+    ],
+)
+def test_other_families(run: Run, trainings: Pair) -> None:
+    """Parallel residuals, linear attention, state spaces, latent attention, experts."""
+    paged, plain = run(trainings.paged), run(trainings.plain)
+    assert_equal(paged, plain)
+    assert paged.report["measured"]["fetched_bytes"] > 0
+
+
 @pytest.mark.parametrize(
     "trainings",
     [
@@ -220,11 +250,15 @@ ADAMW_TORCH = {"optimizer": "adamw_torch", "max_grad_norm": 0.1}
     "trainings",
     [
         pytest.param(pair(family, ADAMW_TORCH, plan=overrides(0, 2)), id=family)
-        for family in ("llama", "gpt2", "mixtral")
+        for family in ("llama", "gemma3", "mixtral")
     ],
 )
 def test_adamw_torch_is_close(run: Run, trainings: Pair) -> None:
-    """The host update is torch's fused one, which rounds in another order."""
+    """The host update is torch's fused one, which rounds in another order.
+
+    Not with GPT-2: Adam makes full steps of the rounding noise that is the gradient of
+    a key's bias.
+    """
     paged, plain = run(trainings.paged), run(trainings.plain)
     assert_equal(paged, plain, tolerance=1e-6)
 

@@ -11,6 +11,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,79 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
 }
 SKIPPING = "opt-skipping-layers"
-_ALL = FAMILIES | {SKIPPING: _opt_skipping_layers}
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_OTHER: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "deepseek_v3": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "exaone4": {"head_dim": 12},
+    "falcon": {"new_decoder_architecture": False},
+    "gemma": {"head_dim": 12},
+    "gemma2": {"head_dim": 12},
+    "glm4": {"head_dim": 12},
+    "gpt_neox": {},
+    "granite": {},
+    "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "jamba": {
+        "num_experts": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_dt_rank": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (NUM_BLOCKS // 2)},
+    "nemotron": {},
+    "olmo2": {},
+    "phi": {},
+    "qwen2": {},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 12},
+    "qwen3_next": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "smollm3": {},
+    "starcoder2": {},
+}
+"""More model types of transformers, and what their configurations need."""
+
+OTHER_FAMILIES = tuple(_OTHER)
+
+
+def _other(model_type: str) -> Any:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return AutoConfig.for_model(model_type, **(_COMMON | sizes | _OTHER[model_type]))
+
+
+_ALL = {
+    **FAMILIES,
+    SKIPPING: _opt_skipping_layers,
+    **{name: partial(_other, name) for name in _OTHER},
+}
 
 
 def model_path(family: str) -> Path:

@@ -118,12 +118,17 @@ def make_plan(
     n_buffer: int = 2,
     recompute: Collection[int] = (),
     outside: Placement = Placement.RESIDENT,
+    inside: Placement = Placement.RESIDENT,
 ) -> Plan:
-    """A plan from what is resident and which blocks recompute."""
+    """A plan from what is resident and which blocks recompute.
+
+    `outside` is where the trainable weights outside blocks go, `inside` where the
+    chunks named in `resident` go.
+    """
     placements = tuple(
         outside
         if not chunk.pageable
-        else (Placement.RESIDENT if chunk.index in resident else Placement.PAGED)
+        else (inside if chunk.index in resident else Placement.PAGED)
         for chunk in layout.chunks
     )
     if Placement.PAGED not in placements:

@@ -12,6 +12,7 @@ from core_models import layouts
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.runtime import (
     Arena,
     CpuDevice,
@@ -44,6 +45,11 @@ class Rig(NamedTuple):
 
     def holds(self, chunk: int) -> bool:
         return self.slots[self.schedule.slot_of(chunk)].holds == chunk
+
+    def nests(self, block: int, direction: Direction, forward_runs: bool) -> bool:
+        """Whether a forward would begin inside that of another block."""
+        other = self.pager.window not in (None, block)
+        return other and forward_runs and direction is not Direction.BACKWARD
 
     def assert_readable(self, block: int) -> None:
         for chunk in self.schedule.needed(block):
@@ -80,6 +86,14 @@ def build(
     return Rig(pager, schedule, slots, sources, len(chunks))
 
 
+class Broken(Exception):
+    pass
+
+
+def broken() -> None:
+    raise Broken
+
+
 @pytest.fixture
 def worker() -> Iterator[HostWorker]:
     worker = HostWorker()
@@ -98,15 +112,28 @@ def rigs(draw: st.DrawFn) -> Rig:
 
 @given(rigs(), st.data())
 def test_an_open_window_holds_its_bytes(rig: Rig, data: st.DataObject) -> None:
-    """Any order of blocks and directions, windows left open, writes on the host."""
+    """Any order of blocks and directions, windows left open, writes on the host.
+
+    Only a forward inside another block's forward is refused: that window must stay.
+    """
     addresses = [slot.buffer.data_ptr() for slot in rig.slots]
+    forward_runs = False
     block = st.integers(0, rig.num_blocks - 1)
     chunk = st.integers(0, rig.schedule.num_chunks - 1)
     actions = st.sampled_from(["open", "close", "close, look ahead", "write", "load"])
     for action in data.draw(st.lists(actions, max_size=25)):
         direction = data.draw(st.sampled_from(Direction))
         if action == "open":
-            rig.pager.open(data.draw(block), direction)
+            opened, before = data.draw(block), rig.pager.window
+            if rig.nests(opened, direction, forward_runs):
+                with pytest.raises(LayoutError, match="called inside block"):
+                    rig.pager.open(opened, direction)
+                assert rig.pager.window == before
+            else:
+                rig.pager.open(opened, direction)
+                assert rig.pager.window == opened
+                if before != opened:
+                    forward_runs = direction is not Direction.BACKWARD
         elif action == "close":
             rig.pager.close(data.draw(block))
         elif action == "close, look ahead":
@@ -144,6 +171,7 @@ def test_counters(rig: Rig, data: st.DataObject) -> None:
 
     for block, direction, close in data.draw(st.lists(visit, max_size=15)):
         if window != block:
+            rig.pager.close_any()
             misses += sum(fetch(chunk) for chunk in rig.schedule.needed(block))
             for chunk in rig.schedule.ahead(block, direction):
                 fetch(chunk)
@@ -189,10 +217,11 @@ def test_close_is_idempotent() -> None:
 def test_a_closed_window_reads_another_chunk_or_poison() -> None:
     """Why nothing may read outside a window, and how a test would notice."""
     rig = build([1, 1, 1], num_slots=1, sizes=[8, 8, 4])
-    rig.pager.open(0, Direction.FORWARD)
-    rig.pager.open(1, Direction.FORWARD)
+    assert rig.reads(0).view(torch.float32).isnan().all()
+    rig.pager.open(0, Direction.BACKWARD)
+    rig.pager.open(1, Direction.BACKWARD)
     assert torch.equal(rig.reads(0), rig.sources[1])
-    rig.pager.open(2, Direction.FORWARD)
+    rig.pager.open(2, Direction.BACKWARD)
     assert torch.equal(rig.reads(0)[:4], rig.sources[2])
     assert rig.reads(0)[4:].view(torch.float32).isnan().all()
 
@@ -246,13 +275,11 @@ def test_a_fetch_waits_for_the_update(worker: HostWorker) -> None:
 def test_a_failed_update_does_not_leave_a_window_open(worker: HostWorker) -> None:
     rig = build([1, 1], num_slots=1, worker=worker)
     rig.pager.open(0, Direction.FORWARD)
-
-    def fail() -> None:
-        raise RuntimeError("no update")
-
-    worker.submit(fail, changes=1)
-    with pytest.raises(RuntimeError, match="no update"):
+    rig.pager.close(0)
+    worker.submit(broken, changes=1)
+    with pytest.raises(Broken):
         rig.pager.open(1, Direction.FORWARD)
+    assert rig.pager.window is None
     rig.pager.open(1, Direction.FORWARD)
     rig.assert_readable(1)
 
@@ -265,14 +292,14 @@ def test_the_worker_keeps_the_order(worker: HostWorker) -> None:
     gate = threading.Event()
     worker.submit(lambda: done.append(-1) if gate.wait(WAIT_S) else None)
     for number in range(20):
-        worker.submit(lambda number=number: done.append(number), changes=number % 3)
-    assert all(worker.pending(chunk) for chunk in range(3))
-    assert not worker.pending(3)
+        chunk = number if number % 2 else None
+        worker.submit(lambda number=number: done.append(number), changes=chunk)
+    assert [worker.pending(chunk) for chunk in range(4)] == [False, True] * 2
     assert done == []
     gate.set()
     worker.drain()
     assert done == [-1, *range(20)]
-    assert not any(worker.pending(chunk) for chunk in range(3))
+    assert not any(worker.pending(chunk) for chunk in range(20))
 
 
 def test_waiting_is_counted(worker: HostWorker) -> None:
@@ -287,20 +314,24 @@ def test_waiting_is_counted(worker: HostWorker) -> None:
     timer.join()
 
 
-class Broken(Exception):
-    pass
-
-
-def broken() -> None:
-    raise Broken
-
-
 def test_a_failure_is_raised_by_the_wait_for_its_chunk(worker: HostWorker) -> None:
     worker.submit(broken, changes=3)
     worker.submit(lambda: None, changes=4)
     worker.wait(4)
     with pytest.raises(Broken):
         worker.wait(3)
+
+
+def test_a_failure_is_not_passed_over(worker: HostWorker) -> None:
+    """Neither by the next update of the chunk nor by looking ahead."""
+    for notice in (
+        lambda: worker.pending(3),
+        lambda: worker.submit(lambda: None, changes=3),
+    ):
+        worker.submit(broken, changes=3)
+        worker.submit(lambda: None).result(WAIT_S)
+        with pytest.raises(Broken):
+            notice()
 
 
 def test_a_failure_is_raised_by_drain(worker: HostWorker) -> None:

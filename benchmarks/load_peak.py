@@ -1,0 +1,226 @@
+"""Host memory while a model is loaded and opened: at most the model and one shard?
+
+Writes a Llama with random weights in safetensors shards, then, in a fresh process for
+each case, loads it with `from_pretrained` on the CPU and opens a session with every
+chunk paged, while this process samples the child's resident memory. What counts is
+above the child's own after its imports, and without the slots, which on the CPU device
+lie in host memory too.
+
+    limit = model + largest shard + 5 % of the model
+
+`anonymous` is memory of the process, `file` are pages of the mapped shards, which the
+system may drop and read again. The child's high-water mark is read at the end as well,
+so that nothing hides between two samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERVAL_S = 0.005
+ALLOWANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Resident bytes of a process at one time."""
+
+    phase: str
+    anonymous: int
+    file: int
+
+    @property
+    def total(self) -> int:
+        return self.anonymous + self.file
+
+
+# the child
+
+
+def say(phase: str) -> None:
+    """Tell the parent which phase begins and wait until it knows."""
+    print(phase, flush=True)
+    sys.stdin.readline()
+
+
+def load_and_open(folder: str, trained: str) -> None:
+    """What a run does before its first step. Runs in the child."""
+    import torch
+    import transformers
+
+    from axolotl.integrations.protrain.core.layout import build_layout
+    from axolotl.integrations.protrain.core.runtime import CpuDevice
+    from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+    from axolotl.integrations.protrain.core.session import Session
+
+    # what a first model of a process loads and builds is not this model's
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    gc.collect()
+    say("baseline")
+    time.sleep(0.1)
+    say("load")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map="cpu"
+    )
+    say("loaded")
+    model.requires_grad_(trained == "full")
+    layout = build_layout(model)
+    plenty = Budget(device_bytes=1 << 50, reserve_bytes=0, host_bytes=1 << 50)
+    plan = plan_by_hand(layout, plenty, 0, 2, 0, False)
+    say("open")
+    session = Session(model, layout, plan, CpuDevice())
+    say("opened")
+    time.sleep(0.1)
+    say("close")
+    session.close()
+    say("closed")
+    time.sleep(0.1)
+    say("end")
+
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+# the parent
+
+
+def status(pid: int) -> dict[str, int]:
+    """Memory fields of /proc/<pid>/status in bytes."""
+    fields = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            fields[name] = int(value.split()[0]) * 1024
+    return fields
+
+
+def watch(folder: Path, trained: str) -> tuple[list[Sample], int]:
+    """Run the child and sample it; its samples and its high-water mark."""
+    import os
+
+    command = [sys.executable, __file__, "--child", str(folder), "--trained", trained]
+    samples: list[Sample] = []
+    phase, peak = "start", 0
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as child:
+        assert child.stdin and child.stdout
+        os.set_blocking(child.stdout.fileno(), False)
+        while child.poll() is None and phase != "end":
+            memory = status(child.pid)
+            if "RssAnon" in memory:
+                file = memory["RssFile"] + memory["RssShmem"]
+                samples.append(Sample(phase, memory["RssAnon"], file))
+                peak = memory["VmHWM"]
+            said = child.stdout.read()
+            if said:
+                phase = said.decode().split()[-1]
+                child.stdin.write(b"\n")
+            time.sleep(INTERVAL_S)
+        child.stdin.write(b"\n")
+    if child.returncode:
+        raise SystemExit(f"the child ended with {child.returncode}")
+    return samples, peak
+
+
+def write_model(folder: Path, args: argparse.Namespace) -> None:
+    """A Llama in bf16 with cheap random weights, in shards."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    for param in model.parameters():
+        param.data.uniform_(-0.05, 0.05)
+    model.save_pretrained(folder, max_shard_size=args.shard)
+
+
+def report(trained: str, samples: list[Sample], peak: int, folder: Path) -> bool:
+    """Print one case; True if the limit holds."""
+    shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    model, shard = sum(shards), max(shards)
+    baseline = max(s.total for s in samples if s.phase == "baseline")
+    slots = slot_share(folder)
+    limit = model + shard + int(ALLOWANCE * model)
+    print(
+        f"\n{trained}: model {mb(model)}, largest of {len(shards)} shards {mb(shard)}"
+    )
+    print(f"baseline {mb(baseline)}, slots {mb(slots)}, limit {mb(limit)}")
+    print(f"{'phase':10}{'peak':>10}{'anonymous':>12}{'file':>10}")
+    for phase in ("load", "loaded", "open", "opened", "close", "closed"):
+        seen = [s for s in samples if s.phase == phase]
+        if seen:
+            top = max(seen, key=lambda s: s.total)
+            print(f"{phase:10}{mb(top.total - baseline):>10}", end="")
+            print(f"{mb(top.anonymous):>12}{mb(top.file):>10}")
+    above = peak - baseline - slots
+    verdict = "holds" if above <= limit else "EXCEEDED"
+    print(f"high-water mark less baseline and slots {mb(above)}: limit {verdict}")
+    return above <= limit
+
+
+def slot_share(folder: Path) -> int:
+    """Bytes of the two slots: two blocks."""
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    return 2 * 2 * (4 * hidden * hidden + 3 * hidden * inner + 2 * hidden)
+
+
+def mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=11)
+    parser.add_argument("--shard", default="250MB", help="max_shard_size")
+    parser.add_argument("--trained", choices=("frozen", "full"))
+    parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.child:
+        load_and_open(args.child, args.trained)
+        return
+    cases = (args.trained,) if args.trained else ("frozen", "full")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), args)
+        kept = [
+            report(case, *watch(Path(folder), case), Path(folder)) for case in cases
+        ]
+    sys.exit(0 if all(kept) else 1)
+
+
+if __name__ == "__main__":
+    main()

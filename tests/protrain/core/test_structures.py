@@ -1,0 +1,237 @@
+"""Models whose blocks are not a plain chain, and readers at awkward moments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.errors import LayoutError
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+from axolotl.integrations.protrain.core.session import Options, Session
+
+NUM_BLOCKS = 5
+PLENTY = Budget(1 << 40, 0, 1 << 40)
+
+
+class BiasBlock(nn.Module):
+    """T5's way: the first block makes a bias, the others use it and hand it on."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.bias = nn.Linear(8, 8) if first else None
+
+    def forward(
+        self, x: Tensor, *, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            assert self.bias is not None
+            bias = self.bias(x)
+        # the product keeps the weights of this block busy late in its backward
+        return x + torch.tanh(self.inner(torch.tanh(self.inner(x)) * bias)), bias
+
+
+class IdentityBlock(nn.Module):
+    """Returns its input, as a skipped layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class PlainBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(torch.tanh(self.inner(x))))
+
+
+class BiasModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BiasBlock(i == 0) for i in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        for layer in self.layers:
+            x, bias = layer(x, bias=bias)
+        return x.square().sum() + bias.sum()
+
+
+class ChainModel(nn.Module):
+    def __init__(self, identity: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            IdentityBlock() if i == identity else PlainBlock()
+            for i in range(NUM_BLOCKS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+class NestedModel(nn.Module):
+    """Two lists whose children call each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(PlainBlock() for _ in range(2))
+        self.inner = nn.ModuleList(PlainBlock() for _ in range(2))
+        self.outer[0].register_forward_hook(
+            lambda _module, _args, output: self.inner[1](output)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer[1](self.outer[0](x)).sum()
+
+
+def open_session(
+    model: nn.Module, n_buffer: int, n_checkpoint: int = 0, device: Any = None
+) -> Session:
+    layout = build_layout(model)
+    plan = plan_by_hand(layout, PLENTY, 0, n_buffer, n_checkpoint, False)
+    return Session(model, layout, plan, device or CpuDevice(), Options(poison=True))
+
+
+def steps(model: nn.Module, session: Session | None) -> list[float]:
+    """Losses of three steps, the last of them after two updates."""
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if session is not None:
+        optimizer = session.wrap_optimizer(optimizer)
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(4, 8, generator=generator))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        model.zero_grad()
+    return losses
+
+
+def equals_plain(model: nn.Module, n_buffer: int, n_checkpoint: int) -> bool:
+    plain = copy.deepcopy(model)
+    session = open_session(model, n_buffer, n_checkpoint)
+    losses = steps(model, session)
+    session.close()
+    assert losses == steps(plain, None)
+    truth = plain.state_dict()
+    return all(torch.equal(v, truth[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("n_checkpoint", [0, NUM_BLOCKS])
+@pytest.mark.parametrize("n_buffer", [1, 2, 3])
+def test_a_tensor_that_blocks_hand_on(n_buffer: int, n_checkpoint: int) -> None:
+    torch.manual_seed(0)
+    assert equals_plain(BiasModel(), n_buffer, n_checkpoint)
+
+
+@pytest.mark.parametrize("identity", range(NUM_BLOCKS))
+@pytest.mark.parametrize("n_buffer", [1, 2])
+def test_a_block_that_returns_its_input(n_buffer: int, identity: int) -> None:
+    torch.manual_seed(0)
+    assert equals_plain(ChainModel(identity), n_buffer, 0)
+
+
+def test_a_block_inside_another_block_is_refused() -> None:
+    model = NestedModel()
+    session = open_session(model, 2)
+    with pytest.raises(LayoutError, match="protrain_auto_memory"):
+        # called from within the first block, before its window closes
+        model.outer[0].inner.register_forward_hook(
+            lambda _module, _args, output: model.inner[0](output)
+        )
+        model(torch.ones(2, 8))
+    session.close()
+
+
+@pytest.mark.parametrize("n_checkpoint", [0, NUM_BLOCKS])
+def test_backward_twice_through_one_graph(n_checkpoint: int) -> None:
+    torch.manual_seed(0)
+    model = ChainModel(identity=-1)
+    plain = copy.deepcopy(model)
+    session = open_session(model, 2, n_checkpoint)
+    gradients = []
+    for own in (model, plain):
+        x = torch.ones(2, 8, requires_grad=True)
+        loss = own(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append(x.grad)
+    session.close()
+    assert torch.equal(*gradients)
+
+
+def test_a_strided_parameter_keeps_its_layout() -> None:
+    model = ChainModel(identity=-1)
+    strided = torch.randn(8, 8).t()
+    model.layers[1].inner.weight = nn.Parameter(strided)
+    assert equals_plain(model, 2, 0)
+    assert model.layers[1].inner.weight.stride() == strided.stride()
+
+
+class ReadingDevice(CpuDevice):
+    """Reads the model's state whenever the session touches the device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.truth = {k: v.clone() for k, v in model.state_dict().items()}
+        self.reads = 0
+
+    def read(self) -> None:
+        self.reads += 1
+        for name, value in self.model.state_dict().items():
+            assert torch.equal(value, self.truth[name]), name
+
+    def place(self, tensor: Tensor) -> Tensor:
+        self.read()
+        return super().place(tensor)
+
+    def pin(self, host: Tensor) -> None:
+        self.read()
+
+    def unpin(self, host: Tensor) -> None:
+        self.read()
+
+    def synchronize(self) -> None:
+        self.read()
+
+
+def test_the_state_is_true_while_a_session_opens_and_closes() -> None:
+    """Ctrl-C saves the model at any moment."""
+    model = ChainModel(identity=-1)
+    model.register_buffer("scale", torch.ones(1))
+    device = ReadingDevice(model)
+    session = open_session(model, 2, device=device)
+    opened = device.reads
+    assert opened > 0
+    session.close()
+    assert device.reads > opened
+
+
+def test_a_session_that_cannot_open_gives_the_model_back() -> None:
+    class FullDevice(CpuDevice):
+        def pin(self, host: Tensor) -> None:
+            raise RuntimeError("no memory to lock")
+
+    model = ChainModel(identity=-1)
+    truth = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="no memory to lock"):
+        open_session(model, 2, device=FullDevice())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, truth[name])
+    assert torch.isfinite(model(torch.ones(2, 8)))
