@@ -115,9 +115,16 @@ def watch(folder: Path, trained: str) -> tuple[list[Sample], int]:
     command = [sys.executable, __file__, "--child", str(folder), "--trained", trained]
     samples: list[Sample] = []
     phase, peak = "start", 0
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as child:
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            bufsize=0,
+        ) as child,
+    ):
         assert child.stdin and child.stdout
         os.set_blocking(child.stdout.fileno(), False)
         while child.poll() is None and phase != "end":
@@ -131,9 +138,11 @@ def watch(folder: Path, trained: str) -> tuple[list[Sample], int]:
                 phase = said.decode().split()[-1]
                 child.stdin.write(b"\n")
             time.sleep(INTERVAL_S)
-        child.stdin.write(b"\n")
-    if child.returncode:
-        raise SystemExit(f"the child ended with {child.returncode}")
+        if child.poll() is None:
+            child.stdin.write(b"\n")
+        if child.wait():
+            errors.seek(0)
+            raise SystemExit(errors.read().decode())
     return samples, peak
 
 
@@ -142,6 +151,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     config = transformers.LlamaConfig(
         vocab_size=8192,
         hidden_size=args.hidden,

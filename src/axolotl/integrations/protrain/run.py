@@ -208,7 +208,7 @@ class TrainingRun:
         notes = []
         by_hand = overrides(self.args)
         if by_hand is not None and by_hand.filled:
-            filled = ", ".join(f"{k} {getattr(by_hand, k)}" for k in by_hand.filled)
+            filled = ", ".join(f"{k} {getattr(plan, k)}" for k in by_hand.filled)
             notes.append(f"Overrides completed with defaults: {filled}.")
             self._log.warning(notes[-1])
         if self._recompute_all:

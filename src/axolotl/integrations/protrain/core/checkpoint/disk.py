@@ -82,5 +82,6 @@ def whole_or_nothing(folder: Path) -> Iterator[None]:
 def _is_write_error(error: BaseException) -> bool:
     if isinstance(error, (OSError, SafetensorError)):
         return True
-    # torch.save has no type of its own for it
-    return isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+    # torch.save has no type of its own for it; these name its writer
+    signs = ("PytorchStreamWriter", "inline_container")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
