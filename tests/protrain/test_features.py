@@ -69,7 +69,10 @@ FULL: dict[str, Settings] = {
     "scheduler_rex": {"lr_scheduler": "rex", **WARM_UP},
     "unfrozen_blocks": {"unfrozen_parameters": ["^model.layers.[13].", "lm_head"]},
     "unfrozen_halves_of_blocks": {
-        "unfrozen_parameters": ["mlp", "^model.layers.2.self_attn.q_proj.weight$"]
+        "unfrozen_parameters": [
+            "^model.layers.[0-9].mlp.",
+            "^model.layers.2.self_attn.q_proj.weight$",
+        ]
     },
     "unfrozen_outside": {"unfrozen_parameters": ["^model.norm.weight$", "lm_head"]},
     "weight_decay": {"weight_decay": 0.5},
@@ -83,6 +86,11 @@ ADAPTER: dict[str, Settings] = {
     "evaluation": EVALUATE,
     "loraplus": {"loraplus_lr_ratio": 16},
     "modules_to_save": {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+    "modules_to_save_in_blocks": {
+        "lora_modules_to_save": ["mlp"],
+        "lora_target_linear": False,
+        "lora_target_modules": ["q_proj"],
+    },
     "neftune": {"neftune_noise_alpha": 5},
     "on_embeddings": {
         "lora_target_linear": False,
@@ -95,6 +103,7 @@ ADAPTER: dict[str, Settings] = {
     },
     "packing": {"sample_packing": True, "sequence_len": 96},
     "rslora": {"peft_use_rslora": True},
+    "trainable_tokens": {"peft_trainable_token_indices": [5, 70]},
 }
 
 
@@ -188,6 +197,22 @@ TIED = {"full": {}, "lora": LORA | {"lora_modules_to_save": ["embed_tokens"]}}
 )
 def test_tied_embeddings_are_one_weight(run: Run, trainings: Pair) -> None:
     assert_equal(run(trainings.paged), run(trainings.plain))
+
+
+EXPERTS = {
+    "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+}
+
+
+@pytest.mark.parametrize(
+    "trainings",
+    [pytest.param(pair("mixtral", LORA, EXPERTS, plan=MIXED_PLAN), id="lora")],
+)
+def test_adapters_on_expert_weights(run: Run, trainings: Pair) -> None:
+    """These have no module of their own: PEFT adds to the weight in each forward."""
+    paged, plain = run(trainings.paged), run(trainings.plain)
+    assert_equal(paged, plain)
+    assert any("experts" in name for name in plain.weights)
 
 
 CAPACITY = {"full": "600KiB", "lora": "330KiB"}

@@ -23,6 +23,7 @@ class ProTrainPlugin(BasePlugin):
         super().__init__()
         self._pages = False
         self._recompute_all = False
+        self._run: TrainingRun | None = None
 
     def register(self, cfg: Any) -> None:
         """Refuse misspelt keys while the raw YAML is still there to see."""
@@ -70,16 +71,20 @@ class ProTrainPlugin(BasePlugin):
         # imported here: the command line reads this module without a trainer
         from .trainer import page_trainer
 
-        page_trainer(
-            trainer,
-            TrainingRun(
-                args_from(cfg),
-                recompute_all=self._recompute_all,
-                micro_batches=cfg.micro_batch_size * cfg.gradient_accumulation_steps,
-                output_dir=Path(cfg.output_dir),
-                log=LOG,
-            ),
+        self._run = TrainingRun(
+            args_from(cfg),
+            recompute_all=self._recompute_all,
+            micro_batches=cfg.micro_batch_size * cfg.gradient_accumulation_steps,
+            output_dir=Path(cfg.output_dir),
+            log=LOG,
         )
+        page_trainer(trainer, self._run)
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Axolotl saves the model next, and calls this once more after that."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.require_final_space()
 
 
 def _check_machine(cfg: Any) -> None:

@@ -135,15 +135,19 @@ class TrainingRun:
         """See `Session.clip_grad_norm`; None outside a session."""
         return self.session.clip_grad_norm(max_norm) if self.session else None
 
-    def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint of this run."""
+    def require_final_space(self) -> None:
+        """Refuse Axolotl's save after training if the weights alone do not fit."""
+        require_space(self._output_dir, self.checkpoint_bytes(final=True), slack=0)
+
+    def checkpoint_bytes(self, final: bool = False) -> int:
+        """Bytes of one checkpoint of this run; the final one has weights only."""
         if self.report is None:
             return 0
         return checkpoint_bytes(
             self.report.layout,
             self.report.plan,
             self._is_adapter,
-            self._saves_optimizer,
+            self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
         )
 

@@ -40,17 +40,17 @@ def checkpoint_bytes(
     return weights + (moments + masters if optimizer_state else 0)
 
 
-def require_space(folder: Path, nbytes: int) -> None:
+def require_space(folder: Path, nbytes: int, slack: int = SLACK_BYTES) -> None:
     """Refuse to begin what the disk cannot hold.
 
     Raises:
-        CheckpointError: Less than `nbytes` and some slack are free at `folder`.
+        CheckpointError: Less than `nbytes` and `slack` are free at `folder`.
     """
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
-    if free < nbytes + SLACK_BYTES:
+    if free < nbytes + slack:
         raise CheckpointError(
-            f"output_dir: a checkpoint needs {nbytes + SLACK_BYTES:,} bytes and "
+            f"output_dir: a checkpoint needs {nbytes + slack:,} bytes and "
             f"{folder} has {free:,} free. Free some space, choose another output_dir, "
             "keep fewer checkpoints (save_total_limit), or leave the optimizer state "
             "out (protrain_save_optimizer_state: false)."
