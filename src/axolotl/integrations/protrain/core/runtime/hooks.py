@@ -37,7 +37,7 @@ def attach_block(
         left: Called when backward has come past a block, with that block's number.
     """
 
-    def open_backward(_grad: Tensor) -> None:
+    def open_backward(_gradients: Any) -> None:
         before = pager.window
         if before != index:
             pager.open(index, Direction.BACKWARD)
@@ -52,13 +52,18 @@ def attach_block(
     ) -> None:
         if _inside_backward():
             return
-        pager.close(index, _direction())
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            pager.close(index, Direction.INFERENCE)
+            return
+        pager.close(index, Direction.FORWARD)
+        for tensor in _tensors(output):
             # what the block only hands on belongs to the backward of its producer
-            handed_on = {id(tensor) for tensor in _tensors((args, kwargs))}
-            for tensor in _tensors(output):
-                if tensor.requires_grad and id(tensor) not in handed_on:
-                    tensor.register_hook(open_backward)
+            if tensor.requires_grad and not any(
+                _holds(value, tensor) for value in (*args, *kwargs.values())
+            ):
+                # a node's hook costs half of a tensor's and runs at the same time
+                node = tensor.grad_fn
+                (node.register_prehook if node else tensor.register_hook)(open_backward)
 
     return [
         block.register_forward_pre_hook(before_forward, prepend=True),
@@ -135,6 +140,15 @@ def _direction() -> Direction:
 def _inside_backward() -> bool:
     """True on a thread that the autograd engine is running (as in torch.utils.checkpoint)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _holds(value: Any, tensor: Tensor) -> bool:
+    """True if the very `tensor` is somewhere in `value`."""
+    if value is tensor:
+        return True
+    if isinstance(value, Tensor) or value is None:
+        return False
+    return any(item is tensor for item in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
