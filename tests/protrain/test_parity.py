@@ -250,14 +250,14 @@ ADAMW_TORCH = {"optimizer": "adamw_torch", "max_grad_norm": 0.1}
     "trainings",
     [
         pytest.param(pair(family, ADAMW_TORCH, plan=overrides(0, 2)), id=family)
-        for family in ("llama", "gemma3", "mixtral")
+        for family in ("llama", "qwen3", "mixtral")
     ],
 )
 def test_adamw_torch_is_close(run: Run, trainings: Pair) -> None:
     """The host update is torch's fused one, which rounds in another order.
 
-    Not with GPT-2: Adam makes full steps of the rounding noise that is the gradient of
-    a key's bias.
+    Not with GPT-2 and Gemma: weights that begin at zero are as small as the first
+    steps, and rounding is large beside them.
     """
     paged, plain = run(trainings.paged), run(trainings.plain)
     assert_equal(paged, plain, tolerance=1e-6)

@@ -61,6 +61,7 @@ class Residence:
             for spec in chunk.tensors:
                 self._params[spec.name].data = self._arena.tensor(chunk.index, spec)
         self._moved = []
+        self._device_bytes = {}
         for param in self._params.values():
             # a gradient may not stay behind on another device
             param.grad = None
