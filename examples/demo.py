@@ -102,6 +102,8 @@ def train(config: Path, steps: int) -> Path:
     print(f"\n$ {' '.join(command)}", flush=True)
     defaults = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
     defaults["CUDA_VISIBLE_DEVICES"] = "0"
+    # Else MKL rounds by the address of a weight, and the two runs' addresses differ.
+    defaults["MKL_CBWR"] = "COMPATIBLE"
     environment = defaults | dict(os.environ)
     run = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if run.returncode:

@@ -160,12 +160,13 @@ def test_the_refusal_names_every_term(trainable: bool) -> None:
     assert sum(terms.values()) - 2000 == missing_bytes(refusal.value)
 
 
-def test_a_plan_with_fewer_slots_is_found_before_refusing() -> None:
-    """One slot runs this layout; a second only hides the fetch."""
+def test_one_slot_is_only_taken_by_hand() -> None:
+    """It runs, but hides no fetch: the refusal says how to ask for it."""
     layout = uniform(4, 100, trainable=False)
     by_hand = plan_by_hand(layout, device(400), 0, 1, 0, False)
     assert needed(layout, by_hand) == 400
-    assert needed(layout, fill_budget(layout, device(400), 0, False)) == 400
+    with pytest.raises(BudgetError, match="protrain_n_buffer_override"):
+        fill_budget(layout, device(400), 0, False)
 
 
 @given(filled())

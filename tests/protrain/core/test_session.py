@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.cost import host_bytes, state_bytes
-from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice, Direction, Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
@@ -235,6 +235,14 @@ def test_device_peak_is_what_lies_there(frozen: bool, plan: str) -> None:
     session.close()
 
 
+def laid_out(params: list[nn.Parameter]) -> int:
+    """Bytes of parameters one after the other, each at an aligned address."""
+    end = 0
+    for param in params:
+        end += -end % ALIGNMENT_BYTES + param.nbytes
+    return end
+
+
 def device_peak(
     model: Stack,
     frozen: bool,
@@ -250,13 +258,12 @@ def device_peak(
     trained = [p for p in params if p.requires_grad]
     blocks = [list(layer.parameters()) for layer in model.layers]
     paged = [
-        # every tensor of a layer is a multiple of 64 bytes: no gaps
         [p for p in block if not (frozen and p.requires_grad)]
         for index, block in enumerate(blocks)
         if index not in resident
     ]
     slots = sum(
-        max(sum(p.nbytes for p in block) for block in paged[slot::n_buffer])
+        max(laid_out(block) for block in paged[slot::n_buffer])
         for slot in range(n_buffer if paged else 0)
     )
     away = {id(p) for block in paged for p in block}
@@ -808,6 +815,54 @@ def test_a_parameter_of_a_block_that_is_read_outside_it() -> None:
     model, plain = build(), build()
     session = open_session(model, n_buffer=1)
     data = [batches(1, seed) for seed in range(2)]
+    ours = train(model, wrapped(session), data, session)
+    assert ours == train(plain, adamw(plain), data)
+    session.close()
+
+
+class InPlace(nn.Module):
+    """Writes into its input and returns it: the same tensor, made by another node."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.inner(x.clone()))
+
+
+class HandOn(nn.Module):
+    """Returns its input beside its output, as some models hand on a bias."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, first = given if isinstance(given, tuple) else (given, given)
+        return self.inner(x + first), first
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    # a block that changes its input cannot be run again
+    [(InPlace, ()), (HandOn, ()), (HandOn, ALL)],
+)
+def test_blocks_that_return_their_input(kind: type[nn.Module], recompute: Any) -> None:
+    class Kinds(Stack):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            x = x[0] + x[1] if isinstance(x, tuple) else x
+            return self.head(self.norm(x)).square().mean()
+
+    torch.manual_seed(0)
+    model = Kinds()
+    model.layers = nn.ModuleList(kind(layer) for layer in model.layers)
+    plain = twin(model)
+    session = open_session(model, recompute=recompute)
+    data = [batches(1, seed) for seed in range(3)]
     ours = train(model, wrapped(session), data, session)
     assert ours == train(plain, adamw(plain), data)
     session.close()

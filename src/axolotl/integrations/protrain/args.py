@@ -235,6 +235,11 @@ EXCLUDED = (
     ),
 )
 
+
+def _uses_grokfast(plugins: Iterable[str] | None) -> bool:
+    return any("grokfast" in plugin.lower() for plugin in plugins or ())
+
+
 _HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -249,6 +254,11 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     trains_paged_weights = not (
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
     )
+    if trains_paged_weights and _uses_grokfast(settings.get("plugins")):
+        lines.append(
+            "`plugins`: GrokfastPlugin filters gradients on the device, and those of "
+            "paged weights are on the host. Remove it, or train an adapter."
+        )
     if trains_paged_weights and optimizer not in _HOST_OPTIMIZERS:
         lines.append(
             f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host. "

@@ -210,7 +210,8 @@ def _require_plugin(config: Path, raw: object) -> None:
 def _train(path: Path) -> None:
     command = [sys.executable, "-m", "axolotl.cli.train", str(path.absolute())]
     log = path.with_suffix(".log")
-    environment = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1"}
+    # else MKL rounds by the address of a weight, and the two runs' addresses differ
+    environment = {"MKL_CBWR": "COMPATIBLE", **os.environ, "AXOLOTL_DO_NOT_TRACK": "1"}
     with log.open("w") as output:
         code = subprocess.run(  # nosec B603
             command, stdout=output, stderr=subprocess.STDOUT, env=environment

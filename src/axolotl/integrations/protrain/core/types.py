@@ -111,12 +111,14 @@ class Layout:
             parameter outside the blocks.
         fixed_frozen_bytes: Frozen weights and buffers that never leave the device.
         fixed_trainable_bytes: Trainable weights that never leave it (adapters).
+        num_fixed_trainable: How many such parameters there are.
     """
 
     blocks: tuple[Block, ...]
     chunks: tuple[Chunk, ...]
     fixed_frozen_bytes: int
     fixed_trainable_bytes: int
+    num_fixed_trainable: int = 0
 
     @property
     def pageable(self) -> tuple[Chunk, ...]:

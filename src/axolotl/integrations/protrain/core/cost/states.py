@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ..layout import slot_bytes
+from ..layout import aligned, slot_bytes
 from ..types import Chunk, Layout, Placement
 
 RESIDENT_TRAINABLE_COPIES = 4
 """Weight, gradient and AdamW's two moments, all in the weight's dtype."""
+
+STEP_BYTES = 4
+"""AdamW's step count, an fp32 scalar of each parameter."""
 
 GRADIENTS_IN_FLIGHT = 3
 """Two chunks on their way to the host and the one whose gradients are being made."""
@@ -60,7 +63,8 @@ def state_bytes(
     )
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
-        adapters=RESIDENT_TRAINABLE_COPIES * layout.fixed_trainable_bytes,
+        adapters=RESIDENT_TRAINABLE_COPIES * layout.fixed_trainable_bytes
+        + STEP_BYTES * layout.num_fixed_trainable,
         resident=sum(map(resident_bytes, placed(Placement.RESIDENT))),
         host_state=sum(c.nbytes for c in placed(Placement.HOST_STATE)),
         slots=sum(slot_bytes(layout, placements, n_buffer)),
@@ -70,7 +74,9 @@ def state_bytes(
 
 def resident_bytes(chunk: Chunk) -> int:
     """Device bytes of a resident chunk."""
-    return chunk.nbytes * (RESIDENT_TRAINABLE_COPIES if chunk.trainable else 1)
+    if not chunk.trainable:
+        return chunk.nbytes
+    return RESIDENT_TRAINABLE_COPIES * chunk.nbytes + STEP_BYTES * len(chunk.tensors)
 
 
 def host_bytes(
@@ -82,13 +88,14 @@ def host_bytes(
     for chunk in layout.chunks:
         if not _on_host(placements, chunk):
             continue
-        total += chunk.nbytes
-        if chunk.trainable:
+        total += aligned(chunk.nbytes)
+        if not chunk.trainable:
+            continue
+        for tensor in chunk.tensors:
             # gradient, two moments and, with masters, the master itself, all fp32
-            total += sum(
-                4 * 4 * t.numel if fp32_master and t.is_16_bit else 3 * t.nbytes
-                for t in chunk.tensors
-            )
+            has_master = fp32_master and tensor.is_16_bit
+            total += 16 * tensor.numel if has_master else 3 * tensor.nbytes
+            total += STEP_BYTES
     return total
 
 

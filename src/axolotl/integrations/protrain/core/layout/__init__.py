@@ -1,11 +1,12 @@
 """Parameters into chunks: find the blocks, lay their parameters out, count the slots."""
 
 from .blocks import find_blocks, has_vision_tower
-from .chunks import ALIGNMENT_BYTES, build_layout
+from .chunks import ALIGNMENT_BYTES, aligned, build_layout
 from .ring import check_slots, slot_bytes, slot_floor, spread_evenly
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "aligned",
     "build_layout",
     "check_slots",
     "find_blocks",

@@ -9,8 +9,14 @@ from torch import nn
 from ..types import Block, Chunk, Layout, TensorSpec
 from .blocks import find_blocks
 
-ALIGNMENT_BYTES = 64
-"""A cache line, and enough for the widest vector load of any kernel on a view."""
+ALIGNMENT_BYTES = 256
+"""What matrix libraries look at when they choose a kernel by the address of a weight:
+a view must not be less aligned than the allocation that the plain run would have."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def build_layout(
@@ -57,6 +63,7 @@ def build_layout(
         placed_blocks.append(Block(block_index, block_name, tuple(block_chunks)))
 
     fixed = {False: 0, True: 0}
+    num_fixed_trainable = 0
     for p in model.parameters():
         if id(p) in chunked:
             continue
@@ -65,12 +72,14 @@ def build_layout(
             chunks.append(_pack(len(chunks), None, True, [p], names))
         else:
             fixed[p.requires_grad] += p.nbytes
+            num_fixed_trainable += p.requires_grad
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     return Layout(
         blocks=tuple(placed_blocks),
         chunks=tuple(chunks),
         fixed_frozen_bytes=fixed[False] + buffer_bytes,
         fixed_trainable_bytes=fixed[True],
+        num_fixed_trainable=num_fixed_trainable,
     )
 
 
@@ -108,7 +117,7 @@ def _pack(
     tensors = []
     end = 0
     for p in members:
-        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset = aligned(end)
         tensors.append(TensorSpec(names[id(p)], tuple(p.shape), p.dtype, offset))
         end = offset + p.nbytes
     return Chunk(index, block, trainable, tuple(tensors), end)

@@ -9,6 +9,7 @@ import sys
 import torch
 from torch import Tensor
 
+from ..layout import aligned
 from ..types import Chunk, TensorSpec
 
 
@@ -31,8 +32,7 @@ class Arena:
         for chunk in chunks:
             self._offsets[chunk.index] = end
             self._sizes[chunk.index] = chunk.nbytes
-            # 64 keeps every tensor inside aligned as the layout promised
-            end += -(-chunk.nbytes // 64) * 64
+            end += aligned(chunk.nbytes)
         self.nbytes = end
         self._memory = _map_private(end) if end else None
 

@@ -44,12 +44,14 @@ def attach_block(
             if before is not None:
                 left(before)
 
-    def before_forward(_module: nn.Module, _args: Any) -> None:
-        pager.open(index, _direction())
+    entered = 0
 
-    def after_forward(
-        _module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def before_forward(_module: nn.Module, _args: Any) -> None:
+        nonlocal entered
+        pager.open(index, _direction())
+        entered = torch.autograd._get_sequence_nr()
+
+    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
         if _inside_backward():
             return
         if not torch.is_grad_enabled():
@@ -57,18 +59,16 @@ def attach_block(
             return
         pager.close(index, Direction.FORWARD)
         for tensor in _tensors(output):
-            # what the block only hands on belongs to the backward of its producer
-            if tensor.requires_grad and not any(
-                _holds(value, tensor) for value in (*args, *kwargs.values())
-            ):
+            node = tensor.grad_fn
+            # an older node is not this block's: it only hands the tensor on
+            if node is not None and node._sequence_nr() >= entered:
                 # a node's hook costs half of a tensor's and runs at the same time
-                node = tensor.grad_fn
-                (node.register_prehook if node else tensor.register_hook)(open_backward)
+                node.register_prehook(open_backward)
 
     return [
         block.register_forward_pre_hook(before_forward, prepend=True),
         # always_call: an exception in the block must not leave its window open
-        block.register_forward_hook(after_forward, with_kwargs=True, always_call=True),
+        block.register_forward_hook(after_forward, always_call=True),
     ]
 
 
@@ -140,15 +140,6 @@ def _direction() -> Direction:
 def _inside_backward() -> bool:
     """True on a thread that the autograd engine is running (as in torch.utils.checkpoint)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _holds(value: Any, tensor: Tensor) -> bool:
-    """True if the very `tensor` is somewhere in `value`."""
-    if value is tensor:
-        return True
-    if isinstance(value, Tensor) or value is None:
-        return False
-    return any(item is tensor for item in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
