@@ -127,43 +127,52 @@ def test_byte_sizes(value, num_bytes):
     assert args.protrain_capacity_bytes == num_bytes
 
 
+NOT_BYTES = [
+    -1,
+    True,
+    False,
+    1.5e9,
+    float("nan"),
+    float("inf"),
+    "",
+    "0GiB",
+    "0.1B",
+    "-22GiB",
+    "nan",
+    "1e9",
+    "22 gazillion",
+    "22G",
+    "22GiB or so",
+    "GiB",
+    "1.GiB",
+    "1,5GB",
+    "٣GiB",
+    [22],
+    {"GiB": 22},
+]
+BUDGET, HEADROOM = "protrain_capacity_bytes", "protrain_vision_headroom_bytes"
+
+
 @pytest.mark.parametrize(
-    "value",
+    ("key", "value"),
     [
-        0,
-        -1,
-        True,
-        False,
-        1.5e9,
-        float("nan"),
-        float("inf"),
-        "",
-        "0",
-        "0GiB",
-        "0.1B",
-        "-22GiB",
-        "nan",
-        "1e9",
-        "22 gazillion",
-        "22G",
-        "22GiB or so",
-        "GiB",
-        "1.GiB",
-        "1,5GB",
-        "٣GiB",
-        [22],
-        {"GiB": 22},
+        *((key, value) for key in (BUDGET, HEADROOM) for value in NOT_BYTES),
+        (BUDGET, 0),
+        (BUDGET, "0"),
     ],
-)
-@pytest.mark.parametrize(
-    "key", ["protrain_capacity_bytes", "protrain_vision_headroom_bytes"]
 )
 def test_what_is_not_a_byte_size(key, value):
     with pytest.raises(ConfigError):
         parse_bytes(value)
     text = complaint(ProTrainArgs, **{key: value})
     assert key in text and repr(value) in text
-    assert f'for example `{key}: "22GiB"`' in text
+    assert f'for example `{key}: "' in text
+
+
+@pytest.mark.parametrize("value", [0, "0"])
+def test_no_headroom_can_be_asked_for(value):
+    args = ProTrainArgs(protrain_vision_headroom_bytes=value)
+    assert args.protrain_vision_headroom_bytes == 0
 
 
 UNITS = {
@@ -410,6 +419,20 @@ def test_full_precision_bf16_is_unknown_to_axolotl():
     """The reason why there is no row for ``bf16: full``."""
     with pytest.raises(ValidationError, match="bf16"):
         validate(bf16="full", protrain_auto_memory=False)
+
+
+def test_a_filter_of_gradients_needs_them_on_the_device():
+    plugins = ["axolotl.integrations.grokfast.GrokfastPlugin"]
+    (line,) = refusals({"plugins": plugins})
+    assert "Grokfast" in line and "adapter" in line
+    assert not refusals({"plugins": plugins, "adapter": "lora"})
+
+
+def test_masters_need_state_on_the_host():
+    text = complaint(
+        ProTrainArgs, protrain_fp32_master=True, protrain_force_all_persistent=True
+    )
+    assert "protrain_fp32_master" in text and "Drop one" in text
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -7,12 +7,16 @@ told to misbehave: to skip layers, to leave a parameter out of the loss, to rais
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
 from axolotl.integrations.protrain.core.runtime import CpuDevice
@@ -27,6 +31,10 @@ from axolotl.integrations.protrain.core.types import (
 )
 
 VOCAB = 64
+ALL = range(6)
+"""Blocks of a `Stack` as it is by default."""
+
+HOST_STATE = Placement.HOST_STATE
 
 
 class Fuse(torch.autograd.Function):
@@ -170,6 +178,11 @@ def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, **{"lr": 1e-2, "fused": True, **defaults})
 
 
+def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:
+    """The session's optimizer around `adamw`."""
+    return session.wrap_optimizer(adamw(session.model, **defaults))
+
+
 def batches(num: int, seed: int = 1) -> list[Tensor]:
     """Token ids, each [2, 12]."""
     generator = torch.Generator().manual_seed(seed)
@@ -215,6 +228,37 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert list(ours) == list(theirs)
     odd = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not odd, f"different: {odd}"
+
+
+def hook_counts(model: nn.Module) -> dict[str, int]:
+    """Sizes of every hook table of every module and parameter."""
+    counts = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if "hooks" in key and value is not None:
+                counts[f"{name}:{key}"] = len(value)
+    for name, param in model.named_parameters():
+        counts[name] = len(param._post_accumulate_grad_hooks or ())
+    return counts
+
+
+@contextmanager
+def before_host_updates(act: Callable[[], None]) -> Iterator[None]:
+    """`act` on the host thread before each update, by torch's hook for optimizers."""
+
+    def hook(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            act()
+
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def slowly() -> None:
+    time.sleep(0.005)
 
 
 def twin(model: nn.Module) -> Any:

@@ -1,14 +1,11 @@
-"""A session from open to close: memory, addresses, hooks, faults in the middle."""
+"""A session from open to close: equal numbers, addresses, stale reads, hooks."""
 
 from __future__ import annotations
 
 import gc
 import random
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,43 +13,29 @@ import pytest
 import torch
 import transformers
 from core_models import (
+    ALL,
+    HOST_STATE,
     Stack,
     adamw,
     assert_same,
     batches,
     freeze,
+    hook_counts,
     make_plan,
     open_session,
     stack,
     train,
     twin,
     weights,
+    wrapped,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axolotl.integrations.protrain.core.cost import host_bytes, state_bytes
-from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, build_layout
+from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice, Direction, Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
-
-HOST_STATE = Placement.HOST_STATE
-ALL = range(6)
-
-
-@pytest.fixture(autouse=True)
-def no_hooks_left_for_the_next_test() -> Iterator[None]:
-    """A test that fails half-way through a checkpointed forward fails alone."""
-    yield
-    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:
-    return session.wrap_optimizer(adamw(session.model, **defaults))
-
 
 # the same numbers
 
@@ -194,165 +177,6 @@ def trained_params(model: nn.Module, chunk: Any) -> list[nn.Parameter]:
     return [params[s.name] for s in chunk.tensors if params[s.name].requires_grad]
 
 
-# memory
-
-
-def optimizer_state_bytes(params: list[nn.Parameter], num_moments: int = 2) -> int:
-    """Moments and the step count, a fp32 scalar, of each parameter."""
-    return sum(num_moments * p.nbytes + 4 for p in params)
-
-
-MEMORY_PLANS: dict[str, dict[str, Any]] = {
-    "one slot": {"n_buffer": 1},
-    "three slots": {"n_buffer": 3},
-    "mixed": {"resident": (0, 2, 5), "n_buffer": 2},
-    "mixed, state outside on the host": {
-        "resident": (1, 3),
-        "n_buffer": 2,
-        "outside": HOST_STATE,
-    },
-    "paged, state outside on the host": {"n_buffer": 2, "outside": HOST_STATE},
-    "resident": {"resident": ALL},
-}
-# no two neighbours alike, so that every slot has a largest chunk of its own
-INNER = [16, 48, 32, 80, 64, 96]
-
-
-@pytest.mark.parametrize("plan", MEMORY_PLANS)
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-def test_device_peak_is_what_lies_there(frozen: bool, plan: str) -> None:
-    """Counted from the model's own tensors, in the order in which they come.
-
-    Exact where either all or no gradients stay; else what stays may be taken as there
-    for the whole of backward.
-    """
-    model = stack(inner=INNER)
-    keep = freeze(model, ["extra"]) if frozen else ()
-    lowest, highest = device_peak(model, frozen, **MEMORY_PLANS[plan])
-    session = open_session(model, keep, **MEMORY_PLANS[plan])
-    train(model, wrapped(session), [batches(2, s) for s in range(2)], session)
-    assert lowest <= session.measured().device_peak_bytes <= highest
-    session.close()
-
-
-def laid_out(params: list[nn.Parameter]) -> int:
-    """Bytes of parameters one after the other, each at an aligned address."""
-    end = 0
-    for param in params:
-        end += -end % ALIGNMENT_BYTES + param.nbytes
-    return end
-
-
-def device_peak(
-    model: Stack,
-    frozen: bool,
-    resident: Any = (),
-    n_buffer: int = 0,
-    outside: Placement = Placement.RESIDENT,
-) -> tuple[int, int]:
-    """Weights, slots and state, and on top the most gradients at one time.
-
-    The second number has all gradients that stay there from the start of backward.
-    """
-    params = list(model.parameters())
-    trained = [p for p in params if p.requires_grad]
-    blocks = [list(layer.parameters()) for layer in model.layers]
-    paged = [
-        [p for p in block if not (frozen and p.requires_grad)]
-        for index, block in enumerate(blocks)
-        if index not in resident
-    ]
-    slots = sum(
-        max(laid_out(block) for block in paged[slot::n_buffer])
-        for slot in range(n_buffer if paged else 0)
-    )
-    away = {id(p) for block in paged for p in block}
-    standing = slots + sum(p.nbytes for p in params if id(p) not in away)
-    standing += sum(buffer.nbytes for buffer in model.buffers())
-
-    on_host = set() if frozen else {id(p) for block in paged for p in block}
-    if outside is HOST_STATE and not frozen:
-        in_blocks = {id(p) for block in blocks for p in block}
-        on_host |= {id(p) for p in params if id(p) not in in_blocks}
-    own = [p for p in trained if id(p) not in on_host]
-    standing += optimizer_state_bytes(own)
-
-    # in the order of backward: a chunk that leaves does so while the next arrives
-    head_first = [[model.head.weight], [model.norm.weight], [model.norm.bias]]
-    staying, on_its_way, seen = 0, 0, [0]
-    pairs = [0]
-    for chunk in [*head_first, *reversed(blocks), [model.embed.weight]]:
-        nbytes = sum(p.nbytes for p in chunk if p.requires_grad)
-        if id(chunk[0]) in on_host:
-            seen.append(staying + on_its_way + nbytes)
-            pairs.append(on_its_way + nbytes)
-            on_its_way = nbytes
-        else:
-            staying += nbytes
-            seen.append(staying + on_its_way)
-    return standing + max(seen), standing + staying + max(pairs)
-
-
-def predicted_bytes(session: Session) -> int:
-    """What the plan was judged by, and AdamW's step counts: 4 bytes a parameter."""
-    plan, trained = (
-        session.plan,
-        [p for p in session.model.parameters() if p.requires_grad],
-    )
-    return state_bytes(
-        session.layout, plan.placements, plan.n_buffer
-    ).total + optimizer_state_bytes(trained, num_moments=0)
-
-
-@pytest.mark.parametrize("plan", MEMORY_PLANS)
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-def test_device_peak_was_predicted(frozen: bool, plan: str) -> None:
-    model = stack(inner=INNER)
-    keep = freeze(model, ["extra"]) if frozen else ()
-    session = open_session(model, keep, **MEMORY_PLANS[plan])
-    train(model, wrapped(session), [batches(2, s) for s in range(2)], session)
-    assert session.measured().device_peak_bytes <= predicted_bytes(session)
-    session.close()
-
-
-@pytest.mark.parametrize("fp32_master", [False, True])
-def test_host_memory_was_predicted(fp32_master: bool) -> None:
-    model = stack(inner=INNER, dtype=torch.bfloat16)
-    session = open_session(model, fp32_master=fp32_master, outside=HOST_STATE)
-    train(model, wrapped(session), [batches(2)], session)
-    measured, params = session.measured(), list(model.parameters())
-    used = measured.host_arena_bytes + measured.host_optimizer_bytes
-    predicted = host_bytes(session.layout, session.plan.placements, fp32_master)
-    assert used <= predicted + optimizer_state_bytes(params, num_moments=0)
-    session.close()
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [{}, {"resident": ALL, "inside": HOST_STATE}],
-    ids=["paged", "state on the host"],
-)
-def test_gradients_of_incomplete_chunks_leave_too(plan: dict[str, Any]) -> None:
-    """A parameter without gradient in every block must not hold all the others."""
-    model = stack()
-    for layer in model.layers:
-        layer.use_extra = False
-    session = open_session(model, outside=HOST_STATE, **plan)
-    train(model, wrapped(session), [batches(1, s) for s in range(2)], session)
-    assert session.measured().device_peak_bytes <= predicted_bytes(session)
-    session.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_arena_is_as_large_as_what_it_holds(dtype: torch.dtype) -> None:
-    model = stack(width=256, inner=512, dtype=dtype)
-    freeze(model, [])
-    payload = sum(p.nbytes for p in model.layers.parameters())
-    session = open_session(model)
-    assert payload <= session.measured().host_arena_bytes <= 1.01 * payload
-    session.close()
-
-
 # addresses
 
 
@@ -475,18 +299,6 @@ def test_a_broken_run_does_not_equal_plain(
 # nothing foreign is changed
 
 
-def hook_counts(model: nn.Module) -> dict[str, int]:
-    """Sizes of every hook table of every module and parameter."""
-    counts = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if "hooks" in key and value is not None:
-                counts[f"{name}:{key}"] = len(value)
-    for name, param in model.named_parameters():
-        counts[name] = len(param._post_accumulate_grad_hooks or ())
-    return counts
-
-
 def surface(model: nn.Module) -> list[Any]:
     """What other code can see of a model."""
     return [
@@ -565,243 +377,7 @@ def test_a_second_session_follows_the_first() -> None:
     assert_same(model.state_dict(), plain.state_dict())
 
 
-# faults in the middle
-
-
-@contextmanager
-def fault(layer: nn.Module, where: str, error: BaseException) -> Iterator[None]:
-    """`layer` raises once, in its forward or backward."""
-    setattr(layer, f"raise_in_{where}", error)
-    with pytest.raises(type(error), match="on purpose"):
-        yield
-    setattr(layer, f"raise_in_{where}", None)
-
-
-FAULTS = [RuntimeError("on purpose"), KeyboardInterrupt("on purpose")]
-
-
-@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-def test_training_goes_on_after_a_fault(
-    frozen: bool, error: BaseException, where: str, recompute: Any
-) -> None:
-    """A batch that failed is dropped in both runs; what follows is equal."""
-    model = stack()
-    keep = freeze(model, ["extra", "embed"]) if frozen else ()
-    plain = twin(model)
-    session = open_session(model, keep, recompute=recompute)
-    first, bad, second = batches(3)
-    numbers = []
-    for own, optimizer, run in (
-        (plain, adamw(plain), None),
-        (model, wrapped(session), session),
-    ):
-        losses = train(own, optimizer, [[first]], run)
-        with fault(own.layers[3], where, error):
-            own(bad).backward()
-        optimizer.zero_grad()
-        numbers.append(losses + train(own, optimizer, [[second], [first]], run))
-    assert numbers[0] == numbers[1]
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
-
-
-@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
-def test_a_session_closes_after_a_fault(
-    error: BaseException, where: str, recompute: Any
-) -> None:
-    """Weights are those before the fault; torch and the model are left as found."""
-    model = stack()
-    hooks, threads = hook_counts(model), set(threading.enumerate())
-    session = open_session(model, recompute=recompute, outside=HOST_STATE)
-    optimizer = wrapped(session)
-    train(model, optimizer, [batches(1)], session)
-    before = weights(model)
-    with fault(model.layers[3], where, error):
-        model(batches(1)[0]).backward()
-    session.close()
-    assert_same(model.state_dict(), before)
-    assert hook_counts(model) == hooks
-    assert set(threading.enumerate()) <= threads
-    # what autograd saves goes where it always goes
-    other = stack(seed=7)
-    train(other, adamw(other), [batches(1)])
-    model.layers[3].raise_in_backward = None
-    train(model, adamw(model), [batches(1)])
-
-
-@contextmanager
-def before_host_updates(act: Callable[[], None]) -> Iterator[None]:
-    """`act` on the host thread before each update, by torch's hook for optimizers."""
-
-    def hook(*_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            act()
-
-    handle = register_optimizer_step_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def slowly() -> None:
-    time.sleep(0.005)
-
-
-def test_interrupted_while_waiting_for_an_update() -> None:
-    """The signal arrives when a block waits and its chunk is not in its slot yet."""
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, n_buffer=1)
-    optimizer, reference = wrapped(session), adamw(plain)
-    first, bad, second = batches(3)
-    waiting = threading.Event()
-    interrupts = iter([signal.SIGINT])
-
-    def interrupt() -> None:
-        assert waiting.wait(20)
-        time.sleep(0.02)
-        for number in interrupts:
-            signal.pthread_kill(threading.main_thread().ident, number)
-            time.sleep(0.02)
-
-    theirs = train(plain, reference, [[first], [second]])
-    with before_host_updates(interrupt):
-        ours = train(model, optimizer, [[first]], session)
-        with pytest.raises(KeyboardInterrupt):
-            waiting.set()
-            model(bad)
-            session.settle()
-    assert ours + train(model, optimizer, [[second]], session) == theirs
-    session.close()
-
-
-def failing() -> None:
-    raise RuntimeError("no update")
-
-
-def test_a_failed_update_ends_training() -> None:
-    model = stack()
-    session = open_session(model)
-    optimizer = wrapped(session)
-    with before_host_updates(failing):
-        model(batches(1)[0]).backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="no update"):
-            model(batches(1)[0])
-        # there is one more for each of the other chunks
-        with pytest.raises(RuntimeError, match="no update"):
-            session.close()
-
-
-def test_close_cleans_up_after_a_failed_update() -> None:
-    """It raises what the update raised, with everything undone all the same."""
-    model = stack()
-    hooks, threads = hook_counts(model), set(threading.enumerate())
-    before = weights(model)
-    session = open_session(model, outside=HOST_STATE)
-    with before_host_updates(failing):
-        model(batches(1)[0]).backward()
-        wrapped(session).step()
-        with pytest.raises(RuntimeError, match="no update"):
-            session.close()
-    assert session.closed
-    assert hook_counts(model) == hooks
-    assert set(threading.enumerate()) <= threads
-    assert_same(model.state_dict(), before)
-
-
-# state in and out
-
-
-def test_state_dict_reads_the_truth_at_any_time() -> None:
-    """Between two passes the slots hold something else: the host is read."""
-    model = stack()
-    truth = weights(model)
-    session = open_session(model, n_buffer=1)
-    for order in ([0], [3, 1], list(ALL)):
-        model.order = order
-        model(batches(1)[0]).backward()
-        assert_same(model.state_dict(), truth)
-        assert torch.equal(
-            model.layers[2].state_dict()["extra"], truth["layers.2.extra"]
-        )
-    session.close()
-
-
-@pytest.mark.parametrize("part", ["", "layers", "layers.5", "layers.5.up", "head"])
-def test_state_dict_waits_for_updates(part: str) -> None:
-    """Also that of a part of the model."""
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, outside=HOST_STATE)
-    with before_host_updates(slowly):
-        for own, used in ((plain, adamw(plain)), (model, wrapped(session))):
-            own(batches(1)[0]).backward()
-            used.step()
-        ours = model.get_submodule(part).state_dict()
-        ours = {name: value.clone() for name, value in ours.items()}
-    assert_same(ours, plain.get_submodule(part).state_dict())
-    session.close()
-
-
-def test_slow_updates_change_nothing() -> None:
-    """Forward, evaluation, saving and loading all wait for what they read."""
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, n_buffer=2, outside=HOST_STATE)
-    optimizer, reference = wrapped(session), adamw(plain)
-    with before_host_updates(slowly):
-        for step in range(2):
-            data = [batches(2, step)]
-            theirs = train(plain, reference, data, clip=0.5)
-            assert train(model, optimizer, data, session, clip=0.5) == theirs
-            with torch.no_grad():
-                assert model(data[0][0]) == plain(data[0][0])
-            train(plain, reference, data)
-            train(model, optimizer, data, session)
-            state = optimizer.state_dict()
-            assert_same(weights(model), weights(plain))
-            optimizer.load_state_dict(state)
-    session.close()
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-def test_loading_weights_equals_plain(frozen: bool) -> None:
-    """Right after a step, whose updates are still queued."""
-    model = stack()
-    keep = freeze(model, ["extra"]) if frozen else ()
-    plain, loaded = twin(model), weights(stack(seed=9))
-    session = open_session(model, keep, outside=HOST_STATE)
-    numbers = []
-    for own, optimizer, run in (
-        (plain, adamw(plain), None),
-        (model, wrapped(session), session),
-    ):
-        with before_host_updates(slowly):
-            losses = train(own, optimizer, [batches(1)], run)
-            own.load_state_dict(loaded)
-            losses += train(own, optimizer, [batches(1, 2)], run)
-        numbers.append(losses)
-    assert numbers[0] == numbers[1]
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
-
-
-def test_host_weight_names_what_is_on_the_host() -> None:
-    model = stack()
-    truth = weights(model)
-    session = open_session(model, resident=(0,), outside=HOST_STATE)
-    for name in ("layers.1.up.weight", "head.weight"):
-        assert torch.equal(session.host_weight(name), truth[name])
-    with pytest.raises(KeyError):
-        session.host_weight("layers.0.up.weight")
-    session.close()
+# unusual blocks
 
 
 def test_a_parameter_of_a_block_that_is_read_outside_it() -> None:

@@ -1,0 +1,158 @@
+"""What is left after an exception or an interrupt: a session that goes on or closes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from core_models import (
+    ALL,
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    before_host_updates,
+    freeze,
+    hook_counts,
+    open_session,
+    stack,
+    train,
+    twin,
+    weights,
+    wrapped,
+)
+from torch import nn
+
+
+@contextmanager
+def fault(layer: nn.Module, where: str, error: BaseException) -> Iterator[None]:
+    """`layer` raises once, in its forward or backward."""
+    setattr(layer, f"raise_in_{where}", error)
+    with pytest.raises(type(error), match="on purpose"):
+        yield
+    setattr(layer, f"raise_in_{where}", None)
+
+
+FAULTS = [RuntimeError("on purpose"), KeyboardInterrupt("on purpose")]
+
+
+@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_training_goes_on_after_a_fault(
+    frozen: bool, error: BaseException, where: str, recompute: Any
+) -> None:
+    """A batch that failed is dropped in both runs; what follows is equal."""
+    model = stack()
+    keep = freeze(model, ["extra", "embed"]) if frozen else ()
+    plain = twin(model)
+    session = open_session(model, keep, recompute=recompute)
+    first, bad, second = batches(3)
+    numbers = []
+    for own, optimizer, run in (
+        (plain, adamw(plain), None),
+        (model, wrapped(session), session),
+    ):
+        losses = train(own, optimizer, [[first]], run)
+        with fault(own.layers[3], where, error):
+            own(bad).backward()
+        optimizer.zero_grad()
+        numbers.append(losses + train(own, optimizer, [[second], [first]], run))
+    assert numbers[0] == numbers[1]
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()
+
+
+@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
+def test_a_session_closes_after_a_fault(
+    error: BaseException, where: str, recompute: Any
+) -> None:
+    """Weights are those before the fault; torch and the model are left as found."""
+    model = stack()
+    hooks, threads = hook_counts(model), set(threading.enumerate())
+    session = open_session(model, recompute=recompute, outside=HOST_STATE)
+    optimizer = wrapped(session)
+    train(model, optimizer, [batches(1)], session)
+    before = weights(model)
+    with fault(model.layers[3], where, error):
+        model(batches(1)[0]).backward()
+    session.close()
+    assert_same(model.state_dict(), before)
+    assert hook_counts(model) == hooks
+    assert set(threading.enumerate()) <= threads
+    # what autograd saves goes where it always goes
+    other = stack(seed=7)
+    train(other, adamw(other), [batches(1)])
+    model.layers[3].raise_in_backward = None
+    train(model, adamw(model), [batches(1)])
+
+
+def test_interrupted_while_waiting_for_an_update() -> None:
+    """The signal arrives when a block waits and its chunk is not in its slot yet."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, n_buffer=1)
+    optimizer, reference = wrapped(session), adamw(plain)
+    first, bad, second = batches(3)
+    waiting = threading.Event()
+    interrupts = iter([signal.SIGINT])
+
+    def interrupt() -> None:
+        assert waiting.wait(20)
+        time.sleep(0.02)
+        for number in interrupts:
+            signal.pthread_kill(threading.main_thread().ident, number)
+            time.sleep(0.02)
+
+    theirs = train(plain, reference, [[first], [second]])
+    with before_host_updates(interrupt):
+        ours = train(model, optimizer, [[first]], session)
+        with pytest.raises(KeyboardInterrupt):
+            waiting.set()
+            model(bad)
+            session.settle()
+    assert ours + train(model, optimizer, [[second]], session) == theirs
+    session.close()
+
+
+def failing() -> None:
+    raise RuntimeError("no update")
+
+
+def test_a_failed_update_ends_training() -> None:
+    model = stack()
+    session = open_session(model)
+    optimizer = wrapped(session)
+    with before_host_updates(failing):
+        model(batches(1)[0]).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="no update"):
+            model(batches(1)[0])
+        # there is one more for each of the other chunks
+        with pytest.raises(RuntimeError, match="no update"):
+            session.close()
+
+
+def test_close_cleans_up_after_a_failed_update() -> None:
+    """It raises what the update raised, with everything undone all the same."""
+    model = stack()
+    hooks, threads = hook_counts(model), set(threading.enumerate())
+    before = weights(model)
+    session = open_session(model, outside=HOST_STATE)
+    with before_host_updates(failing):
+        model(batches(1)[0]).backward()
+        wrapped(session).step()
+        with pytest.raises(RuntimeError, match="no update"):
+            session.close()
+    assert session.closed
+    assert hook_counts(model) == hooks
+    assert set(threading.enumerate()) <= threads
+    assert_same(model.state_dict(), before)
