@@ -287,6 +287,7 @@ class Session:
         needs_windows = bool(self.plan.paged) or any(
             host.chunk.pageable for host in self._host_chunks
         )
+        left = self._gradients.send_left if self._host_chunks else None
         for block, recompute in zip(
             self.layout.blocks, self.plan.recompute, strict=True
         ):
@@ -294,9 +295,7 @@ class Session:
             if recompute:
                 self._recomputes.append(Recompute(module))
             if needs_windows:
-                self._handles += attach_block(
-                    module, block.index, self._pager, self._gradients.send_left
-                )
+                self._handles += attach_block(module, block.index, self._pager, left)
         self._handles += self._gradients.attach(self._host_chunks)
         self._handles += self._recomputes
         if self._handles:

@@ -169,7 +169,8 @@ class CpuDevice(Device):
 
     def place(self, tensor: Tensor) -> Tensor:
         self.count(tensor.nbytes)
-        return tensor
+        # memory of its own, as on any device: a view of a mapped shard keeps it mapped
+        return tensor.clone()
 
     def pin(self, host: Tensor) -> None:
         pass

@@ -26,7 +26,7 @@ class Removable(Protocol):
 
 
 def attach_block(
-    block: nn.Module, index: int, pager: Pager, left: Callable[[int], None]
+    block: nn.Module, index: int, pager: Pager, left: Callable[[int], None] | None
 ) -> list[Removable]:
     """Open and close a block's window around its forward and backward.
 
@@ -34,14 +34,15 @@ def attach_block(
         block: The module.
         index: Its number in the layout.
         pager: Opens and closes the window.
-        left: Called when backward has come past a block, with that block's number.
+        left: Called when backward has come past a block, with that block's number;
+            None where no gradient leaves the device.
     """
 
     def open_backward(_gradients: Any) -> None:
         before = pager.window
         if before != index:
             pager.open(index, Direction.BACKWARD)
-            if before is not None:
+            if left is not None and before is not None:
                 left(before)
 
     entered = 0
@@ -58,7 +59,7 @@ def attach_block(
             pager.close(index, Direction.INFERENCE)
             return
         pager.close(index, Direction.FORWARD)
-        for tensor in _tensors(output):
+        for tensor in (output,) if type(output) is Tensor else _tensors(output):
             node = tensor.grad_fn
             # an older node is not this block's: it only hands the tensor on
             if node is not None and node._sequence_nr() >= entered:

@@ -46,14 +46,15 @@ class Residence:
 
     def move_in(self) -> None:
         """Bind every parameter to its place, one chunk at a time."""
-        for chunk in self._chunks:
-            self._move_chunk(chunk)
         on_host = {spec.name for chunk in self._chunks for spec in chunk.tensors}
+        # first: one small view would keep a whole mapped shard of the file alive
         for name, param in self._params.items():
             if name not in on_host:
                 param.data = self._device.place(param.data)
         for buffer in self._model.buffers():
             buffer.data = self._device.place(buffer.data)
+        for chunk in self._chunks:
+            self._move_chunk(chunk)
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
