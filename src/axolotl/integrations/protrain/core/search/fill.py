@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ..cost import host_bytes, state_bytes
 from ..errors import BudgetError, ConfigError
@@ -53,7 +54,6 @@ def fill_budget(
                 return plan
     placements = _place(layout, 0, Placement.HOST_STATE, fp32_master)
     _refuse(layout, placements, _slots_to_run(layout, placements), budget)
-    raise AssertionError("unreachable: _refuse raises")
 
 
 def all_resident(layout: Layout, budget: Budget, n_checkpoint: int) -> Plan:
@@ -96,7 +96,6 @@ def plan_by_hand(
             _check_host(layout, plan, budget, fp32_master)
             return plan
     _refuse(layout, placements, n_buffer, budget)
-    raise AssertionError("unreachable: _refuse raises")
 
 
 def _place(
@@ -172,7 +171,7 @@ def _check_host(layout: Layout, plan: Plan, budget: Budget, fp32_master: bool) -
 
 def _refuse(
     layout: Layout, placements: tuple[Placement, ...], n_buffer: int, budget: Budget
-) -> None:
+) -> NoReturn:
     needed = state_bytes(layout, placements, n_buffer)
     terms = ", ".join(
         f"{name} {value:,}" for name, value in vars(needed).items() if value
