@@ -60,10 +60,13 @@ class PlainBlock(nn.Module):
 class BiasModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        # a gradient for the first block's input needs that block's weights last
+        self.embed = nn.Linear(8, 8)
         self.layers = nn.ModuleList(BiasBlock(i == 0) for i in range(NUM_BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None
+        x = self.embed(x)
         for layer in self.layers:
             x, bias = layer(x, bias=bias)
         return x.square().sum() + bias.sum()
