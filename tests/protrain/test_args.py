@@ -18,16 +18,18 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from axolotl.integrations.protrain.args import (
-    EXCLUDED,
-    NOT_AVAILABLE,
     Overrides,
     ProTrainArgs,
     overrides,
     parse_bytes,
-    refusals,
     reject_unknown_keys,
 )
 from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
+from axolotl.integrations.protrain.refusals import (
+    EXCLUDED,
+    NOT_AVAILABLE,
+    refusals,
+)
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 PLAIN = {

@@ -193,7 +193,7 @@ class TrainingRun:
         capacity = self.args.protrain_capacity_bytes
         reserve = 0
         if device.type != "cpu":
-            capacity = capacity or device_memory(device).free_bytes
+            capacity = capacity or device_memory(device)
             reserve = int(capacity * ACTIVATION_SHARE)
             notes.append(
                 f"{ACTIVATION_SHARE:.0%} of the device is kept for activations."

@@ -1,5 +1,5 @@
 """What the machine gives."""
 
-from .memory import DeviceMemory, device_memory, host_memory
+from .memory import device_memory, host_memory
 
-__all__ = ["DeviceMemory", "device_memory", "host_memory"]
+__all__ = ["device_memory", "host_memory"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,19 +20,11 @@ HOST_RESERVE_BYTES = 1 << 30
 """Left to the operating system, the dataloader and the tokenizer."""
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of a CUDA device."""
-
-    free_bytes: int
-    total_bytes: int
-
-
-def device_memory(device: torch.device) -> DeviceMemory:
-    """Free and total bytes of a CUDA device; memory cached by torch counts as free."""
-    free, total = torch.cuda.mem_get_info(device)
+def device_memory(device: torch.device) -> int:
+    """Free bytes of a CUDA device; memory cached by torch counts as free."""
+    free, _total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return DeviceMemory(free + cached, total)
+    return free + cached
 
 
 def host_memory() -> int:

@@ -1,0 +1,165 @@
+"""Combinations of YAML keys that cannot work, as a table: key, reason, way out."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of one key that cannot work.
+
+    ``when`` looks at the value; ``why`` continues a sentence that begins with the
+    key; ``way_out`` is what the person should do.
+    """
+
+    key: str
+    when: Callable[[Any], bool]
+    why: str
+    way_out: str = "Remove the key"
+
+    def message(self, value: object) -> str:
+        """The line for the person: key and value, the reason, the way out."""
+        return f"{_as_yaml(self.key, value)} {self.why}. {self.way_out}."
+
+
+def _as_yaml(key: str, value: object) -> str:
+    """``key: value`` as in the YAML; mappings and lists are left out for length."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"`{key}: {value}`" if isinstance(value, str | int | float) else f"`{key}`"
+
+
+def _each(keys: str, when: Callable[[Any], bool], why: str) -> list[Refusal]:
+    return [Refusal(key, when, why) for key in keys.split()]
+
+
+def _is_set(value: object) -> bool:
+    return value is not None
+
+
+def _above(limit: int) -> Callable[[int | None], bool]:
+    return lambda value: value is not None and value > limit
+
+
+def _one_of(*values: str) -> Callable[[object], bool]:
+    return lambda value: value in values
+
+
+def _has_range(patterns: Iterable[str] | None) -> bool:
+    """Whether an entry ends like ``name[:100]``, which Axolotl trains row by row.
+
+    ``layers.[0-9]+`` and ``layers.[0-9]`` are regular expressions, not ranges.
+    """
+    return any(re.search(r".\[[0-9]*(:[0-9]*)?\]$", text) for text in patterns or ())
+
+
+def _lacks_deepspeed(value: object) -> bool:
+    return value == "deepspeed" and importlib.util.find_spec("deepspeed") is None
+
+
+_NOT_YET = "is not available in this version"
+_NO_4BIT = f"{_NOT_YET}: 4-bit bases cannot be paged"
+_PLACES = "decides where weights live, which is ProTrain's task here"
+_PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
+_QUANTISED = "gives weights of a kind that ProTrain cannot page"
+_OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
+
+# Delete a row once the machinery it stands for exists.
+NOT_AVAILABLE = (
+    *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
+    *_each("protrain_zero3_shard protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
+    *_each("protrain_cache_dir", _is_set, _NOT_YET),
+    Refusal("protrain_n_swap_override", _above(0), _NOT_YET, "Set it to 0"),
+    Refusal("load_in_4bit", bool, _NO_4BIT, "Remove the key to page the base in bf16"),
+    Refusal("adapter", _one_of("qlora"), _NO_4BIT, "Use `adapter: lora`"),
+)
+
+EXCLUDED = (
+    *_each("deepspeed fsdp layer_offloading lora_on_cpu", bool, _PLACES),
+    *_each("ple_cpu_offload", bool, _PLACES),
+    *_each("fsdp_config device_map", _is_set, _PLACES),
+    Refusal("max_memory", _is_set, _PLACES, "Use `protrain_capacity_bytes`"),
+    Refusal("gpu_memory_limit", _is_set, _PLACES, "Use `protrain_capacity_bytes`"),
+    *_each("tensor_parallel_size context_parallel_size", _above(1), _PARALLEL),
+    *_each("sequence_parallel_degree expert_parallel_size", _above(1), _PARALLEL),
+    *_each("dp_shard_size dp_replicate_size", _above(1), _PARALLEL),
+    *_each("load_in_8bit quantize_moe_experts gptq qat", bool, _QUANTISED),
+    *_each("use_onebitllms nvfp4_merge_aware", bool, _QUANTISED),
+    *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
+    *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
+    *_each("model_quantization_config", _is_set, _QUANTISED),
+    *_each("rl reward_model process_reward_model", bool, _OBJECTIVE),
+    *_each("selective_checkpointing", bool, "recomputes by another rule than the plan"),
+    *_each("tiled_mlp", bool, "runs backward several times in a block"),
+    *_each("torch_compile", bool, "compiles over the hooks that page weights"),
+    *_each("fp8", bool, "replaces modules after ProTrain has laid them out"),
+    *_each("relora", bool, "merges adapters into weights that may be paged out"),
+    *_each("lisa_n_layers", bool, "changes which blocks train during the run"),
+    Refusal(
+        "activation_offloading",
+        bool,
+        "would move paged weights as if they were activations",
+        "Remove it; where it comes from `gradient_checkpointing: offload`, use `true`",
+    ),
+    Refusal(
+        "fp16",
+        bool,
+        "scales the loss and looks for overflow only in gradients on the device",
+        "Use `bf16: true`, or `bf16: false` with `fp16: false` for fp32",
+    ),
+    Refusal(
+        "unfrozen_parameters",
+        _has_range,
+        "has a range such as `name[:100]`, which masks gradients where they are not",
+        "Name whole parameters",
+    ),
+    Refusal(
+        "auto_find_batch_size",
+        bool,
+        "would retry with a batch that the plan was not made for",
+        "Set `micro_batch_size`",
+    ),
+    Refusal(
+        "protrain_cpu_optimizer",
+        _lacks_deepspeed,
+        "needs a package that is not installed",
+        "Run `pip install axolotl-protrain[deepspeed]`, or use torch",
+    ),
+)
+
+
+def _uses_grokfast(plugins: Iterable[str] | None) -> bool:
+    return any("grokfast" in plugin.lower() for plugin in plugins or ())
+
+
+_HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def refusals(settings: Mapping[str, Any]) -> list[str]:
+    """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
+    lines = [
+        row.message(settings[row.key])
+        for row in (*NOT_AVAILABLE, *EXCLUDED)
+        if row.key in settings and row.when(settings[row.key])
+    ]
+    optimizer = settings.get("optimizer") or _HOST_OPTIMIZERS[0]
+    trains_paged_weights = not (
+        settings.get("adapter") or settings.get("protrain_force_all_persistent")
+    )
+    if trains_paged_weights and _uses_grokfast(settings.get("plugins")):
+        lines.append(
+            "`plugins`: GrokfastPlugin filters gradients on the device, and those of "
+            "paged weights are on the host. Remove it, or train an adapter."
+        )
+    if trains_paged_weights and optimizer not in _HOST_OPTIMIZERS:
+        lines.append(
+            f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host. "
+            f"Use {' or '.join(_HOST_OPTIMIZERS)}, or train an adapter."
+        )
+    return lines
