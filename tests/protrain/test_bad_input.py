@@ -33,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl.integrations.protrain.core.errors import BudgetError, LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.search import Budget, fill_budget
+from axolotl.integrations.protrain.core.search import fill_budget
+from axolotl.integrations.protrain.core.types import Budget
 
 ROOM = {**PAGED, "protrain_capacity_bytes": "1GiB"}
 RESIDENT = {**ROOM, "protrain_force_all_persistent": True}

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+from axolotl.integrations.protrain.core.search import plan_by_hand
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Budget
 
 Run = Callable[[Job], Result]
 Settings = dict[str, Any]

@@ -41,8 +41,9 @@ from axolotl.integrations.protrain.core.checkpoint import (
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+from axolotl.integrations.protrain.core.search import plan_by_hand
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Budget
 
 OTHER_PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(1, 3, 2)}
 MASTER = {"bf16": True, "protrain_fp32_master": True, **OTHER_PLAN}

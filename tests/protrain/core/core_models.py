@@ -27,6 +27,7 @@ from axolotl.integrations.protrain.core.types import (
     Layout,
     Placement,
     Plan,
+    Policy,
     TensorSpec,
 )
 
@@ -149,7 +150,9 @@ def make_plan(
         n_swap=0,
         n_checkpoint=len(recompute),
         placements=placements,
-        recompute=tuple(index in recompute for index in blocks),
+        policies=tuple(
+            Policy.RECOMPUTE if index in recompute else Policy.KEEP for index in blocks
+        ),
         origin="test",
     )
 

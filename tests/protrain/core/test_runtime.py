@@ -13,14 +13,16 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from axolotl.integrations.protrain.core.errors import LayoutError
-from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES
+from axolotl.integrations.protrain.core.layout import (
+    ALIGNMENT_BYTES,
+    Direction,
+    Schedule,
+)
 from axolotl.integrations.protrain.core.runtime import (
     Arena,
     CpuDevice,
-    Direction,
     HostWorker,
     Pager,
-    Schedule,
     Slot,
     open_device,
 )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from axolotl.integrations.protrain.core.runtime import Direction, Schedule
+from axolotl.integrations.protrain.core.layout import Direction, Schedule
 
 
 class Ring(NamedTuple):

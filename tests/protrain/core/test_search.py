@@ -14,12 +14,12 @@ from axolotl.integrations.protrain.core.cost import host_bytes, state_bytes
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.layout import check_slots, slot_floor
 from axolotl.integrations.protrain.core.search import (
-    Budget,
     fill_budget,
     plan_by_hand,
 )
 from axolotl.integrations.protrain.core.types import (
     Block,
+    Budget,
     Chunk,
     Layout,
     Placement,
@@ -90,7 +90,7 @@ def missing_bytes(error: BudgetError) -> int:
 @given(st.one_of(filled(), filled(fp32_master=True)))
 def test_a_plan_fits_and_can_run(made: Filled) -> None:
     layout, budget, plan = made
-    assert needed(layout, plan) <= budget.states_bytes
+    assert needed(layout, plan) <= budget.usable_bytes
     check_slots(layout, plan.placements, plan.n_buffer)
     assert len(plan.placements) == len(layout.chunks)
     assert plan.recompute == tuple(

@@ -32,8 +32,8 @@ from core_models import (
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Direction, Pager
+from axolotl.integrations.protrain.core.layout import Direction, build_layout
+from axolotl.integrations.protrain.core.runtime import CpuDevice, Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+from axolotl.integrations.protrain.core.search import plan_by_hand
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Budget
 
 NUM_BLOCKS = 5
 PLENTY = Budget(1 << 40, 0, 1 << 40)

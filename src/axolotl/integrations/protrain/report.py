@@ -14,9 +14,8 @@ from rich.table import Table
 
 from .core.cost import StateBytes
 from .core.layout import slot_bytes
-from .core.search import Budget
 from .core.session import Measured
-from .core.types import Chunk, Layout, Plan
+from .core.types import Budget, Chunk, Layout, Plan
 
 REPORT_FILE = Path("protrain") / "report.json"
 

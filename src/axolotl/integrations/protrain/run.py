@@ -22,9 +22,9 @@ from .core.errors import ConfigError, ProTrainError
 from .core.layout import build_layout, has_vision_tower
 from .core.profile import device_memory, host_memory
 from .core.runtime import open_device
-from .core.search import Budget, all_resident, fill_budget, plan_by_hand
+from .core.search import all_resident, fill_budget, plan_by_hand
 from .core.session import Measured, Options, Session
-from .core.types import Layout, Plan
+from .core.types import Budget, Layout, Plan
 from .report import RunReport, summary
 
 ACTIVATION_SHARE = 0.5

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .layout import slot_bytes
+from .layout import Schedule, slot_bytes
 from .optim import GradientOffload, HostChunk, PagedAdamW, optimizer_bytes
 from .runtime import (
     Arena,
@@ -23,7 +23,6 @@ from .runtime import (
     Recompute,
     Removable,
     Residence,
-    Schedule,
     Slot,
     attach_block,
     attach_entry,

@@ -125,6 +125,17 @@ class Layout:
         return tuple(chunk for chunk in self.chunks if chunk.pageable)
 
 
+class Policy(Enum):
+    """What becomes of the tensors that a block saves for backward."""
+
+    KEEP = "keep"
+    """They stay on the device."""
+    RECOMPUTE = "recompute"
+    """Only the block's inputs stay; backward computes the rest again."""
+    SWAP = "swap"
+    """They go to the host in forward and come back for backward."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the runtime does, decided once. The four knobs carry the paper's names.
@@ -135,7 +146,7 @@ class Plan:
         n_swap: Blocks whose activations go to the host.
         n_checkpoint: Blocks that recompute their activations.
         placements: One entry for each chunk of the layout.
-        recompute: One entry for each block of the layout.
+        policies: One entry for each block of the layout.
         origin: What decided the knobs, for the report.
     """
 
@@ -144,8 +155,13 @@ class Plan:
     n_swap: int
     n_checkpoint: int
     placements: tuple[Placement, ...]
-    recompute: tuple[bool, ...]
+    policies: tuple[Policy, ...]
     origin: str
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        """For each block whether backward computes it again."""
+        return tuple(policy is Policy.RECOMPUTE for policy in self.policies)
 
     @property
     def paged(self) -> tuple[int, ...]:
@@ -160,3 +176,197 @@ class Plan:
     def mode(self) -> str:
         """Mode A is resident, mode B pages from a host copy."""
         return "B" if self.paged else "A"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What operators do, enough to say how long they take on some device.
+
+    Attributes:
+        flops_16: Floating point operations of matrix products in 16-bit types.
+        flops_32: The same in fp32.
+        moved_bytes: Bytes that all other operators read and write.
+        num_kernels: Operators that launch one.
+    """
+
+    flops_16: int = 0
+    flops_32: int = 0
+    moved_bytes: int = 0
+    num_kernels: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops_16 + other.flops_16,
+            self.flops_32 + other.flops_32,
+            self.moved_bytes + other.moved_bytes,
+            self.num_kernels + other.num_kernels,
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of forward or backward: one block, or what runs between blocks.
+
+    Bytes are those of activations: parameters and gradients of parameters are not in
+    them unless stated. Peaks are relative to the start of the segment.
+
+    Attributes:
+        block: Index of the block, None for what runs outside blocks.
+        backward: Whether it belongs to backward.
+        work: What it computes, once.
+        peak_bytes: Highest rise, saved tensors kept. Gradients of parameters count
+            from their making to their accumulation.
+        dropped_peak_bytes: Forward of a block: the same when nothing is saved.
+        redone_peak_bytes: Forward of a block: highest rise when backward computes it
+            again, up to the last saved tensor.
+        first_peak_bytes: Backward: the peak with every gradient of the segment that
+            has been made, as in the first micro-batch.
+        gradients: Names of the parameters whose gradients it makes, in order.
+    """
+
+    block: int | None
+    backward: bool
+    work: Work
+    peak_bytes: int
+    dropped_peak_bytes: int = 0
+    redone_peak_bytes: int = 0
+    first_peak_bytes: int = 0
+    gradients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A reason to keep bytes beyond the segment in which the model forgets them.
+
+    Attributes:
+        segment: Index of the segment in which the reason ends.
+        block: The block whose saved tensor or input it is, None outside blocks.
+        as_input: True for what only a recomputed block keeps: its inputs.
+    """
+
+    segment: int
+    block: int | None
+    as_input: bool = False
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Activation bytes that outlive the segment that made them.
+
+    Attributes:
+        made: Index of that segment.
+        forgotten: Index of the segment in which the model's own references end.
+        holds: What autograd keeps of it.
+        nbytes: Bytes of all tensors with this fate.
+    """
+
+    made: int
+    forgotten: int
+    holds: tuple[Hold, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of a model, forward and backward, run without weights.
+
+    Attributes:
+        segments: Forward segments in order, then those of backward in order.
+        holdings: What lives from one segment into another.
+        num_blocks: Blocks of the model.
+        block_order: Their indices in the order of first use.
+        assumptions: What could not be traced, and what was taken instead.
+        batch_bytes: Bytes of one batch on the device.
+        saved_bytes: For each block what keeping its saved tensors costs.
+        input_bytes: For each block what keeping only its inputs costs.
+    """
+
+    segments: tuple[Segment, ...]
+    holdings: tuple[Holding, ...]
+    num_blocks: int
+    block_order: tuple[int, ...]
+    assumptions: tuple[str, ...] = ()
+    batch_bytes: int = 0
+    saved_bytes: tuple[int, ...] = ()
+    input_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one machine gives, measured or looked up. Rates are per second.
+
+    Attributes:
+        name: For people.
+        source: Where the figures come from.
+        device_bytes: Memory of the device.
+        host_bytes: Memory of the host that may be used.
+        unseen_bytes: Taken on the device by what no trace sees: context, workspaces
+            of kernels, rounding of the allocator.
+        flops_16: Matrix products in bf16, achieved.
+        flops_32: In fp32, achieved.
+        memory_bytes_s: Device memory, achieved.
+        kernel_s: Shortest time between two kernels.
+        fetch_bytes_s: Host to device, alone.
+        offload_bytes_s: Device to host, alone.
+        fetch_both_bytes_s: Host to device while the other way is busy.
+        offload_both_bytes_s: Device to host while the other way is busy.
+        adam_bytes_s: Host AdamW: bytes of weights updated per second.
+        overlaps: Whether copies run beside compute.
+    """
+
+    name: str
+    source: str
+    device_bytes: int
+    host_bytes: int
+    unseen_bytes: int
+    flops_16: float
+    flops_32: float
+    memory_bytes_s: float
+    kernel_s: float
+    fetch_bytes_s: float
+    offload_bytes_s: float
+    fetch_both_bytes_s: float
+    offload_both_bytes_s: float
+    adam_bytes_s: float
+    overlaps: bool = True
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of compute for one micro-batch, nothing waiting for a copy.
+
+    Attributes:
+        forward_s: For each block.
+        backward_s: For each block, without recomputation.
+        outside_forward_s: Before, between and after the blocks.
+        outside_backward_s: The same in backward.
+        update_s: Optimizer step of what lives on the device.
+        measured: Whether the blocks were timed on the device rather than computed.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    outside_forward_s: float
+    outside_backward_s: float
+    update_s: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan may use.
+
+    Attributes:
+        device_bytes: Device capacity.
+        reserve_bytes: Part of it that the plan must leave free.
+        host_bytes: Host capacity, for the arena and what trains on it.
+    """
+
+    device_bytes: int
+    reserve_bytes: int
+    host_bytes: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device bytes that the plan's peak may reach."""
+        return self.device_bytes - self.reserve_bytes

@@ -9,7 +9,6 @@ from .hooks import Removable, attach_block, attach_entry, attach_state_dict
 from .pager import Pager
 from .recompute import Recompute
 from .residence import Residence
-from .schedule import Direction, Schedule
 from .slots import Slot
 from .updates import HostWorker
 
@@ -18,13 +17,11 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Device",
-    "Direction",
     "HostWorker",
     "Pager",
     "Recompute",
     "Removable",
     "Residence",
-    "Schedule",
     "Slot",
     "attach_block",
     "attach_entry",

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..layout import Direction
 from .pager import Pager
-from .schedule import Direction
 
 
 class Removable(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..errors import LayoutError
-from .schedule import Direction, Schedule
+from ..layout import Direction, Schedule
 from .slots import Slot
 
 

@@ -1,5 +1,5 @@
 """From layout and budget to a plan."""
 
-from .fill import Budget, all_resident, fill_budget, plan_by_hand
+from .fill import all_resident, fill_budget, plan_by_hand
 
-__all__ = ["Budget", "all_resident", "fill_budget", "plan_by_hand"]
+__all__ = ["all_resident", "fill_budget", "plan_by_hand"]

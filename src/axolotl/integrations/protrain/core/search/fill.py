@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NoReturn
 
 from ..cost import host_bytes, state_bytes
 from ..errors import BudgetError, ConfigError
 from ..layout import check_slots, slot_floor, spread_evenly
-from ..types import Layout, Placement, Plan
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What the plan may use.
-
-    Attributes:
-        device_bytes: Device capacity.
-        reserve_bytes: Part of it that the states must leave free.
-        host_bytes: Host capacity, for the arena and what trains on it.
-    """
-
-    device_bytes: int
-    reserve_bytes: int
-    host_bytes: int
-
-    @property
-    def states_bytes(self) -> int:
-        return self.device_bytes - self.reserve_bytes
+from ..types import Budget, Layout, Placement, Plan, Policy
 
 
 def fill_budget(
@@ -126,7 +106,7 @@ def _slots_to_run(layout: Layout, placements: tuple[Placement, ...]) -> int:
 def _fits(
     layout: Layout, placements: tuple[Placement, ...], n_buffer: int, budget: Budget
 ) -> bool:
-    return state_bytes(layout, placements, n_buffer).total <= budget.states_bytes
+    return state_bytes(layout, placements, n_buffer).total <= budget.usable_bytes
 
 
 def _plan(
@@ -145,7 +125,8 @@ def _plan(
         n_checkpoint=n_checkpoint,
         placements=placements,
         # the paper keeps the last blocks: backward frees them first
-        recompute=tuple(index < n_checkpoint for index in range(blocks)),
+        policies=(Policy.RECOMPUTE,) * n_checkpoint
+        + (Policy.KEEP,) * (blocks - n_checkpoint),
         origin=origin,
     )
 
@@ -178,9 +159,9 @@ def _refuse(
     )
     raise BudgetError(
         f"protrain_capacity_bytes: the states need {needed.total:,} bytes on the "
-        f"device even so ({terms}); {budget.states_bytes:,} of "
+        f"device even so ({terms}); {budget.usable_bytes:,} of "
         f"{budget.device_bytes:,} may be used. Raise protrain_capacity_bytes by at "
-        f"least {needed.total - budget.states_bytes:,}, take a smaller adapter, or set "
+        f"least {needed.total - budget.usable_bytes:,}, take a smaller adapter, or set "
         "fewer resident chunks or slots by hand (protrain_n_persist_override, "
         "protrain_n_buffer_override)."
     )
