@@ -6,6 +6,7 @@
      +-- ConfigError      (also a ValueError) a YAML key, or two that exclude each other
      +-- BudgetError      no plan fits the memory of this machine
      +-- LayoutError      no repeated blocks were recognised in the model
+     +-- TraceError       the model could not be run without weights
      +-- CheckpointError  a checkpoint could not be written or read back
 
 Each message names what is at fault and the way out. A broken invariant of
@@ -31,6 +32,10 @@ class BudgetError(ProTrainError):
 
 class LayoutError(ProTrainError):
     """The model has no blocks that ProTrain recognises, so nothing can be paged."""
+
+
+class TraceError(ProTrainError):
+    """The model asks for values that only a run with weights can give."""
 
 
 class CheckpointError(ProTrainError):

@@ -221,7 +221,7 @@ class Segment:
             again, up to the last saved tensor.
         first_peak_bytes: Backward: the peak with every gradient of the segment that
             has been made, as in the first micro-batch.
-        gradients: Names of the parameters whose gradients it makes, in order.
+        gradients: Names and bytes of the parameters' gradients it makes, in order.
     """
 
     block: int | None
@@ -231,7 +231,7 @@ class Segment:
     dropped_peak_bytes: int = 0
     redone_peak_bytes: int = 0
     first_peak_bytes: int = 0
-    gradients: tuple[str, ...] = ()
+    gradients: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,6 @@ class Trace:
         block_order: Their indices in the order of first use.
         assumptions: What could not be traced, and what was taken instead.
         batch_bytes: Bytes of one batch on the device.
-        saved_bytes: For each block what keeping its saved tensors costs.
-        input_bytes: For each block what keeping only its inputs costs.
     """
 
     segments: tuple[Segment, ...]
@@ -287,8 +285,31 @@ class Trace:
     block_order: tuple[int, ...]
     assumptions: tuple[str, ...] = ()
     batch_bytes: int = 0
-    saved_bytes: tuple[int, ...] = ()
-    input_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the YAML asks of a step, beside the model and its batch.
+
+    Attributes:
+        accumulation: Micro-batches of an optimizer step.
+        tokens: Tokens of a micro-batch, padding included.
+        fp32_master: bf16 weights on the host are updated through fp32 masters.
+        moment_copies: Optimizer state on the device, in copies of its weights.
+        update_copies: Copies of all those weights that a device update takes on top.
+        update_parameter_copies: The same for the largest single parameter.
+        eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
+        loader_bytes: Batches that the dataloader holds on the host.
+    """
+
+    accumulation: int = 1
+    tokens: int = 0
+    fp32_master: bool = False
+    moment_copies: float = 2.0
+    update_copies: float = 0.0
+    update_parameter_copies: float = 0.0
+    eval_ratio: float = 0.0
+    loader_bytes: int = 0
 
 
 @dataclass(frozen=True)

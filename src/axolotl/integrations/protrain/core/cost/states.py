@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..layout import aligned, slot_bytes
-from ..types import Chunk, Layout, Placement
+from ..types import Chunk, Layout, Placement, Workload
 
-RESIDENT_TRAINABLE_COPIES = 4
-"""Weight, gradient and AdamW's two moments, all in the weight's dtype."""
+ADAM_MOMENTS = 2.0
+"""AdamW keeps two moments in the weight's dtype."""
 
 STEP_BYTES = 4
 """AdamW's step count, an fp32 scalar of each parameter."""
 
-GRADIENTS_IN_FLIGHT = 3
-"""Two chunks on their way to the host and the one whose gradients are being made."""
+GRADIENTS_IN_FLIGHT = 2
+"""Chunks whose gradients are on their way to the host beside the one being made."""
 
 STAGING_BUFFERS = 2
 """Host buffers, as large as the largest trainable chunk, for sums of gradients."""
@@ -29,12 +29,14 @@ class StateBytes:
     """Device bytes of the states under a plan, by term.
 
     Attributes:
-        fixed: Weights and buffers outside blocks that never move, frozen.
-        adapters: Trainable weights that never move, their gradients and moments.
-        resident: Resident chunks; gradients and moments too where they train.
-        host_state: Weights on the device whose gradients and moments are not.
+        fixed: Frozen weights and buffers outside blocks that never move.
+        adapters: Trainable weights that never move.
+        resident: Weights of resident chunks.
+        host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
-        gradients: Gradients on their way to the host.
+        moments: Optimizer state of what trains on the device.
+        gradients: Gradients of what trains on the device, all of them.
+        in_flight: Gradients being made and on their way to the host.
     """
 
     fixed: int
@@ -42,61 +44,119 @@ class StateBytes:
     resident: int
     host_state: int
     slots: int
+    moments: int
     gradients: int
+    in_flight: int
 
     @property
     def total(self) -> int:
+        """All of it, which is there at the end of backward."""
         return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def weights(self) -> int:
+        """What is there from opening to closing, before any step."""
+        return self.fixed + self.adapters + self.resident + self.host_state + self.slots
 
 
 def state_bytes(
-    layout: Layout, placements: Sequence[Placement], n_buffer: int
+    layout: Layout,
+    placements: Sequence[Placement],
+    n_buffer: int,
+    moment_copies: float = ADAM_MOMENTS,
+    in_flight: int = GRADIENTS_IN_FLIGHT,
 ) -> StateBytes:
-    """Peak device bytes of the states, reached in backward or at the update."""
+    """Device bytes of the states.
+
+    Args:
+        layout: The chunks.
+        placements: Where they are.
+        n_buffer: Slots.
+        moment_copies: Optimizer state in copies of its weights.
+        in_flight: Chunks of gradients on their way beside the one being made.
+    """
 
     def placed(placement: Placement) -> list[Chunk]:
         return [c for c in layout.chunks if placements[c.index] is placement]
 
+    resident = placed(Placement.RESIDENT)
+    trained = [chunk for chunk in resident if chunk.trainable]
+    trained_bytes = layout.fixed_trainable_bytes + sum(c.nbytes for c in trained)
+    num_trained = layout.num_fixed_trainable + sum(len(c.tensors) for c in trained)
     leaving = sorted(
         (c.nbytes for c in layout.chunks if c.trainable and _on_host(placements, c)),
         reverse=True,
     )
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
-        adapters=RESIDENT_TRAINABLE_COPIES * layout.fixed_trainable_bytes
-        + STEP_BYTES * layout.num_fixed_trainable,
-        resident=sum(map(resident_bytes, placed(Placement.RESIDENT))),
-        host_state=sum(c.nbytes for c in placed(Placement.HOST_STATE)),
+        adapters=layout.fixed_trainable_bytes,
+        resident=sum(chunk.nbytes for chunk in resident),
+        host_state=sum(chunk.nbytes for chunk in placed(Placement.HOST_STATE)),
         slots=sum(slot_bytes(layout, placements, n_buffer)),
-        gradients=sum(leaving[:GRADIENTS_IN_FLIGHT]),
+        moments=round(moment_copies * trained_bytes) + STEP_BYTES * num_trained,
+        gradients=trained_bytes,
+        in_flight=sum(leaving[: in_flight + 1]),
     )
 
 
-def resident_bytes(chunk: Chunk) -> int:
-    """Device bytes of a resident chunk."""
-    if not chunk.trainable:
-        return chunk.nbytes
-    return RESIDENT_TRAINABLE_COPIES * chunk.nbytes + STEP_BYTES * len(chunk.tensors)
+@dataclass(frozen=True)
+class HostBytes:
+    """Host bytes under a plan, by term.
+
+    Attributes:
+        arena: Weights of every chunk that is kept there.
+        gradients: Their gradients, in fp32 where there are masters.
+        masters: fp32 masters.
+        moments: Optimizer state of what trains on the host.
+        staging: Buffers in which gradients of later micro-batches land.
+        swapped: Saved tensors of swapped blocks.
+        loader: Batches that wait in the dataloader.
+    """
+
+    arena: int
+    gradients: int
+    masters: int
+    moments: int
+    staging: int
+    swapped: int = 0
+    loader: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def host_state_bytes(
+    layout: Layout, placements: Sequence[Placement], workload: Workload
+) -> HostBytes:
+    """Host bytes of the arena and of what trains there."""
+    kept = [chunk for chunk in layout.chunks if _on_host(placements, chunk)]
+    trained = [chunk for chunk in kept if chunk.trainable]
+    gradients = masters = moments = 0
+    for chunk in trained:
+        for tensor in chunk.tensors:
+            has_master = workload.fp32_master and tensor.is_16_bit
+            width = 4 * tensor.numel if has_master else tensor.nbytes
+            gradients += width
+            masters += width if has_master else 0
+            moments += 2 * width + STEP_BYTES
+    largest = max((chunk.nbytes for chunk in trained), default=0)
+    return HostBytes(
+        arena=sum(aligned(chunk.nbytes) for chunk in kept),
+        gradients=gradients,
+        masters=masters,
+        moments=moments,
+        staging=STAGING_BUFFERS * largest,
+        loader=workload.loader_bytes,
+    )
 
 
 def host_bytes(
     layout: Layout, placements: Sequence[Placement], fp32_master: bool
 ) -> int:
     """Host bytes of the arena, host gradients, their staging, masters and moments."""
-    trained = [c for c in layout.chunks if c.trainable and _on_host(placements, c)]
-    total = STAGING_BUFFERS * max((chunk.nbytes for chunk in trained), default=0)
-    for chunk in layout.chunks:
-        if not _on_host(placements, chunk):
-            continue
-        total += aligned(chunk.nbytes)
-        if not chunk.trainable:
-            continue
-        for tensor in chunk.tensors:
-            # gradient, two moments and, with masters, the master itself, all fp32
-            has_master = fp32_master and tensor.is_16_bit
-            total += 16 * tensor.numel if has_master else 3 * tensor.nbytes
-            total += STEP_BYTES
-    return total
+    workload = Workload(fp32_master=fp32_master)
+    return host_state_bytes(layout, placements, workload).total
 
 
 def _on_host(placements: Sequence[Placement], chunk: Chunk) -> bool:

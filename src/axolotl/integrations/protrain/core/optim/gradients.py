@@ -110,9 +110,7 @@ class GradientOffload:
     def _send(self, arriving: _Arriving) -> None:
         host = arriving.host
         gradients, arriving.gradients = arriving.gradients, {}
-        while len(self._in_flight) >= MAX_IN_FLIGHT or (
-            self._in_flight and self._in_flight[0][0].query()
-        ):
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         stream = self._device.offload
         stream.wait(self._device.compute.record())
@@ -137,6 +135,8 @@ class GradientOffload:
             self._staging_users[slot] = self._worker.submit(
                 _addition(event, host, staged)
             )
+        while self._in_flight and self._in_flight[0][0].query():
+            self._retire()
 
     def _hold(self, nbytes: int) -> None:
         self._held_bytes += nbytes

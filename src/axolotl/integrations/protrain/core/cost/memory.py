@@ -1,0 +1,405 @@
+"""Peak bytes of a plan: a walk over the segments of a step.
+
+The paper's peak (equations 8 to 11) with a term of its own for the saved inputs of
+recomputed blocks, and without its factor for what was not modelled: the trace follows
+every tensor, and what no trace sees is one measured number of the hardware.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from operator import add
+
+from ..types import Hardware, Layout, Placement, Plan, Policy, Trace, Workload
+from .states import (
+    GRADIENTS_IN_FLIGHT,
+    HostBytes,
+    StateBytes,
+    host_state_bytes,
+    state_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Device bytes at one moment of a step.
+
+    Attributes:
+        label: For people, "forward 3" for example.
+        phase: load, forward, backward, update, evaluation or save.
+        weights: Everything that holds weights, slots excepted.
+        slots: The ring.
+        moments: Optimizer state.
+        gradients: Gradients of parameters.
+        activations: What the model and autograd hold.
+        working: What the running segment takes on top.
+    """
+
+    label: str
+    phase: str
+    weights: int
+    slots: int
+    moments: int
+    gradients: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.weights
+            + self.slots
+            + self.moments
+            + self.gradients
+            + self.activations
+            + self.working
+        )
+
+
+@dataclass(frozen=True)
+class DeviceEstimate:
+    """Predicted device bytes of a plan.
+
+    Attributes:
+        peak_bytes: Highest total, `unseen_bytes` included.
+        unseen_bytes: What no trace sees.
+        states: Terms of the states.
+        peak: The moment of the peak.
+        phases: Highest total of each phase.
+        timeline: The step, moment by moment.
+    """
+
+    peak_bytes: int
+    unseen_bytes: int
+    states: StateBytes
+    peak: Point
+    phases: dict[str, int]
+    timeline: tuple[Point, ...]
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """The peak by term."""
+        states = self.states
+        return {
+            "fixed weights": states.fixed,
+            "adapters": states.adapters,
+            "resident chunks": states.resident,
+            "host-state weights": states.host_state,
+            "slots": states.slots,
+            "optimizer state": self.peak.moments,
+            "gradients": self.peak.gradients,
+            "saved activations": self.peak.activations,
+            "working set": self.peak.working,
+            "context and workspaces": self.unseen_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class HostEstimate:
+    """Predicted host bytes of a plan, and their highest total by phase."""
+
+    states: HostBytes
+    phases: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def terms(self) -> dict[str, int]:
+        return {f.name: getattr(self.states, f.name) for f in fields(self.states)}
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Activation bytes under one choice of policies, for each segment.
+
+    `first` and `later` are the highest totals within it, with and without gradients
+    of parameters that pile up in the segment.
+    """
+
+    start: list[int]
+    first: list[int]
+    later: list[int]
+    after: int
+
+
+class MemoryModel:
+    """Peaks of the plans of one model, batch and device.
+
+    Args:
+        layout: The chunks.
+        trace: One micro-batch.
+        workload: The rest of the step.
+        hardware: Whose copies may lag, and what it takes unseen.
+    """
+
+    def __init__(
+        self, layout: Layout, trace: Trace, workload: Workload, hardware: Hardware
+    ) -> None:
+        self.layout = layout
+        self.trace = trace
+        self.workload = workload
+        self.hardware = hardware
+        # a copy that runs at once leaves no gradient behind on the device
+        self._in_flight = GRADIENTS_IN_FLIGHT if hardware.overlaps else 0
+        self._chunk_of = {
+            spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
+        }
+        # the latest reason first: the first that applies is the one that counts
+        self._holdings = [
+            (h.made, h.forgotten, h.nbytes, sorted(h.holds, key=lambda x: -x.segment))
+            for h in trace.holdings
+        ]
+        self._curve = lru_cache(maxsize=None)(self._walk)
+        self._states = lru_cache(maxsize=None)(self._state_bytes)
+        self._kept_gradients = lru_cache(maxsize=None)(self._gradient_walk)
+
+    def peak_bytes(self, plan: Plan) -> int:
+        """The peak alone, for the search."""
+        states = self._states(plan.placements, plan.n_buffer)
+        base = self._base(states)
+        curve = self._curve(plan.policies)
+        before, extra = self._kept_gradients(plan.placements)
+        highest = max(map(add, curve.first, before))
+        if self.workload.accumulation > 1:
+            later = max(map(add, curve.later, extra))
+            highest = max(highest, states.gradients + later)
+        update = curve.after + states.gradients + self._update_bytes(states)
+        inference = self._inference_bytes() if self.workload.eval_ratio else 0
+        return base + max(highest, update, inference) + self.hardware.unseen_bytes
+
+    def device(self, plan: Plan) -> DeviceEstimate:
+        """The whole prediction for the device."""
+        timeline = tuple(self._timeline(plan))
+        peak = max(timeline, key=lambda point: point.total)
+        unseen = self.hardware.unseen_bytes
+        phases: dict[str, int] = {}
+        for point in timeline:
+            known = phases.get(point.phase, 0)
+            phases[point.phase] = max(known, point.total + unseen)
+        return DeviceEstimate(
+            peak_bytes=peak.total + unseen,
+            unseen_bytes=unseen,
+            states=self._states(plan.placements, plan.n_buffer),
+            peak=peak,
+            phases=phases,
+            timeline=timeline,
+        )
+
+    def host(self, plan: Plan) -> HostEstimate:
+        """The prediction for the host.
+
+        While it is loaded the whole model is there, chunk by chunk replaced by the
+        arena; a save brings trainable weights back from the device.
+        """
+        states = host_state_bytes(self.layout, plan.placements, self.workload)
+        swapped = sum(
+            self.saved_bytes(block)
+            for block, policy in enumerate(plan.policies)
+            if policy is Policy.SWAP
+        )
+        states = replace(states, swapped=swapped)
+        layout = self.layout
+        model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
+        model += sum(chunk.nbytes for chunk in layout.chunks)
+        largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
+        on_device = self._states(plan.placements, plan.n_buffer).gradients
+        return HostEstimate(
+            states=states,
+            phases={
+                "load": model + largest,
+                "train": states.total,
+                "save": states.total + on_device,
+            },
+        )
+
+    def saved_bytes(self, block: int) -> int:
+        """What keeping a block's saved tensors costs over recomputing it."""
+        others = [Policy.KEEP] * self.trace.num_blocks
+        others[block] = Policy.RECOMPUTE
+        return sum(self._regained(tuple(others)).values())
+
+    def _walk(self, policies: tuple[Policy, ...]) -> _Curve:
+        segments = self.trace.segments
+        change = [0] * (len(segments) + 2)
+        for made, end, nbytes, _regained in self._lives(policies):
+            change[made + 1] += nbytes
+            change[end + 1] -= nbytes
+        regained = self._regained(policies)
+        start, first, later = [], [], []
+        live = self.trace.batch_bytes
+        for index, segment in enumerate(segments):
+            live += change[index]
+            rise, piled = segment.peak_bytes, segment.first_peak_bytes
+            block = segment.block
+            if block is not None and policies[block] is not Policy.KEEP:
+                if segment.backward:
+                    back = regained[index]
+                    rise, piled = back + rise, back + piled
+                    if policies[block] is Policy.RECOMPUTE:
+                        redone = self._redone[block]
+                        rise, piled = max(rise, redone), max(piled, redone)
+                else:
+                    rise = piled = segment.dropped_peak_bytes
+            elif not segment.backward:
+                piled = rise
+            start.append(live)
+            first.append(live + piled)
+            later.append(live + rise)
+        return _Curve(start, first, later, live + change[len(segments)])
+
+    def _lives(
+        self, policies: tuple[Policy, ...]
+    ) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Of each holding: made in, ends in, bytes, and where it comes back."""
+        for made, end, nbytes, holds in self._holdings:
+            back = []
+            for hold in holds:
+                if hold.segment <= end:
+                    break
+                policy = Policy.KEEP if hold.block is None else policies[hold.block]
+                if hold.as_input:
+                    holds_it = policy is not Policy.KEEP
+                else:
+                    holds_it = policy is Policy.KEEP
+                    if not holds_it:
+                        back.append(hold.segment)
+                if holds_it:
+                    end = hold.segment
+                    break
+            if end > made or back:
+                yield made, end, nbytes, back
+
+    def _regained(self, policies: tuple[Policy, ...]) -> Counter[int]:
+        """Bytes that come back in backward, by segment."""
+        regained: Counter[int] = Counter()
+        for _made, end, nbytes, back in self._lives(policies):
+            for segment in back:
+                if segment > end:
+                    regained[segment] += nbytes
+        return regained
+
+    @cached_property
+    def _redone(self) -> dict[int | None, int]:
+        return {
+            segment.block: segment.redone_peak_bytes
+            for segment in self.trace.segments
+            if not segment.backward
+        }
+
+    def _gradient_walk(
+        self, placements: tuple[Placement, ...]
+    ) -> tuple[list[int], list[int]]:
+        """Gradient bytes beside each segment's own, in the first and later passes.
+
+        Those of earlier segments that stay or are on their way; in later passes what
+        the segment holds for the host until its chunk is complete.
+        """
+        before, extra = [], []
+        kept = 0
+        leaving: list[int] = []
+        for segment in self.trace.segments:
+            way = sum(leaving[-self._in_flight :]) if self._in_flight else 0
+            before.append(kept + way)
+            left = 0
+            for name, nbytes in segment.gradients:
+                chunk = self._chunk_of.get(name)
+                if chunk is not None and placements[chunk].on_host:
+                    left += nbytes
+                else:
+                    kept += nbytes
+            if left:
+                leaving.append(left)
+            piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
+            extra.append(way + piled)
+        return before, extra
+
+    def _state_bytes(
+        self, placements: tuple[Placement, ...], n_buffer: int
+    ) -> StateBytes:
+        return state_bytes(
+            self.layout,
+            placements,
+            n_buffer,
+            self.workload.moment_copies,
+            self._in_flight,
+        )
+
+    def _base(self, states: StateBytes) -> int:
+        return states.weights + states.moments
+
+    def _update_bytes(self, states: StateBytes) -> int:
+        workload = self.workload
+        if not states.gradients:
+            return 0
+        return round(
+            workload.update_copies * states.gradients
+            + workload.update_parameter_copies * self._largest_trained
+        )
+
+    @cached_property
+    def _largest_trained(self) -> int:
+        return max(
+            (nbytes for s in self.trace.segments for _name, nbytes in s.gradients),
+            default=0,
+        )
+
+    def _inference_bytes(self) -> int:
+        """Activations of an evaluation batch: nothing is saved."""
+        change = [0] * (len(self.trace.segments) + 2)
+        for holding in self.trace.holdings:
+            change[holding.made + 1] += holding.nbytes
+            change[holding.forgotten + 1] -= holding.nbytes
+        live = highest = 0
+        for index, segment in enumerate(self.trace.segments):
+            if segment.backward:
+                break
+            live += change[index]
+            highest = max(highest, live + segment.dropped_peak_bytes)
+        return round(self.workload.eval_ratio * highest)
+
+    def _timeline(self, plan: Plan) -> Iterator[Point]:
+        states = self._states(plan.placements, plan.n_buffer)
+        curve = self._curve(plan.policies)
+        before, extra = self._kept_gradients(plan.placements)
+        later_passes = self.workload.accumulation > 1
+
+        def point(
+            label: str, phase: str, gradients: int, activations: int, working: int
+        ) -> Point:
+            moments = 0 if phase == "load" else states.moments
+            return Point(
+                label=label,
+                phase=phase,
+                weights=states.weights - states.slots,
+                slots=states.slots,
+                moments=moments,
+                gradients=gradients,
+                activations=activations,
+                working=working,
+            )
+
+        yield point("loaded", "load", 0, 0, 0)
+        for index, segment in enumerate(self.trace.segments):
+            phase = "backward" if segment.backward else "forward"
+            where = "outside blocks" if segment.block is None else str(segment.block)
+            label, live = f"{phase} {where}", curve.start[index]
+            first = before[index] + curve.first[index]
+            later = states.gradients + extra[index] + curve.later[index]
+            if later_passes and later > first:
+                gradients = states.gradients + extra[index]
+                rise = curve.later[index] - live
+            else:
+                gradients, rise = before[index], curve.first[index] - live
+            yield point(label, phase, gradients, live, 0)
+            yield point(label, phase, gradients, live, rise)
+        update = self._update_bytes(states)
+        yield point("update", "update", states.gradients, curve.after, update)
+        if self.workload.eval_ratio:
+            inference = self._inference_bytes()
+            yield point("evaluation", "evaluation", 0, 0, inference)
+        yield point("save", "save", 0, 0, 0)

@@ -1,0 +1,239 @@
+"""What a device does to operators before they run: autocast, attention, dropout.
+
+Meta tensors know none of it. The lists of autocast are those of
+aten/src/ATen/autocast_mode.{h,cpp} (torch 2.11 to 2.13), by the names that Python
+calls them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_aten = torch.ops.aten
+
+_LOWER = frozenset(
+    "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm "
+    "chain_matmul einsum conv1d conv2d conv3d conv_tbc conv_transpose1d "
+    "conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention "
+    "vecdot multi_dot".split()
+)
+_FP32_EVERYWHERE = frozenset(
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
+    "poisson_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss "
+    "triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist prod "
+    "binary_cross_entropy_with_logits".split()
+)
+_FP32_ON_CUDA = frozenset(
+    "softmax log_softmax layer_norm group_norm pow __pow__ __rpow__ exp expm1 log log2 "
+    "log10 log1p rsqrt reciprocal softplus sum cumsum cumprod logsumexp norm sinh cosh "
+    "tan acos asin erfinv dist renorm cosine_similarity".split()
+)
+_FP32_ON_CPU = frozenset("avg_pool3d grid_sampler stft quantile trace".split())
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the trace stands for.
+
+    Attributes:
+        device_type: "cuda" or "cpu".
+        autocast_dtype: Of the autocast region around the model's forward, or None.
+    """
+
+    device_type: str
+    autocast_dtype: torch.dtype | None
+
+
+class Emulation(TorchFunctionMode):
+    """Wrap the forward in this to get the operators that `target` would run."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._cuda = target.device_type == "cuda"
+        self._dtype = target.autocast_dtype
+        self._raised = _FP32_EVERYWHERE | (
+            _FP32_ON_CUDA if self._cuda else _FP32_ON_CPU
+        )
+        # weights are cast once in a region, as autocast's own cache does
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        self._cast.clear()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._dtype is not None:
+            if name in _LOWER:
+                args, kwargs = _map(args, self._lower), _map(kwargs, self._lower)
+            elif name in self._raised and kwargs.get("dtype") is None:
+                args, kwargs = _map(args, _raise), _map(kwargs, _raise)
+        if name == "scaled_dot_product_attention" and self._on_meta(args):
+            return _attention(self._cuda, *args, **kwargs)
+        if name == "dropout" and self._cuda and self._on_meta(args):
+            return _fused_dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _on_meta(args: Any) -> bool:
+        return bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+
+    def _lower(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype == self._dtype or not _is_eligible(tensor):
+            return tensor
+        is_weight = (
+            tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and tensor._base is None
+        )
+        if not is_weight:
+            return tensor.to(self._dtype)
+        if id(tensor) not in self._cast:
+            self._cast[id(tensor)] = (tensor, tensor.to(self._dtype))
+        return self._cast[id(tensor)][1]
+
+
+def outputs_as_fp32(outputs: Any) -> Any:
+    """What accelerate does to the outputs of an autocast forward."""
+    return _map(
+        outputs,
+        lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t,
+    )
+
+
+def _raise(tensor: Tensor) -> Tensor:
+    is_16_bit = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if is_16_bit else tensor
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_map(item, change) for item in value)
+    if isinstance(value, dict):
+        # keeps the class of a model output, which is a dict
+        changed = {key: _map(item, change) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    return value
+
+
+def _fused_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    # CUDA keeps a boolean mask where the composite operator keeps a float one
+    if not training or p == 0.0 or inplace:
+        return F.dropout(x, p, training, inplace)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _attention(
+    cuda: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch would choose, so that the same tensors are saved."""
+    if cuda:
+        kernel = _cuda_kernel(query, key, value, attn_mask, enable_gqa)
+    else:
+        kernel = _cpu_kernel(
+            query.shape[1],
+            key.shape[1],
+            query.shape[-1],
+            value.shape[-1],
+            query.dtype,
+            attn_mask is not None,
+            dropout_p > 0,
+            is_causal,
+            enable_gqa,
+        )
+    if kernel != "math" and attn_mask is not None and attn_mask.dtype == torch.bool:
+        # ATen's convert_boolean_attn_mask
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            attn_mask.logical_not(), -math.inf
+        )
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if kernel == "flash":
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if kernel == "efficient":
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(
+                query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+            )
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def _cuda_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    enable_gqa: bool,
+) -> str:
+    """sdp_utils.cpp, without the conditions that training never meets."""
+    same_dim = query.shape[-1] == value.shape[-1]
+    is_16_bit = query.dtype in (torch.float16, torch.bfloat16)
+    if attn_mask is None and is_16_bit and same_dim and query.shape[-1] <= 256:
+        return "flash"
+    if enable_gqa and query.shape[1] != key.shape[1]:
+        return "math"
+    return "efficient"
+
+
+@cache
+def _cpu_kernel(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    has_mask: bool,
+    drops: bool,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    """Ask torch with real tensors of two tokens."""
+    q = torch.empty(1, num_heads, 2, head_dim, dtype=dtype)
+    k = torch.empty(1, num_kv_heads, 2, head_dim, dtype=dtype)
+    v = torch.empty(1, num_kv_heads, 2, value_dim, dtype=dtype)
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool) if has_mask else None
+    choice = torch._fused_sdp_choice(
+        q, k, v, mask, 0.1 if drops else 0.0, is_causal, enable_gqa=enable_gqa
+    )
+    return "cpu" if choice == _FLASH else "math"
+
+
+_FLASH = 1

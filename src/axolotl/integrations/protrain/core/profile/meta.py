@@ -1,0 +1,231 @@
+"""Run a model without weights: tensors on the meta device, small integers real.
+
+Shapes decide what a model does, except where it looks at token ids, masks or grid
+sizes. Those are small, so their values are carried along as long as they stay small.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import TraceError
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+
+KNOWN_NUMEL = 1 << 20
+"""Integer and boolean tensors up to this size keep their values."""
+
+_CHECKS = (
+    _aten._assert_async.default,
+    _aten._assert_async.msg,
+    _aten._assert_scalar.default,
+)
+_READS = (_aten._local_scalar_dense.default, _aten.equal.default)
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters are on the meta device; copies no weight.
+
+    Hooks, patched methods and buffers come along; parameters keep dtype, strides,
+    `requires_grad` and being shared.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        twin = nn.Parameter(
+            torch.empty_strided(
+                param.shape, param.stride(), dtype=param.dtype, device=_META
+            ),
+            requires_grad=param.requires_grad,
+        )
+        # deepcopy takes what it finds here for the copy
+        memo[id(param)] = twin
+        memo[id(param.data)] = twin.data
+    return copy.deepcopy(model, memo)
+
+
+class MetaMode(TorchDispatchMode):
+    """Lets CPU tensors meet meta tensors, and answers questions about small values.
+
+    Subclasses watch the operators by overriding `ran`.
+    """
+
+    def ran(self, func: Any, args: Any, output: Any) -> None:
+        """Called after each operator that ran on the meta device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors_in(args))
+        if kwargs:
+            tensors += _tensors_in(kwargs.values())
+        on_meta = [t for t in tensors if t.device == _META]
+        if not on_meta:
+            device = kwargs.get("device")
+            if device is None or torch.device(device) != _META:
+                return func(*args, **kwargs)
+            return self._make(func, args, kwargs, moved=tensors)
+        known = _known_values(tensors)
+        if func in _READS:
+            if known is None:
+                raise TraceError(
+                    f"the model reads a value ({func}) that depends on its weights, so "
+                    "it cannot be planned without running it."
+                )
+            return func(*_replace(args, known))
+        if func in _CHECKS:
+            return None
+        if known is not None and func not in _RANDOM:
+            return self._carry(func, args, kwargs, known)
+        if func is _aten._to_copy.default and _leaves_meta(kwargs):
+            kwargs = {**kwargs, "device": _META}
+        if func is _aten.index.Tensor:
+            args = (args[0], _as_positions(args[1]), *args[2:])
+        if len(on_meta) != len(tensors):
+            args, kwargs = _to_meta(args), _to_meta(kwargs)
+        output = func(*args, **kwargs)
+        self.ran(func, args, output)
+        return output
+
+    def _make(self, func: Any, args: Any, kwargs: Any, moved: list[Tensor]) -> Any:
+        """A factory or a copy on to the meta device; integers keep their values."""
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor) and _is_small_integer(output):
+            if func not in _RANDOM and func not in _EMPTY:
+                _know(output, func(*args, **{**kwargs, "device": "cpu"}))
+        if not moved:
+            # what was moved is on the device already in a real run
+            self.ran(func, args, output)
+        return output
+
+    def _carry(self, func: Any, args: Any, kwargs: Any, known: dict[int, Any]) -> Any:
+        """An operator all of whose tensors have known values."""
+        if func in _BY_VALUE:
+            real = func(*_replace(args, known), **_replace(kwargs, known))
+            return _as_meta(real)
+        output = func(*_to_meta(args), **_to_meta(kwargs))
+        outputs = [output] if isinstance(output, Tensor) else list(_tensors_in(output))
+        if all(_is_small_integer(t) for t in outputs):
+            on_cpu = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
+            real = func(*_replace(args, known), **_replace(on_cpu, known))
+            reals = [real] if isinstance(real, Tensor) else list(_tensors_in(real))
+            for tensor, value in zip(outputs, reals, strict=True):
+                _know(tensor, value)
+        self.ran(func, args, output)
+        return output
+
+
+_RANDOM = {
+    _aten.bernoulli_.float,
+    _aten.bernoulli.default,
+    _aten.randint.default,
+    _aten.randint.low,
+    _aten.randperm.default,
+    _aten.multinomial.default,
+}
+_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
+# what these give has a shape that depends on values
+_BY_VALUE = {
+    _aten.nonzero.default,
+    _aten._unique2.default,
+    _aten.unique_consecutive.default,
+    _aten.unique_dim.default,
+    _aten.repeat_interleave.Tensor,
+    _aten.masked_select.default,
+    _aten.bincount.default,
+}
+
+
+def value_of(tensor: Tensor) -> Tensor | None:
+    """The real values of a tensor, if they are known."""
+    if tensor.device != _META:
+        return tensor
+    return getattr(tensor, "_known_value", None)
+
+
+def _know(tensor: Tensor, value: Tensor) -> None:
+    tensor._known_value = value  # type: ignore[attr-defined]
+
+
+def _is_small_integer(tensor: Tensor) -> bool:
+    return (
+        tensor.numel() <= KNOWN_NUMEL
+        and not tensor.is_floating_point()
+        and not tensor.is_complex()
+    )
+
+
+def _known_values(tensors: Iterable[Tensor]) -> dict[int, Tensor] | None:
+    """Values by `id` if all are known integers, else None."""
+    known = {}
+    for tensor in tensors:
+        value = value_of(tensor)
+        if value is None or not _is_small_integer(tensor):
+            return None
+        known[id(tensor)] = value
+    return known
+
+
+def _as_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Boolean masks of known values as positions: their number is a shape."""
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+            continue
+        value = value_of(index)
+        if value is None:
+            raise TraceError(
+                "the model selects with a mask that depends on its weights, so the "
+                "size of what it selects is not known without running it."
+            )
+        positions += [p.to(_META) for p in value.nonzero(as_tuple=True)]
+    return positions
+
+
+def _leaves_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device) != _META
+
+
+def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(item, change) for key, item in value.items()}
+    return value
+
+
+def _to_meta(value: Any) -> Any:
+    return _map(value, lambda t: t if t.device == _META else t.to(_META))
+
+
+def _replace(value: Any, known: dict[int, Any]) -> Any:
+    return _map(value, lambda t: known[id(t)])
+
+
+def _as_meta(value: Any) -> Any:
+    def carry(real: Tensor) -> Tensor:
+        tensor = real.to(_META)
+        if _is_small_integer(tensor):
+            _know(tensor, real)
+        return tensor
+
+    return _map(value, carry)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)

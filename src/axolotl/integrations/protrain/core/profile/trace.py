@@ -1,0 +1,424 @@
+"""Trace one micro-batch, forward and backward, without weights and without a device.
+
+Every storage that an operator makes is followed to its end, and so is, apart from it,
+every reason that autograd has to keep it. That gives what each block keeps, what it
+would keep if it were computed again, and how high memory rises inside it, from one run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from ..types import Hold, Holding, Segment, Trace, Work
+from .meta import MetaMode
+
+
+@dataclass(frozen=True)
+class BlockSample:
+    """The arguments with which a block was called; tensors on the meta device, or
+    small and real."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A trace, and one call of each block to time it with."""
+
+    trace: Trace
+    samples: Mapping[int, BlockSample]
+
+
+def trace_step(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    loss_of: Callable[[], Tensor],
+    batch_bytes: int = 0,
+) -> TracedStep:
+    """Run `loss_of` and its backward on a model without weights.
+
+    Args:
+        model: On the meta device, `requires_grad` final, nothing recomputed.
+        blocks: From `find_blocks(model)`.
+        loss_of: Runs the forward and returns the loss.
+        batch_bytes: Bytes of one batch on the device.
+
+    Raises:
+        TraceError: The model asks for values that only real weights give.
+    """
+    recorder = _Recorder(model, blocks)
+    with recorder:
+        loss = loss_of()
+        recorder.begin(_Open(None, backward=True))
+        loss.backward()
+        del loss
+    return recorder.result(batch_bytes)
+
+
+class _Open:
+    """A segment while it runs. Bytes are relative to its start."""
+
+    def __init__(self, block: int | None, backward: bool) -> None:
+        self.block = block
+        self.backward = backward
+        self.index = -1
+        self.kept = self.dropped = 0
+        self.peak = self.dropped_peak = self.redone_peak = self.first_peak = 0
+        self.gradient_bytes = 0
+        self.gradients: list[tuple[str, int]] = []
+        self.flops = {True: 0, False: 0}
+        self.moved_bytes = 0
+        self.num_kernels = 0
+        self.merged_into: _Open | None = None
+        # of a block's forward: the segment in which its backward runs
+        self.undone_in: _Open | None = None
+
+    def grow(self, kept: int, dropped: int) -> None:
+        self.kept += kept
+        self.dropped += dropped
+        if kept > 0:
+            self.peak = max(self.peak, self.kept)
+            self.dropped_peak = max(self.dropped_peak, self.dropped)
+            self.first_peak = max(self.first_peak, self.kept + self.gradient_bytes)
+
+    def absorb(self, later: _Open) -> None:
+        """Take in the segment that followed this one."""
+        self.peak = max(self.peak, self.kept + later.peak)
+        self.dropped_peak = max(self.dropped_peak, self.dropped + later.dropped_peak)
+        self.first_peak = max(
+            self.first_peak, self.kept + self.gradient_bytes + later.first_peak
+        )
+        self.kept += later.kept
+        self.dropped += later.dropped
+        self.gradient_bytes += later.gradient_bytes
+        self.gradients += later.gradients
+        for is_16_bit in self.flops:
+            self.flops[is_16_bit] += later.flops[is_16_bit]
+        self.moved_bytes += later.moved_bytes
+        self.num_kernels += later.num_kernels
+        later.merged_into = self
+
+    @property
+    def final(self) -> _Open:
+        return self.merged_into.final if self.merged_into else self
+
+    def closed(self) -> Segment:
+        return Segment(
+            block=self.block,
+            backward=self.backward,
+            work=Work(
+                self.flops[True], self.flops[False], self.moved_bytes, self.num_kernels
+            ),
+            peak_bytes=self.peak,
+            dropped_peak_bytes=self.dropped_peak,
+            redone_peak_bytes=self.redone_peak,
+            first_peak_bytes=self.first_peak,
+            gradients=tuple(self.gradients),
+        )
+
+
+@dataclass(eq=False)
+class _Record:
+    """The life of one storage."""
+
+    nbytes: int
+    made: _Open
+    alive: bool = True
+    forgotten: _Open | None = None
+    saved: dict[int | None, int] = field(default_factory=dict)
+    shadows: dict[int | None, weakref.ref] = field(default_factory=dict)
+    released: list[tuple[int | None, _Open]] = field(default_factory=list)
+    inputs: list[_Open] = field(default_factory=list)
+
+    @property
+    def kept(self) -> bool:
+        return self.alive or bool(self.saved)
+
+    @property
+    def dropped_kept(self) -> bool:
+        return self.alive or None in self.saved
+
+
+class _Recorder(MetaMode):
+    """Follows storages; the running segment is that of the last hook that fired."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._blocks = blocks
+        self._records: dict[int, _Record] = {}
+        self._all: list[_Record] = []
+        self._now = _Open(None, backward=False)
+        self._segments = [self._now]
+        self._inside: int | None = None
+        self._order: dict[int, None] = {}
+        self._samples: dict[int, BlockSample] = {}
+        self._lists = [name.rpartition(".")[0] for name, _ in blocks]
+        self._handles: list[Any] = []
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._busy = False
+
+    def __enter__(self) -> _Recorder:
+        for index, (_name, block) in enumerate(self._blocks):
+            self._handles += [
+                block.register_forward_pre_hook(
+                    self._before(index), with_kwargs=True, prepend=True
+                ),
+                block.register_forward_hook(self._after(index)),
+            ]
+        for name, param in self._model.named_parameters():
+            if param.requires_grad:
+                self._handles.append(
+                    param.register_post_accumulate_grad_hook(self._arrived(name))
+                )
+        super().__enter__()
+        self._saving.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._saving.__exit__(*error)
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin(self, segment: _Open) -> None:
+        """Everything from here on belongs to `segment`."""
+        self._now = segment
+        self._segments.append(segment)
+
+    # operators
+
+    def ran(self, func: Any, args: Any, output: Any) -> None:
+        if self._busy or func.is_view:
+            return
+        now = self._now
+        made = [output] if isinstance(output, Tensor) else list(_tensors(output))
+        for tensor in made:
+            self._follow(tensor)
+        formula = flop_registry.get(func._overloadpacket)
+        first = next(_tensors(args), None)
+        if formula is not None and first is not None:
+            is_16_bit = first.dtype.itemsize == 2
+            now.flops[is_16_bit] += formula(*args, out_val=output)
+        else:
+            now.moved_bytes += sum(t.nbytes for t in _tensors(args))
+            now.moved_bytes += sum(t.nbytes for t in made)
+        now.num_kernels += 1
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._records or storage.nbytes() == 0:
+            return
+        record = _Record(storage.nbytes(), self._now)
+        self._records[key] = record
+        self._all.append(record)
+        weakref.finalize(storage, self._forget, key).atexit = False
+        self._now.grow(record.nbytes, record.nbytes)
+
+    def _forget(self, key: int) -> None:
+        """The model's last reference to a storage is gone."""
+        record = self._records.pop(key)
+        before = record.kept, record.dropped_kept
+        record.alive = False
+        record.forgotten = self._now
+        self._shrink(record, *before)
+
+    def _shrink(self, record: _Record, kept: bool, dropped: bool) -> None:
+        self._now.grow(
+            -record.nbytes if kept and not record.kept else 0,
+            -record.nbytes if dropped and not record.dropped_kept else 0,
+        )
+
+    # what autograd keeps
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        """Give autograd a stand-in, so that it does not keep the tensor itself."""
+        if not tensor.is_meta:
+            return tensor
+        record = self._records.get(tensor.untyped_storage()._cdata)
+        if record is None:
+            # a parameter, or a view of one
+            return tensor
+        holder = self._inside
+        reference = record.shadows.get(holder)
+        shadow = reference() if reference is not None else None
+        if shadow is None:
+            shadow = torch.UntypedStorage(record.nbytes, device="meta")
+            record.shadows[holder] = weakref.ref(shadow)
+            record.saved[holder] = record.saved.get(holder, 0) + 1
+            weakref.finalize(shadow, self._release, record, holder).atexit = False
+        self._busy = True
+        stand_in = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+            shadow, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        self._busy = False
+        now = self._now
+        if holder is not None:
+            now.redone_peak = max(now.redone_peak, now.peak)
+        return stand_in
+
+    def _release(self, record: _Record, holder: int | None) -> None:
+        before = record.kept, record.dropped_kept
+        record.saved[holder] -= 1
+        if not record.saved[holder]:
+            del record.saved[holder]
+        record.released.append((holder, self._now))
+        self._shrink(record, *before)
+
+    # segments
+
+    def _before(self, index: int) -> Callable[..., None]:
+        def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._follows(index):
+                self._segments.pop()
+                self._segments[-1].absorb(self._now)
+            self.begin(_Open(index, backward=False))
+            self._order.setdefault(index)
+            self._inside = index
+            self._entered = torch.autograd._get_sequence_nr()
+            if index not in self._samples:
+                self._busy = True
+                self._samples[index] = BlockSample(_detached(args), _detached(kwargs))
+                self._busy = False
+            for tensor in _tensors((args, kwargs)):
+                record = self._records.get(tensor.untyped_storage()._cdata)
+                if record is not None:
+                    record.inputs.append(self._now)
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._leave_backward(index))
+
+        return before_forward
+
+    def _follows(self, index: int) -> bool:
+        """Whether only the step from one block to the next has run since."""
+        if len(self._segments) < 2 or self._now.block is not None:
+            return False
+        before = self._segments[-2].block
+        return (
+            before is not None
+            and before + 1 == index
+            and self._lists[before] == self._lists[index]
+        )
+
+    def _after(self, index: int) -> Callable[..., None]:
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            forward = self._now
+            self._inside = None
+            for tensor in _tensors(output):
+                node = tensor.grad_fn
+                if node is not None and node._sequence_nr() >= self._entered:
+                    node.register_prehook(self._enter_backward(index, forward))
+            self.begin(_Open(None, backward=False))
+
+        return after_forward
+
+    def _enter_backward(self, index: int, forward: _Open) -> Callable[[Any], None]:
+        def enter(_gradients: Any) -> None:
+            if forward.undone_in is None:
+                self.begin(_Open(index, backward=True))
+                forward.undone_in = self._now
+
+        return enter
+
+    def _leave_backward(self, index: int) -> Callable[[Any], None]:
+        def leave(_gradients: Any) -> None:
+            if self._now.block == index:
+                self.begin(_Open(None, backward=True))
+
+        return leave
+
+    def _arrived(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(param: Tensor) -> None:
+            gradient, param.grad = param.grad, None
+            if gradient is None:
+                return
+            now = self._now
+            now.gradients.append((name, gradient.nbytes))
+            now.gradient_bytes += gradient.nbytes
+
+        return arrived
+
+    # the result
+
+    def result(self, batch_bytes: int) -> TracedStep:
+        """What was recorded."""
+        segments = [s for s in self._segments if s.merged_into is None]
+        for index, segment in enumerate(segments):
+            segment.index = index
+        fates: Counter[tuple[int, int, tuple[Hold, ...]]] = Counter()
+        for record in self._all:
+            fates[self._fate(record, len(segments))] += record.nbytes
+        holdings = tuple(
+            Holding(made, forgotten, holds, nbytes)
+            for (made, forgotten, holds), nbytes in fates.items()
+            if forgotten > made or any(hold.segment > made for hold in holds)
+        )
+        trace = Trace(
+            segments=tuple(segment.closed() for segment in segments),
+            holdings=holdings,
+            num_blocks=len(self._blocks),
+            block_order=tuple(self._order),
+            batch_bytes=batch_bytes,
+        )
+        return TracedStep(trace, self._samples)
+
+    def _fate(
+        self, record: _Record, num_segments: int
+    ) -> tuple[int, int, tuple[Hold, ...]]:
+        forgotten = record.forgotten
+        end = forgotten.final.index if forgotten is not None else num_segments
+        holds = {
+            Hold(segment.final.index, block) for block, segment in record.released
+        }
+        holds |= {
+            Hold(undone.final.index, forward.block, as_input=True)
+            for forward in record.inputs
+            if (undone := forward.undone_in) is not None
+        }
+        ordered = sorted(holds, key=lambda h: (h.segment, h.block or -1, h.as_input))
+        return record.made.final.index, end, tuple(ordered)
+
+
+def _unpack(stand_in: Tensor) -> Tensor:
+    return stand_in
+
+
+def _detached(value: Any) -> Any:
+    """The same structure without autograd's graph; keeps `requires_grad`."""
+    if isinstance(value, Tensor) and not value.is_meta:
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Tensor):
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        ).requires_grad_(value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_detached(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors(vars(value))
