@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "types": {"errors"},
     "errors": set(),
     "layout": BASE,
-    "profile": BASE | {"layout"},
+    "profile": BASE | {"layout", "runtime"},
     "cost": BASE | {"layout"},
     "search": BASE | {"layout", "cost"},
     "runtime": BASE | {"layout"},

@@ -285,6 +285,9 @@ def test_a_wrong_type_is_an_error_even_when_switched_off():
         {"nonexpert_quantization": "bf16"},
         {"sample_packing": False, "neftune_noise_alpha": 5.0},
         {**LORA, "lora_qkv_kernel": True, "peft_use_dora": False},
+        QLORA,
+        {**LORA, "load_in_4bit": True},
+        {**QLORA, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": True}},
     ],
     ids=str,
 )
@@ -328,9 +331,6 @@ REFUSED_IN_AXOLOTL = [
     ("fp16", {"fp16": True}),
     ("fp16", {"fp16": True, "bf16": "auto"}),
     ("load_in_8bit", {**LORA, "load_in_8bit": True}),
-    ("load_in_4bit", QLORA),
-    ("load_in_4bit", {**LORA, "load_in_4bit": True}),
-    ("adapter: qlora", QLORA),
     ("quantize_moe_experts", MOE_4BIT),
     ("gptq", {**LORA, "gptq": True}),
     ("model_quantization_config", {"model_quantization_config": "Mxfp4Config"}),
@@ -647,7 +647,7 @@ class TestThroughThePlugin:
         ("named", "settings"),
         [
             ("deepspeed", {"deepspeed": "zero3.json"}),
-            ("load_in_4bit", QLORA),
+            ("load_in_8bit", {**LORA, "load_in_8bit": True}),
             ("optimizer: muon", {"optimizer": "muon"}),
             ("torch_compile", {"torch_compile": "auto"}),
             ("protrain_zero3_shard", {"protrain_zero3_shard": True}),

@@ -93,9 +93,9 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**ROOM, "fsdp_version": 2, "fsdp_config": {"offload_params": True}},
         ["`fsdp_config` decides where weights live"],
     ),
-    "qlora": (
-        {**LORA, **ROOM, "adapter": "qlora", "load_in_4bit": True},
-        ["`adapter: qlora` is not available in this version", "Use `adapter: lora`"],
+    "8bit": (
+        {**LORA, **ROOM, "load_in_8bit": True},
+        ["`load_in_8bit: true` gives weights of a kind that ProTrain cannot page"],
     ),
     "two_modes": (
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,11 +71,7 @@ class ProTrainPlugin(BasePlugin):
         from .trainer import page_trainer
 
         self._run = TrainingRun(
-            args_from(cfg),
-            recompute_all=self._recompute_all,
-            micro_batches=cfg.micro_batch_size * cfg.gradient_accumulation_steps,
-            output_dir=Path(cfg.output_dir),
-            log=LOG,
+            args_from(cfg), cfg, recompute_all=self._recompute_all, log=LOG
         )
         page_trainer(trainer, self._run)
 

@@ -64,7 +64,6 @@ def _lacks_deepspeed(value: object) -> bool:
 
 
 _NOT_YET = "is not available in this version"
-_NO_4BIT = f"{_NOT_YET}: 4-bit bases cannot be paged"
 _PLACES = "decides where weights live, which is ProTrain's task here"
 _PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
 _QUANTISED = "gives weights of a kind that ProTrain cannot page"
@@ -74,10 +73,7 @@ _OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
 NOT_AVAILABLE = (
     *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
     *_each("protrain_zero3_shard protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
-    *_each("protrain_cache_dir", _is_set, _NOT_YET),
     Refusal("protrain_n_swap_override", _above(0), _NOT_YET, "Set it to 0"),
-    Refusal("load_in_4bit", bool, _NO_4BIT, "Remove the key to page the base in bf16"),
-    Refusal("adapter", _one_of("qlora"), _NO_4BIT, "Use `adapter: lora`"),
 )
 
 EXCLUDED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -12,10 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .core.cost import StateBytes
-from .core.layout import slot_bytes
+from .core.planner import Forecast
 from .core.session import Measured
-from .core.types import Budget, Chunk, Layout, Plan
 
 REPORT_FILE = Path("protrain") / "report.json"
 
@@ -33,68 +32,14 @@ def format_bytes(nbytes: float) -> str:
 class RunReport:
     """Everything that report.json says, filled in as the run goes on."""
 
-    layout: Layout
-    plan: Plan
-    budget: Budget
-    predicted: StateBytes
-    predicted_host_bytes: int
+    forecast: Forecast
     device: str
     notes: list[str]
     step_s: list[float] = field(default_factory=list)
 
     def table(self) -> str:
-        """The plan in one short table."""
-        plan, layout = self.plan, self.layout
-        resident = [c.index for c in layout.pageable if c.index not in plan.paged]
-        table = Table(title=f"ProTrain plan ({plan.origin})", title_justify="left")
-        table.add_column("what")
-        table.add_column("value", justify="right")
-        table.add_column("detail")
-        for row in (
-            ("mode", plan.mode, "A resident, B paged from a host copy"),
-            (
-                "resident chunks",
-                f"{plan.n_persist} of {len(layout.pageable)}",
-                _ranges(resident),
-            ),
-            (
-                "slots",
-                str(plan.n_buffer),
-                format_bytes(sum(slot_bytes(layout, plan.placements, plan.n_buffer))),
-            ),
-            (
-                "recompute",
-                f"{sum(plan.recompute)} of {len(layout.blocks)}",
-                "blocks; the others keep their activations",
-            ),
-            (
-                "outside blocks",
-                ", ".join(
-                    sorted({plan.placements[c.index].value for c in self._outside()})
-                )
-                or "frozen, resident",
-                f"{len(self._outside())} trainable",
-            ),
-            ("host", format_bytes(self.predicted_host_bytes), "arena and optimizer"),
-            (
-                f"device budget ({self.device})",
-                format_bytes(self.budget.device_bytes),
-                f"{format_bytes(self.budget.reserve_bytes)} left free by the states",
-            ),
-            (
-                "predicted states",
-                format_bytes(self.predicted.total),
-                ", ".join(
-                    f"{name.replace('_', ' ')} {format_bytes(value)}"
-                    for name, value in asdict(self.predicted).items()
-                    if value
-                ),
-            ),
-        ):
-            table.add_row(*row)
-        text = StringIO()
-        Console(file=text, width=110).print(table)
-        return "\n".join([text.getvalue().rstrip(), *self.notes])
+        """The plan and its prediction in one short table."""
+        return "\n".join([forecast_table(self.forecast, self.device), *self.notes])
 
     def write(self, output_dir: Path, measured: Measured, host_peak: int) -> Path:
         """Write report.json under `output_dir` and return its path."""
@@ -105,40 +50,165 @@ class RunReport:
 
     def as_dict(self, measured: Measured, host_peak: int) -> dict[str, Any]:
         """The content of report.json; bytes and seconds."""
-        plan, layout = self.plan, self.layout
+        forecast = self.forecast
+        step_s = statistics.median(self.step_s) if self.step_s else None
         return {
-            "plan": {
-                "n_persist": plan.n_persist,
-                "n_buffer": plan.n_buffer,
-                "n_swap": plan.n_swap,
-                "n_checkpoint": plan.n_checkpoint,
-                "mode": plan.mode,
-                "origin": plan.origin,
-                "num_blocks": len(layout.blocks),
-                "num_chunks": len(layout.pageable),
-                "placements": [placement.value for placement in plan.placements],
-                "recompute_blocks": [i for i, r in enumerate(plan.recompute) if r],
-            },
-            "budget": asdict(self.budget),
-            "predicted": {
-                "device_bytes": {
-                    **asdict(self.predicted),
-                    "total": self.predicted.total,
-                },
-                "host_bytes": self.predicted_host_bytes,
-            },
+            **forecast_dict(forecast),
+            "compared": self._compared(measured, step_s),
             "measured": {
                 **asdict(measured),
                 "host_peak_bytes": host_peak,
                 "num_steps": len(self.step_s),
-                "step_s": statistics.median(self.step_s) if self.step_s else None,
+                "step_s": step_s,
             },
             "device": self.device,
             "notes": self.notes,
         }
 
-    def _outside(self) -> list[Chunk]:
-        return [c for c in self.layout.chunks if not c.pageable]
+    def _compared(self, measured: Measured, step_s: float | None) -> dict[str, Any]:
+        """Each predicted term beside what was measured of it."""
+        forecast = self.forecast
+        states, host = forecast.device.states, forecast.host.states
+        peak = forecast.device.peak
+        rows = {
+            "device peak bytes": (
+                forecast.device.peak_bytes,
+                measured.device_peak_bytes,
+            ),
+            "weights and slots": (states.weights, measured.device_placed_bytes),
+            "optimizer state on the device": (
+                states.moments,
+                measured.device_optimizer_bytes,
+            ),
+            "gradients and activations": (
+                peak.gradients + peak.activations + peak.working,
+                measured.device_peak_bytes
+                - measured.device_placed_bytes
+                - measured.device_optimizer_bytes,
+            ),
+            "host arena": (host.arena, measured.host_arena_bytes),
+            "host gradients, masters and moments": (
+                host.gradients + host.masters + host.moments,
+                measured.host_optimizer_bytes,
+            ),
+            "fetched bytes a step": (
+                forecast.step.fetched_bytes,
+                measured.fetched_bytes / max(len(self.step_s), 1),
+            ),
+            "offloaded bytes a step": (
+                forecast.step.offloaded_bytes,
+                measured.offloaded_bytes / max(len(self.step_s), 1),
+            ),
+            "step seconds": (forecast.step.total_s, step_s),
+        }
+        return {
+            name: {"predicted": predicted, "measured": seen}
+            for name, (predicted, seen) in rows.items()
+        }
+
+
+def forecast_table(forecast: Forecast, device: str) -> str:
+    """A plan and what it will cost, for people."""
+    plan, layout = forecast.plan, forecast.layout
+    resident = [c.index for c in layout.pageable if c.index not in plan.paged]
+    outside = [c for c in layout.chunks if not c.pageable]
+    step = forecast.step
+    table = Table(title=f"ProTrain plan ({plan.origin})", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("detail")
+    for row in (
+        ("mode", plan.mode, "A resident, B paged from a host copy"),
+        (
+            "resident chunks",
+            f"{plan.n_persist} of {len(layout.pageable)}",
+            _ranges(resident),
+        ),
+        ("slots", str(plan.n_buffer), format_bytes(forecast.device.states.slots)),
+        (
+            "recompute",
+            f"{plan.n_checkpoint} of {len(layout.blocks)}",
+            "blocks; the others keep their activations",
+        ),
+        (
+            "outside blocks",
+            ", ".join(sorted({plan.placements[c.index].value for c in outside}))
+            or "frozen, resident",
+            f"{len(outside)} trainable",
+        ),
+        (
+            f"device ({device})",
+            format_bytes(forecast.device.peak_bytes),
+            f"of {format_bytes(forecast.budget.usable_bytes)}, at "
+            f"{forecast.device.peak.label}: {_listed(forecast.device.terms)}",
+        ),
+        (
+            "host",
+            format_bytes(forecast.host.peak_bytes),
+            f"of {format_bytes(forecast.budget.host_bytes)}: "
+            f"{_listed(forecast.host.terms)}",
+        ),
+        (
+            "step",
+            f"{step.total_s:.3g} s",
+            f"{forecast.tokens_per_s:.4g} tokens/s, bound by {step.limiter}; "
+            + ", ".join(f"{lane} {s:.3g} s" for lane, s in step.busy_s.items() if s),
+        ),
+    ):
+        table.add_row(*row)
+    text = StringIO()
+    Console(file=text, width=110).print(table)
+    return text.getvalue().rstrip()
+
+
+def _listed(terms: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes
+    )
+
+
+def forecast_dict(forecast: Forecast) -> dict[str, Any]:
+    """A plan and what it will cost, for programs; bytes and seconds."""
+    plan, layout, step = forecast.plan, forecast.layout, forecast.step
+    return {
+        "plan": {
+            "n_persist": plan.n_persist,
+            "n_buffer": plan.n_buffer,
+            "n_swap": plan.n_swap,
+            "n_checkpoint": plan.n_checkpoint,
+            "mode": plan.mode,
+            "origin": plan.origin,
+            "num_blocks": len(layout.blocks),
+            "num_chunks": len(layout.pageable),
+            "resident_chunks": [
+                c.index for c in layout.pageable if c.index not in plan.paged
+            ],
+            "placements": [placement.value for placement in plan.placements],
+            "block_policies": [policy.value for policy in plan.policies],
+        },
+        "device_bytes": {
+            "peak": forecast.device.peak_bytes,
+            "budget": forecast.budget.usable_bytes,
+            "reserve": forecast.budget.reserve_bytes,
+            "terms": forecast.device.terms,
+            "phases": forecast.device.phases,
+        },
+        "host_bytes": {
+            "peak": forecast.host.peak_bytes,
+            "budget": forecast.budget.host_bytes,
+            "terms": forecast.host.terms,
+            "phases": forecast.host.phases,
+        },
+        "step_s": {
+            "total": step.total_s,
+            "lanes": dict(step.busy_s),
+            "exposed": dict(step.exposed_s),
+            "recompute": step.recompute_s,
+            "limiter": step.limiter,
+            "tokens_per_s": forecast.tokens_per_s,
+            "measured_blocks": forecast.times.measured,
+        },
+    }
 
 
 def summary(measured: Measured, report: RunReport) -> str:
@@ -147,7 +217,7 @@ def summary(measured: Measured, report: RunReport) -> str:
         f"ProTrain: fetched {format_bytes(measured.fetched_bytes)}, offloaded "
         f"{format_bytes(measured.offloaded_bytes)}, stalled {measured.stall_s:.2f} s; "
         f"device peak {format_bytes(measured.device_peak_bytes)} of "
-        f"{format_bytes(report.budget.device_bytes)}"
+        f"{format_bytes(report.forecast.budget.device_bytes)}"
     )
 
 
@@ -162,4 +232,11 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-__all__ = ["REPORT_FILE", "RunReport", "format_bytes", "summary"]
+__all__ = [
+    "REPORT_FILE",
+    "RunReport",
+    "forecast_dict",
+    "forecast_table",
+    "format_bytes",
+    "summary",
+]

@@ -5,10 +5,14 @@ The trainer's subclass calls in here; everything that is decided is decided by c
 
 from __future__ import annotations
 
+import platform
 import resource
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +20,36 @@ import torch
 from torch import Tensor, nn
 
 from .args import ProTrainArgs, overrides
+from .batches import autocast_dtype, sample_batch
 from .core.checkpoint import checkpoint_bytes, require_space
-from .core.cost import host_bytes, state_bytes
 from .core.errors import ConfigError, ProTrainError
-from .core.layout import build_layout, has_vision_tower
-from .core.profile import device_memory, host_memory
+from .core.layout import build_layout
+from .core.cost import block_times
+from .core.planner import Forecast, Planner, with_measured
+from .core.profile import (
+    Target,
+    block_key,
+    cached,
+    cached_hardware,
+    device_memory,
+    host_memory,
+    measure_blocks,
+    meta_twin,
+)
 from .core.runtime import open_device
-from .core.search import all_resident, fill_budget, plan_by_hand
 from .core.session import Measured, Options, Session
-from .core.types import Budget, Layout, Plan
+from .core.types import Hardware
+from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .report import RunReport, summary
 
-ACTIVATION_SHARE = 0.5
-"""Of an accelerator's free memory, kept from the states for activations.
+WATCHED_STEPS = 2
+"""First steps in which the CPU device counts every allocation: the optimizer's state
+appears in the first one, and the second one is like all others."""
 
-A stated guess that holds until a trace measures what activations need."""
+CHECKED_STEP = 4
+"""After this step prediction and measurement are compared."""
+BYTES_APART, SECONDS_APART = 0.05, 0.3
+"""Relative differences worth a line in the log."""
 
 
 class TrainingRun:
@@ -38,28 +57,23 @@ class TrainingRun:
 
     Args:
         args: The plugin's keys.
-        recompute_all: The YAML asks for gradient checkpointing.
-        micro_batches: `micro_batch_size` times `gradient_accumulation_steps`.
-        output_dir: Where report.json goes.
+        cfg: Axolotl's validated configuration.
+        recompute_all: The YAML asks for gradient checkpointing, which is taken over.
         log: Prints a line.
     """
 
     def __init__(
-        self,
-        args: ProTrainArgs,
-        recompute_all: bool,
-        micro_batches: int,
-        output_dir: Path,
-        log: Any,
+        self, args: ProTrainArgs, cfg: Any, recompute_all: bool, log: Any
     ) -> None:
         self.args = args
         self.session: Session | None = None
         self.report: RunReport | None = None
+        self._cfg = cfg
         self._recompute_all = recompute_all
-        self._micro_batches = micro_batches
-        self._output_dir = output_dir
+        self._output_dir = Path(cfg.output_dir)
         self._log = log
         self._logged: dict[str, float] = {}
+        self._watching = ExitStack()
         self._is_adapter = False
         self._saves_optimizer = False
 
@@ -81,33 +95,21 @@ class TrainingRun:
                 "this trainer has trained paged before; build a new one for another run"
             )
         _refuse_quantised(model)
-        adapters = adapter_names(model)
-        self._is_adapter = bool(adapters)
-        layout = build_layout(model, adapters)
-        budget, notes = self._budget(model, device)
-        plan = self._plan(layout, budget)
-        notes += self._warnings(plan)
-        fp32_master = self.args.protrain_fp32_master
-        self.report = RunReport(
-            layout=layout,
-            plan=plan,
-            budget=budget,
-            predicted=state_bytes(layout, plan.placements, plan.n_buffer),
-            predicted_host_bytes=host_bytes(layout, plan.placements, fp32_master),
-            device=str(device),
-            notes=notes,
-        )
+        self._is_adapter = bool(adapter_names(model))
+        forecast, notes = self._plan(model, device)
+        notes += self._warnings(forecast)
+        self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._saves_optimizer = saves_optimizer
         require_space(self._output_dir, self.checkpoint_bytes())
         self._log.info("\n" + self.report.table())
         self.session = Session(
             model,
-            layout,
-            plan,
+            forecast.layout,
+            forecast.plan,
             open_device(device),
             Options(
                 poison=self.args.protrain_check_races,
-                fp32_master=fp32_master,
+                fp32_master=self.args.protrain_fp32_master,
                 cpu_optimizer=self.args.protrain_cpu_optimizer,
             ),
         )
@@ -115,6 +117,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Give the model back and write the report; does nothing when not open."""
+        self._watching.close()
         session, self.session = self.session, None
         if session is None or self.report is None:
             return
@@ -122,6 +125,44 @@ class TrainingRun:
             session.close()
         finally:
             self._finish(session.measured(), self.report)
+
+    def begin_step(self, number: int) -> None:
+        """An optimizer step begins, the `number`-th of this run."""
+        if self.session is not None and number < WATCHED_STEPS:
+            self._watching.enter_context(self.session.watch())
+
+    def end_step(self, seconds: float) -> None:
+        """It has ended."""
+        self._watching.close()
+        if self.session is None or self.report is None:
+            return
+        self.report.step_s.append(seconds)
+        if len(self.report.step_s) == CHECKED_STEP:
+            self._compare(self.report)
+
+    def _compare(self, report: RunReport) -> None:
+        """Say once how far the first steps are from their prediction."""
+        assert self.session is not None
+        measured = self.session.measured()
+        for what, predicted, seen, apart in (
+            (
+                "device peak, bytes",
+                report.forecast.device.peak_bytes,
+                measured.device_peak_bytes,
+                BYTES_APART,
+            ),
+            (
+                "step, seconds",
+                report.forecast.step.total_s,
+                # watched steps are slower
+                statistics.median(report.step_s[WATCHED_STEPS:]),
+                SECONDS_APART,
+            ),
+        ):
+            if abs(seen - predicted) > apart * predicted:
+                line = f"{what}: {predicted:.6g} predicted, {seen:.6g} measured."
+                report.notes.append(line)
+                self._log.warning(f"ProTrain's prediction is off. {line}")
 
     def _finish(self, measured: Measured, report: RunReport) -> None:
         self._log.info(summary(measured, report))
@@ -144,8 +185,8 @@ class TrainingRun:
         if self.report is None:
             return 0
         return checkpoint_bytes(
-            self.report.layout,
-            self.report.plan,
+            self.report.forecast.layout,
+            self.report.forecast.plan,
             self._is_adapter,
             self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
@@ -165,51 +206,76 @@ class TrainingRun:
         since["host_peak_bytes"] = host_peak_bytes()
         return {f"protrain/{key}": value for key, value in since.items()}
 
-    def _plan(self, layout: Layout, budget: Budget) -> Plan:
-        args = self.args
-        n_checkpoint = len(layout.blocks) if self._recompute_all else 0
-        if args.protrain_force_all_persistent:
-            return all_resident(layout, budget, n_checkpoint)
-        by_hand = overrides(args)
-        if by_hand is not None:
-            n_buffer = by_hand.n_buffer
-            if "n_buffer" in by_hand.filled:
-                # what nobody asked for must not be refused as too many
-                n_buffer = min(n_buffer, len(layout.pageable) - by_hand.n_persist)
-            return plan_by_hand(
-                layout,
-                budget,
-                by_hand.n_persist,
-                n_buffer,
-                by_hand.n_checkpoint,
-                args.protrain_fp32_master,
-            )
-        return fill_budget(layout, budget, n_checkpoint, args.protrain_fp32_master)
-
-    def _budget(
+    def _plan(
         self, model: nn.Module, device: torch.device
-    ) -> tuple[Budget, list[str]]:
-        notes = []
-        capacity = self.args.protrain_capacity_bytes
-        reserve = 0
-        if device.type != "cpu":
-            capacity = capacity or device_memory(device)
-            reserve = int(capacity * ACTIVATION_SHARE)
-            notes.append(
-                f"{ACTIVATION_SHARE:.0%} of the device is kept for activations."
-            )
-        elif capacity is None:
-            raise missing_capacity()
-        if has_vision_tower(model):
-            headroom = self.args.protrain_vision_headroom_bytes
-            reserve += headroom
-            notes.append(f"Vision tower: {headroom:,} bytes of headroom reserved.")
-        on_host = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
-        host = self.args.protrain_cpu_capacity_bytes or host_memory() + on_host
-        return Budget(capacity, reserve, host), notes
+    ) -> tuple[Forecast, list[str]]:
+        cfg, args = self._cfg, self.args
+        twin = meta_twin(model)
+        notes: list[str] = []
+        batch = sample_batch(cfg, twin, notes)
+        target = Target(device.type, autocast_dtype(cfg))
+        subject = trace_model(twin, batch, target, args)
+        layout = build_layout(
+            model, adapter_names(model), subject.traced.trace.blocks
+        )
+        workload, assumed = workload_of(cfg, args, batch, device.type)
+        hardware = self._hardware(model, device)
+        measured = measure_blocks(
+            model,
+            subject.traced.trace.blocks,
+            subject.traced.samples,
+            device,
+            target.autocast_dtype,
+            self._cached(model, device, target.autocast_dtype),
+        )
+        times = with_measured(
+            block_times(subject.traced.trace, layout, hardware), measured
+        )
+        budget = budget_of(args, subject, hardware.device_bytes, hardware.host_bytes)
+        planner = Planner(
+            layout, subject.traced.trace, workload, hardware, times, budget
+        )
+        notes += [*subject.assumptions, *assumed]
+        return choose(args, planner), notes
 
-    def _warnings(self, plan: Plan) -> list[str]:
+    def _cached(
+        self, model: Any, device: torch.device, autocast_dtype: torch.dtype | None
+    ) -> Callable[[Mapping[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]]:
+        """Block times from the cache, under everything that changes them."""
+
+        def cached_times(
+            block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+        ) -> dict[str, Any]:
+            key = block_key(
+                device,
+                _versions(),
+                block=block,
+                autocast_dtype=autocast_dtype,
+                attention=str(getattr(model.config, "_attn_implementation", None)),
+                kernels={k: bool(v) for k, v in self._cfg.items() if "kernel" in k},
+            )
+            return cached(self.args.protrain_cache_dir, key, measure)
+
+        return cached_times
+
+    def _hardware(self, model: nn.Module, device: torch.device) -> Hardware:
+        on_host = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        capacity = self.args.protrain_capacity_bytes
+        if device.type != "cpu":
+            capacity = device_memory(device)
+        if capacity is None:
+            raise missing_capacity()
+        return cached_hardware(
+            self.args.protrain_cache_dir,
+            device,
+            host_memory() + on_host,
+            capacity,
+            _versions(),
+        )
+
+    def _warnings(self, forecast: Forecast) -> list[str]:
         notes = []
+        plan, accumulation = forecast.plan, forecast.workload.accumulation
         by_hand = overrides(self.args)
         if by_hand is not None and by_hand.filled:
             filled = ", ".join(f"{k} {getattr(plan, k)}" for k in by_hand.filled)
@@ -218,39 +284,45 @@ class TrainingRun:
         if self._recompute_all:
             notes.append(
                 "gradient_checkpointing is taken over: "
-                f"{sum(plan.recompute)} of {len(plan.recompute)} blocks recompute."
+                f"{plan.n_checkpoint} of {len(plan.policies)} blocks recompute."
             )
-        if plan.paged and self._micro_batches < 4:
+        effective = self._cfg.micro_batch_size * accumulation
+        if plan.paged and effective < 4:
             notes.append(
-                f"An effective batch of {self._micro_batches} is under 4: the transfer "
+                f"An effective batch of {effective} is under 4: the transfer "
                 "of the weights is not amortised. Raise gradient_accumulation_steps."
             )
             self._log.warning(notes[-1])
         return notes
 
 
-def adapter_names(model: nn.Module) -> frozenset[str]:
-    """Names of a PEFT model's adapter weights; empty without an adapter.
-
-    Copies of whole modules (`modules_to_save`) are not among them: those are as large
-    as what they copy.
-    """
-    if getattr(model, "peft_config", None) is None:
-        return frozenset()
-    return frozenset(
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and ".modules_to_save." not in name
-    )
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        **{
+            name: version(name)
+            for name in ("transformers", "peft", "bitsandbytes", "axolotl")
+        },
+    }
 
 
 def _refuse_quantised(model: nn.Module) -> None:
+    """Only bitsandbytes' 4-bit weights keep all their bytes where they can be moved."""
     config = getattr(model, "config", None)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"base_model: {getattr(config, 'name_or_path', '')} holds quantised weights, "
-            "which cannot be paged in this version. Name the unquantised model."
-        )
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    if settings.get("load_in_4bit"):
+        return
+    method = settings.get("quant_method")
+    method = getattr(method, "value", method)
+    raise ConfigError(
+        f"base_model: {getattr(config, 'name_or_path', '')} holds weights quantised by "
+        f"{method}{' in 8 bits' if settings.get('load_in_8bit') else ''}, which cannot "
+        "be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
+        "qlora` makes it small."
+    )
 
 
 def missing_capacity() -> ConfigError:

@@ -98,28 +98,20 @@ class ProTrainTrainerMixin:
 
 
 class RunCallback(TrainerCallback):
-    """Samples device bytes where they peak, and step time."""
+    """Tells the run where steps begin and end."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._started = 0.0
+        self._num_steps = 0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self._run.begin_step(self._num_steps)
         self._started = time.perf_counter()
 
-    def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
-        self._sample()
-
-    def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
-        self._sample()
-
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        if self._run.report is not None:
-            self._run.report.step_s.append(time.perf_counter() - self._started)
-
-    def _sample(self) -> None:
-        if self._run.session is not None:
-            self._run.session.note_peak()
+        self._num_steps += 1
+        self._run.end_step(time.perf_counter() - self._started)
 
 
 def page_trainer(trainer: Trainer, run: TrainingRun) -> None:

@@ -7,6 +7,7 @@ The model's modules, names and parameters stay the objects they were.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +57,8 @@ class Measured:
     num_misses: int
     stall_s: float
     device_peak_bytes: int
+    device_placed_bytes: int
+    device_optimizer_bytes: int
     host_arena_bytes: int
     host_optimizer_bytes: int
 
@@ -93,6 +96,8 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._stale: set[int] = set()
         self._closed = False
+        self._watched = False
+        self._placed_bytes = 0
         self._handles: list[Removable] = []
         self._state_handles: list[Removable] = []
         self._recomputes: list[Recompute] = []
@@ -181,22 +186,16 @@ class Session:
         self._worker.drain()
         self.ready()
 
-    def note_peak(self) -> None:
-        """Count transient device bytes; call before and after the update.
+    def watch(self) -> AbstractContextManager[object]:
+        """Count device bytes exactly inside, a step for example."""
+        already = 0 if self._watched else self._device_optimizer_bytes()
+        self._watched = True
+        return self.device.watch(already)
 
-        Gradients that stay are taken as there during the whole of backward.
-        """
+    def _device_optimizer_bytes(self) -> int:
         if isinstance(self._optimizer, PagedAdamW):
-            transient = self._optimizer.device_bytes()
-        else:
-            transient = sum(
-                p.grad.nbytes for p in self._params.values() if p.grad is not None
-            )
-            if self._optimizer is not None:
-                transient += optimizer_bytes(self._optimizer)
-        transient += self._gradients.peak_held_bytes
-        self.device.count(transient)
-        self.device.count(-transient)
+            return self._optimizer.device_bytes()
+        return optimizer_bytes(self._optimizer) if self._optimizer is not None else 0
 
     def measured(self) -> Measured:
         """Counters so far."""
@@ -208,6 +207,8 @@ class Session:
             num_misses=self._pager.num_misses,
             stall_s=self.device.stall_s + self._worker.waited_s,
             device_peak_bytes=self.device.peak_bytes(),
+            device_placed_bytes=self._placed_bytes,
+            device_optimizer_bytes=self._device_optimizer_bytes(),
             host_arena_bytes=self._arena.nbytes,
             host_optimizer_bytes=(
                 optimizer.host_bytes() if isinstance(optimizer, PagedAdamW) else 0
@@ -257,6 +258,7 @@ class Session:
             if self.plan.placements[chunk.index] is Placement.HOST_STATE:
                 self._residence.refresh(chunk)
         self.device.synchronize()
+        self._placed_bytes = self.device.used_bytes()
         self._attach()
 
     def _device_bytes(self, chunk: Chunk) -> Tensor:
@@ -306,8 +308,9 @@ class Session:
         Bound to the modules that register its parameters, tied names included.
         """
         host = {
-            id(self._params[spec.name]): self._arena.tensor(chunk.index, spec)
+            id(self._params[spec.name]): spec
             for spec in chunk.tensors
+            if spec.name in self._params
         }
         for module in self._modules.values():
             own = {
@@ -316,9 +319,15 @@ class Session:
                 if id(param) in host
             }
             if own:
+                self._state_handles += self._residence.attach_side_state(
+                    module, chunk, [spec.name for spec in own.values()]
+                )
                 self._state_handles += attach_state_dict(
                     module,
-                    own,
+                    {
+                        name: self._arena.tensor(chunk.index, spec)
+                        for name, spec in own.items()
+                    },
                     before_read=self.settle,
                     before_write=self._before_load,
                     written=partial(self._after_load, chunk),

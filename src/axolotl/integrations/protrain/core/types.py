@@ -273,18 +273,21 @@ class Trace:
     Attributes:
         segments: Forward segments in order, then those of backward in order.
         holdings: What lives from one segment into another.
-        num_blocks: Blocks of the model.
-        block_order: Their indices in the order of first use.
+        blocks: Names of the blocks in the order of first use, unused ones last;
+            indices of blocks are positions in this order.
         assumptions: What could not be traced, and what was taken instead.
         batch_bytes: Bytes of one batch on the device.
     """
 
     segments: tuple[Segment, ...]
     holdings: tuple[Holding, ...]
-    num_blocks: int
-    block_order: tuple[int, ...]
+    blocks: tuple[str, ...]
     assumptions: tuple[str, ...] = ()
     batch_bytes: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ every tensor, and what no trace sees is one measured number of the hardware.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -151,19 +150,33 @@ class MemoryModel:
         }
         # the latest reason first: the first that applies is the one that counts
         self._holdings = [
-            (h.made, h.forgotten, h.nbytes, sorted(h.holds, key=lambda x: -x.segment))
-            for h in trace.holdings
+            (
+                holding.made,
+                holding.forgotten,
+                holding.nbytes,
+                sorted(
+                    ((h.segment, h.block, h.as_input) for h in holding.holds),
+                    # at a tie the input: what is there as such does not come back
+                    key=lambda hold: (-hold[0], not hold[2]),
+                ),
+            )
+            for holding in trace.holdings
         ]
         self._curve = lru_cache(maxsize=None)(self._walk)
         self._states = lru_cache(maxsize=None)(self._state_bytes)
         self._kept_gradients = lru_cache(maxsize=None)(self._gradient_walk)
 
-    def peak_bytes(self, plan: Plan) -> int:
-        """The peak alone, for the search."""
-        states = self._states(plan.placements, plan.n_buffer)
-        base = self._base(states)
-        curve = self._curve(plan.policies)
-        before, extra = self._kept_gradients(plan.placements)
+    def peak_bytes(
+        self,
+        placements: tuple[Placement, ...],
+        n_buffer: int,
+        policies: tuple[Policy, ...],
+    ) -> int:
+        """The peak of a plan alone, for the search."""
+        states = self._states(placements, n_buffer)
+        base = states.weights + states.moments
+        curve = self._curve(policies)
+        before, extra = self._kept_gradients(placements)
         highest = max(map(add, curve.first, before))
         if self.workload.accumulation > 1:
             later = max(map(add, curve.later, extra))
@@ -221,15 +234,11 @@ class MemoryModel:
         """What keeping a block's saved tensors costs over recomputing it."""
         others = [Policy.KEEP] * self.trace.num_blocks
         others[block] = Policy.RECOMPUTE
-        return sum(self._regained(tuple(others)).values())
+        return sum(self._changes(tuple(others))[1])
 
     def _walk(self, policies: tuple[Policy, ...]) -> _Curve:
         segments = self.trace.segments
-        change = [0] * (len(segments) + 2)
-        for made, end, nbytes, _regained in self._lives(policies):
-            change[made + 1] += nbytes
-            change[end + 1] -= nbytes
-        regained = self._regained(policies)
+        change, regained = self._changes(policies)
         start, first, later = [], [], []
         live = self.trace.batch_bytes
         for index, segment in enumerate(segments):
@@ -252,36 +261,26 @@ class MemoryModel:
             later.append(live + rise)
         return _Curve(start, first, later, live + change[len(segments)])
 
-    def _lives(
-        self, policies: tuple[Policy, ...]
-    ) -> Iterator[tuple[int, int, int, list[int]]]:
-        """Of each holding: made in, ends in, bytes, and where it comes back."""
-        for made, end, nbytes, holds in self._holdings:
-            back = []
-            for hold in holds:
-                if hold.segment <= end:
+    def _changes(self, policies: tuple[Policy, ...]) -> tuple[list[int], list[int]]:
+        """By segment: bytes that its start has more than the one before, and bytes
+        that come back in it because they were not kept."""
+        size = len(self.trace.segments) + 2
+        change, regained = [0] * size, [0] * size
+        kept = [policy is Policy.KEEP for policy in policies]
+        for made, forgotten, nbytes, holds in self._holdings:
+            end = forgotten
+            for segment, block, as_input in holds:
+                if segment <= end:
                     break
-                policy = Policy.KEEP if hold.block is None else policies[hold.block]
-                if hold.as_input:
-                    holds_it = policy is not Policy.KEEP
-                else:
-                    holds_it = policy is Policy.KEEP
-                    if not holds_it:
-                        back.append(hold.segment)
-                if holds_it:
-                    end = hold.segment
+                if block is None or kept[block] is not as_input:
+                    end = segment
                     break
-            if end > made or back:
-                yield made, end, nbytes, back
-
-    def _regained(self, policies: tuple[Policy, ...]) -> Counter[int]:
-        """Bytes that come back in backward, by segment."""
-        regained: Counter[int] = Counter()
-        for _made, end, nbytes, back in self._lives(policies):
-            for segment in back:
-                if segment > end:
+                if not as_input:
                     regained[segment] += nbytes
-        return regained
+            if end > made:
+                change[made + 1] += nbytes
+                change[end + 1] -= nbytes
+        return change, regained
 
     @cached_property
     def _redone(self) -> dict[int | None, int]:
@@ -328,9 +327,6 @@ class MemoryModel:
             self.workload.moment_copies,
             self._in_flight,
         )
-
-    def _base(self, states: StateBytes) -> int:
-        return states.weights + states.moments
 
     def _update_bytes(self, states: StateBytes) -> int:
         workload = self.workload

@@ -2,7 +2,7 @@
 
 from .blocks import find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
-from .ring import check_slots, slot_bytes, slot_floor, spread_evenly
+from .ring import check_slots, slot_bytes, slot_floor, spread_evenly, spread_order
 from .schedule import Direction, Schedule
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "slot_bytes",
     "slot_floor",
     "spread_evenly",
+    "spread_order",
 ]

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..types import Block, Chunk, Layout, TensorSpec
 from .blocks import find_blocks
+from .tensors import Binding, beside_quantised, bindings, check_quantised
 
 ALIGNMENT_BYTES = 256
 """What matrix libraries look at when they choose a kernel by the address of a weight:
@@ -20,45 +21,55 @@ def aligned(nbytes: int) -> int:
 
 
 def build_layout(
-    model: nn.Module, keep_resident: Collection[str] = frozenset()
+    model: nn.Module,
+    keep_resident: Collection[str] = frozenset(),
+    order: Sequence[str] = (),
 ) -> Layout:
     """Assign every parameter of `model` to a chunk or to the fixed part.
 
     A block gives one chunk for its frozen parameters and one for its trainable
     ones. A trainable parameter outside the blocks is a chunk of its own, so that
     its gradient leaves as soon as it is there. Frozen parameters outside the blocks,
-    parameters that several blocks or a block and the rest share, empty or strided ones
-    and those named in `keep_resident` never leave the device.
+    parameters that several blocks or a block and the rest share, empty or strided ones,
+    biases of quantised weights and those named in `keep_resident` never leave the
+    device. A quantised weight takes its quant state along as tensors of its own.
 
     Args:
         model: The model as it will be trained; `requires_grad` must be final.
         keep_resident: Names of trainable parameters to keep (adapters).
+        order: Names of all blocks in the order of first use; that of their definition
+            if empty.
 
     Raises:
-        LayoutError: The model has no recognisable blocks.
+        LayoutError: The model has no recognisable blocks, or quantised weights that
+            cannot be moved.
     """
     blocks = find_blocks(model)
-    names = {id(p): name for name, p in model.named_parameters()}
+    if order:
+        modules = dict(blocks)
+        blocks = [(name, modules[name]) for name in order]
+    check_quantised(model)
+    held = {id(p): bindings(name, p) for name, p in model.named_parameters()}
+    kept = beside_quantised(model) | {
+        key
+        for key, own in held.items()
+        if own[0].name in keep_resident or not all(map(_fits_in_chunk, own))
+    }
     shared = _shared_parameters(model, blocks)
     chunks: list[Chunk] = []
     chunked: set[int] = set()
     placed_blocks = []
     for block_index, (block_name, module) in enumerate(blocks):
         own = [
-            p
-            for p in module.parameters()
-            if id(p) not in shared
-            and names[id(p)] not in keep_resident
-            and _fits_in_chunk(p)
+            p for p in module.parameters() if id(p) not in shared and id(p) not in kept
         ]
         block_chunks = []
         for trainable in (False, True):
             members = [p for p in own if p.requires_grad is trainable]
             if members:
                 block_chunks.append(len(chunks))
-                chunks.append(
-                    _pack(len(chunks), block_index, trainable, members, names)
-                )
+                tensors = [binding for p in members for binding in held[id(p)]]
+                chunks.append(_pack(len(chunks), block_index, trainable, tensors))
         chunked.update(map(id, own))
         placed_blocks.append(Block(block_index, block_name, tuple(block_chunks)))
 
@@ -67,11 +78,10 @@ def build_layout(
     for p in model.parameters():
         if id(p) in chunked:
             continue
-        kept = names[id(p)] in keep_resident or not _fits_in_chunk(p)
-        if p.requires_grad and not kept:
-            chunks.append(_pack(len(chunks), None, True, [p], names))
+        if p.requires_grad and id(p) not in kept:
+            chunks.append(_pack(len(chunks), None, True, held[id(p)]))
         else:
-            fixed[p.requires_grad] += p.nbytes
+            fixed[p.requires_grad] += sum(b.tensor.nbytes for b in held[id(p)])
             num_fixed_trainable += p.requires_grad
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     return Layout(
@@ -102,22 +112,18 @@ def _shared_parameters(
     return shared
 
 
-def _fits_in_chunk(p: nn.Parameter) -> bool:
-    # a chunk stores its parameters row by row; another layout could round otherwise
-    return p.numel() > 0 and p.is_contiguous()
+def _fits_in_chunk(binding: Binding) -> bool:
+    # a chunk stores its tensors row by row; another layout could round otherwise
+    return binding.tensor.numel() > 0 and binding.tensor.is_contiguous()
 
 
 def _pack(
-    index: int,
-    block: int | None,
-    trainable: bool,
-    members: list[nn.Parameter],
-    names: dict[int, str],
+    index: int, block: int | None, trainable: bool, members: Sequence[Binding]
 ) -> Chunk:
-    tensors = []
+    specs = []
     end = 0
-    for p in members:
+    for name, tensor in ((member.name, member.tensor) for member in members):
         offset = aligned(end)
-        tensors.append(TensorSpec(names[id(p)], tuple(p.shape), p.dtype, offset))
-        end = offset + p.nbytes
-    return Chunk(index, block, trainable, tuple(tensors), end)
+        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset))
+        end = offset + tensor.nbytes
+    return Chunk(index, block, trainable, tuple(specs), end)

@@ -5,7 +5,9 @@ Everything that search and runtime both need to know about slots stands here onc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ..errors import ConfigError
 from ..types import Layout, Placement
@@ -16,13 +18,12 @@ def slot_floor(layout: Layout, placements: Sequence[Placement]) -> int:
 
     The chunks of a block have consecutive numbers, so that many slots hold them all.
     """
-    return max(
-        (
-            sum(placements[chunk] is Placement.PAGED for chunk in block.chunks)
-            for block in layout.blocks
-        ),
-        default=0,
+    paged = (
+        chunk.block
+        for chunk, placement in zip(layout.chunks, placements, strict=True)
+        if placement is Placement.PAGED
     )
+    return max(Counter(paged).values(), default=0)
 
 
 def slot_bytes(
@@ -59,3 +60,25 @@ def spread_evenly(count: int, total: int) -> frozenset[int]:
     at both ends the ring already saves a transfer.
     """
     return frozenset((2 * k + 1) * total // (2 * count) for k in range(count))
+
+
+@lru_cache(maxsize=None)
+def spread_order(total: int) -> tuple[int, ...]:
+    """All positions in the order in which they become resident.
+
+    Each prefix is spread over the whole, and contains every shorter one: a larger
+    budget only adds resident chunks, so it never makes a plan slower. Successive
+    multiples of the golden ratio leave gaps of at most three sizes.
+    """
+    taken: dict[int, None] = {}
+    point = 0.5
+    for _ in range(total):
+        position = int(point * total)
+        while position in taken:
+            position = (position + 1) % total
+        taken[position] = None
+        point = (point + GOLDEN_RATIO) % 1.0
+    return tuple(taken)
+
+
+GOLDEN_RATIO = 0.6180339887498949

@@ -38,7 +38,6 @@ class GradientOffload:
         worker: Adds the second and later micro-batches.
 
     Attributes:
-        peak_held_bytes: Most device bytes that gradients on their way took so far.
         offloaded_bytes: Bytes sent so far.
     """
 
@@ -47,12 +46,10 @@ class GradientOffload:
         self._worker = worker
         self._arriving: list[_Arriving] = []
         self._of_block: dict[int | None, list[_Arriving]] = {}
-        self._in_flight: deque[tuple[Event, list[Tensor], int]] = deque()
+        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._staging: list[Tensor] = []
         self._staging_users: list[Future[None] | None] = [None] * MAX_IN_FLIGHT
         self._next_staging = 0
-        self._held_bytes = 0
-        self.peak_held_bytes = 0
         self.offloaded_bytes = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
@@ -100,7 +97,6 @@ class GradientOffload:
             if index in arriving.gradients:
                 # the next micro-batch: sums keep the order of the plain run
                 self._send(arriving)
-            self._hold(gradient.nbytes)
             arriving.gradients[index] = gradient
             if len(arriving.gradients) == len(arriving.host.params):
                 self._send(arriving)
@@ -128,19 +124,14 @@ class GradientOffload:
             stream.copy(view, gradient)
             staged.append((index, view))
         event = stream.record()
-        nbytes = sum(gradient.nbytes for gradient in gradients.values())
-        self.offloaded_bytes += nbytes
-        self._in_flight.append((event, list(gradients.values()), nbytes))
+        self.offloaded_bytes += sum(gradient.nbytes for gradient in gradients.values())
+        self._in_flight.append((event, list(gradients.values())))
         if staged:
             self._staging_users[slot] = self._worker.submit(
                 _addition(event, host, staged)
             )
         while self._in_flight and self._in_flight[0][0].query():
             self._retire()
-
-    def _hold(self, nbytes: int) -> None:
-        self._held_bytes += nbytes
-        self.peak_held_bytes = max(self.peak_held_bytes, self._held_bytes)
 
     def _claim_staging(self) -> tuple[int, Tensor]:
         slot = self._next_staging
@@ -158,9 +149,8 @@ class GradientOffload:
         return slot, self._staging[slot]
 
     def _retire(self) -> None:
-        event, _gradients, nbytes = self._in_flight.popleft()
+        event, _gradients = self._in_flight.popleft()
         event.synchronize()
-        self._held_bytes -= nbytes
 
 
 def _staged_view(staging: Tensor, host: HostChunk, index: int) -> Tensor:

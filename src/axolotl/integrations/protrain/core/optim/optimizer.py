@@ -184,11 +184,8 @@ class PagedAdamW(torch.optim.Optimizer):
         return own + self._host.state_bytes()
 
     def device_bytes(self) -> int:
-        """Device bytes of gradients and optimizer state right now."""
-        gradients = sum(p.grad.nbytes for p in self._params() if p.grad is not None)
-        if self._resident is None:
-            return gradients
-        return gradients + optimizer_bytes(self._resident)
+        """Device bytes of optimizer state."""
+        return optimizer_bytes(self._resident) if self._resident is not None else 0
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
+from ..layout.tensors import bindings
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -33,21 +34,30 @@ _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 def meta_twin(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters are on the meta device; copies no weight.
 
-    Hooks, patched methods and buffers come along; parameters keep dtype, strides,
-    `requires_grad` and being shared.
+    Hooks, patched methods and buffers come along; parameters keep class, dtype,
+    strides, `requires_grad` and being shared, quantised ones their quant state.
     """
     memo: dict[int, Any] = {}
-    for param in model.parameters():
-        twin = nn.Parameter(
-            torch.empty_strided(
-                param.shape, param.stride(), dtype=param.dtype, device=_META
-            ),
-            requires_grad=param.requires_grad,
+    twins = []
+    for name, param in model.named_parameters():
+        data, *side = bindings(name, param)
+        twin = torch.Tensor._make_subclass(
+            type(param), _like(data.tensor), param.requires_grad
         )
         # deepcopy takes what it finds here for the copy
         memo[id(param)] = twin
-        memo[id(param.data)] = twin.data
+        memo.update((id(binding.tensor), _like(binding.tensor)) for binding in side)
+        twins.append((param, twin))
+    for param, twin in twins:
+        # the module that owns a quantised weight is among these
+        vars(twin).update(copy.deepcopy(vars(param), memo))
     return copy.deepcopy(model, memo)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META
+    )
 
 
 class MetaMode(TorchDispatchMode):

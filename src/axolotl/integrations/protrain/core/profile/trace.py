@@ -17,17 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from ..errors import TraceError
 from ..types import Hold, Holding, Segment, Trace, Work
+from .block_times import BlockSample
 from .meta import MetaMode
 
-
-@dataclass(frozen=True)
-class BlockSample:
-    """The arguments with which a block was called; tensors on the meta device, or
-    small and real."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -56,11 +51,17 @@ def trace_step(
         TraceError: The model asks for values that only real weights give.
     """
     recorder = _Recorder(model, blocks)
-    with recorder:
-        loss = loss_of()
-        recorder.begin(_Open(None, backward=True))
-        loss.backward()
-        del loss
+    try:
+        with recorder:
+            loss = loss_of()
+            recorder.begin(_Open(None, backward=True))
+            loss.backward()
+            del loss
+    except (NotImplementedError, RuntimeError) as error:
+        # what torch raises for an operator that has no shape rule, or a wrong shape
+        raise TraceError(
+            f"{type(model).__name__} cannot be run without weights: {error}"
+        ) from error
     return recorder.result(batch_bytes)
 
 
@@ -111,9 +112,9 @@ class _Open:
     def final(self) -> _Open:
         return self.merged_into.final if self.merged_into else self
 
-    def closed(self) -> Segment:
+    def closed(self, number: Mapping[int | None, int]) -> Segment:
         return Segment(
-            block=self.block,
+            block=number.get(self.block),
             backward=self.backward,
             work=Work(
                 self.flops[True], self.flops[False], self.moved_bytes, self.num_kernels
@@ -207,15 +208,20 @@ class _Recorder(MetaMode):
         made = [output] if isinstance(output, Tensor) else list(_tensors(output))
         for tensor in made:
             self._follow(tensor)
-        formula = flop_registry.get(func._overloadpacket)
-        first = next(_tensors(args), None)
-        if formula is not None and first is not None:
-            is_16_bit = first.dtype.itemsize == 2
-            now.flops[is_16_bit] += formula(*args, out_val=output)
-        else:
-            now.moved_bytes += sum(t.nbytes for t in _tensors(args))
-            now.moved_bytes += sum(t.nbytes for t in made)
         now.num_kernels += 1
+        packet = func._overloadpacket
+        formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
+        read = list(_tensors(args))
+        if formula is not None:
+            is_16_bit = read[0].dtype.itemsize == 2
+            now.flops[is_16_bit] += formula(*args, out_val=output)
+            return
+        written = sum(tensor.nbytes for tensor in made)
+        if packet in _GATHERS:
+            # reads as many rows as it writes, not the whole table
+            now.moved_bytes += 2 * written
+        else:
+            now.moved_bytes += written + sum(tensor.nbytes for tensor in read)
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -354,42 +360,58 @@ class _Recorder(MetaMode):
     # the result
 
     def result(self, batch_bytes: int) -> TracedStep:
-        """What was recorded."""
+        """What was recorded, blocks numbered in the order of first use."""
+        unused = (i for i in range(len(self._blocks)) if i not in self._order)
+        order = [*self._order, *unused]
+        number: dict[int | None, int] = {old: new for new, old in enumerate(order)}
         segments = [s for s in self._segments if s.merged_into is None]
         for index, segment in enumerate(segments):
             segment.index = index
         fates: Counter[tuple[int, int, tuple[Hold, ...]]] = Counter()
         for record in self._all:
-            fates[self._fate(record, len(segments))] += record.nbytes
-        holdings = tuple(
-            Holding(made, forgotten, holds, nbytes)
-            for (made, forgotten, holds), nbytes in fates.items()
-            if forgotten > made or any(hold.segment > made for hold in holds)
-        )
+            fates[_fate(record, len(segments), number)] += record.nbytes
         trace = Trace(
-            segments=tuple(segment.closed() for segment in segments),
-            holdings=holdings,
-            num_blocks=len(self._blocks),
-            block_order=tuple(self._order),
+            segments=tuple(segment.closed(number) for segment in segments),
+            holdings=tuple(
+                Holding(made, forgotten, holds, nbytes)
+                for (made, forgotten, holds), nbytes in fates.items()
+                if forgotten > made or any(hold.segment > made for hold in holds)
+            ),
+            blocks=tuple(self._blocks[index][0] for index in order),
             batch_bytes=batch_bytes,
         )
-        return TracedStep(trace, self._samples)
+        samples = {number[old]: sample for old, sample in self._samples.items()}
+        return TracedStep(trace, samples)
 
-    def _fate(
-        self, record: _Record, num_segments: int
-    ) -> tuple[int, int, tuple[Hold, ...]]:
-        forgotten = record.forgotten
-        end = forgotten.final.index if forgotten is not None else num_segments
-        holds = {
-            Hold(segment.final.index, block) for block, segment in record.released
-        }
-        holds |= {
-            Hold(undone.final.index, forward.block, as_input=True)
-            for forward in record.inputs
-            if (undone := forward.undone_in) is not None
-        }
-        ordered = sorted(holds, key=lambda h: (h.segment, h.block or -1, h.as_input))
-        return record.made.final.index, end, tuple(ordered)
+
+def _fate(
+    record: _Record, num_segments: int, number: Mapping[int | None, int]
+) -> tuple[int, int, tuple[Hold, ...]]:
+    """When a storage was made, when it was forgotten, and what held it."""
+    forgotten = record.forgotten
+    end = forgotten.final.index if forgotten is not None else num_segments
+    holds = {
+        Hold(segment.final.index, number.get(block))
+        for block, segment in record.released
+    }
+    holds |= {
+        Hold(undone.final.index, number.get(forward.block), as_input=True)
+        for forward in record.inputs
+        if (undone := forward.undone_in) is not None
+    }
+    ordered = sorted(holds, key=lambda h: (h.segment, h.block or -1, h.as_input))
+    return record.made.final.index, end, tuple(ordered)
+
+
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (
+        _aten._scaled_dot_product_flash_attention
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+_GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 
 
 def _unpack(stand_in: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from .hooks import Removable, attach_block, attach_entry, attach_state_dict
 from .pager import Pager
 from .recompute import Recompute
 from .residence import Residence
+from .simulated import SimulatedDevice, at_random, at_rate
 from .slots import Slot
 from .updates import HostWorker
 
@@ -22,7 +23,10 @@ __all__ = [
     "Recompute",
     "Removable",
     "Residence",
+    "SimulatedDevice",
     "Slot",
+    "at_random",
+    "at_rate",
     "attach_block",
     "attach_entry",
     "attach_state_dict",

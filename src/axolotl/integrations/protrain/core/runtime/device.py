@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 POISON_BYTE = 0xFF
 """Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
@@ -96,8 +99,16 @@ class Device(ABC):
         """Let compute wait for a transfer and count what it loses as stall."""
 
     @abstractmethod
-    def count(self, nbytes: int) -> None:
-        """Note transient device bytes, gradients for example; negative frees."""
+    def watch(self, already: int) -> AbstractContextManager[Any]:
+        """Count what operators allocate inside, on devices that do not themselves.
+
+        Args:
+            already: Bytes that operators had made before, and that still are there.
+        """
+
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Device bytes in use now."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -140,11 +151,53 @@ class _ImmediateStream:
 _DONE = _DoneEvent()
 
 
+class _Watch(TorchDispatchMode):
+    """Follows every storage that an operator makes on the calling thread.
+
+    Host work runs on a thread of its own, where no mode is active.
+    """
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        super().__init__()
+        self._count = count
+        self._live: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            given = {_storage(t) for t in tree_leaves((args, kwargs)) if _is_plain(t)}
+            for tensor in tree_leaves(output):
+                if _is_plain(tensor) and _storage(tensor) not in given:
+                    self._follow(tensor.untyped_storage())
+        return output
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self._live.add(key)
+            self._count(nbytes)
+            weakref.finalize(storage, self._gone, key, nbytes).atexit = False
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._live.discard(key)
+        self._count(-nbytes)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 class CpuDevice(Device):
     """A device with a budget in host memory, for machines without an accelerator.
 
-    Its peak counts what the plugin holds on it: resident weights, slots, gradients
-    and optimizer state. Activations are the allocator's and are not seen here.
+    Its peak counts what the plugin places on it, and what operators allocate while it
+    is watched; watching takes microseconds an operator.
     """
 
     def __init__(self) -> None:
@@ -164,11 +217,11 @@ class CpuDevice(Device):
         return nullcontext()
 
     def allocate(self, nbytes: int) -> Tensor:
-        self.count(nbytes)
+        self._count(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def place(self, tensor: Tensor) -> Tensor:
-        self.count(tensor.nbytes)
+        self._count(tensor.nbytes)
         # memory of its own, as on any device: a view of a mapped shard keeps it mapped
         return tensor.clone()
 
@@ -181,7 +234,14 @@ class CpuDevice(Device):
     def wait_stalled(self, event: Event) -> None:
         event.synchronize()
 
-    def count(self, nbytes: int) -> None:
+    def watch(self, already: int) -> AbstractContextManager[Any]:
+        self._count(already)
+        return _Watch(self._count)
+
+    def used_bytes(self) -> int:
+        return self._used
+
+    def _count(self, nbytes: int) -> None:
         self._used += nbytes
         if self._used > self._peak:
             self._peak = self._used
@@ -268,8 +328,11 @@ class CudaDevice(Device):
         self._waits.append((before, after))
         self._collect_waits(self._waits[:1])
 
-    def count(self, nbytes: int) -> None:
-        pass  # the caching allocator counts
+    def watch(self, already: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..layout.tensors import Binding, hold_packing, model_bindings, release_packing
 from ..types import Chunk
 from .arena import Arena, return_freed_memory
 from .device import Device
+from .hooks import Removable
 
 
 class Residence:
     """Moves a model into arena, slots and device, and out again.
 
     Args:
-        model: Its parameters keep their identity; only `.data` is bound anew.
+        model: Its parameters keep their identity; only `.data` is bound anew, and the
+            tensors in the quant state of quantised ones.
         chunks: The host-kept chunks.
         arena: Holds their bytes.
         device_bytes: For each of them, by index, the device buffer (uint8) that its
@@ -35,22 +39,24 @@ class Residence:
         announce: Callable[[Chunk], None],
     ) -> None:
         self._model = model
-        self._params = dict(model.named_parameters())
+        self._bindings = model_bindings(model)
         self._chunks = chunks
         self._arena = arena
         self._device_bytes = device_bytes
         self._device = device
         self._announce = announce
         self._moved: list[Chunk] = []
+        self._held: list[nn.Module] = []
         self.refreshed_bytes = 0
 
     def move_in(self) -> None:
         """Bind every parameter to its place, one chunk at a time."""
+        self._held = hold_packing(self._model)
         on_host = {spec.name for chunk in self._chunks for spec in chunk.tensors}
         # first: one small view would keep a whole mapped shard of the file alive
-        for name, param in self._params.items():
+        for name, binding in self._bindings.items():
             if name not in on_host:
-                param.data = self._device.place(param.data)
+                binding.bind(self._device.place(binding.tensor))
         for buffer in self._model.buffers():
             buffer.data = self._device.place(buffer.data)
         for chunk in self._chunks:
@@ -60,32 +66,75 @@ class Residence:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
         for chunk in self._moved:
             for spec in chunk.tensors:
-                self._params[spec.name].data = self._arena.tensor(chunk.index, spec)
+                self._bindings[spec.name].bind(self._arena.tensor(chunk.index, spec))
         self._moved = []
         self._device_bytes = {}
-        for param in self._params.values():
+        for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
-            param.data = param.data.cpu()
+        for binding in self._bindings.values():
+            binding.bind(binding.tensor.cpu())
         for buffer in self._model.buffers():
             buffer.data = buffer.data.cpu()
+        release_packing(self._held)
+        self._held = []
 
     def refresh(self, chunk: Chunk) -> None:
         """Queue the copy of a chunk's host weights to the device, on compute."""
         for spec in chunk.tensors:
             self._device.compute.copy(
-                self._params[spec.name].data, self._arena.tensor(chunk.index, spec)
+                self._bindings[spec.name].tensor, self._arena.tensor(chunk.index, spec)
             )
         self.refreshed_bytes += chunk.nbytes
+
+    def attach_side_state(
+        self, owner: nn.Module, chunk: Chunk, params: Collection[str]
+    ) -> list[Removable]:
+        """Let `state_dict` read the quant state of a module's weights on the host.
+
+        Its tensors are not parameters: bitsandbytes turns them into entries, some into
+        plain numbers, while it reads the module. So it must see the host copies then.
+
+        Args:
+            owner: The module that registers the weights.
+            chunk: Holds them.
+            params: Their names from the model root.
+        """
+        prefixes = tuple(f"{name}." for name in params)
+        side = [
+            (self._bindings[spec.name], self._arena.tensor(chunk.index, spec))
+            for spec in chunk.tensors
+            if spec.name.startswith(prefixes)
+        ]
+        if not side:
+            return []
+        # a stack: an interrupt may read the state in the middle of a read
+        bound: list[list[tuple[Binding, Tensor]]] = []
+
+        def show_host(*_: Any) -> None:
+            bound.append([(binding, binding.tensor) for binding, _ in side])
+            for binding, host in side:
+                binding.bind(host)
+
+        def show_device(*_: Any) -> None:
+            for binding, tensor in bound.pop():
+                binding.bind(tensor)
+
+        return [
+            owner.register_state_dict_pre_hook(show_host),
+            owner.register_state_dict_post_hook(show_device),
+        ]
 
     def _move_chunk(self, chunk: Chunk) -> None:
         buffer = self._device_bytes[chunk.index]
         for spec in chunk.tensors:
-            self._arena.tensor(chunk.index, spec).copy_(self._params[spec.name].data)
+            self._arena.tensor(chunk.index, spec).copy_(
+                self._bindings[spec.name].tensor
+            )
         self._announce(chunk)
         self._moved.append(chunk)
         for spec in chunk.tensors:
             view = buffer[spec.offset : spec.offset + spec.nbytes]
             # the only rebinding until `move_out`; frees the original
-            self._params[spec.name].data = view.view(spec.dtype).view(spec.shape)
+            self._bindings[spec.name].bind(view.view(spec.dtype).view(spec.shape))
         return_freed_memory()

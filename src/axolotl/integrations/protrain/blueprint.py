@@ -1,0 +1,778 @@
+"""From an Axolotl YAML to the model that it would train, without weights.
+
+Axolotl builds the model: its validation, patches, quantisation, adapters and kernels
+run as in training. Only the loading of weights is replaced, so all tensors are on the
+meta device. Needs the base model's config.json; uses a tokenizer and a
+preprocessor_config.json beside it. Never the network. Importing this module takes
+seconds, for it imports Axolotl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import inspect
+import io
+import json
+import logging
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+import transformers
+import yaml
+from axolotl.integrations.base import PluginManager
+from axolotl.loaders.model import ModelLoader
+from axolotl.loaders.patch_manager import PatchManager
+from axolotl.loaders.tokenizer import load_tokenizer
+from axolotl.loaders.utils import load_model_config
+from axolotl.monkeypatch.attention import sdpa_varlen
+from axolotl.telemetry.manager import TelemetryManager
+from axolotl.utils.config import normalize_config, prepare_plugins, validate_config
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.generic import is_flash_attention_requested
+
+from .core.errors import ConfigError
+from .stand_ins import (
+    FLASH_ATTENTION,
+    PLANNED_ATTENTION,
+    registered_attention,
+    replaced,
+)
+
+_META = torch.device("meta")
+
+CUDA_CAPABILITY = "sm_89"
+"""The card that Axolotl's validation is told of: has bf16, fp8 and tf32."""
+
+DOCUMENTS_PER_ROW = 4
+"""Packed rows are assumed to hold this many documents."""
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tekken.json",
+)
+_POLICIES = (
+    "gradient_checkpointing",
+    "activation_offloading",
+    "selective_checkpointing",
+)
+
+_MASKLESS_PACKING = ("gemma3", "gemma4", "gemma4_unified", "mamba")
+
+# what transformers does to weights that a checkpoint lacks; here that is every weight
+_PLACES_MISSING = "_move_missing_keys_from_meta_to_device"
+_INITIALISES_MISSING = "_initialize_missing_keys"
+
+_TRACEABLE_EXPERTS = "grouped_mm"
+
+
+@dataclass
+class Blueprint:
+    """A model as it is when training begins, and one micro-batch for it.
+
+    Attributes:
+        cfg: Axolotl's configuration, validated and normalised for the target.
+        model: In training mode, on the meta device; `requires_grad` final; nothing
+            recomputes its activations. Runs under `planning_stand_ins`.
+        batch: What the collator would give: integers are real and on the CPU, images
+            are on the meta device.
+        autocast_dtype: Of the autocast region around the forward, None without one.
+        optimizer: Axolotl's name for it.
+        assumptions: What was not known, and what was taken instead.
+    """
+
+    cfg: DictDefault
+    model: nn.Module
+    batch: dict[str, Tensor]
+    autocast_dtype: torch.dtype | None
+    optimizer: str
+    assumptions: list[str] = field(default_factory=list)
+
+
+def load_blueprint(
+    config: Path, target: str, overrides: Mapping[str, object] | None = None
+) -> Blueprint:
+    """Build what `axolotl train config` would train on `target`.
+
+    Args:
+        config: The YAML.
+        target: "cuda" or "cpu".
+        overrides: Keys of the YAML to set or replace.
+
+    Raises:
+        ConfigError: The YAML is invalid or cannot be planned; names the key.
+    """
+    with _quiet(), _offline(), _own_plugins():
+        assumptions: list[str] = []
+        cfg = _validated(config, target, overrides or {})
+        model = _built(cfg, target, assumptions)
+        batch = _batch(cfg, model, assumptions)
+    return Blueprint(
+        cfg,
+        model,
+        batch,
+        _autocast_dtype(cfg),
+        str(getattr(cfg.optimizer, "value", cfg.optimizer)),
+        assumptions,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A plan is a table; what a training run logs while it loads is not part of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    with (
+        replaced(constants, "HF_HUB_OFFLINE", True),
+        replaced(TelemetryManager.get_instance(), "enabled", False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _own_plugins() -> Iterator[None]:
+    """Axolotl's manager is one for the process and keeps what it ever registered."""
+    manager = PluginManager.get_instance()
+    before = manager.plugins, manager.cfg
+    manager.plugins, manager.cfg = type(manager.plugins)(), None
+    try:
+        yield
+    finally:
+        manager.plugins, manager.cfg = before
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def _validated(
+    config: Path, target: str, overrides: Mapping[str, object]
+) -> DictDefault:
+    try:
+        raw = yaml.safe_load(config.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{config}: not a readable YAML: {_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{config}: holds no keys; it must be an Axolotl YAML.")
+
+    cfg = DictDefault({**raw, **overrides})
+    _check_base_model(cfg)
+    on_cuda = target == "cuda"
+    capabilities = {
+        "bf16": on_cuda,
+        "fp8": on_cuda,
+        "tf32": on_cuda,
+        "n_gpu": 1,
+        "compute_capability": CUDA_CAPABILITY if on_cuda else None,
+    }
+    environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
+    try:
+        prepare_plugins(cfg)
+        _check_plugins(cfg)
+        cfg = validate_config(cfg, capabilities, environment)
+        if on_cuda and cfg.bf16 == "auto":
+            # the machine that plans need not have the card
+            cfg.bf16 = not cfg.fp16
+        normalize_config(cfg)
+    except ConfigError:
+        raise
+    except (ValueError, ImportError, NotImplementedError, OSError) as error:
+        raise ConfigError(_rejection(error)) from error
+    _check_plannable(cfg)
+    return cfg
+
+
+def _check_plugins(cfg: DictDefault) -> None:
+    """Axolotl goes on without a plugin that it cannot import."""
+    registered = PluginManager.get_instance().plugins
+    for name in cfg.plugins or ():
+        if name not in registered:
+            raise ConfigError(f"plugins: {name} cannot be imported here.")
+
+
+def _check_base_model(cfg: DictDefault) -> None:
+    source = cfg.base_model_config or cfg.base_model
+    if not source:
+        raise ConfigError("base_model: missing; it names the folder with config.json.")
+    found = _found(str(source), "config.json")
+    if found is None:
+        raise ConfigError(
+            f"base_model: no config.json for {source!r}, neither as a folder nor in the "
+            "Hugging Face cache, and planning stays offline. Download that one file, "
+            "or point base_model to a folder that holds it."
+        )
+    try:
+        model_type = json.loads(found.read_text("utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"base_model: {found} is no model configuration.") from error
+    if model_type not in CONFIG_MAPPING and not cfg.trust_remote_code:
+        raise ConfigError(
+            f"base_model: {found} has model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know."
+        )
+
+
+def _found(source: str, name: str) -> Path | None:
+    """A file of a folder, or of a repository in the Hugging Face cache."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        cached = try_to_load_from_cache(source, name)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _check_plannable(cfg: DictDefault) -> None:
+    if cfg.rl:
+        raise ConfigError(
+            f"rl: {cfg.rl} cannot be planned; only supervised fine-tuning can."
+        )
+    if cfg.load_in_8bit:
+        raise ConfigError(
+            "load_in_8bit: cannot be planned. Use load_in_4bit: true, or no quantisation."
+        )
+
+
+def _rejection(error: Exception) -> str:
+    """The first complaint, with the key that it is about."""
+    if not isinstance(error, ValidationError):
+        return _line(error)
+    first = error.errors()[0]
+    message = str(first["msg"]).removeprefix("Value error, ").splitlines()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return f"{key}: {message}" if key else message
+
+
+def _line(error: Exception) -> str:
+    return textwrap.shorten(str(error), 300)
+
+
+def _autocast_dtype(cfg: DictDefault) -> torch.dtype | None:
+    """What accelerate wraps the forward in; `bf16: full` asks for none."""
+    if cfg.bf16 == "full":
+        return None
+    if cfg.bf16 or cfg.bfloat16:
+        return torch.bfloat16
+    return torch.float16 if cfg.fp16 else None
+
+
+# ------------------------------------------------------------------------ model
+
+
+class _Vocabulary:
+    """Stands for a tokenizer that is not there: as many tokens as the model has."""
+
+    padding_side = "right"
+    chat_template = None
+
+    def __init__(self, text_config: Any, num_added: int) -> None:
+        self._size = text_config.vocab_size + num_added
+        self.bos_token_id = getattr(text_config, "bos_token_id", None)
+        self.eos_token_id = getattr(text_config, "eos_token_id", None)
+        self.pad_token_id = getattr(text_config, "pad_token_id", None)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
+    tokenizer = _tokenizer(cfg, assumptions)
+    loader = _Loader(cfg, tokenizer, target, assumptions)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_cheap_collection())
+        # the trace shows what a block computes once; policies are the plan's affair
+        for key in _POLICIES:
+            undo.enter_context(_without(cfg, key))
+        if cfg.peft_init_lora_weights:
+            assumptions.append(
+                f"peft_init_lora_weights: {cfg.peft_init_lora_weights} needs weights; "
+                "adapters have the shapes of the default initialisation"
+            )
+            undo.enter_context(_without(cfg, "peft_init_lora_weights"))
+        try:
+            model, _ = loader.load()
+        except ConfigError:
+            raise
+        except (ValueError, ImportError, NotImplementedError) as error:
+            raise ConfigError(f"Axolotl refuses this model: {_line(error)}") from error
+    _note_unfused(cfg, model, assumptions)
+    if cfg.unfrozen_parameters:
+        freeze_layers_except(model, cfg.unfrozen_parameters)
+    if cfg.freeze_mm_modules:
+        freeze_mm_modules(model)
+    return model.train()
+
+
+@contextlib.contextmanager
+def _cheap_collection() -> Iterator[None]:
+    """Axolotl collects garbage three times; the imported modules are none."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _without(cfg: DictDefault, key: str) -> Iterator[None]:
+    before = cfg[key]
+    cfg[key] = None
+    try:
+        yield
+    finally:
+        cfg[key] = before
+
+
+def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
+    source = str(cfg.tokenizer_config)
+    if any(_found(source, name) for name in _TOKENIZER_FILES):
+        try:
+            return load_tokenizer(cfg)
+        except (ValueError, ImportError, OSError) as error:
+            raise ConfigError(f"tokenizer_config: {_line(error)}") from error
+    text_config = load_model_config(cfg).get_text_config()
+    added = len(cfg.tokens or [])
+    assumptions.append(
+        f"no tokenizer in {source}: {text_config.vocab_size} tokens, from config.json"
+        + (f", and {added} new ones" if added else "")
+    )
+    return _Vocabulary(text_config, added)
+
+
+class _Loader(ModelLoader):
+    """Axolotl's loader with its one step that reads weights replaced."""
+
+    def __init__(
+        self, cfg: DictDefault, tokenizer: Any, target: str, assumptions: list[str]
+    ) -> None:
+        super().__init__(cfg, tokenizer)
+        self._target = target
+        self._assumptions = assumptions
+        self._attention: str | None = None
+        self._cce_stands_in = False
+        if target == "cuda":
+            patches = self.patch_manager
+            patches._apply_sdpa_varlen_patch = self._note_varlen
+            # these want the kernel's package, which its stand-in does not
+            patches._apply_flash_attention_patches = _nothing
+            patches._apply_sageattn_patches = _nothing
+
+    def _note_varlen(self) -> None:
+        """Packed rows go to a flash kernel on CUDA where Axolotl's rules allow."""
+
+        def note() -> None:
+            self._attention = PLANNED_ATTENTION
+
+        with (
+            replaced(sdpa_varlen, "patch_sdpa_varlen", note),
+            replaced(torch.cuda, "is_available", lambda: True),
+        ):
+            PatchManager._apply_sdpa_varlen_patch(self.patch_manager)
+
+    def _set_attention_config(self) -> None:
+        super()._set_attention_config()
+        name = self.model_kwargs.get("attn_implementation")
+        if self._target == "cuda" and name not in (None, "eager", "sdpa"):
+            self._attention = _planned_name(name)
+        if self._attention is None:
+            return
+        self.model_kwargs["attn_implementation"] = PLANNED_ATTENTION
+        self.model_config._attn_implementation = PLANNED_ATTENTION
+        self._assumptions.append(
+            f"attention {name}: a flash kernel that saves q, k, v, the output and "
+            "its log-sum-exp, no padding"
+        )
+
+    def _apply_pre_model_load_setup(self) -> None:
+        super()._apply_pre_model_load_setup()
+        if self.cfg.cut_cross_entropy and not _is_installed("cut_cross_entropy"):
+            # its plugin, called next, would refuse; set again when that is over
+            self.cfg.cut_cross_entropy = False
+            self._cce_stands_in = True
+
+    def _build_model(self) -> bool:
+        with registered_attention(PLANNED_ATTENTION):
+            skips = super()._build_model()
+        if self._cce_stands_in:
+            self.cfg.cut_cross_entropy = True
+            _install_cut_cross_entropy(self.model, self._assumptions)
+        if self._attention is not None:
+            _rename_attention(self.model, self._attention)
+        return skips
+
+    def _configure_experts_implementation(self) -> None:
+        _make_experts_traceable(
+            self.model, self.cfg.experts_implementation, self._assumptions
+        )
+
+    def _load_model_from_pretrained(self, model_loader_class: Any = None) -> Any:
+        loader = model_loader_class or self.auto_model_loader
+        model_class = _model_class(loader, self.model_config)
+        kwargs = {
+            key: value
+            for key, value in self.model_kwargs.items()
+            if key not in ("device_map", "revision", "torch_dtype")
+        }
+        with (
+            replaced(PreTrainedModel, _PLACES_MISSING, _nothing),
+            replaced(PreTrainedModel, _INITIALISES_MISSING, _nothing),
+        ):
+            model = model_class.from_pretrained(
+                None,
+                config=self.model_config,
+                state_dict={},
+                device_map={"": "meta"},
+                **kwargs,
+            )
+        _keep_in_fp32(model, self.cfg.torch_dtype)
+        _quantize(model)
+        return model
+
+    def _load_adapters(self) -> Any:
+        with _META:
+            return super()._load_adapters()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _planned_name(name: str) -> str:
+    is_flash = is_flash_attention_requested(requested_attention_implementation=name)
+    return FLASH_ATTENTION if is_flash else PLANNED_ATTENTION
+
+
+def _rename_attention(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == PLANNED_ATTENTION:
+            config._attn_implementation_internal = name
+
+
+def _model_class(loader: Any, config: Any) -> Any:
+    mapping = getattr(loader, "_model_mapping", None)
+    if mapping is None:
+        return loader
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"base_model: transformers has no {loader.__name__} for model_type "
+            f"{config.model_type!r}."
+        )
+    return _get_model_class(config, mapping)
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """What transformers does to a checkpoint's tensors while it reads them."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, groups, _ = build_glob_alternation(list(plan))
+    for name, param in model.named_parameters():
+        match = pattern.search(name)
+        if match and match.lastgroup and param.is_floating_point():
+            param.data = param.data.to(plan[groups[match.lastgroup]])
+
+
+def _quantize(model: Any) -> None:
+    """Give 4-bit layers the packed weights and quantisation state of a loaded model."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return
+    config = quantizer.quantization_config
+    if not getattr(config, "load_in_4bit", False):
+        raise ConfigError(
+            f"base_model: quantised by {config.quant_method}, which cannot be planned. "
+            "Only load_in_4bit: true can."
+        )
+    # bitsandbytes caches this table on the device where it is first asked for
+    tables = bnb.functional.name2qmap
+    before = dict(tables)
+    tables.clear()
+    try:
+        for module in model.modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                weight: Any = module.weight
+                weight._quantize(_META)
+    finally:
+        tables.clear()
+        tables.update(before)
+
+
+def _make_experts_traceable(
+    model: Any, wanted: str | None, assumptions: list[str]
+) -> None:
+    """The eager form asks which experts were chosen; other kernels need CUDA."""
+    has_experts = any(hasattr(module, "is_concatenated") for module in model.modules())
+    wanted = wanted or model.config.get_text_config()._experts_implementation
+    if not has_experts or wanted == _TRACEABLE_EXPERTS:
+        return
+    model.set_experts_implementation(_TRACEABLE_EXPERTS)
+    assumptions.append(
+        f"experts_implementation {wanted}: traced as {_TRACEABLE_EXPERTS}"
+    )
+
+
+def _note_unfused(cfg: DictDefault, model: Any, assumptions: list[str]) -> None:
+    """Kernels that are chosen by looking for a GPU while modules are imported."""
+    if torch.cuda.is_available():
+        return
+    if cfg.fused_attn_kernel:
+        assumptions.append("fused_attn_kernel: norm and rope as separate operators")
+    if any(hasattr(module, "chunk_gated_delta_rule") for module in model.modules()):
+        assumptions.append(
+            "linear attention: torch's own chunked form, which keeps more than fused "
+            "kernels do"
+        )
+
+
+# --------------------------------------------------------------- cut cross entropy
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Cross entropy of `hidden @ weight.T` whose logits never exist."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        log_sum_exp = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, log_sum_exp)
+        return hidden.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight, _ = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return (
+            torch.empty_like(hidden) if needs_hidden else None,
+            torch.empty_like(weight) if needs_weight else None,
+        )
+
+
+def _install_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
+    head = model.get_output_embeddings()
+
+    def loss_function(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return _LinearCrossEntropy.apply(logits, head.weight)
+
+    head.forward = lambda hidden: hidden
+    model.loss_function = loss_function
+    assumptions.append(
+        "cut_cross_entropy is not installed here: a loss that keeps the hidden states "
+        "and no logits"
+    )
+
+
+# ------------------------------------------------------------------------ batch
+
+
+def _batch(cfg: DictDefault, model: Any, assumptions: list[str]) -> dict[str, Tensor]:
+    config = model.config
+    if cfg.processor_type and cfg.is_multimodal:
+        return _image_batch(cfg, model, assumptions)
+    rows, length = cfg.micro_batch_size, cfg.sequence_len
+    if cfg.pad_to_sequence_len is not False:
+        multiple = cfg.pad_to_multiple_of or 64
+        length = math.ceil(length / multiple) * multiple
+    if cfg.sample_packing:
+        real_batches = cfg.multipack_real_batches
+        if real_batches is None:
+            real_batches = not cfg.attn_supports_packing
+        if not real_batches:
+            rows, length = 1, rows * length
+    ids = _token_ids(config.get_text_config().vocab_size, rows, length)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    mask: Tensor | None = torch.ones_like(ids)
+    if cfg.sample_packing:
+        documents = DOCUMENTS_PER_ROW * (1 if real_batches else cfg.micro_batch_size)
+        assumptions.append(f"sample_packing: {documents} documents in each row")
+        size = math.ceil(length / documents)
+        batch["position_ids"] = (torch.arange(length) % size).repeat(rows, 1)
+        if cfg.attn_decontaminates_packing or config.model_type in _MASKLESS_PACKING:
+            mask = None
+    elif cfg.pad_to_sequence_len is not False or rows > 1:
+        _pad_rows(batch["labels"], mask, assumptions)
+    if mask is not None:
+        batch["attention_mask"] = mask
+    if "mm_token_type_ids" in _forward_parameters(model) and cfg.is_multimodal:
+        batch["mm_token_type_ids"] = torch.zeros_like(ids)
+    assumptions.append(f"rows as long as sequence_len allows: {rows} x {length} tokens")
+    return batch
+
+
+def _pad_rows(labels: Tensor, mask: Tensor, assumptions: list[str]) -> None:
+    """One token is enough to make models build a mask."""
+    labels[:, -1] = -100
+    mask[:, -1] = 0
+    assumptions.append("rows end in padding, as they do without sample_packing")
+
+
+def _token_ids(vocabulary: int, rows: int, length: int) -> Tensor:
+    return (torch.arange(rows * length) % min(vocabulary, 97) + 1).view(rows, length)
+
+
+def _forward_parameters(model: Any) -> set[str]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return set(inspect.signature(type(base).forward).parameters)
+
+
+def _image_batch(
+    cfg: DictDefault, model: Any, assumptions: list[str]
+) -> dict[str, Tensor]:
+    """One image of the largest size in each sample, then text up to sequence_len."""
+    config, names = model.config, _forward_parameters(model)
+    rows = cfg.micro_batch_size
+    processor = _processor_settings(cfg)
+    vision = getattr(config, "vision_config", None)
+    if "image_grid_thw" in names:
+        images, num_tokens, size = _patch_images(cfg, vision, processor, rows)
+    elif "pixel_values" in names and _square_tokens(config) is not None:
+        side = _image_side(cfg, vision, processor)
+        images = {"pixel_values": torch.empty(rows, 3, side, side, device=_META)}
+        num_tokens = _square_tokens(config) or 0
+        size = f"{side} x {side}"
+    else:
+        images, num_tokens, size = {}, 0, ""
+        assumptions.append(
+            f"images of model_type {config.model_type} are not known here: a batch of "
+            "text only, the vision tower is not in the plan"
+        )
+    if images:
+        assumptions.append(
+            f"one image of {size} pixels, {num_tokens} tokens, in each sample"
+        )
+    text_config = config.get_text_config()
+    length = max(cfg.sequence_len, num_tokens + 64)
+    if length > cfg.sequence_len:
+        assumptions.append(
+            f"an image and its text need {length} tokens: more than sequence_len, to "
+            "which Axolotl does not cut samples with images"
+        )
+    ids = _token_ids(text_config.vocab_size, rows, length)
+    is_image = torch.zeros_like(ids)
+    if num_tokens:
+        special = _image_token(config)
+        for name in ("vision_start_token_id", "boi_token_index", "boi_token_id"):
+            start = getattr(config, name, None)
+            if isinstance(start, int):
+                ids[:, 0] = start
+        ids[ids == special] += 1
+        ids[:, 1 : 1 + num_tokens] = special
+        is_image[:, 1 : 1 + num_tokens] = 1
+    labels = ids.masked_fill(is_image.bool(), -100)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        _pad_rows(labels, mask, assumptions)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in names:
+            batch[name] = is_image
+    return batch | images
+
+
+def _image_token(config: Any) -> int:
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    raise ConfigError(
+        f"base_model: config.json of model_type {config.model_type!r} has no "
+        "image_token_id, so a batch with images cannot be made up."
+    )
+
+
+def _processor_settings(cfg: DictDefault) -> dict[str, Any]:
+    source = str(cfg.processor_config or cfg.base_model)
+    settings: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        file = _found(source, name)
+        if file is not None:
+            read = json.loads(file.read_text("utf-8"))
+            settings |= read.get("image_processor", read)
+    return settings | dict(cfg.processor_kwargs or {})
+
+
+def _image_side(cfg: DictDefault, vision: Any, processor: dict[str, Any]) -> int:
+    """Pixels of one side: what the processor resizes to, else what the tower takes."""
+    for source in (processor.get("crop_size"), processor.get("size")):
+        if isinstance(source, dict) and "height" in source:
+            return int(source["height"])
+    side = getattr(vision, "image_size", None) or cfg.image_size
+    return max(side) if isinstance(side, (list, tuple)) else int(side)
+
+
+def _square_tokens(config: Any) -> int | None:
+    """Tokens that an image of fixed size becomes."""
+    for name in ("mm_tokens_per_image", "image_seq_length"):
+        count = getattr(config, name, None)
+        if isinstance(count, int):
+            return count
+    return None
+
+
+def _patch_images(
+    cfg: DictDefault, vision: Any, processor: dict[str, Any], rows: int
+) -> tuple[dict[str, Tensor], int, str]:
+    """Images as rows of patches with a grid, as the Qwen families take them."""
+    patch = vision.patch_size
+    merge = vision.spatial_merge_size
+    temporal = vision.temporal_patch_size
+    unit = patch * merge
+    edges = processor.get("size") or {}
+    max_pixels = processor.get("max_pixels") or edges.get("longest_edge")
+    height, width = _largest_grid(int(max_pixels or 1280 * unit * unit) // unit**2)
+    if cfg.image_size is not None:
+        wanted = cfg.image_size
+        wanted = max(wanted) if isinstance(wanted, (list, tuple)) else int(wanted)
+        side = max(1, round(wanted / unit))
+        if side * side <= height * width:
+            height = width = side
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    num_patches = rows * height * width * merge**2
+    num_values = channels * temporal * patch * patch
+    images = {
+        "pixel_values": torch.empty(num_patches, num_values, device=_META),
+        "image_grid_thw": torch.tensor([[1, height * merge, width * merge]] * rows),
+    }
+    return images, height * width, f"{height * unit} x {width * unit}"
+
+
+def _largest_grid(num_tokens: int) -> tuple[int, int]:
+    """Height and width, at most 1 to 4, of the most tokens up to `num_tokens`."""
+    side = max(1, math.isqrt(num_tokens))
+    height = max(range((side + 1) // 2, side + 1), key=lambda h: h * (num_tokens // h))
+    return height, max(1, num_tokens // height)

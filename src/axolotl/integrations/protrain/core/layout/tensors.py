@@ -1,0 +1,142 @@
+"""The tensors behind a parameter: its data, and what a 4-bit weight is read with.
+
+bitsandbytes packs a 4-bit weight into the data of a `Params4bit` and keeps the scales
+in `param.quant_state`: a plain object whose attributes are numbers, tensors (`absmax`,
+`code`, `offset`) and, after double quantisation, one more object of its own class
+(`state2`). Kernels read those attributes at each call, in backward too, so binding
+them once to a slot is enough. This module is the only place that knows the structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import LayoutError
+
+_STATE = "quant_state"
+_REPACKED = "packing_format_for_cpu"
+_MAY_REPACK = "support_avx512bf16_for_cpu"
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A place that holds a tensor: `param.data`, or an attribute of a quant state.
+
+    Attributes:
+        name: Unique in the model: the parameter's own name, or that name and the path
+            of the attribute, `….weight.quant_state.state2.absmax`.
+        owner: The parameter or quant state.
+        attribute: Name of the attribute.
+    """
+
+    name: str
+    owner: Any
+    attribute: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is bound now."""
+        return getattr(self.owner, self.attribute)
+
+    def bind(self, tensor: Tensor) -> None:
+        """Let the owner read `tensor` from here on."""
+        setattr(self.owner, self.attribute, tensor)
+
+
+def is_quantised(param: nn.Parameter) -> bool:
+    """True for a weight that cannot be read without its quant state."""
+    return getattr(param, _STATE, None) is not None
+
+
+def bindings(name: str, param: nn.Parameter) -> list[Binding]:
+    """The data of a parameter and its side tensors, the data first.
+
+    The order is that of the attributes, the same for a model on the meta device.
+    """
+    own = [Binding(name, param, "data")]
+    if is_quantised(param):
+        own += _side_tensors(f"{name}.{_STATE}", getattr(param, _STATE))
+    return own
+
+
+def model_bindings(model: nn.Module) -> dict[str, Binding]:
+    """Everything that parameters of `model` hold, by name; tied ones once."""
+    return {
+        binding.name: binding
+        for name, param in model.named_parameters()
+        for binding in bindings(name, param)
+    }
+
+
+def check_quantised(model: nn.Module) -> None:
+    """Refuse quantised weights whose side tensors cannot follow their data.
+
+    Raises:
+        LayoutError: One is trainable, or shares its quant state with another, or was
+            repacked for evaluation.
+    """
+    seen: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        if not is_quantised(param):
+            continue
+        state = getattr(param, _STATE)
+        if param.requires_grad:
+            raise LayoutError(
+                f"{name}: a quantised weight is trainable, but packed bytes have no "
+                "gradient. Freeze it, or take it out of lora_modules_to_save and "
+                "unfrozen_parameters."
+            )
+        if id(state) in seen:
+            raise LayoutError(
+                f"{name} and {seen[id(state)]} share one quant_state, so they cannot "
+                "be paged. Quantise each weight by itself."
+            )
+        if getattr(state, _REPACKED, False):
+            raise LayoutError(
+                f"{name}: bitsandbytes has repacked this weight for evaluation on the "
+                "CPU, and it cannot be trained so. Load the model anew before training."
+            )
+        seen[id(state)] = name
+
+
+def beside_quantised(model: nn.Module) -> set[int]:
+    """Ids of other parameters of modules with a quantised weight: their biases.
+
+    bitsandbytes casts a bias to the compute dtype by binding `bias.data` anew.
+    """
+    beside: set[int] = set()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if any(map(is_quantised, own)):
+            beside |= {id(param) for param in own if not is_quantised(param)}
+    return beside
+
+
+def hold_packing(model: nn.Module) -> list[nn.Module]:
+    """Keep bitsandbytes from repacking weights on the CPU; return whom it concerns.
+
+    With AVX512-BF16 its `Linear4bit` binds weight and scales to new, rounded copies in
+    the first evaluation, which no slot holds and backward cannot read.
+    """
+    held = [m for m in model.modules() if getattr(m, _MAY_REPACK, False)]
+    for module in held:
+        setattr(module, _MAY_REPACK, False)
+    return held
+
+
+def release_packing(held: Iterable[nn.Module]) -> None:
+    """Undo `hold_packing`."""
+    for module in held:
+        setattr(module, _MAY_REPACK, True)
+
+
+def _side_tensors(path: str, state: object) -> Iterator[Binding]:
+    for attribute, value in vars(state).items():
+        if isinstance(value, Tensor):
+            yield Binding(f"{path}.{attribute}", state, attribute)
+        elif isinstance(value, type(state)):
+            yield from _side_tensors(f"{path}.{attribute}", value)

@@ -1,0 +1,132 @@
+"""From a traced model and a machine to a plan and its prediction.
+
+The one planner: training and the dry run both ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .cost import (
+    DeviceEstimate,
+    HostEstimate,
+    MemoryModel,
+    StepTime,
+)
+from .search import Search
+from .types import BlockTimes, Budget, Hardware, Layout, Plan, Trace, Workload
+
+
+def with_measured(
+    times: BlockTimes, measured: Mapping[int, tuple[float, float]]
+) -> BlockTimes:
+    """`times` with the blocks' forward and backward replaced by what was measured."""
+    forward, backward = list(times.forward_s), list(times.backward_s)
+    for index, (forward_s, backward_s) in measured.items():
+        forward[index], backward[index] = forward_s, backward_s
+    return replace(
+        times,
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        measured=bool(measured),
+    )
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The four knobs by hand."""
+
+    n_persist: int
+    n_buffer: int
+    n_swap: int
+    n_checkpoint: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan, from what it was made, and what it will cost."""
+
+    layout: Layout
+    trace: Trace
+    workload: Workload
+    hardware: Hardware
+    times: BlockTimes
+    budget: Budget
+    plan: Plan
+    device: DeviceEstimate
+    host: HostEstimate
+    step: StepTime
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of a step, padding included, over its predicted seconds."""
+        tokens = self.workload.tokens * self.workload.accumulation
+        return tokens / self.step.total_s
+
+
+class Planner:
+    """Plans for one model, batch and machine.
+
+    Args:
+        layout: Its chunks.
+        trace: One micro-batch of it.
+        workload: The rest of a step.
+        hardware: The machine.
+        times: What its blocks take to compute.
+        budget: What may be used.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        trace: Trace,
+        workload: Workload,
+        hardware: Hardware,
+        times: BlockTimes,
+        budget: Budget,
+    ) -> None:
+        self._layout = layout
+        self._given = (layout, trace, workload, hardware, times, budget)
+        self._memory = MemoryModel(layout, trace, workload, hardware)
+        self._search = Search(self._memory, times, budget)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that may be paged."""
+        return len(self._layout.pageable)
+
+    def search(self, all_resident: bool = False) -> Forecast:
+        """The fastest plan that fits.
+
+        Raises:
+            BudgetError: None does.
+        """
+        return self.forecast(self._search.fastest(all_resident))
+
+    def by_hand(self, knobs: Knobs) -> Forecast:
+        """The plan that the overrides ask for.
+
+        Raises:
+            ConfigError: A knob is outside its legal range.
+            BudgetError: The plan does not fit.
+        """
+        return self.forecast(
+            self._search.by_hand(
+                knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
+            )
+        )
+
+    def nearest(self) -> Forecast:
+        """The plan that takes the least of the device, whether it fits or not."""
+        return self.forecast(self._search.smallest())
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """What `plan` will cost."""
+        return Forecast(
+            *self._given,
+            plan,
+            self._memory.device(plan),
+            self._memory.host(plan),
+            self._search.simulate(plan),
+        )

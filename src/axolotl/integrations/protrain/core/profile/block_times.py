@@ -1,0 +1,247 @@
+"""Seconds of one block, forward and backward, timed on the device with made-up inputs.
+
+What is left out: adding a gradient to one that is already there, from the second
+micro-batch on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .hardware import elapsed_s
+
+INPUT_SCALE = 0.02
+"""Spread of made-up floats: small enough for any block to stay finite."""
+
+
+@dataclass(frozen=True)
+class BlockSample:
+    """One call of a block.
+
+    Tensors may be on the meta device: shape, stride, dtype and `requires_grad` count.
+    They may be nested in tuples, lists and mappings; other values are passed as they
+    are.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def time_block(
+    module: nn.Module,
+    sample: BlockSample,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+    repeats: int = 3,
+) -> tuple[float, float]:
+    """Median seconds of the block's forward and backward, as training runs them.
+
+    Meta tensors become small random floats, integers become 0 and masks all true;
+    real ones are copied. Leaves gradients, buffers and random state as they were; no
+    gradient is accumulated, so hooks on accumulation do not fire.
+
+    Args:
+        module: The block, in the mode that training uses, its parameters on `device`.
+        sample: What it is called with.
+        device: Where it runs.
+        autocast_dtype: Dtype of the autocast region, None for none.
+        repeats: Timed runs, after one that does not count.
+
+    Returns:
+        Forward and backward seconds; backward is 0.0 when no output requires grad.
+    """
+    random_devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(random_devices, device_type="cuda"),
+        _unchanged_buffers(module),
+        torch.enable_grad(),
+    ):
+        call = _Call(module, sample, device, autocast_dtype)
+        call.seconds()
+        rounds = [call.seconds() for _ in range(repeats)]
+    forward_s, backward_s = zip(*rounds, strict=True)
+    return statistics.median(forward_s), statistics.median(backward_s)
+
+
+def measure_blocks(
+    model: nn.Module,
+    names: Sequence[str],
+    samples: Mapping[int, BlockSample],
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+    cached: Callable[[Mapping[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]],
+) -> dict[int, tuple[float, float]]:
+    """Forward and backward seconds of every block that has a sample.
+
+    Blocks of one class with equal parameters and inputs are timed once.
+
+    Args:
+        model: With its weights, on the host.
+        names: Of its blocks.
+        samples: One call of each, by index.
+        device: Where to time; a copy of one block at a time goes there.
+        autocast_dtype: As for `time_block`.
+        cached: Gives what was measured for a key before, or calls what measures it.
+    """
+    modules = dict(model.named_modules())
+    known: dict[str, tuple[float, float]] = {}
+    times = {}
+    for index, sample in samples.items():
+        block = modules[names[index]]
+        kind = _kind(block, sample)
+        text = json.dumps(kind)
+        if text not in known:
+
+            def measure(
+                block: nn.Module = block, sample: BlockSample = sample
+            ) -> dict[str, Any]:
+                here = block
+                if device.type != "cpu":
+                    here = copy.deepcopy(block).to(device)
+                forward_s, backward_s = time_block(
+                    here, sample, device, autocast_dtype
+                )
+                return {"forward_s": forward_s, "backward_s": backward_s}
+
+            value = cached(kind, measure)
+            known[text] = value["forward_s"], value["backward_s"]
+        times[index] = known[text]
+    return times
+
+
+def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
+    """What blocks that take the same time have in common."""
+
+    def described(tensor: Tensor) -> list[Any]:
+        return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+
+    return {
+        "class": f"{type(block).__module__}.{type(block).__qualname__}",
+        "parameters": [
+            [name, *described(param)] for name, param in block.named_parameters()
+        ],
+        "inputs": [described(t) for t in _tensors((sample.args, sample.kwargs))],
+        "dropout": [m.p for m in block.modules() if isinstance(m, nn.Dropout)],
+    }
+
+
+@contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            # expanded buffers cannot be written to
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+class _Call:
+    """A block, its inputs on the device, and what backward starts from."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: BlockSample,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._autocast_dtype = autocast_dtype
+        made: dict[int, Tensor] = {}
+
+        def real(tensor: Tensor) -> Tensor:
+            # a tensor that is passed twice stays one
+            if id(tensor) not in made:
+                made[id(tensor)] = _real(tensor, device)
+            return made[id(tensor)]
+
+        self._args = tuple(_map_tensors(arg, real) for arg in sample.args)
+        self._kwargs = {
+            name: _map_tensors(value, real) for name, value in sample.kwargs.items()
+        }
+        self._leaves = [
+            tensor
+            for tensor in (*made.values(), *module.parameters())
+            if tensor.requires_grad
+        ]
+
+    def seconds(self) -> tuple[float, float]:
+        outputs: list[Tensor] = []
+
+        def forward() -> None:
+            with torch.autocast(
+                self._device.type,
+                self._autocast_dtype,
+                enabled=self._autocast_dtype is not None,
+            ):
+                result = self._module(*self._args, **self._kwargs)
+            outputs.extend(t for t in _tensors(result) if t.requires_grad)
+
+        (forward_s,) = elapsed_s(self._device, forward)
+        if not outputs:
+            return forward_s, 0.0
+        gradients = [torch.randn_like(output) for output in outputs]
+        (backward_s,) = elapsed_s(
+            self._device,
+            lambda: torch.autograd.grad(
+                outputs, self._leaves, gradients, allow_unused=True
+            ),
+        )
+        return forward_s, backward_s
+
+
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        made = tensor.detach().to(device, copy=True)
+    else:
+        # a flat buffer below the strides: expanded tensors cannot be written to
+        reach = zip(tensor.shape, tensor.stride(), strict=True)
+        length = (
+            1 + sum((num - 1) * step for num, step in reach) if tensor.numel() else 0
+        )
+        made = _fill(length, tensor.dtype, device).as_strided(
+            tensor.shape, tensor.stride()
+        )
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _fill(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(length, device=device).mul_(INPUT_SCALE).to(dtype)
+    if dtype is torch.bool:
+        return torch.ones(length, dtype=dtype, device=device)
+    return torch.zeros(length, dtype=dtype, device=device)
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

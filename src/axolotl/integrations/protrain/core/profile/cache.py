@@ -1,0 +1,255 @@
+"""Measurements kept on disk: one small JSON file for each thing that was measured.
+
+A file's name is the hash of its key, and the key names everything that changes the
+figures. Memory that is free changes by the hour and is in neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, Union
+
+import psutil
+import torch
+
+from ..errors import ConfigError
+from ..types import Hardware
+from .hardware import (
+    MATMUL_SIZES,
+    cpu_name,
+    device_name,
+    measure_hardware,
+    measured_unseen_bytes,
+)
+
+JSON: TypeAlias = Union[
+    None, bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"]
+]
+
+FORMAT = 1
+"""In every key; to be raised when a measurement changes its meaning."""
+
+_FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes")
+
+
+def default_folder() -> Path:
+    """The platform's cache folder for this plugin.
+
+    Raises:
+        ConfigError: There is no home folder to put it in.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # the specification of these folders tells to ignore relative ones
+    if not base.is_absolute():
+        try:
+            base = Path("~/.cache").expanduser()
+        except RuntimeError as error:
+            raise ConfigError(
+                "protrain_cache_dir is not set and this user has no home folder: set "
+                "it to a folder that can be written"
+            ) from error
+    return base / "axolotl-protrain"
+
+
+def cached(
+    folder: Path | None, key: Mapping[str, JSON], make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `make` returned for this key, now or at an earlier time.
+
+    A damaged file is warned about and replaced.
+
+    Args:
+        folder: Where files lie; None for `default_folder`.
+        key: Everything that the value depends on.
+        make: Measures; must return what JSON can hold.
+
+    Raises:
+        ConfigError: The folder cannot be made or written.
+    """
+    folder = default_folder() if folder is None else folder
+    text = json.dumps(key, sort_keys=True, allow_nan=False)
+    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    value = _read(file, json.loads(text))
+    if value is None:
+        # before the time for measuring is spent
+        _make_folder(folder)
+        content = json.dumps({"key": key, "value": make()}, indent=1, allow_nan=False)
+        _write(file, content)
+        # as a later run reads it: lists for tuples
+        value = json.loads(content)["value"]
+    return value
+
+
+def environment_key(
+    torch_device: torch.device, versions: Mapping[str, str]
+) -> dict[str, JSON]:
+    """What changes any measurement on this machine.
+
+    Args:
+        torch_device: Where things are measured.
+        versions: Of the other libraries that take part, by name.
+    """
+    cuda = torch_device.type == "cuda"
+    return {
+        "format": FORMAT,
+        "device": str(torch_device.type),
+        "device_name": device_name(torch_device),
+        "device_total_bytes": (
+            torch.cuda.get_device_properties(torch_device).total_memory
+            if cuda
+            else psutil.virtual_memory().total
+        ),
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_local_ranks": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        "num_threads": torch.get_num_threads(),
+        "fp32_matmul": torch.backends.cuda.matmul.fp32_precision,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "versions": dict(versions),
+    }
+
+
+def hardware_key(
+    torch_device: torch.device,
+    versions: Mapping[str, str],
+    matmul: tuple[int, int, int] | None,
+    weight_dtype: torch.dtype,
+) -> dict[str, JSON]:
+    """Key of `measure_hardware` with these arguments."""
+    return {
+        "measures": "hardware",
+        "matmul": matmul or MATMUL_SIZES[torch_device.type],
+        "weight_dtype": str(weight_dtype),
+        **environment_key(torch_device, versions),
+    }
+
+
+def block_key(
+    torch_device: torch.device,
+    versions: Mapping[str, str],
+    *,
+    block: Mapping[str, JSON],
+    autocast_dtype: torch.dtype | None,
+    attention: str,
+    kernels: Mapping[str, JSON],
+) -> dict[str, JSON]:
+    """Key of `time_block`.
+
+    Args:
+        torch_device: Where it is timed.
+        versions: As for `environment_key`.
+        block: Its class, the shapes and dtypes of its parameters and inputs, which
+            of them require grad.
+        autocast_dtype: As for `time_block`.
+        attention: Name of the attention implementation.
+        kernels: Fused kernels in use and their options.
+    """
+    return {
+        "measures": "block",
+        "block": block,
+        "autocast": str(autocast_dtype),
+        "attention": attention,
+        "kernels": kernels,
+        **environment_key(torch_device, versions),
+    }
+
+
+def cached_hardware(
+    folder: Path | None,
+    torch_device: torch.device,
+    host_bytes: int,
+    device_bytes: int,
+    versions: Mapping[str, str],
+    *,
+    matmul: tuple[int, int, int] | None = None,
+    weight_dtype: torch.dtype = torch.bfloat16,
+) -> Hardware:
+    """`measure_hardware`, or its rates from the cache with the memory of now.
+
+    Raises:
+        ConfigError: The folder cannot be made or written.
+    """
+    key = hardware_key(torch_device, versions, matmul, weight_dtype)
+
+    def make() -> dict[str, Any]:
+        hardware = measure_hardware(
+            torch_device,
+            host_bytes,
+            device_bytes,
+            matmul=matmul,
+            weight_dtype=weight_dtype,
+        )
+        values = hardware_to_dict(hardware)
+        return {name: values[name] for name in values if name not in _FREE_MEMORY}
+
+    return hardware_from_dict(
+        {
+            **cached(folder, key, make),
+            "host_bytes": host_bytes,
+            "device_bytes": device_bytes,
+            "unseen_bytes": measured_unseen_bytes(torch_device, device_bytes),
+        }
+    )
+
+
+def hardware_to_dict(hardware: Hardware) -> dict[str, Any]:
+    """All fields, as JSON can hold them."""
+    return dataclasses.asdict(hardware)
+
+
+def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
+    """Inverse of `hardware_to_dict`."""
+    return Hardware(**values)
+
+
+def _read(file: Path, key: Any) -> dict[str, Any] | None:
+    """The value stored under this key; None, with a warning if damaged, without."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        fault = str(error)
+    else:
+        if isinstance(content, dict) and content.get("key") == key:
+            value = content.get("value")
+            if isinstance(value, dict):
+                return value
+        fault = "it does not hold what its name says"
+    warnings.warn(f"{file} is damaged and measured again: {fault}", stacklevel=3)
+    return None
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _write(file: Path, content: str) -> None:
+    # not tempfile: its files are unreadable to others who share the folder
+    temporary = file.with_name(f"{file.stem}-{uuid.uuid4().hex}.tmp")
+    try:
+        try:
+            temporary.write_text(content, "utf-8")
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(file.parent, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"protrain_cache_dir: {folder} cannot be written ({error.strerror}); set "
+        "protrain_cache_dir to a folder that can"
+    )

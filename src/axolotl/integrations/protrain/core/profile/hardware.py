@@ -1,0 +1,230 @@
+"""Rates of this machine, measured in about a second.
+
+Everything is timed with the objects that training uses: the streams and pinned
+memory of `core/runtime`, its host thread, and fused torch AdamW. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import Device, HostWorker, host_buffer, open_device
+from ..runtime.device import Stream
+from ..types import Hardware
+from .presets import KERNEL_BYTES, ROUNDING_FRACTION
+
+REPEATS = 3
+MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
+"""By device type: rows of the input, its columns, columns of the output."""
+
+_COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Larger than the caches, small enough for the time this may take."""
+_NUM_KERNELS = 300
+
+
+def measure_hardware(
+    torch_device: torch.device,
+    host_bytes: int,
+    device_bytes: int,
+    *,
+    matmul: tuple[int, int, int] | None = None,
+    weight_dtype: torch.dtype = torch.bfloat16,
+) -> Hardware:
+    """Measure copies, products, elementwise operators, launches and host AdamW.
+
+    On the CPU device copies run in turn with compute, so both ways together are as
+    fast as each alone and nothing overlaps. fp32 products are timed as torch is set,
+    with or without TF32. Resets torch's peak memory statistics of a CUDA device.
+
+    Args:
+        torch_device: The device that will compute.
+        host_bytes: Memory of the host that may be used; passed on.
+        device_bytes: Free memory of the device; passed on.
+        matmul: Rows, inner size and columns of the products, as in the blocks to
+            come; None for `MATMUL_SIZES`.
+        weight_dtype: Dtype of the weights and moments that host AdamW updates.
+    """
+    device = open_device(torch_device)
+    kind = device.torch_device.type
+    size = matmul or MATMUL_SIZES[kind]
+    nbytes = _COPY_BYTES[kind]
+    with torch.no_grad():
+        fetch, offload, fetch_both, offload_both = _copy_rates(device, nbytes)
+        flops_16 = _matmul_rate(device.torch_device, size, torch.bfloat16)
+        flops_32 = _matmul_rate(device.torch_device, size, torch.float32)
+        memory_bytes_s = _elementwise_rate(device.torch_device, nbytes)
+    kernel_s = _kernel_s(device.torch_device)
+    adam_bytes_s = _adam_rate(device.host_threads, nbytes // 2, weight_dtype)
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+    return Hardware(
+        name=device_name(device.torch_device),
+        source=f"measured {date.today().isoformat()}",
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        unseen_bytes=measured_unseen_bytes(device.torch_device, device_bytes),
+        flops_16=flops_16,
+        flops_32=flops_32,
+        memory_bytes_s=memory_bytes_s,
+        kernel_s=kernel_s,
+        fetch_bytes_s=fetch,
+        offload_bytes_s=offload,
+        fetch_both_bytes_s=fetch_both,
+        offload_both_bytes_s=offload_both,
+        adam_bytes_s=adam_bytes_s,
+        overlaps=kind == "cuda",
+    )
+
+
+def measured_unseen_bytes(torch_device: torch.device, device_bytes: int) -> int:
+    """`Hardware.unseen_bytes` of a device whose free memory was read.
+
+    The context exists by then and is not in what is free; the rest is assumed as for
+    GPUs of the table. 0 on a CPU, where it is the host's.
+    """
+    if torch_device.type == "cpu":
+        return 0
+    return KERNEL_BYTES + int(ROUNDING_FRACTION * device_bytes)
+
+
+def device_name(torch_device: torch.device) -> str:
+    """Name of the GPU or of the processor."""
+    if torch_device.type == "cuda":
+        return torch.cuda.get_device_name(torch_device)
+    return cpu_name()
+
+
+def cpu_name() -> str:
+    """The processor's model as Linux names it, elsewhere what Python knows."""
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def elapsed_s(
+    torch_device: torch.device, *steps: Callable[[], object]
+) -> tuple[float, ...]:
+    """Seconds that each step takes on the device, run one after the other."""
+    if torch_device.type == "cuda":
+        stream = torch.cuda.current_stream(torch_device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in (None, *steps)]
+        events[0].record(stream)
+        for step, event in zip(steps, events[1:], strict=True):
+            step()
+            event.record(stream)
+        events[-1].synchronize()
+        return tuple(a.elapsed_time(b) / 1000 for a, b in pairwise(events))
+    times = [time.perf_counter()]
+    for step in steps:
+        step()
+        times.append(time.perf_counter())
+    return tuple(b - a for a, b in pairwise(times))
+
+
+def median_s(torch_device: torch.device, work: Callable[[], object]) -> float:
+    """Median seconds of `work`, after one call that does not count."""
+    work()
+    return statistics.median(elapsed_s(torch_device, work)[0] for _ in range(REPEATS))
+
+
+def _copy_rates(device: Device, nbytes: int) -> tuple[float, float, float, float]:
+    """Bytes per second to the device and back, alone, then each beside the other."""
+    sources = host_buffer(nbytes).zero_(), device.allocate(nbytes).zero_()
+    targets = device.allocate(nbytes).zero_(), host_buffer(nbytes).zero_()
+    fetch = (device.fetch, targets[0], sources[0])
+    offload = (device.offload, targets[1], sources[1])
+    with ExitStack() as pinned:
+        for host in (sources[0], targets[1]):
+            device.pin(host)
+            pinned.callback(device.unpin, host)
+        # before memory is unpinned, an error on the way included
+        pinned.callback(device.synchronize)
+        alone = [nbytes / _copy_s(device, copy)[0] for copy in (fetch, offload)]
+        if device.torch_device.type == "cpu":
+            return alone[0], alone[1], alone[0], alone[1]
+        both = [nbytes / seconds for seconds in _copy_s(device, fetch, offload)]
+    return alone[0], alone[1], both[0], both[1]
+
+
+def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[float]:
+    """Median seconds of each of the copies when they are queued together."""
+
+    def once() -> list[float]:
+        device.synchronize()
+        start = time.perf_counter()
+        for stream, target, source in copies:
+            stream.copy(target, source)
+        ends = []
+        for stream, _, _ in copies:
+            # a later copy that ends first is taken as slow as the one before
+            stream.record().synchronize()
+            ends.append(time.perf_counter() - start)
+        return ends
+
+    once()
+    rounds = [once() for _ in range(REPEATS)]
+    return [statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def _matmul_rate(
+    torch_device: torch.device, size: tuple[int, int, int], dtype: torch.dtype
+) -> float:
+    """Of forward and the two products of backward, which read other layouts."""
+    rows, inner, columns = size
+    # random: a GPU multiplies zeros at less power, hence faster
+    random = torch.Generator(torch_device).manual_seed(0)
+    inputs, weight, gradient = (
+        torch.randn(*shape, device=torch_device, generator=random).to(dtype)
+        for shape in ((rows, inner), (columns, inner), (rows, columns))
+    )
+
+    def products() -> None:
+        torch.mm(inputs, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), inputs)
+
+    return 3 * 2 * rows * inner * columns / median_s(torch_device, products)
+
+
+def _elementwise_rate(torch_device: torch.device, nbytes: int) -> float:
+    first = torch.ones(nbytes // 4, device=torch_device)
+    second, total = torch.ones_like(first), torch.ones_like(first)
+    seconds = median_s(torch_device, lambda: torch.add(first, second, out=total))
+    return 3 * nbytes / seconds
+
+
+def _kernel_s(torch_device: torch.device) -> float:
+    """Seconds of one operator that has next to nothing to do, recorded by autograd."""
+    tiny = torch.ones(8, device=torch_device, requires_grad=True)
+
+    def launch() -> None:
+        for _ in range(_NUM_KERNELS):
+            tiny * tiny
+
+    with torch.enable_grad():
+        return median_s(torch_device, launch) / _NUM_KERNELS
+
+
+def _adam_rate(threads: int | None, nbytes: int, dtype: torch.dtype) -> float:
+    weights = nn.Parameter(torch.full((nbytes // dtype.itemsize,), 0.5, dtype=dtype))
+    weights.grad = torch.full_like(weights, 0.1)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    worker = HostWorker(threads)
+    try:
+        step = worker.submit(lambda: median_s(weights.device, optimizer.step))
+        return weights.nbytes / step.result()
+    finally:
+        worker.close()

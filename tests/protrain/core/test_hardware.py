@@ -1,0 +1,667 @@
+"""Presets of GPUs, measurements on this machine, block times and their cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.profile.block_times import (
+    BlockSample,
+    time_block,
+)
+from axolotl.integrations.protrain.core.profile.cache import (
+    block_key,
+    cached,
+    cached_hardware,
+    default_folder,
+    environment_key,
+    hardware_from_dict,
+    hardware_key,
+    hardware_to_dict,
+)
+from axolotl.integrations.protrain.core.profile.hardware import (
+    device_name,
+    measure_hardware,
+)
+from axolotl.integrations.protrain.core.profile.presets import (
+    GPUS,
+    LINKS,
+    Gpu,
+    gpu_hardware,
+)
+from axolotl.integrations.protrain.core.types import Hardware
+
+CPU = torch.device("cpu")
+HOST_BYTES = 64 << 30
+VERSIONS = {"transformers": "5.16"}
+RATES = (
+    "flops_16",
+    "flops_32",
+    "memory_bytes_s",
+    "fetch_bytes_s",
+    "offload_bytes_s",
+    "fetch_both_bytes_s",
+    "offload_both_bytes_s",
+    "adam_bytes_s",
+)
+
+
+def preset(text: str, link: str | None = None) -> Hardware:
+    return gpu_hardware(text, link, HOST_BYTES)
+
+
+# presets
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_every_row_is_complete(gpu: Gpu) -> None:
+    hardware = preset(gpu.name)
+    assert all(getattr(hardware, rate) > 0 for rate in RATES)
+    assert hardware.flops_16 < gpu.flops_16
+    assert hardware.flops_32 < gpu.flops_32 <= gpu.flops_tf32 < gpu.flops_16
+    assert hardware.memory_bytes_s < gpu.memory_bytes_s
+    assert hardware.fetch_both_bytes_s < hardware.fetch_bytes_s
+    assert hardware.fetch_bytes_s < hardware.memory_bytes_s / 5
+    assert 0 < hardware.unseen_bytes < hardware.device_bytes / 4
+    assert hardware.device_bytes == gpu.device_bytes
+    assert hardware.host_bytes == HOST_BYTES
+    assert hardware.overlaps
+    assert gpu.source in hardware.source
+    assert "assumed" in hardware.source
+
+
+def test_consumer_cards_halve_16_bit_products_summed_in_fp32() -> None:
+    """Their tensor cores give twice the fp32 rate; four times is the fp16-sum figure."""
+    for gpu in GPUS:
+        if gpu.name.startswith("RTX"):
+            assert gpu.flops_16 / gpu.flops_32 == pytest.approx(2, rel=0.01)
+            assert gpu.flops_tf32 == gpu.flops_32
+
+
+@pytest.mark.parametrize(
+    ("more", "less", "fields"),
+    [
+        ("H200", "H100", ("device_bytes", "memory_bytes_s")),
+        ("H100", "H100 PCIe", ("flops_16", "flops_32", "memory_bytes_s")),
+        ("H100 PCIe", "A100-80GB", ("flops_16", "flops_32", "fetch_bytes_s")),
+        ("A100-80GB", "A100-40GB", ("device_bytes", "memory_bytes_s")),
+        ("A100-40GB", "RTX 4090", ("flops_16", "memory_bytes_s", "device_bytes")),
+        ("L40S", "A100-80GB", ("flops_32",)),
+        ("RTX 5090", "RTX 4090", (*RATES[:5], "device_bytes")),
+        ("RTX 4090", "RTX 3090", ("flops_16", "flops_32", "memory_bytes_s")),
+        ("RTX 4090", "RTX 4080", ("flops_16", "flops_32", "memory_bytes_s")),
+        ("RTX 3090", "RTX 4080", ("memory_bytes_s", "device_bytes")),
+        ("RTX 3090", "RTX 3060 12GB", ("flops_16", "flops_32", "memory_bytes_s")),
+    ],
+)
+def test_rows_beside_each_other(more: str, less: str, fields: tuple[str, ...]) -> None:
+    smaller = preset(less)
+    for field in fields:
+        assert getattr(preset(more), field) > getattr(smaller, field), field
+
+
+def test_links() -> None:
+    assert LINKS["pcie4x16"].bytes_s == pytest.approx(31.5e9, rel=0.01)
+    for pcie in (3, 4, 5):
+        assert LINKS[f"pcie{pcie}x16"].bytes_s == 2 * LINKS[f"pcie{pcie}x8"].bytes_s
+    rates = [preset("H200", link).fetch_bytes_s for link in ("pcie3x16", "PCIe 4 x16")]
+    assert rates[1] == pytest.approx(2 * rates[0])
+    assert preset("H200").fetch_bytes_s == pytest.approx(2 * rates[1])
+    assert "pcie4x16" in preset("RTX 3090").source
+
+
+def test_tf32_changes_fp32_products_alone() -> None:
+    plain = preset("A100-80GB")
+    tf32 = gpu_hardware("A100-80GB", None, HOST_BYTES, tf32=True)
+    assert tf32.flops_32 == 8 * plain.flops_32
+    assert dataclasses.replace(tf32, flops_32=plain.flops_32) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *((gpu.name, gpu.name) for gpu in GPUS),
+        *((gpu.name.lower().replace(" ", ""), gpu.name) for gpu in GPUS),
+        *((alias, gpu.name) for gpu in GPUS for alias in gpu.aliases),
+        ("4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("rtx-4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("a100-80gb", "A100-80GB"),
+        ("A100 80GB", "A100-80GB"),
+        ("h100", "H100"),
+        ("h100_pcie", "H100 PCIe"),
+        ("3060", "RTX 3060 12GB"),
+    ],
+)
+def test_names(text: str, name: str) -> None:
+    assert preset(text).name == name
+    assert preset(f"{text}:16") == dataclasses.replace(
+        preset(name),
+        device_bytes=16 << 30,
+        unseen_bytes=preset(f"{name}:16").unseen_bytes,
+    )
+
+
+def test_memory_given_by_hand_may_be_a_fraction() -> None:
+    small, whole = preset("4090:11.5"), preset("4090")
+    assert small.device_bytes == 23 << 29
+    assert small.unseen_bytes < whole.unseen_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "parts"),
+    [
+        ("a100", None, ("--gpu", "'a100'", "A100-40GB or A100-80GB")),
+        ("rtx", None, ("--gpu", "RTX 3090", "RTX 5090")),
+        # other cards, slower than those that their names begin
+        ("h20", None, ("--gpu", "'h20'", "nearest: H200")),
+        ("l40", None, ("--gpu", "'l40'", "nearest: L40S")),
+        ("a10", None, ("--gpu", "'a10' is not known")),
+        ("rtx 4090 laptop gpu", None, ("--gpu", "nearest: RTX 4090")),
+        ("rtx 4900", None, ("--gpu", "'rtx 4900'", "L40S", "nearest: RTX 4090")),
+        ("h300", None, ("--gpu", "nearest: H200")),
+        ("", None, ("--gpu", "RTX 4090", "NAME:GiB")),
+        (":24", None, ("--gpu", "RTX 4090", "NAME:GiB")),
+        *(
+            (f"4090:{gib}", None, ("--gpu", f"'{gib}'", "1 to 1024", "RTX 4090:24"))
+            for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24GiB", "1:2")
+        ),
+        ("4090", "", ("--link", "''", "pcie3x8")),
+        ("4090", "nvlink", ("--link", "'nvlink'", "pcie3x8, pcie3x16, pcie4x8")),
+        ("h100", "pcie5x4", ("--link", "nearest: pcie5x")),
+        ("4090", "pcie5x16", ("--link", "RTX 4090", "pcie4x8, pcie4x16")),
+    ],
+)
+def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        preset(text, link)
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+# measured hardware
+
+
+@pytest.fixture(scope="module")
+def measured() -> Hardware:
+    return measure_hardware(CPU, host_bytes=7, device_bytes=11, matmul=(128, 512, 512))
+
+
+def median_s(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def test_memory_passes_through_and_a_cpu_hides_nothing(measured: Hardware) -> None:
+    assert (measured.host_bytes, measured.device_bytes) == (7, 11)
+    assert measured.unseen_bytes == 0
+    assert not measured.overlaps
+    assert measured.fetch_both_bytes_s == measured.fetch_bytes_s
+    assert measured.offload_both_bytes_s == measured.offload_bytes_s
+    assert measured.name == device_name(CPU) != ""
+
+
+def test_copies_and_elementwise_agree_with_a_plain_copy(measured: Hardware) -> None:
+    """An order of magnitude either way: a wrong unit is a factor of 1000."""
+    source, target = bytearray(b"1" * (32 << 20)), bytearray(32 << 20)
+    seconds = median_s(lambda: memoryview(target).__setitem__(slice(None), source))
+    plain = len(source) / seconds
+    for rate in (
+        measured.fetch_bytes_s,
+        measured.offload_bytes_s,
+        measured.memory_bytes_s,
+    ):
+        assert plain / 10 < rate < plain * 10
+
+
+@pytest.mark.parametrize(
+    ("dtype", "field"), [(torch.float32, "flops_32"), (torch.bfloat16, "flops_16")]
+)
+def test_products_agree_with_a_layer(
+    measured: Hardware, dtype: torch.dtype, field: str
+) -> None:
+    layer = nn.Linear(256, 256, bias=False, dtype=dtype)
+    inputs = torch.ones(256, 256, dtype=dtype, requires_grad=True)
+    seconds = median_s(lambda: layer(inputs).backward(inputs.detach()))
+    plain = 3 * 2 * 256**3 / seconds
+    assert plain / 10 < getattr(measured, field) < plain * 10
+
+
+def test_host_adam_is_slower_than_a_copy_and_not_absurdly(measured: Hardware) -> None:
+    """It moves seven bytes for each byte it updates."""
+    assert measured.fetch_bytes_s / 200 < measured.adam_bytes_s
+    assert measured.adam_bytes_s < measured.fetch_bytes_s * 2
+
+
+def test_an_operator_costs_microseconds(measured: Hardware) -> None:
+    assert 1e-7 < measured.kernel_s < 1e-3
+
+
+def test_measuring_changes_neither_random_state_nor_threads() -> None:
+    random, threads = torch.get_rng_state(), torch.get_num_threads()
+    measure_hardware(CPU, 0, 0, matmul=(8, 8, 8), weight_dtype=torch.float32)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.get_num_threads() == threads
+
+
+# block times
+
+
+def hidden(*shape: int, requires_grad: bool = True) -> Tensor:
+    return torch.empty(*shape, device="meta", requires_grad=requires_grad)
+
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "sdpa",
+}
+
+
+def llama() -> tuple[nn.Module, BlockSample]:
+    rotary = hidden(1, 32, 16, requires_grad=False)
+    return LlamaDecoderLayer(LlamaConfig(**LLAMA), 0), BlockSample(
+        (hidden(2, 32, 64),),
+        {"position_embeddings": (rotary, rotary), "attention_mask": None},
+    )
+
+
+def gpt2() -> tuple[nn.Module, BlockSample]:
+    config = GPT2Config(n_embd=64, n_head=4, attn_implementation="eager")
+    mask = hidden(1, 1, 32, 32, requires_grad=False).expand(2, 1, 32, 32)
+    return GPT2Block(config, 0), BlockSample(
+        (hidden(2, 32, 64),), {"attention_mask": mask, "use_cache": False}
+    )
+
+
+def mixtral() -> tuple[nn.Module, BlockSample]:
+    config = MixtralConfig(**LLAMA, num_local_experts=4, head_dim=16)
+    config._experts_implementation = "eager"
+    layer = MixtralDecoderLayer(config, 0)
+    for parameter in layer.parameters():
+        # a model initialises its experts, a layer alone does not
+        nn.init.normal_(parameter, std=0.02)
+    rotary = torch.rand(1, 32, 16)
+    return layer, BlockSample(
+        (hidden(2, 32, 64),), {"position_embeddings": (rotary, rotary)}
+    )
+
+
+def everything_of(module: nn.Module) -> dict[str, Any]:
+    """Values, flags, hooks and the names of attributes."""
+    return {
+        "state": {k: v.clone() for k, v in module.state_dict().items()},
+        "params": [
+            (p.data_ptr(), p.requires_grad, p.grad) for p in module.parameters()
+        ],
+        "modes": [m.training for m in module.modules()],
+        "hooks": [
+            (key, dict(value))
+            for m in module.modules()
+            for key, value in vars(m).items()
+            if key.endswith("_hooks")
+        ],
+        "attributes": [sorted(vars(m)) for m in module.modules()],
+    }
+
+
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("make", [llama, gpt2, mixtral])
+def test_real_blocks_are_timed_and_left_as_they_were(
+    make: Callable[[], tuple[nn.Module, BlockSample]],
+    autocast_dtype: torch.dtype | None,
+) -> None:
+    module, sample = make()
+    module.train()
+    next(module.parameters()).requires_grad_(False)
+    before, random = everything_of(module), torch.get_rng_state()
+    with torch.no_grad():
+        forward_s, backward_s = time_block(module, sample, CPU, autocast_dtype)
+        assert not torch.is_grad_enabled()
+    assert 1e-5 < forward_s < 5
+    assert 1e-5 < backward_s < 5
+    after = everything_of(module)
+    for name, value in before.pop("state").items():
+        assert torch.equal(after["state"][name], value)
+    assert after.items() >= before.items()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert sample.args[0].is_meta
+    assert sample.args[0].grad is None
+
+
+FORWARD_S, BACKWARD_S = 0.005, 0.02
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        time.sleep(FORWARD_S)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Recorder(nn.Module):
+    """Takes known times and keeps what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.made: list[Tensor] = []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.calls.append(((hidden, *args), kwargs))
+        self.count += 1
+        self.made.append(self.linear(_Sleep.apply(hidden)))
+        return {"hidden": self.made[-1], "more": [hidden.detach(), 3]}
+
+
+def test_forward_and_backward_are_told_apart() -> None:
+    module = Recorder()
+    sample = BlockSample((hidden(2, 4),), {})
+    start = time.perf_counter()
+    forward_s, backward_s = time_block(module, sample, CPU, None, repeats=5)
+    total_s = time.perf_counter() - start
+    assert len(module.calls) == 6
+    assert FORWARD_S <= forward_s < backward_s
+    assert BACKWARD_S <= backward_s
+    # neither counts the other's time too; noise makes the total longer, not medians
+    assert 6 * (forward_s + backward_s) < 1.1 * total_s
+
+
+def test_inputs_are_what_the_sample_says() -> None:
+    module = Recorder()
+    twice = hidden(3, requires_grad=False)
+    given = torch.arange(3)
+    strided = torch.empty(4, 8, 2, device="meta").permute(2, 0, 1)[:, ::2]
+    expanded = torch.empty(1, 5, dtype=torch.bfloat16, device="meta").expand(6, 5)
+    tokens = torch.empty(2, 3, dtype=torch.long, device="meta")
+    mask = torch.empty(2, 3, dtype=torch.bool, device="meta")
+    empty = torch.empty(0, 3, device="meta")
+    time_block(
+        module,
+        BlockSample(
+            (hidden(2, 4), [twice, {"again": twice}], given),
+            {"a": (strided, expanded), "b": [tokens, mask, empty], "c": "text"},
+        ),
+        CPU,
+        None,
+        repeats=1,
+    )
+    (first, (one, other), passed), kwargs = module.calls[0]
+    assert first.requires_grad and first.is_leaf and first.grad is None
+    assert 0 < first.abs().max() < 1
+    assert other["again"] is one
+    assert not one.requires_grad
+    assert torch.equal(passed, given) and passed.data_ptr() != given.data_ptr()
+    for made, asked in zip(kwargs["a"], (strided, expanded), strict=True):
+        assert (made.shape, made.stride()) == (asked.shape, asked.stride())
+        assert made.dtype is asked.dtype and made.device == CPU
+    assert not kwargs["b"][0].any() and kwargs["b"][0].dtype is torch.long
+    assert kwargs["b"][1].all()
+    assert kwargs["b"][2].shape == (0, 3)
+    assert kwargs["c"] == "text"
+
+
+def test_no_gradient_is_accumulated_and_buffers_are_put_back() -> None:
+    module = Recorder()
+    module.linear.bias.grad = kept = torch.ones(4)
+    accumulated: list[Tensor] = []
+    module.linear.weight.register_post_accumulate_grad_hook(accumulated.append)
+    time_block(module, BlockSample((hidden(2, 4),), {}), CPU, None)
+    assert not accumulated
+    assert module.linear.weight.grad is None
+    assert module.linear.bias.grad is kept
+    assert torch.equal(kept, torch.ones(4))
+    assert module.count == 0
+
+
+def test_a_failing_block_is_left_as_it_was_too() -> None:
+    module = Recorder()
+    random = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="shapes"):
+        time_block(module, BlockSample((hidden(2, 5),), {}), CPU, None)
+    assert module.count == 0
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_autocast_is_on_when_asked_and_off_when_not() -> None:
+    module = Recorder()
+    sample = BlockSample((hidden(2, 4),), {})
+    time_block(module, sample, CPU, torch.bfloat16, repeats=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        time_block(module, sample, CPU, None, repeats=1)
+    dtypes = [output.dtype for output in module.made]
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+def test_without_gradients_there_is_no_backward() -> None:
+    module = Recorder().requires_grad_(False)
+    sample = BlockSample((hidden(2, 4, requires_grad=False),), {})
+    forward_s, backward_s = time_block(module, sample, CPU, None)
+    assert forward_s >= FORWARD_S
+    assert backward_s == 0.0
+
+
+def test_frozen_blocks_still_pass_gradients_on() -> None:
+    module = Recorder().requires_grad_(False)
+    _, backward_s = time_block(module, BlockSample((hidden(2, 4),), {}), CPU, None)
+    assert backward_s >= BACKWARD_S
+
+
+# cache
+
+
+class Maker:
+    """Makes another value each time."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.num_calls += 1
+        return {"value": self.num_calls, "pair": (1.5, None)}
+
+
+SILENT = pytest.mark.filterwarnings("error")
+KEY = {"device": "some GPU", "shape": (1, 2), "kernels": {"b": True, "a": None}}
+
+
+@SILENT
+def test_a_key_is_measured_once(tmp_path: Path) -> None:
+    make, folder = Maker(), tmp_path / "not" / "there yet"
+    first = cached(folder, KEY, make)
+    assert first == {"value": 1, "pair": [1.5, None]}
+    reordered = {"kernels": {"a": None, "b": True}, "shape": [1, 2]}
+    assert cached(folder, {**reordered, "device": "some GPU"}, make) == first
+    assert make.num_calls == 1
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["key"] == {**KEY, "shape": [1, 2]}
+
+
+@SILENT
+def test_a_changed_key_is_measured_beside_the_other(tmp_path: Path) -> None:
+    make = Maker()
+    for key in (KEY, {**KEY, "shape": (2, 1)}, {**KEY, "kernels": {}}, {}):
+        cached(tmp_path, key, make)
+    assert make.num_calls == len(list(tmp_path.iterdir())) == 4
+    assert cached(tmp_path, KEY, make)["value"] == 1
+
+
+def cut(file: Path) -> None:
+    file.write_text(file.read_text()[:-20])
+
+
+def empty(file: Path) -> None:
+    file.write_text("")
+
+
+def other_key(file: Path) -> None:
+    file.write_text(json.dumps({"key": {}, "value": {"value": 99}}))
+
+
+def no_object(file: Path) -> None:
+    file.write_text("[1, 2]")
+
+
+def no_value(file: Path) -> None:
+    file.write_text(json.dumps({"key": json.loads(file.read_text())["key"]}))
+
+
+def not_text(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00")
+
+
+@SILENT
+@pytest.mark.parametrize(
+    "damage", [cut, empty, other_key, no_object, no_value, not_text]
+)
+def test_a_damaged_file_is_measured_again_and_replaced(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    make = Maker()
+    cached(tmp_path, KEY, make)
+    (file,) = tmp_path.iterdir()
+    damage(file)
+    with pytest.warns(UserWarning, match="damaged") as caught:
+        assert cached(tmp_path, KEY, make)["value"] == 2
+    assert len(caught) == 1
+    assert str(file) in str(caught[0].message)
+    assert list(tmp_path.iterdir()) == [file]
+    assert cached(tmp_path, KEY, make)["value"] == 2
+
+
+@SILENT
+def test_a_folder_that_cannot_be_made_is_refused_before_measuring(
+    tmp_path: Path,
+) -> None:
+    make, file = Maker(), tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "below"):
+        with pytest.raises(ConfigError, match="protrain_cache_dir") as refusal:
+            cached(folder, KEY, make)
+        assert str(folder) in str(refusal.value)
+    assert make.num_calls == 0
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+
+    def make() -> dict[str, Any]:
+        shutil.rmtree(folder)
+        return {}
+
+    with pytest.raises(ConfigError, match="protrain_cache_dir"):
+        cached(folder, KEY, make)
+
+
+def test_a_failed_measurement_leaves_nothing(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cached(tmp_path, KEY, make)
+    with pytest.raises(ValueError):
+        cached(tmp_path, KEY, lambda: {"rate": float("nan")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_folder() == tmp_path / "xdg" / "axolotl-protrain"
+    cached(None, KEY, Maker())
+    assert len(list(default_folder().iterdir())) == 1
+    for unusable in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
+        assert default_folder() == tmp_path / ".cache" / "axolotl-protrain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_folder() == tmp_path / ".cache" / "axolotl-protrain"
+
+
+def test_keys_name_what_changes_the_figures() -> None:
+    block: dict[str, Any] = {
+        "block": {"class": "LlamaDecoderLayer", "inputs": [[1, 8]]},
+        "autocast_dtype": torch.bfloat16,
+        "attention": "sdpa",
+        "kernels": {"lora_mlp_kernel": True},
+    }
+    keys = [
+        hardware_key(CPU, VERSIONS, None, torch.bfloat16),
+        hardware_key(CPU, {"transformers": "5.17"}, None, torch.bfloat16),
+        hardware_key(CPU, VERSIONS, (1, 2, 3), torch.bfloat16),
+        hardware_key(CPU, VERSIONS, None, torch.float32),
+        block_key(CPU, VERSIONS, **block),
+        block_key(CPU, VERSIONS, **{**block, "autocast_dtype": None}),
+        block_key(CPU, VERSIONS, **{**block, "attention": "eager"}),
+        block_key(CPU, VERSIONS, **{**block, "kernels": {}}),
+        block_key(CPU, VERSIONS, **{**block, "block": {}}),
+    ]
+    assert len({json.dumps(key, sort_keys=True) for key in keys}) == len(keys)
+    environment = environment_key(CPU, VERSIONS)
+    assert torch.__version__ in environment.values()
+    assert device_name(CPU) in environment.values()
+    for key in keys[2:]:
+        assert key.items() >= environment.items()
+
+
+def test_the_number_of_threads_is_in_the_key() -> None:
+    before, threads = environment_key(CPU, VERSIONS), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert environment_key(CPU, VERSIONS) != before
+    finally:
+        torch.set_num_threads(threads)
+    assert environment_key(CPU, VERSIONS) == before
+
+
+def test_hardware_survives_a_file() -> None:
+    hardware = preset("4090")
+    text = json.dumps(hardware_to_dict(hardware))
+    assert hardware_from_dict(json.loads(text)) == hardware
+
+
+def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
+    def of(host_bytes: int, device_bytes: int) -> Hardware:
+        return cached_hardware(
+            tmp_path, CPU, host_bytes, device_bytes, VERSIONS, matmul=(8, 8, 8)
+        )
+
+    first, later = of(1, 2), of(3, 4)
+    assert later == dataclasses.replace(first, host_bytes=3, device_bytes=4)
+    (file,) = tmp_path.iterdir()
+    assert (
+        not {"host_bytes", "device_bytes"}
+        & json.loads(file.read_text())["value"].keys()
+    )
+    file.unlink()
+    assert of(1, 2) != first

@@ -1,0 +1,633 @@
+"""A blueprint is the model that Axolotl would train, and it runs without weights."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tiny_models import (
+    TOKENIZER,
+    VOCABULARY,
+    build_inputs,
+    build_model,
+    model_path,
+    random_model,
+)
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from axolotl.integrations.protrain.blueprint import Blueprint, load_blueprint
+from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.profile.emulation import (
+    Emulation,
+    Target,
+    outputs_as_fp32,
+)
+from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.stand_ins import planning_stand_ins
+
+BATCH, LENGTH = 2, 128
+UNFUSED = {
+    "lora_mlp_kernel": False,
+    "lora_qkv_kernel": False,
+    "lora_o_kernel": False,
+    "lora_embedding_kernel": False,
+}
+LORA = {
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "lora_target_linear": True,
+}
+QLORA = LORA | {"adapter": "qlora", "load_in_4bit": True}
+VISION_LORA = {
+    **LORA,
+    **UNFUSED,
+    "lora_target_linear": False,
+    "lora_target_modules": r".*language_model.*\.(q|k|v|o|up|down|gate)_proj",
+}
+IMAGES = {
+    "processor_type": "AutoProcessor",
+    "skip_prepare_dataset": True,
+    "remove_unused_columns": False,
+    "sample_packing": False,
+    "chat_template": "tokenizer_default",
+    "datasets": [{"path": "none.jsonl", "ds_type": "json", "type": "chat_template"}],
+}
+LIGER = {
+    "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+    "liger_rope": True,
+    "liger_rms_norm": True,
+    "liger_glu_activation": True,
+    "liger_fused_linear_cross_entropy": True,
+}
+CUT_CROSS_ENTROPY = {
+    "plugins": [
+        "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+    ],
+    "cut_cross_entropy": True,
+}
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+QWEN_VL = {
+    "model_type": "qwen2_5_vl",
+    "vision_start_token_id": 290,
+    "vision_end_token_id": 291,
+    "image_token_id": 292,
+    "video_token_id": 293,
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "window_size": 112,
+        "fullatt_block_indexes": [1, 3],
+        "out_hidden_size": 48,
+    },
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "vocab_size": 320,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    },
+}
+LLAVA = {
+    "model_type": "llava",
+    "image_token_index": 299,
+    "image_seq_length": 16,
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "vocab_size": 320,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 56,
+        "patch_size": 14,
+    },
+}
+
+
+def write_yaml(folder: Path, base_model: Path, keys: Mapping[str, Any]) -> Path:
+    defaults = {
+        "base_model": str(base_model),
+        "datasets": [{"path": "none.jsonl", "ds_type": "json", "type": "completion"}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "output_dir": str(folder / "out"),
+        "sequence_len": LENGTH,
+        "micro_batch_size": BATCH,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 1,
+        "learning_rate": 1e-4,
+        "lr_scheduler": "cosine",
+        "optimizer": "adamw_torch",
+        "bf16": True,
+        "attn_implementation": "sdpa",
+    }
+    file = folder / "config.yml"
+    written = {k: v for k, v in (defaults | dict(keys)).items() if v is not None}
+    file.write_text(yaml.safe_dump(written))
+    return file
+
+
+def configuration_of(folder: Path, model: str | Mapping[str, Any]) -> Path:
+    """A folder with nothing but a config.json: of a tiny family, or as given."""
+    base_model = folder / "model"
+    base_model.mkdir()
+    if isinstance(model, str):
+        random_model(model).config.save_pretrained(base_model)
+    else:
+        (base_model / "config.json").write_text(json.dumps(model))
+    return base_model
+
+
+def blueprint_of(
+    folder: Path, model: str | Mapping[str, Any], keys: Mapping[str, Any]
+) -> Blueprint:
+    base_model = configuration_of(folder, model)
+    return load_blueprint(write_yaml(folder, base_model, keys), "cuda")
+
+
+@dataclass
+class Run:
+    """What one forward and backward did: shapes and dtypes, no tensors."""
+
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    made: set[tuple[int, ...]] = field(default_factory=set)
+    without_gradient: list[str] = field(default_factory=list)
+    stand_ins: list[str] = field(default_factory=list)
+
+
+class _Watch(MetaMode):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def ran(self, func: Any, args: Any, output: Any) -> None:
+        outputs = output if isinstance(output, (list, tuple)) else [output]
+        for tensor in outputs:
+            if isinstance(tensor, Tensor):
+                self.run.made.add(tuple(tensor.shape))
+
+
+def run_on_meta(blueprint: Blueprint) -> Run:
+    run = Run()
+
+    def pack(tensor: Tensor) -> Tensor:
+        run.saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    target = Target("cuda", blueprint.autocast_dtype)
+    with planning_stand_ins("cuda") as used, _Watch(run):
+        with Emulation(target), saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = blueprint.model(**blueprint.batch)
+        loss = outputs_as_fp32(outputs)["loss"]
+        loss.backward()
+    assert loss.is_meta and not loss.shape
+    for name, param in blueprint.model.named_parameters():
+        if not param.requires_grad:
+            assert param.grad is None, name
+        elif param.grad is None:
+            run.without_gradient.append(name)
+        else:
+            assert (param.grad.shape, param.grad.device) == (param.shape, param.device)
+    run.stand_ins = used
+    return run
+
+
+def assert_without_weights(blueprint: Blueprint) -> None:
+    for name, param in blueprint.model.named_parameters():
+        assert param.is_meta, name
+        for tensor in quantisation_of(param).values():
+            assert not isinstance(tensor, Tensor) or tensor.is_meta, name
+    assert all(buffer.is_meta for buffer in blueprint.model.buffers())
+    for name, tensor in blueprint.batch.items():
+        assert tensor.is_meta == tensor.is_floating_point(), name
+
+
+def quantisation_of(param: Tensor) -> dict[str, Any]:
+    state = getattr(param, "quant_state", None)
+    if state is None:
+        return {}
+    values = {key: value for key, value in vars(state).items() if key != "state2"}
+    if state.state2 is not None:
+        values |= {f"nested_{key}": v for key, v in vars(state.state2).items()}
+    return values
+
+
+# ------------------------------------------------------------------- running it
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "phi3", "gpt2"]
+)
+def test_forward_and_backward_run(family: str, tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, family, {})
+    assert_without_weights(blueprint)
+    assert blueprint.autocast_dtype is torch.bfloat16
+    assert blueprint.optimizer == "adamw_torch"
+    assert any(f"{VOCABULARY} tokens" in line for line in blueprint.assumptions)
+    run = run_on_meta(blueprint)
+    assert not run.without_gradient
+    assert (BATCH, LENGTH, VOCABULARY) in run.made
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": LORA | UNFUSED,
+    "dora": LORA | UNFUSED | {"peft_use_dora": True},
+    "qlora": QLORA | UNFUSED,
+    "qlora_dora": QLORA | UNFUSED | {"peft_use_dora": True},
+    "saved_modules": LORA | UNFUSED | {"lora_modules_to_save": ["lm_head"]},
+    "pissa": LORA | UNFUSED | {"peft_init_lora_weights": "pissa"},
+}
+
+
+@pytest.mark.parametrize("keys", ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_run(keys: dict[str, Any], tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, "llama", keys)
+    assert_without_weights(blueprint)
+    assert not run_on_meta(blueprint).without_gradient
+
+
+def test_fp32_has_no_autocast(tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, "llama", {"bf16": False, "fp16": False})
+    assert blueprint.autocast_dtype is None
+    assert {p.dtype for p in blueprint.model.parameters()} == {torch.float32}
+    run_on_meta(blueprint)
+
+
+@pytest.mark.parametrize("keys", [{"bf16": "auto"}, {"bf16": None}])
+def test_precision_left_to_axolotl_is_that_of_the_target(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), keys)
+    assert load_blueprint(config, "cuda").autocast_dtype is torch.bfloat16
+    assert load_blueprint(config, "cpu").autocast_dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    "attention", ["flash_attention_2", "flex_attention", "xformers", "sage"]
+)
+def test_fused_attention_saves_what_a_flash_kernel_saves(
+    attention: str, tmp_path: Path
+) -> None:
+    keys = {"attn_implementation": attention, "sample_packing": False}
+    if attention == "sage":
+        keys |= LORA | UNFUSED  # Axolotl takes it for nothing else
+    blueprint = blueprint_of(tmp_path, "qwen3", keys)
+    run = run_on_meta(blueprint)
+    heads, kv_heads, dim = 3, 1, 12
+    assert ((BATCH, heads, LENGTH), torch.float32) in run.saved
+    assert ((BATCH, heads, LENGTH, dim), torch.bfloat16) in run.saved
+    assert ((BATCH, kv_heads, LENGTH, dim), torch.bfloat16) in run.saved
+    assert not any(shape[-2:] == (LENGTH, LENGTH) for shape in run.made)
+    assert any(attention in line for line in blueprint.assumptions)
+
+
+def test_rows_have_padding_unless_packed(tmp_path: Path) -> None:
+    batch = blueprint_of(tmp_path, "llama", {"sample_packing": False}).batch
+    padding = batch["attention_mask"] == 0
+    assert padding.any(1).all() and (batch["labels"][padding] == -100).all()
+
+
+def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
+    config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), {})
+    for keys, length in {
+        (("sequence_len", 100),): 128,
+        (("sequence_len", 100), ("pad_to_sequence_len", False)): 100,
+    }.items():
+        batch = load_blueprint(config, "cuda", dict(keys)).batch
+        assert batch["input_ids"].shape == (BATCH, length)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "sdpa", "eager"])
+def test_packed_rows(attention: str, tmp_path: Path) -> None:
+    keys = {"attn_implementation": attention, "sample_packing": True}
+    blueprint = blueprint_of(tmp_path, "llama", keys | {"pad_to_sequence_len": True})
+    batch = blueprint.batch
+    assert "attention_mask" not in batch or attention == "eager"
+    assert batch["input_ids"].numel() == BATCH * LENGTH
+    assert (batch["position_ids"] == 0).sum() > len(batch["input_ids"])
+    run = run_on_meta(blueprint)
+    # on CUDA Axolotl sends packed rows to a flash kernel under sdpa too
+    length = batch["input_ids"].shape[1]
+    square = any(shape[-2:] == (length, length) for shape in run.made)
+    assert square == (attention == "eager")
+
+
+def test_experts_that_look_at_values_are_traced_otherwise(tmp_path: Path) -> None:
+    keys = {"experts_implementation": "eager"}
+    blueprint = blueprint_of(tmp_path, "mixtral", keys)
+    assert not run_on_meta(blueprint).without_gradient
+    assert any("experts_implementation eager" in x for x in blueprint.assumptions)
+
+
+def test_cut_cross_entropy_has_no_logits(tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, "llama", CUT_CROSS_ENTROPY)
+    run = run_on_meta(blueprint)
+    assert not run.without_gradient
+    assert not any(shape[-1:] == (VOCABULARY,) for shape in run.made)
+    assert any("cut_cross_entropy" in line for line in blueprint.assumptions)
+
+
+# ---------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+def test_qwen_images(attention: str, tmp_path: Path) -> None:
+    keys = VISION_LORA | IMAGES | {"attn_implementation": attention}
+    base_model = configuration_of(tmp_path, QWEN_VL)
+    settings = {"size": {"shortest_edge": 3136, "longest_edge": 112 * 112}}
+    (base_model / "preprocessor_config.json").write_text(json.dumps(settings))
+    blueprint = load_blueprint(write_yaml(tmp_path, base_model, keys), "cuda")
+    batch = blueprint.batch
+    assert batch["image_grid_thw"].tolist() == [[1, 8, 8]] * BATCH
+    assert batch["pixel_values"].shape == (BATCH * 64, 3 * 2 * 14 * 14)
+    assert (batch["input_ids"] == 292).sum(1).tolist() == [16] * BATCH
+    assert (batch["labels"] == -100).sum(1).tolist() == [16 + 1] * BATCH
+    assert_without_weights(blueprint)
+    assert not run_on_meta(blueprint).without_gradient
+
+
+def test_the_largest_image_need_not_be_square(tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, QWEN_VL, VISION_LORA | IMAGES)
+    grid = blueprint.batch["image_grid_thw"]
+    assert (grid.prod(1) == 1280 * 2 * 2).all()
+    assert blueprint.batch["input_ids"].shape[1] > LENGTH
+
+
+def test_images_of_a_fixed_size(tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, LLAVA, VISION_LORA | IMAGES)
+    assert blueprint.batch["pixel_values"].shape == (BATCH, 3, 56, 56)
+    assert (blueprint.batch["input_ids"] == 299).sum(1).tolist() == [16] * BATCH
+    assert not run_on_meta(blueprint).without_gradient
+
+
+def test_the_image_size_of_the_yaml_bounds_the_image(tmp_path: Path) -> None:
+    keys = VISION_LORA | IMAGES | {"image_size": 56}
+    blueprint = blueprint_of(tmp_path, QWEN_VL, keys)
+    assert blueprint.batch["image_grid_thw"].tolist() == [[1, 4, 4]] * BATCH
+
+
+def test_text_for_a_vision_model(tmp_path: Path) -> None:
+    blueprint = blueprint_of(tmp_path, QWEN_VL, {"freeze_mm_modules": True})
+    assert "pixel_values" not in blueprint.batch
+    frozen = {n for n, p in blueprint.model.named_parameters() if not p.requires_grad}
+    assert frozen and all("visual" in name for name in frozen)
+    assert not run_on_meta(blueprint).without_gradient
+
+
+# ---------------------------------------- kernels that patch classes for good
+
+
+@dataclass
+class Patched:
+    """What a fresh process reports of a blueprint."""
+
+    run: Run
+    mlp_forward: str
+    assumptions: list[str]
+    peak_bytes: int
+
+
+def report_patched(folder: Path, model: Any, keys: dict[str, Any]) -> Patched:
+    blueprint = blueprint_of(folder, model, keys)
+    assert_without_weights(blueprint)
+    base = blueprint.model
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
+    run = run_on_meta(blueprint)
+    return Patched(
+        run,
+        base.model.layers[0].mlp.forward.__name__,
+        blueprint.assumptions + run.stand_ins,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+@pytest.fixture
+def fresh() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+def test_fused_lora_kernels_are_on_as_on_the_target(
+    fresh: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    for name, keys in {"lora": LORA, "qlora": QLORA}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        patched = fresh.submit(report_patched, folder, "llama", keys).result()
+        assert patched.mlp_forward == "apply_lora_mlp_swiglu"
+        assert not patched.run.without_gradient
+        four_bit = any("4-bit" in line for line in patched.assumptions)
+        assert four_bit == (name == "qlora")
+
+
+def test_liger_has_no_logits(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
+    patched = fresh.submit(report_patched, tmp_path, "llama", LIGER).result()
+    assert not patched.run.without_gradient
+    assert any("swiglu_forward_kernel" in line for line in patched.assumptions)
+    # as many chunks as the vocabulary is wider than the hidden size
+    assert (BATCH * LENGTH // 8, VOCABULARY) in patched.run.made
+    assert (BATCH * LENGTH, VOCABULARY) not in patched.run.made
+    assert (BATCH, LENGTH, VOCABULARY) not in patched.run.made
+
+
+def test_seventy_billion_parameters(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
+    patched = fresh.submit(report_patched, tmp_path, LLAMA_70B, QLORA).result()
+    assert patched.peak_bytes < 2.5e9
+
+
+# -------------------------------------------------- the same model as Axolotl's
+
+
+def parts_of(model: torch.nn.Module) -> dict[str, Any]:
+    parts: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        parts[name] = (tuple(param.shape), param.dtype, param.requires_grad)
+        for key, value in quantisation_of(param).items():
+            if isinstance(value, Tensor):
+                value = tuple(value.shape), value.dtype
+            parts[f"{name}: {key}"] = value
+    for name, buffer in model.named_buffers():
+        parts[name] = tuple(buffer.shape), buffer.dtype
+    return parts
+
+
+PRECISION = {"bf16": {"bf16": True}, "fp32": {"bf16": False, "fp16": False}}
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "full_tied": ("llama-tied", {}),
+    "full_flagged": ("qwen3", {"unfrozen_parameters": [r"model.layers.[1-3]\..*"]}),
+    "full_gemma3": ("gemma3", {}),
+    "full_moe": ("mixtral", {}),
+    "lora": ("llama", LORA),
+    "lora_moe": (
+        "qwen3_moe",
+        LORA
+        | {
+            "lora_target_linear": False,
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "lora_target_parameters": ["mlp.experts.gate_up_proj"],
+        },
+    ),
+    "lora_embeddings": (
+        "qwen3",
+        LORA | {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "dora": ("qwen3", LORA | {"peft_use_dora": True, "peft_use_rslora": True}),
+    "qlora": ("llama", QLORA),
+    "qlora_gemma3": ("gemma3", QLORA),
+    "qlora_flat": (
+        "qwen3",
+        QLORA | {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    build_inputs(root)
+    return root
+
+
+@pytest.mark.parametrize("precision", PRECISION)
+@pytest.mark.parametrize("name", SAME)
+def test_the_model_is_the_one_that_axolotl_loads(
+    name: str, precision: str, weights: Path, tmp_path: Path
+) -> None:
+    family, keys = SAME[name]
+    if name == "qlora_flat" and precision == "bf16":
+        keys = keys | {"gradient_checkpointing": True}
+    build_model(weights, family)
+    keys = {
+        **UNFUSED,
+        **keys,
+        **PRECISION[precision],
+        "tokenizer_config": str(weights / TOKENIZER),
+        "resize_token_embeddings_to_32x": True,
+    }
+    config = write_yaml(tmp_path, weights / model_path(family), keys)
+    assert parts_of(load_blueprint(config, "cuda").model) == real_parts(config)
+
+
+def real_parts(config: Path) -> dict[str, Any]:
+    from axolotl.cli.config import load_cfg
+    from axolotl.train import setup_model_and_tokenizer
+
+    return parts_of(setup_model_and_tokenizer(load_cfg(str(config)))[0])
+
+
+def test_a_configuration_alone_gives_the_same_model(
+    weights: Path, tmp_path: Path
+) -> None:
+    build_model(weights, "llama")
+    alone = blueprint_of(tmp_path, "llama", LORA | UNFUSED)
+    config = write_yaml(tmp_path, weights / model_path("llama"), LORA | UNFUSED)
+    assert parts_of(alone.model) == parts_of(load_blueprint(config, "cuda").model)
+
+
+# --------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "keys, names",
+    [
+        ({"sequence_len": "long"}, "sequence_len"),
+        ({"rl": "dpo"}, "rl"),
+        ({"load_in_8bit": True, "adapter": "lora"} | UNFUSED, "load_in_8bit"),
+        ({"plugins": ["axolotl.integrations.nothing.Plugin"]}, "plugins"),
+        ({"adapter": "qlora", "load_in_4bit": False}, "load_in_4bit"),
+    ],
+)
+def test_a_bad_key_is_named(keys: dict[str, Any], names: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=names) as caught:
+        blueprint_of(tmp_path, "llama", keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_base_model_is_named(tmp_path: Path) -> None:
+    empty = tmp_path / "model"
+    empty.mkdir()
+    config = write_yaml(tmp_path, empty, {})
+    with pytest.raises(ConfigError, match="base_model: no config.json"):
+        load_blueprint(config, "cuda")
+    (empty / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ConfigError, match="base_model: .*unheard_of"):
+        load_blueprint(config, "cuda")
+    (empty / "config.json").write_text("[")
+    with pytest.raises(ConfigError, match="base_model: .*no model configuration"):
+        load_blueprint(config, "cuda")
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "config.yml"
+    for text in ("a: [", "- a list"):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match="config.yml"):
+            load_blueprint(config, "cuda")
+
+
+def test_overrides_replace_keys(tmp_path: Path) -> None:
+    config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), {})
+    blueprint = load_blueprint(config, "cuda", {"micro_batch_size": 3})
+    assert blueprint.batch["input_ids"].shape == (3, LENGTH)
+
+
+# --------------------------------------------------------------------- stand-ins
+
+
+def test_stand_ins_leave_nothing_behind() -> None:
+    from axolotl.kernels import quantize
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from triton.runtime.jit import JITFunction
+
+    def state() -> list[Any]:
+        return [
+            dict(ALL_ATTENTION_FUNCTIONS),
+            dict(ALL_MASK_ATTENTION_FUNCTIONS),
+            vars(quantize).copy(),
+            JITFunction.run,
+            torch.equal,
+        ]
+
+    before = state()
+    with pytest.raises(ZeroDivisionError), planning_stand_ins("cuda"):
+        assert state() != before
+        _ = 1 / 0
+    assert state() == before
+    with planning_stand_ins("cpu"):
+        assert state() == before
