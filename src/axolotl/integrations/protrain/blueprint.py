@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import inspect
 import io
 import json
 import logging
-import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,8 +35,7 @@ from axolotl.telemetry.manager import TelemetryManager
 from axolotl.utils.config import normalize_config, prepare_plugins, validate_config
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -47,6 +44,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.generic import is_flash_attention_requested
 
+from .batches import autocast_dtype, find_file, sample_batch
 from .core.errors import ConfigError
 from .stand_ins import (
     FLASH_ATTENTION,
@@ -60,9 +58,6 @@ _META = torch.device("meta")
 CUDA_CAPABILITY = "sm_89"
 """The card that Axolotl's validation is told of: has bf16, fp8 and tf32."""
 
-DOCUMENTS_PER_ROW = 4
-"""Packed rows are assumed to hold this many documents."""
-
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -75,8 +70,6 @@ _POLICIES = (
     "activation_offloading",
     "selective_checkpointing",
 )
-
-_MASKLESS_PACKING = ("gemma3", "gemma4", "gemma4_unified", "mamba")
 
 # what transformers does to weights that a checkpoint lacks; here that is every weight
 _PLACES_MISSING = "_move_missing_keys_from_meta_to_device"
@@ -125,12 +118,12 @@ def load_blueprint(
         assumptions: list[str] = []
         cfg = _validated(config, target, overrides or {})
         model = _built(cfg, target, assumptions)
-        batch = _batch(cfg, model, assumptions)
+        batch = sample_batch(cfg, model, assumptions)
     return Blueprint(
         cfg,
         model,
         batch,
-        _autocast_dtype(cfg),
+        autocast_dtype(cfg),
         str(getattr(cfg.optimizer, "value", cfg.optimizer)),
         assumptions,
     )
@@ -224,7 +217,7 @@ def _check_base_model(cfg: DictDefault) -> None:
     source = cfg.base_model_config or cfg.base_model
     if not source:
         raise ConfigError("base_model: missing; it names the folder with config.json.")
-    found = _found(str(source), "config.json")
+    found = find_file(str(source), "config.json")
     if found is None:
         raise ConfigError(
             f"base_model: no config.json for {source!r}, neither as a folder nor in the "
@@ -240,18 +233,6 @@ def _check_base_model(cfg: DictDefault) -> None:
             f"base_model: {found} has model_type {model_type!r}, which transformers "
             f"{transformers.__version__} does not know."
         )
-
-
-def _found(source: str, name: str) -> Path | None:
-    """A file of a folder, or of a repository in the Hugging Face cache."""
-    folder = Path(source)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    try:
-        cached = try_to_load_from_cache(source, name)
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def _check_plannable(cfg: DictDefault) -> None:
@@ -277,15 +258,6 @@ def _rejection(error: Exception) -> str:
 
 def _line(error: Exception) -> str:
     return textwrap.shorten(str(error), 300)
-
-
-def _autocast_dtype(cfg: DictDefault) -> torch.dtype | None:
-    """What accelerate wraps the forward in; `bf16: full` asks for none."""
-    if cfg.bf16 == "full":
-        return None
-    if cfg.bf16 or cfg.bfloat16:
-        return torch.bfloat16
-    return torch.float16 if cfg.fp16 else None
 
 
 # ------------------------------------------------------------------------ model
@@ -357,7 +329,7 @@ def _without(cfg: DictDefault, key: str) -> Iterator[None]:
 
 def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
     source = str(cfg.tokenizer_config)
-    if any(_found(source, name) for name in _TOKENIZER_FILES):
+    if any(find_file(source, name) for name in _TOKENIZER_FILES):
         try:
             return load_tokenizer(cfg)
         except (ValueError, ImportError, OSError) as error:
@@ -412,7 +384,7 @@ class _Loader(ModelLoader):
         self.model_config._attn_implementation = PLANNED_ATTENTION
         self._assumptions.append(
             f"attention {name}: a flash kernel that saves q, k, v, the output and "
-            "its log-sum-exp, no padding"
+            "its log-sum-exp"
         )
 
     def _apply_pre_model_load_setup(self) -> None:
@@ -423,7 +395,7 @@ class _Loader(ModelLoader):
             self._cce_stands_in = True
 
     def _build_model(self) -> bool:
-        with registered_attention(PLANNED_ATTENTION):
+        with registered_attention():
             skips = super()._build_model()
         if self._cce_stands_in:
             self.cfg.cut_cross_entropy = True
@@ -595,184 +567,3 @@ def _install_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
         "cut_cross_entropy is not installed here: a loss that keeps the hidden states "
         "and no logits"
     )
-
-
-# ------------------------------------------------------------------------ batch
-
-
-def _batch(cfg: DictDefault, model: Any, assumptions: list[str]) -> dict[str, Tensor]:
-    config = model.config
-    if cfg.processor_type and cfg.is_multimodal:
-        return _image_batch(cfg, model, assumptions)
-    rows, length = cfg.micro_batch_size, cfg.sequence_len
-    if cfg.pad_to_sequence_len is not False:
-        multiple = cfg.pad_to_multiple_of or 64
-        length = math.ceil(length / multiple) * multiple
-    if cfg.sample_packing:
-        real_batches = cfg.multipack_real_batches
-        if real_batches is None:
-            real_batches = not cfg.attn_supports_packing
-        if not real_batches:
-            rows, length = 1, rows * length
-    ids = _token_ids(config.get_text_config().vocab_size, rows, length)
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    mask: Tensor | None = torch.ones_like(ids)
-    if cfg.sample_packing:
-        documents = DOCUMENTS_PER_ROW * (1 if real_batches else cfg.micro_batch_size)
-        assumptions.append(f"sample_packing: {documents} documents in each row")
-        size = math.ceil(length / documents)
-        batch["position_ids"] = (torch.arange(length) % size).repeat(rows, 1)
-        if cfg.attn_decontaminates_packing or config.model_type in _MASKLESS_PACKING:
-            mask = None
-    elif cfg.pad_to_sequence_len is not False or rows > 1:
-        _pad_rows(batch["labels"], mask, assumptions)
-    if mask is not None:
-        batch["attention_mask"] = mask
-    if "mm_token_type_ids" in _forward_parameters(model) and cfg.is_multimodal:
-        batch["mm_token_type_ids"] = torch.zeros_like(ids)
-    assumptions.append(f"rows as long as sequence_len allows: {rows} x {length} tokens")
-    return batch
-
-
-def _pad_rows(labels: Tensor, mask: Tensor, assumptions: list[str]) -> None:
-    """One token is enough to make models build a mask."""
-    labels[:, -1] = -100
-    mask[:, -1] = 0
-    assumptions.append("rows end in padding, as they do without sample_packing")
-
-
-def _token_ids(vocabulary: int, rows: int, length: int) -> Tensor:
-    return (torch.arange(rows * length) % min(vocabulary, 97) + 1).view(rows, length)
-
-
-def _forward_parameters(model: Any) -> set[str]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(type(base).forward).parameters)
-
-
-def _image_batch(
-    cfg: DictDefault, model: Any, assumptions: list[str]
-) -> dict[str, Tensor]:
-    """One image of the largest size in each sample, then text up to sequence_len."""
-    config, names = model.config, _forward_parameters(model)
-    rows = cfg.micro_batch_size
-    processor = _processor_settings(cfg)
-    vision = getattr(config, "vision_config", None)
-    if "image_grid_thw" in names:
-        images, num_tokens, size = _patch_images(cfg, vision, processor, rows)
-    elif "pixel_values" in names and _square_tokens(config) is not None:
-        side = _image_side(cfg, vision, processor)
-        images = {"pixel_values": torch.empty(rows, 3, side, side, device=_META)}
-        num_tokens = _square_tokens(config) or 0
-        size = f"{side} x {side}"
-    else:
-        images, num_tokens, size = {}, 0, ""
-        assumptions.append(
-            f"images of model_type {config.model_type} are not known here: a batch of "
-            "text only, the vision tower is not in the plan"
-        )
-    if images:
-        assumptions.append(
-            f"one image of {size} pixels, {num_tokens} tokens, in each sample"
-        )
-    text_config = config.get_text_config()
-    length = max(cfg.sequence_len, num_tokens + 64)
-    if length > cfg.sequence_len:
-        assumptions.append(
-            f"an image and its text need {length} tokens: more than sequence_len, to "
-            "which Axolotl does not cut samples with images"
-        )
-    ids = _token_ids(text_config.vocab_size, rows, length)
-    is_image = torch.zeros_like(ids)
-    if num_tokens:
-        special = _image_token(config)
-        for name in ("vision_start_token_id", "boi_token_index", "boi_token_id"):
-            start = getattr(config, name, None)
-            if isinstance(start, int):
-                ids[:, 0] = start
-        ids[ids == special] += 1
-        ids[:, 1 : 1 + num_tokens] = special
-        is_image[:, 1 : 1 + num_tokens] = 1
-    labels = ids.masked_fill(is_image.bool(), -100)
-    mask = torch.ones_like(ids)
-    if rows > 1:
-        _pad_rows(labels, mask, assumptions)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in names:
-            batch[name] = is_image
-    return batch | images
-
-
-def _image_token(config: Any) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    raise ConfigError(
-        f"base_model: config.json of model_type {config.model_type!r} has no "
-        "image_token_id, so a batch with images cannot be made up."
-    )
-
-
-def _processor_settings(cfg: DictDefault) -> dict[str, Any]:
-    source = str(cfg.processor_config or cfg.base_model)
-    settings: dict[str, Any] = {}
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        file = _found(source, name)
-        if file is not None:
-            read = json.loads(file.read_text("utf-8"))
-            settings |= read.get("image_processor", read)
-    return settings | dict(cfg.processor_kwargs or {})
-
-
-def _image_side(cfg: DictDefault, vision: Any, processor: dict[str, Any]) -> int:
-    """Pixels of one side: what the processor resizes to, else what the tower takes."""
-    for source in (processor.get("crop_size"), processor.get("size")):
-        if isinstance(source, dict) and "height" in source:
-            return int(source["height"])
-    side = getattr(vision, "image_size", None) or cfg.image_size
-    return max(side) if isinstance(side, (list, tuple)) else int(side)
-
-
-def _square_tokens(config: Any) -> int | None:
-    """Tokens that an image of fixed size becomes."""
-    for name in ("mm_tokens_per_image", "image_seq_length"):
-        count = getattr(config, name, None)
-        if isinstance(count, int):
-            return count
-    return None
-
-
-def _patch_images(
-    cfg: DictDefault, vision: Any, processor: dict[str, Any], rows: int
-) -> tuple[dict[str, Tensor], int, str]:
-    """Images as rows of patches with a grid, as the Qwen families take them."""
-    patch = vision.patch_size
-    merge = vision.spatial_merge_size
-    temporal = vision.temporal_patch_size
-    unit = patch * merge
-    edges = processor.get("size") or {}
-    max_pixels = processor.get("max_pixels") or edges.get("longest_edge")
-    height, width = _largest_grid(int(max_pixels or 1280 * unit * unit) // unit**2)
-    if cfg.image_size is not None:
-        wanted = cfg.image_size
-        wanted = max(wanted) if isinstance(wanted, (list, tuple)) else int(wanted)
-        side = max(1, round(wanted / unit))
-        if side * side <= height * width:
-            height = width = side
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-    num_patches = rows * height * width * merge**2
-    num_values = channels * temporal * patch * patch
-    images = {
-        "pixel_values": torch.empty(num_patches, num_values, device=_META),
-        "image_grid_thw": torch.tensor([[1, height * merge, width * merge]] * rows),
-    }
-    return images, height * width, f"{height * unit} x {width * unit}"
-
-
-def _largest_grid(num_tokens: int) -> tuple[int, int]:
-    """Height and width, at most 1 to 4, of the most tokens up to `num_tokens`."""
-    side = max(1, math.isqrt(num_tokens))
-    height = max(range((side + 1) // 2, side + 1), key=lambda h: h * (num_tokens // h))
-    return height, max(1, num_tokens // height)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .args import ProTrainArgs, overrides
@@ -20,7 +19,7 @@ from .core.profile import (
     outputs_as_fp32,
     trace_step,
 )
-from .core.types import BlockTimes, Budget, Hardware, Layout, Trace, Workload
+from .core.types import Budget, Layout, Workload
 from .stand_ins import planning_stand_ins
 
 

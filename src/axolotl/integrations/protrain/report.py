@@ -211,6 +211,44 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
     }
 
 
+def page_dict(forecast: Forecast) -> dict[str, Any]:
+    """What the page of a plan shows beside `forecast_dict`."""
+    plan, times = forecast.plan, forecast.times
+    return {
+        "timeline": [
+            {
+                "label": point.label,
+                "phase": point.phase,
+                "bytes": {
+                    "weights": point.weights,
+                    "slots": point.slots,
+                    "optimizer": point.moments,
+                    "gradients": point.gradients,
+                    "activations": point.activations,
+                    "working set": point.working,
+                },
+            }
+            for point in forecast.device.timeline
+        ],
+        "blocks": [
+            {
+                "name": block.name,
+                "policy": plan.policies[block.index].value,
+                "chunks": [
+                    {
+                        "bytes": forecast.layout.chunks[chunk].nbytes,
+                        "placement": plan.placements[chunk].value,
+                    }
+                    for chunk in block.chunks
+                ],
+                "forward_s": times.forward_s[block.index],
+                "backward_s": times.backward_s[block.index],
+            }
+            for block in forecast.layout.blocks
+        ],
+    }
+
+
 def summary(measured: Measured, report: RunReport) -> str:
     """One line for the end of the run."""
     return (
@@ -238,5 +276,6 @@ __all__ = [
     "forecast_dict",
     "forecast_table",
     "format_bytes",
+    "page_dict",
     "summary",
 ]

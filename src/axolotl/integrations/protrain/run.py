@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from .args import ProTrainArgs, overrides
 from .batches import autocast_dtype, sample_batch
 from .core.checkpoint import checkpoint_bytes, require_space
+from .core.cost import block_times
 from .core.errors import ConfigError, ProTrainError
 from .core.layout import build_layout
-from .core.cost import block_times
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Target,
@@ -215,9 +215,7 @@ class TrainingRun:
         batch = sample_batch(cfg, twin, notes)
         target = Target(device.type, autocast_dtype(cfg))
         subject = trace_model(twin, batch, target, args)
-        layout = build_layout(
-            model, adapter_names(model), subject.traced.trace.blocks
-        )
+        layout = build_layout(model, adapter_names(model), subject.traced.trace.blocks)
         workload, assumed = workload_of(cfg, args, batch, device.type)
         hardware = self._hardware(model, device)
         measured = measure_blocks(
@@ -248,13 +246,13 @@ class TrainingRun:
         ) -> dict[str, Any]:
             key = block_key(
                 device,
-                _versions(),
+                versions(),
                 block=block,
                 autocast_dtype=autocast_dtype,
                 attention=str(getattr(model.config, "_attn_implementation", None)),
                 kernels={k: bool(v) for k, v in self._cfg.items() if "kernel" in k},
             )
-            return cached(self.args.protrain_cache_dir, key, measure)
+            return cached(cache_folder(self.args), key, measure)
 
         return cached_times
 
@@ -266,11 +264,11 @@ class TrainingRun:
         if capacity is None:
             raise missing_capacity()
         return cached_hardware(
-            self.args.protrain_cache_dir,
+            cache_folder(self.args),
             device,
             host_memory() + on_host,
             capacity,
-            _versions(),
+            versions(),
         )
 
     def _warnings(self, forecast: Forecast) -> list[str]:
@@ -296,7 +294,14 @@ class TrainingRun:
         return notes
 
 
-def _versions() -> dict[str, str]:
+def cache_folder(args: ProTrainArgs) -> Path | None:
+    """Where measurements are kept; None for the platform's folder."""
+    folder = args.protrain_cache_dir
+    return Path(folder) if folder is not None else None
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in a measurement beside torch."""
     return {
         "python": platform.python_version(),
         **{

@@ -36,7 +36,7 @@ def planning_stand_ins(target: str) -> Iterator[list[str]]:
     used: list[str] = []
     with ExitStack() as undo:
         if target == "cuda":
-            undo.enter_context(_attention())
+            undo.enter_context(registered_attention())
             undo.enter_context(_triton_launches(used))
             undo.enter_context(_axolotl_dequantize(used))
             undo.enter_context(replaced(torch, "equal", _equal))
@@ -68,6 +68,8 @@ def planned_attention(
 
     Args:
         query: [batch, heads, length, dim]; key and value may have fewer heads.
+        attention_mask: [batch, length] if rows have padding: it is cut out of q, k, v
+            and put back into the output, which copies all four.
 
     Returns:
         Output [batch, length, heads, dim].
@@ -76,6 +78,8 @@ def planned_attention(
     if query.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16):
         # norms in fp32 raise what flash kernels take only in 16 bits
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attention_mask is not None:
+        query, key, value = query.clone(), key.clone(), value.clone()
     dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < dim:
         value = torch.nn.functional.pad(value, [0, dim - value_dim])
@@ -83,18 +87,20 @@ def planned_attention(
     output = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, True, False, scale=scaling
     )[0]
-    return output[..., :value_dim].transpose(1, 2), None
+    output = output[..., :value_dim].transpose(1, 2)
+    return output if attention_mask is None else output.clone(), None
 
 
 @contextmanager
-def registered_attention(*names: str) -> Iterator[None]:
-    """Make transformers use `planned_attention`, without any mask, under these names."""
+def registered_attention() -> Iterator[None]:
+    """Make transformers know `planned_attention` by both of its names."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    names = (PLANNED_ATTENTION, FLASH_ATTENTION)
     with (
         _entries(ALL_ATTENTION_FUNCTIONS, dict.fromkeys(names, planned_attention)),
-        _entries(ALL_MASK_ATTENTION_FUNCTIONS, dict.fromkeys(names, _no_mask)),
+        _entries(ALL_MASK_ATTENTION_FUNCTIONS, {PLANNED_ATTENTION: _no_mask}),
     ):
         yield
 
@@ -112,11 +118,7 @@ def _entries(interface: Any, entries: dict[str, Callable]) -> Iterator[None]:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Flash kernels take the boundaries of documents as positions, not as a mask."""
-
-
-def _attention() -> Any:
-    return registered_attention(PLANNED_ATTENTION, FLASH_ATTENTION)
+    """These kernels take the boundaries of documents as positions, not as a mask."""
 
 
 _torch_equal = torch.equal

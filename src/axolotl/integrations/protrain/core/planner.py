@@ -117,6 +117,15 @@ class Planner:
             )
         )
 
+    def recomputing_all(self) -> Forecast:
+        """Everything resident, every block recomputed: plain training's way to fit.
+
+        Raises:
+            BudgetError: It does not fit.
+        """
+        layout = self._layout
+        return self.by_hand(Knobs(self.num_chunks, 0, 0, len(layout.blocks)))
+
     def nearest(self) -> Forecast:
         """The plan that takes the least of the device, whether it fits or not."""
         return self.forecast(self._search.smallest())

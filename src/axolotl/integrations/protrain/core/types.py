@@ -336,6 +336,7 @@ class Hardware:
         offload_both_bytes_s: Device to host while the other way is busy.
         adam_bytes_s: Host AdamW: bytes of weights updated per second.
         overlaps: Whether copies run beside compute.
+        link: Name of the link between host and device, if known.
     """
 
     name: str
@@ -353,6 +354,7 @@ class Hardware:
     offload_both_bytes_s: float
     adam_bytes_s: float
     overlaps: bool = True
+    link: str = ""
 
 
 @dataclass(frozen=True)

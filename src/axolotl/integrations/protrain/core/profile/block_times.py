@@ -107,9 +107,7 @@ def measure_blocks(
                 here = block
                 if device.type != "cpu":
                     here = copy.deepcopy(block).to(device)
-                forward_s, backward_s = time_block(
-                    here, sample, device, autocast_dtype
-                )
+                forward_s, backward_s = time_block(here, sample, device, autocast_dtype)
                 return {"forward_s": forward_s, "backward_s": backward_s}
 
             value = cached(kind, measure)

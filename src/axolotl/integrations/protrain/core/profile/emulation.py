@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +39,18 @@ _FP32_ON_CUDA = frozenset(
     "tan acos asin erfinv dist renorm cosine_similarity".split()
 )
 _FP32_ON_CPU = frozenset("avg_pool3d grid_sampler stft quantile trace".split())
+
+
+_COMPOSITE = frozenset({"multi_head_attention_forward"})
+
+
+@cache
+def _unguarded(func: Any) -> Any:
+    """A function of torch.nn.functional that does not ask this mode first."""
+    names = {**func.__globals__, "has_torch_function": lambda *_args: False}
+    return FunctionType(
+        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+    )
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,10 @@ class Emulation(TorchFunctionMode):
                 args, kwargs = _map(args, self._lower), _map(kwargs, self._lower)
             elif name in self._raised and kwargs.get("dtype") is None:
                 args, kwargs = _map(args, _raise), _map(kwargs, _raise)
+        if name in _COMPOSITE:
+            # its inner products are cast too; torch has switched this mode off here
+            with self:
+                return _unguarded(func)(*args, **kwargs)
         if name == "scaled_dot_product_attention" and self._on_meta(args):
             return _attention(self._cuda, *args, **kwargs)
         if name == "dropout" and self._cuda and self._on_meta(args):

@@ -66,6 +66,11 @@ class MetaMode(TorchDispatchMode):
     Subclasses watch the operators by overriding `ran`.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes: dict[Any, tuple[bool, list[Any]]] = {}
+        self._in_place: set[Any] = set()
+
     def ran(self, func: Any, args: Any, output: Any) -> None:
         """Called after each operator that ran on the meta device."""
 
@@ -78,35 +83,64 @@ class MetaMode(TorchDispatchMode):
             tensors += _tensors_in(kwargs.values())
         on_meta = [t for t in tensors if t.device == _META]
         if not on_meta:
-            device = kwargs.get("device")
-            if device is None or torch.device(device) != _META:
-                return func(*args, **kwargs)
             return self._make(func, args, kwargs, moved=tensors)
-        known = _known_values(tensors)
-        if func in _READS:
-            if known is None:
-                raise TraceError(
-                    f"the model reads a value ({func}) that depends on its weights, so "
-                    "it cannot be planned without running it."
-                )
-            return func(*_replace(args, known))
         if func in _CHECKS:
             return None
-        if known is not None and func not in _RANDOM:
-            return self._carry(func, args, kwargs, known)
+        known = _known_values(tensors)
+        if func in _READS:
+            return _read(func, args, known)
         if func is _aten._to_copy.default and _leaves_meta(kwargs):
             kwargs = {**kwargs, "device": _META}
+        if known is not None and func not in _RANDOM:
+            return self._carry(func, args, kwargs, known)
         if func is _aten.index.Tensor:
             args = (args[0], _as_positions(args[1]), *args[2:])
         if len(on_meta) != len(tensors):
             args, kwargs = _to_meta(args), _to_meta(kwargs)
-        output = func(*args, **kwargs)
+        output = self._run(func, args, kwargs, tensors)
         self.ran(func, args, output)
         return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Shape rules are slow and blocks are alike, so their answers are kept."""
+        if func.is_view or func._schema.is_mutable or func in self._in_place:
+            return func(*args, **kwargs)
+        key = (func, _signature(args), _signature(tuple(kwargs.items())))
+        try:
+            shapes = self._shapes.get(key)
+        except TypeError:
+            # an argument that has no hash
+            return func(*args, **kwargs)
+        if shapes is None:
+            output = func(*args, **kwargs)
+            outputs = (output,) if isinstance(output, Tensor) else output
+            if not isinstance(outputs, tuple) or not all(
+                isinstance(t, Tensor) for t in outputs
+            ):
+                return output
+            given = {t.untyped_storage()._cdata for t in tensors}
+            if any(t.untyped_storage()._cdata in given for t in outputs):
+                # not marked as a view, and one all the same
+                self._in_place.add(func)
+                return output
+            self._shapes[key] = (
+                type(output) is tuple,
+                [(t.shape, t.stride(), t.dtype) for t in outputs],
+            )
+            return output
+        several, made = shapes
+        fresh = tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            for shape, stride, dtype in made
+        )
+        return fresh if several else fresh[0]
 
     def _make(self, func: Any, args: Any, kwargs: Any, moved: list[Tensor]) -> Any:
         """A factory or a copy on to the meta device; integers keep their values."""
         output = func(*args, **kwargs)
+        device = kwargs.get("device")
+        if device is None or torch.device(device) != _META:
+            return output
         if isinstance(output, Tensor) and _is_small_integer(output):
             if func not in _RANDOM and func not in _EMPTY:
                 _know(output, func(*args, **{**kwargs, "device": "cpu"}))
@@ -144,6 +178,7 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
 # what these give has a shape that depends on values
 _BY_VALUE = {
     _aten.nonzero.default,
+    _aten.index.Tensor,
     _aten._unique2.default,
     _aten.unique_consecutive.default,
     _aten.unique_dim.default,
@@ -151,6 +186,15 @@ _BY_VALUE = {
     _aten.masked_select.default,
     _aten.bincount.default,
 }
+
+
+def _read(func: Any, args: Any, known: dict[int, Tensor] | None) -> Any:
+    if known is None:
+        raise TraceError(
+            f"the model reads a value ({func}) that depends on its weights, so it "
+            "cannot be planned without running it."
+        )
+    return func(*_replace(args, known))
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
@@ -198,6 +242,16 @@ def _as_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
             )
         positions += [p.to(_META) for p in value.nonzero(as_tuple=True)]
     return positions
+
+
+def _signature(value: Any) -> Any:
+    """Equal for arguments to which a shape rule gives equal answers."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    # 1 and 1.0 and True are equal, their results are not
+    return value, type(value)
 
 
 def _leaves_meta(kwargs: dict[str, Any]) -> bool:

@@ -264,6 +264,7 @@ def gpu_hardware(
         fetch_both_bytes_s=peak * LINK_BOTH_FRACTION,
         offload_both_bytes_s=peak * LINK_BOTH_FRACTION,
         adam_bytes_s=ADAM_BYTES_S,
+        link=link_name,
     )
 
 

@@ -21,6 +21,7 @@ from ..errors import TraceError
 from ..types import Hold, Holding, Segment, Trace, Work
 from .block_times import BlockSample
 from .meta import MetaMode
+from .repeats import Repeats
 
 _aten = torch.ops.aten
 
@@ -80,8 +81,11 @@ class _Open:
         self.moved_bytes = 0
         self.num_kernels = 0
         self.merged_into: _Open | None = None
-        # of a block's forward: the segment in which its backward runs
+        # of a block's forward: the segment in which its backward runs, and the
+        # storages that came in and went out
         self.undone_in: _Open | None = None
+        self.inputs: list[_Record | None] = []
+        self.outputs: list[_Record | None] = []
 
     def grow(self, kept: int, dropped: int) -> None:
         self.kept += kept
@@ -107,6 +111,14 @@ class _Open:
         self.moved_bytes += later.moved_bytes
         self.num_kernels += later.num_kernels
         later.merged_into = self
+
+    def copy(self, other: _Open, rename: Callable[[str], str]) -> None:
+        """Take what `other`, a block of the same kind, has shown."""
+        self.peak, self.dropped_peak = other.peak, other.dropped_peak
+        self.redone_peak, self.first_peak = other.redone_peak, other.first_peak
+        self.gradients = [(rename(name), nbytes) for name, nbytes in other.gradients]
+        self.flops = dict(other.flops)
+        self.moved_bytes, self.num_kernels = other.moved_bytes, other.num_kernels
 
     @property
     def final(self) -> _Open:
@@ -169,8 +181,12 @@ class _Recorder(MetaMode):
         self._handles: list[Any] = []
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._busy = False
+        self._forwards: dict[int, _Open] = {}
+        self._copies: list[tuple[_Open, _Open]] = []
+        self._repeats = Repeats(blocks, self._skipped)
 
     def __enter__(self) -> _Recorder:
+        self._repeats.__enter__()
         for index, (_name, block) in enumerate(self._blocks):
             self._handles += [
                 block.register_forward_pre_hook(
@@ -193,6 +209,7 @@ class _Recorder(MetaMode):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._repeats.__exit__(*error)
 
     def begin(self, segment: _Open) -> None:
         """Everything from here on belongs to `segment`."""
@@ -301,6 +318,7 @@ class _Recorder(MetaMode):
                 self._busy = False
             for tensor in _tensors((args, kwargs)):
                 record = self._records.get(tensor.untyped_storage()._cdata)
+                self._now.inputs.append(record)
                 if record is not None:
                     record.inputs.append(self._now)
                 if tensor.grad_fn is not None:
@@ -323,7 +341,11 @@ class _Recorder(MetaMode):
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             forward = self._now
             self._inside = None
+            # a skipped block ran in the place of the first of its kind
+            self._forwards.setdefault(index, forward)
             for tensor in _tensors(output):
+                storage = tensor.untyped_storage()
+                forward.outputs.append(self._records.get(storage._cdata))
                 node = tensor.grad_fn
                 if node is not None and node._sequence_nr() >= self._entered:
                     node.register_prehook(self._enter_backward(index, forward))
@@ -346,6 +368,9 @@ class _Recorder(MetaMode):
 
         return leave
 
+    def _skipped(self, index: int, ran: int) -> None:
+        self._copies.append((self._now, self._forwards[ran]))
+
     def _arrived(self, name: str) -> Callable[[Tensor], None]:
         def arrived(param: Tensor) -> None:
             gradient, param.grad = param.grad, None
@@ -367,6 +392,7 @@ class _Recorder(MetaMode):
         segments = [s for s in self._segments if s.merged_into is None]
         for index, segment in enumerate(segments):
             segment.index = index
+        self._fill_in(segments)
         fates: Counter[tuple[int, int, tuple[Hold, ...]]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
@@ -382,6 +408,55 @@ class _Recorder(MetaMode):
         )
         samples = {number[old]: sample for old, sample in self._samples.items()}
         return TracedStep(trace, samples)
+
+    def _fill_in(self, segments: Sequence[_Open]) -> None:
+        """Give skipped blocks what the block of their kind has shown."""
+        after = dict(zip(segments, segments[1:], strict=False))
+        for skipped, ran in self._copies:
+            assert skipped.block is not None and ran.block is not None
+            old, new = self._blocks[ran.block][0], self._blocks[skipped.block][0]
+
+            def rename(name: str, old: str = old, new: str = new) -> str:
+                return new + name.removeprefix(old)
+
+            moved = {ran: skipped, after.get(ran.final): after.get(skipped.final)}
+            skipped.final.copy(ran.final, rename)
+            back, back_ran = skipped.undone_in, ran.undone_in
+            if back is not None and back_ran is not None:
+                back.final.copy(back_ran.final, rename)
+                moved[back_ran.final] = back.final
+                moved[after.get(back_ran.final)] = after.get(back.final)
+            self._copy_records(skipped, ran, moved)
+
+    def _copy_records(
+        self, skipped: _Open, ran: _Open, moved: Mapping[_Open | None, _Open | None]
+    ) -> None:
+        def place(segment: _Open | None) -> _Open | None:
+            final = segment.final if segment is not None else None
+            return moved.get(final, final)
+
+        passed = {id(record) for record in ran.outputs}
+        for record in [r for r in self._all if r.made is ran]:
+            if id(record) in passed:
+                continue
+            twin = _Record(record.nbytes, skipped, alive=record.alive)
+            twin.forgotten = place(record.forgotten)
+            twin.released = [
+                (skipped.block if holder == ran.block else holder, segment)
+                for holder, where in record.released
+                if (segment := place(where)) is not None
+            ]
+            self._all.append(twin)
+        handed = (*zip(skipped.inputs, ran.inputs, strict=True),)
+        handed += (*zip(skipped.outputs, ran.outputs, strict=True),)
+        for own, theirs in handed:
+            if own is None or theirs is None:
+                continue
+            own.released += [
+                (skipped.block, segment)
+                for holder, where in theirs.released
+                if holder == ran.block and (segment := place(where)) is not None
+            ]
 
 
 def _fate(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol

@@ -97,7 +97,9 @@ class Search:
                 best, best_s = plan, step_s
         if best is None:
             n_persist = self._num_chunks if all_resident else 0
-            what = "keeping everything resident" if all_resident else "the smallest plan"
+            what = (
+                "keeping everything resident" if all_resident else "the smallest plan"
+            )
             self._refuse(self._least(n_persist), what)
         return best
 
@@ -211,9 +213,7 @@ class Search:
         fetched = 2 * sum(sizes[: len(sizes) - n_buffer])
         rate = max(hardware.fetch_bytes_s, hardware.fetch_both_bytes_s)
         fetch_s = fetched / rate
-        micro_s = (
-            max(compute_s, fetch_s) if hardware.overlaps else compute_s + fetch_s
-        )
+        micro_s = max(compute_s, fetch_s) if hardware.overlaps else compute_s + fetch_s
         return workload.accumulation * micro_s
 
     def _fits_device(

@@ -1,0 +1,239 @@
+"""The simulated device: its queues, the same numbers under any delay, its use as proof
+that `simulate_step` predicts what a session really takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    make_plan,
+    stack,
+    weights,
+)
+from torch import Tensor
+
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.runtime import (
+    CpuDevice,
+    Device,
+    SimulatedDevice,
+    Slot,
+    at_random,
+    at_rate,
+)
+from axolotl.integrations.protrain.core.session import Options, Session
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def at_once(_nbytes: int) -> float:
+    return 0.0
+
+
+@pytest.fixture
+def late() -> Iterator[SimulatedDevice]:
+    """A device that copies only what somebody waits for."""
+    with closing(SimulatedDevice(at_once, at_once, late=True)) as device:
+        yield device
+
+
+def bytes_of(value: int, size: int = 4) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_a_late_copy_waits_until_something_after_it_is_wanted(
+    late: SimulatedDevice,
+) -> None:
+    first, second, third = bytes_of(0), bytes_of(0), bytes_of(0)
+    late.fetch.copy(first, bytes_of(1))
+    late.fetch.copy(second, bytes_of(2))
+    event = late.fetch.record()
+    late.fetch.copy(third, bytes_of(3))
+    time.sleep(0.02)
+    assert (first[0], second[0], third[0]) == (0, 0, 0)
+    assert not event.query()
+    event.synchronize()
+    assert event.query()
+    assert (first[0], second[0], third[0]) == (1, 2, 0)
+    late.synchronize()
+    assert third[0] == 3
+
+
+def test_a_stream_waits_for_events_of_another(late: SimulatedDevice) -> None:
+    middle, end = bytes_of(0), bytes_of(0)
+    late.offload.copy(middle, bytes_of(7))
+    late.fetch.wait(late.offload.record())
+    late.fetch.copy(end, middle)
+    late.fetch.record().synchronize()
+    assert end[0] == 7
+
+
+def test_a_read_without_a_wait_finds_poison_and_one_with_a_wait_the_chunk(
+    late: SimulatedDevice,
+) -> None:
+    slot = Slot(late.allocate(4), late, poison=True)
+    slot.fetch(0, bytes_of(5))
+    assert slot.buffer.tolist() == [255] * 4
+    slot.begin_use()
+    assert slot.buffer.tolist() == [5] * 4
+
+
+def test_copies_of_both_ways_run_beside_each_other_and_the_caller() -> None:
+    device = SimulatedDevice(at_rate(100), at_rate(100))
+    with closing(device):
+        start = time.perf_counter()
+        for stream in (device.fetch, device.offload):
+            stream.copy(bytes_of(0, 10), bytes_of(1, 10))
+            stream.copy(bytes_of(0, 10), bytes_of(1, 10))
+        queued = time.perf_counter() - start
+        device.wait_stalled(device.fetch.record())
+        device.synchronize()
+        took = time.perf_counter() - start
+    assert queued < 0.1
+    assert 0.2 <= took < 0.35
+    assert 0.2 - queued <= device.stall_s <= took
+
+
+def test_another_thread_may_wait(late: SimulatedDevice) -> None:
+    target = bytes_of(0)
+    late.offload.copy(target, bytes_of(9))
+    seen = []
+    event = late.offload.record()
+
+    def wait() -> None:
+        event.synchronize()
+        seen.append(int(target[0]))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(timeout=10)
+    assert seen == [9]
+
+
+def test_a_failed_copy_is_raised_by_every_wait_after_it() -> None:
+    device = SimulatedDevice(at_once, at_once)
+    with closing(device):
+        device.fetch.copy(bytes_of(0, 4), bytes_of(1, 3))
+        device.fetch.copy(bytes_of(0), bytes_of(1))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="size"):
+                device.synchronize()
+
+
+def test_close_carries_out_what_is_queued_and_ends_the_threads() -> None:
+    before = threading.active_count()
+    device = SimulatedDevice(at_once, at_once, late=True)
+    target = bytes_of(0)
+    device.offload.copy(target, bytes_of(4))
+    device.close()
+    assert target[0] == 4
+    assert threading.active_count() == before
+
+
+def test_random_delays_repeat_with_their_seed() -> None:
+    first, again, other = (at_random(seed, 0.5) for seed in (1, 1, 2))
+    drawn = [first(8) for _ in range(20)]
+    assert drawn == [again(8) for _ in range(20)]
+    assert drawn != [other(8) for _ in range(20)]
+    assert 0 <= min(drawn) < max(drawn) <= 0.5
+
+
+# The same numbers, whenever the copies come.
+
+DEVICES: dict[str, Callable[[], SimulatedDevice]] = {
+    "fixed": lambda: SimulatedDevice(at_rate(4e6), at_rate(2e6)),
+    "slow offload": lambda: SimulatedDevice(at_once, at_rate(1e6)),
+    "random": lambda: SimulatedDevice(at_random(1, 0.003), at_random(2, 0.003)),
+    "late": lambda: SimulatedDevice(at_once, at_once, late=True),
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "frozen": {"frozen": True, "n_buffer": 2, "recompute": {1, 2}},
+    "full": {"n_buffer": 3, "outside": HOST_STATE},
+    "full, host-state": {
+        "n_buffer": 1,
+        "resident": {2, 3},
+        "inside": HOST_STATE,
+        "outside": HOST_STATE,
+        "recompute": {0, 3},
+    },
+    "masters": {"n_buffer": 2, "outside": HOST_STATE, "fp32_master": True},
+}
+
+
+def trained_on(
+    device: Device, frozen: bool = False, fp32_master: bool = False, **plan: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and grad norms of three steps of two micro-batches, and the weights."""
+    model = stack(dtype=torch.bfloat16 if fp32_master else torch.float32)
+    keep = freeze(model) if frozen else set()
+    layout = build_layout(model, keep)
+    options = Options(poison=True, fp32_master=fp32_master)
+    session = Session(model, layout, make_plan(layout, **plan), device, options)
+    numbers = []
+    try:
+        optimizer = session.wrap_optimizer(adamw(model))
+        for _ in range(3):
+            for tokens in batches(2):
+                loss = model(tokens) / 2
+                loss.backward()
+                numbers.append(loss.item())
+            norm = session.clip_grad_norm(0.5)
+            if norm is not None:
+                numbers.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers, weights(model)
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("delays", DEVICES)
+def test_delays_change_no_number(delays: str, run: str) -> None:
+    plain, expected = trained_on(CpuDevice(), **RUNS[run])
+    with closing(DEVICES[delays]()) as device:
+        numbers, trained = trained_on(device, **RUNS[run])
+    assert numbers == plain
+    assert_same(trained, expected)
+    assert device.stall_s > 0
+
+
+# What the time model predicts is what a session takes.
+
+
+def load_benchmark() -> ModuleType:
+    """`benchmarks/step_time.py`, with nothing measured yet."""
+    path = ROOT / "benchmarks/step_time.py"
+    spec = importlib.util.spec_from_file_location("step_time", path)
+    assert spec is not None and spec.loader is not None
+    # dataclasses look their module up by name
+    module = sys.modules["step_time"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_predicted_steps_are_those_measured() -> None:
+    """Each within 15 %, and in the right order; a busy machine has a second try."""
+    for _ in range(2):
+        step_time = load_benchmark()
+        results = [step_time.run(case) for case in step_time.CASES[::3]]
+        off = {r.case.name: r.error for r in results if abs(r.error) > 0.15}
+        correlation = step_time.rank_correlation(results)
+        if not off and correlation >= 0.9:
+            return
+    pytest.fail(f"off by more than 15 %: {off}, rank correlation {correlation:.2f}")

@@ -1,0 +1,432 @@
+"""The simulated step: bounds, limits, and the bytes that a real session moves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from core_models import HOST_STATE, batches, freeze, layouts, make_plan, stack, train
+from hypothesis import given, settings, strategies as st
+
+from axolotl.integrations.protrain.core.cost import (
+    StepTime,
+    closed_form_s,
+    lower_bound_s,
+    simulate_step,
+)
+from axolotl.integrations.protrain.core.cost.time import LANES, MAX_IN_FLIGHT
+from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
+from axolotl.integrations.protrain.core.optim import gradients
+from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import (
+    Block,
+    BlockTimes,
+    Chunk,
+    Hardware,
+    Layout,
+    Placement,
+    Plan,
+    Policy,
+    TensorSpec,
+)
+
+PAGED, RESIDENT = Placement.PAGED, Placement.RESIDENT
+RATES = (
+    "fetch_bytes_s",
+    "offload_bytes_s",
+    "fetch_both_bytes_s",
+    "offload_both_bytes_s",
+    "adam_bytes_s",
+)
+HARDWARE = Hardware(
+    name="a test",
+    source="made up",
+    device_bytes=0,
+    host_bytes=0,
+    unseen_bytes=0,
+    flops_16=1,
+    flops_32=1,
+    memory_bytes_s=1,
+    kernel_s=0,
+    **dict.fromkeys(RATES, 1.0),
+)
+"""One byte a second, everywhere."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `simulate_step`."""
+
+    layout: Layout
+    plan: Plan
+    times: BlockTimes
+    hardware: Hardware
+    accumulation: int
+    fp32_master: bool
+    saved_bytes: tuple[int, ...]
+
+    def step(self, **options: Any) -> StepTime:
+        return simulate_step(*vars(self).values(), **options)
+
+    def lower_bound_s(self) -> float:
+        return lower_bound_s(*vars(self).values())
+
+    def compute_s(self) -> float:
+        """What the plan computes, added up by hand."""
+        t = self.times
+        redone = sum(
+            seconds
+            for seconds, again in zip(t.forward_s, self.plan.recompute, strict=True)
+            if again
+        )
+        outside = t.outside_forward_s + t.outside_backward_s
+        once = sum(t.forward_s) + sum(t.backward_s) + redone + outside
+        return t.update_s + self.accumulation * once
+
+
+@st.composite
+def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
+    """Any legal plan for any small layout, on any machine."""
+    layout = draw(layouts())
+    if frozen:
+        chunks = tuple(replace(chunk, trainable=False) for chunk in layout.chunks)
+        layout = replace(layout, chunks=chunks)
+    placements = tuple(
+        draw(st.sampled_from([RESIDENT, HOST_STATE, *[PAGED] * chunk.pageable]))
+        for chunk in layout.chunks
+    )
+    num_blocks = len(layout.blocks)
+    floor, num_paged = slot_floor(layout, placements), placements.count(PAGED)
+    kinds = [p for p in Policy if swaps or p is not Policy.SWAP]
+    policies = tuple(draw(st.sampled_from(kinds)) for _ in layout.blocks)
+    seconds = st.floats(0, 50)
+    per_block = st.tuples(*[seconds] * num_blocks)
+    rates = {name: draw(st.floats(0.5, 20)) for name in RATES}
+    for way in ("fetch", "offload"):
+        share = draw(st.floats(0.5, 1))
+        rates[f"{way}_both_bytes_s"] = rates[f"{way}_bytes_s"] * share
+    return Case(
+        layout,
+        Plan(
+            n_persist=placements.count(RESIDENT),
+            n_buffer=draw(st.integers(floor, num_paged)),
+            n_swap=policies.count(Policy.SWAP),
+            n_checkpoint=policies.count(Policy.RECOMPUTE),
+            placements=placements,
+            policies=policies,
+            origin="test",
+        ),
+        BlockTimes(
+            draw(per_block), draw(per_block), *draw(st.tuples(*[seconds] * 3)), True
+        ),
+        replace(HARDWARE, **rates),
+        draw(st.integers(1, 5)),
+        draw(st.booleans()),
+        draw(st.tuples(*[st.integers(0, 100)] * num_blocks)),
+    )
+
+
+modes = st.fixed_dictionaries({"clips": st.booleans(), "launches_ahead": st.booleans()})
+
+
+def at_most(ours: float, theirs: float) -> bool:
+    return ours <= theirs * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=200)
+@given(cases(), modes, st.booleans())
+def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
+    case: Case, mode: dict[str, bool], overlaps: bool
+) -> None:
+    case = replace(case, hardware=replace(case.hardware, overlaps=overlaps))
+    step = case.step(**mode)
+    assert tuple(step.busy_s) == LANES
+    assert at_most(max(step.busy_s.values()), step.total_s)
+    assert at_most(step.total_s, sum(step.busy_s.values()))
+    if mode["clips"]:
+        assert at_most(max(step.busy_s.values()), case.lower_bound_s())
+        assert at_most(case.lower_bound_s(), step.total_s)
+
+
+@settings(max_examples=200)
+@given(cases(), modes)
+def test_every_second_of_a_step_is_compute_or_exposed(
+    case: Case, mode: dict[str, bool]
+) -> None:
+    step = case.step(**mode)
+    assert step.busy_s["compute"] == pytest.approx(case.compute_s())
+    assert step.total_s == pytest.approx(
+        step.busy_s["compute"] + sum(step.exposed_s.values())
+    )
+    assert min(step.exposed_s.values()) >= 0
+
+
+@given(cases(), modes)
+def test_nothing_is_waited_for_where_copies_and_host_are_infinitely_fast(
+    case: Case, mode: dict[str, bool]
+) -> None:
+    fast = replace(case.hardware, **dict.fromkeys(RATES, math.inf))
+    step = replace(case, hardware=fast).step(**mode)
+    assert step.total_s == pytest.approx(case.compute_s())
+    assert step.exposed_share == pytest.approx(0, abs=1e-9)
+    assert step.limiter == "compute" or not step.total_s
+
+
+@given(cases(frozen=True, swaps=False), modes)
+def test_without_compute_a_frozen_base_takes_as_long_as_its_copies(
+    case: Case, mode: dict[str, bool]
+) -> None:
+    num_blocks = len(case.layout.blocks)
+    idle = BlockTimes((0.0,) * num_blocks, (0.0,) * num_blocks, 0, 0, 0, True)
+    step = replace(case, times=idle).step(**mode)
+    assert step.total_s == pytest.approx(step.busy_s["fetch"])
+    assert step.limiter == "fetch" or not step.total_s
+
+
+@settings(max_examples=200)
+@given(cases(), st.sampled_from(["fetch", "offload", "adam"]), st.floats(1, 8))
+def test_a_faster_link_or_host_is_never_slower(
+    case: Case, what: str, factor: float
+) -> None:
+    faster = {
+        name: getattr(case.hardware, name) * factor
+        for name in RATES
+        if name.startswith(what)
+    }
+    after = replace(case, hardware=replace(case.hardware, **faster)).step()
+    assert at_most(after.total_s, case.step().total_s)
+
+
+# Not with swapped blocks: a chunk fetched far ahead can stand in the one queue before
+# the activations that the next block needs.
+@settings(max_examples=200)
+@given(cases(frozen=True, swaps=False), modes)
+def test_one_more_slot_is_never_slower_for_a_frozen_base(
+    case: Case, mode: dict[str, bool]
+) -> None:
+    if case.plan.n_buffer < len(case.plan.paged):
+        more = replace(case.plan, n_buffer=case.plan.n_buffer + 1)
+        after = replace(case, plan=more).step(**mode)
+        assert at_most(after.total_s, case.step(**mode).total_s)
+
+
+@given(cases(frozen=True), modes)
+def test_without_overlap_a_frozen_base_takes_the_plain_sum(
+    case: Case, mode: dict[str, bool]
+) -> None:
+    step = replace(case, hardware=replace(case.hardware, overlaps=False)).step(**mode)
+    copies = step.busy_s["fetch"] + step.busy_s["offload"]
+    assert step.total_s == pytest.approx(case.compute_s() + copies)
+
+
+# Against a session: the bytes of a step are those that the pager really moves.
+
+LORA = ("norm",)
+
+
+def session_of(trained: Sequence[str] | None, **options: Any) -> Session:
+    """A small model whose blocks differ in size; `trained` None trains all of it."""
+    dtype = torch.bfloat16 if options.get("fp32_master") else torch.float32
+    model = stack(dtype=dtype, inner=(32, 8, 48, 16, 40, 24))
+    keep = freeze(model, trained) if trained else set()
+    layout = build_layout(model, keep if trained == LORA else ())
+    master = options.pop("fp32_master", False)
+    plan = make_plan(layout, **options)
+    return Session(model, layout, plan, CpuDevice(), Options(True, master))
+
+
+SESSIONS: dict[str, dict[str, Any]] = {
+    "frozen": {"trained": LORA, "n_buffer": 2},
+    "frozen, one slot": {"trained": LORA, "n_buffer": 1},
+    "frozen, a slot each": {"trained": LORA, "n_buffer": 6},
+    "frozen, resident ones": {"trained": LORA, "n_buffer": 3, "resident": {0, 3}},
+    "frozen, recomputed": {"trained": LORA, "n_buffer": 2, "recompute": range(6)},
+    "two chunks a block": {"trained": ("up", "norm"), "n_buffer": 3},
+    "two chunks a block, resident": {
+        "trained": ("up",),
+        "n_buffer": 4,
+        "resident": {1, 4, 5},
+    },
+    "full": {"trained": None, "n_buffer": 2, "outside": HOST_STATE},
+    "full, host-state": {
+        "trained": None,
+        "n_buffer": 3,
+        "resident": {1, 2},
+        "inside": HOST_STATE,
+        "outside": HOST_STATE,
+        "recompute": {0, 5},
+    },
+    "full, masters": {
+        "trained": None,
+        "n_buffer": 2,
+        "outside": HOST_STATE,
+        "fp32_master": True,
+    },
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_step_moves_the_bytes_that_a_session_moves(
+    name: str, accumulation: int
+) -> None:
+    options = dict(SESSIONS[name])
+    fp32_master = options.get("fp32_master", False)
+    session = session_of(options.pop("trained"), **options)
+    try:
+        plain = torch.optim.AdamW(
+            [p for p in session.model.parameters() if p.requires_grad]
+        )
+        optimizer = session.wrap_optimizer(plain)
+        data = [batches(accumulation)]
+        train(session.model, optimizer, data * 2)
+        before = session.measured()
+        train(session.model, optimizer, data)
+        after = session.measured()
+    finally:
+        session.close()
+    step = simulate_step(
+        session.layout,
+        session.plan,
+        BlockTimes((1.0,) * 6, (1.0,) * 6, 1, 1, 1, True),
+        HARDWARE,
+        accumulation,
+        fp32_master,
+    )
+    assert step.fetched_bytes == after.fetched_bytes - before.fetched_bytes
+    assert step.offloaded_bytes == after.offloaded_bytes - before.offloaded_bytes
+    assert step.busy_s["fetch"] == step.fetched_bytes / HARDWARE.fetch_bytes_s
+    assert step.busy_s["offload"] == step.offloaded_bytes / HARDWARE.offload_bytes_s
+
+
+# By hand: three or four blocks, one chunk each, one byte a second.
+
+
+def by_hand(
+    sizes: Sequence[int],
+    n_buffer: int,
+    forward_s: float,
+    backward_s: float,
+    trainable: bool = False,
+    policies: Sequence[Policy] | None = None,
+    saved_bytes: Sequence[int] = (),
+    **rates: float,
+) -> Case:
+    """Blocks of one paged fp32 chunk each, given by its parameters."""
+    blocks = range(len(sizes))
+    chunks = tuple(
+        Chunk(b, b, trainable, (TensorSpec(f"p{b}", (n,), torch.float32, 0),), 4 * n)
+        for b, n in zip(blocks, sizes, strict=True)
+    )
+    layout = Layout(tuple(Block(b, f"layers.{b}", (b,)) for b in blocks), chunks, 0, 0)
+    placements = (PAGED,) * len(sizes)
+    chosen = tuple(policies or [Policy.KEEP] * len(sizes))
+    return Case(
+        layout,
+        Plan(0, n_buffer, 0, 0, placements, chosen, "test"),
+        BlockTimes(
+            (forward_s,) * len(sizes), (backward_s,) * len(sizes), 0, 0, 0, True
+        ),
+        replace(HARDWARE, **rates),
+        1,
+        False,
+        tuple(saved_bytes),
+    )
+
+
+def test_a_block_waits_for_its_copy_and_the_copy_for_the_slot() -> None:
+    # forward: chunks 0, 1 are there; 2 needs the slot of 0, is queued at 1, comes at 5,
+    # 3 at 9. Blocks end at 1, 2, 6, 10. Backward: 1 is queued when 2 opens at 12 and
+    # comes at 16, 0 when 1 opens and comes at 20. Block 0 ends at 22.
+    step = by_hand([1, 1, 1, 1], 2, 1, 2).step()
+    assert step.total_s == 22
+    assert step.busy_s == {"compute": 12, "fetch": 16, "offload": 0, "host": 0}
+    assert step.exposed_s == {"fetch": 10, "offload": 0, "host": 0}
+    assert step.limiter == "fetch"
+
+
+def test_a_fetch_waits_for_the_update_of_its_own_chunk_only() -> None:
+    # updates end at 4, 8, 12 (7 bytes each, at 7); each fetch takes one second.
+    # block 0 opens at 5, 1 at 9, 2 at 13 and ends at 14.
+    # Backward: 2 ends at 15, 1 at 16; 0 was fetched meanwhile and ends at 17.
+    # Gradients leave from 15 to 18, a second each; the last arrives at 18.
+    case = by_hand([1] * 3, 2, 1, 1, True, fetch_bytes_s=4, offload_bytes_s=4)
+    case = replace(
+        case,
+        hardware=replace(case.hardware, fetch_both_bytes_s=4, offload_both_bytes_s=4),
+    )
+    step = case.step(clips=False)
+    assert step.total_s == 18
+    assert step.exposed_s == {"fetch": 3, "offload": 1, "host": 8}
+    assert step.limiter == "host"
+
+
+def test_at_most_two_chunks_of_gradients_are_on_their_way() -> None:
+    assert MAX_IN_FLIGHT == gradients.MAX_IN_FLIGHT
+    # all four slots hold their chunk again at 0; gradients take 4 seconds each, from 1;
+    # the third is sent at 5 instead of 3, the fourth at 9
+    fast = dict.fromkeys(("fetch_bytes_s", "fetch_both_bytes_s"), math.inf)
+    case = by_hand([1] * 4, 4, 0, 1, True, adam_bytes_s=math.inf, **fast)
+    step = case.step()
+    assert step.total_s == 17
+    assert step.exposed_s == {"fetch": 0, "offload": 13, "host": 0}
+
+
+def test_swapped_activations_come_back_during_the_block_before() -> None:
+    # out from 1 to 4; block 2 runs from 3 to 5, block 1 from 5 to 7; in from 5 to 8
+    policies = [Policy.SWAP, Policy.KEEP, Policy.KEEP]
+    case = by_hand([1] * 3, 3, 1, 2, False, policies, [3, 9, 9])
+    step = case.step()
+    assert step.busy_s == {"compute": 9, "fetch": 3, "offload": 3, "host": 0}
+    assert step.exposed_s == {"fetch": 1, "offload": 0, "host": 0}
+    assert step.fetched_bytes == 0
+
+
+def test_recomputation_repeats_the_forward_of_its_blocks() -> None:
+    policies = [Policy.RECOMPUTE, Policy.KEEP, Policy.RECOMPUTE]
+    step = by_hand([1] * 3, 3, 1, 2, False, policies).step()
+    assert (step.total_s, step.recompute_s, step.limiter) == (11, 2, "compute")
+
+
+def test_copies_share_the_link_for_as_long_as_both_ways_have_work() -> None:
+    # backward moves 8 bytes each way: at half the rate; forward 16 alone
+    slow = dict.fromkeys(("fetch_both_bytes_s", "offload_both_bytes_s"), 0.5)
+    case = by_hand([1] * 4, 2, 1, 1, True, **slow)
+    step = case.step(clips=False)
+    assert step.busy_s["fetch"] == 16 + 8 / 0.5
+    assert step.busy_s["offload"] == 8 + 8 / 0.5
+
+
+def test_the_closed_form_agrees_where_nothing_is_hidden_in_part() -> None:
+    compute_bound = by_hand([1] * 6, 2, 10, 20)
+    copy_bound = by_hand([25] * 6, 1, 0, 0)
+    for case, ours in ((compute_bound, 180), (copy_bound, 1000)):
+        layout, plan, times, hardware, *_ = vars(case).values()
+        assert case.step().total_s == ours
+        assert closed_form_s(layout, plan, times, hardware, False) == ours
+
+
+def test_times_and_saved_bytes_must_fit_the_layout() -> None:
+    case = by_hand([1] * 3, 2, 1, 1)
+    with pytest.raises(ValueError, match="2 and 3 blocks for a layout of 3"):
+        replace(case, times=replace(case.times, forward_s=(1, 1))).step()
+    swap = replace(case.plan, policies=(Policy.SWAP, Policy.KEEP, Policy.KEEP))
+    with pytest.raises(ValueError, match="saved_bytes of 0 blocks"):
+        replace(case, plan=swap).step()
+
+
+def test_a_search_can_afford_it() -> None:
+    """80 blocks in 1.5 ms; the fastest of several, for a busy machine."""
+    case = by_hand([1000] * 80, 4, 1, 2)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        case.step()
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.5e-3
