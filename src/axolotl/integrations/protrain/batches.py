@@ -9,9 +9,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
 from .core.errors import ConfigError

@@ -50,7 +50,7 @@ class Repeats:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for _name, block in self._blocks:
+        for name, block in self._blocks:
             del block.forward
             if name in self._own:
                 block.forward = self._own[name]
