@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import yaml
 from axolotl.integrations.base import BasePlugin
-from axolotl_jobs import BASE, PROTRAIN, SEEDING, same_bits
+from axolotl_jobs import BASE, PROTRAIN, SEEDING, overrides, same_bits
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
@@ -90,10 +90,11 @@ FLAT_MODEL: dict[str, Any] = {
 
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
-    "protrain_capacity_bytes": "300KiB",
+    "protrain_capacity_bytes": "1GiB",
     "protrain_check_races": True,
+    **overrides(0, 2),
 }
-"""A budget in which no block of the model, adapter or not, stays on the device."""
+"""No block of the model, adapter or not, stays on the device."""
 
 
 @dataclass(frozen=True)

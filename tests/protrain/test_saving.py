@@ -41,9 +41,9 @@ from axolotl.integrations.protrain.core.checkpoint import (
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import plan_by_hand
+from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Options, Session
-from axolotl.integrations.protrain.core.types import Budget
+from axolotl.integrations.protrain.core.types import Placement
 
 OTHER_PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(1, 3, 2)}
 MASTER = {"bf16": True, "protrain_fp32_master": True, **OTHER_PLAN}
@@ -500,7 +500,7 @@ def test_the_room_asked_for_is_the_room_taken(
     for key, param in model.named_parameters():
         param.data = saved[key]
     layout = build_layout(model)
-    plan = plan_by_hand(layout, ROOMY, 0, 2, 0, fp32_master)
+    plan = make_plan(layout, 0, 2, 0, 0, fp32_master)
     asked = checkpoint_bytes(layout, plan, False, with_optimizer, fp32_master)
     taken = sum(tensor.nbytes for tensor in saved.values())
     if with_optimizer:
@@ -516,9 +516,6 @@ def test_the_room_asked_for_is_the_room_taken(
 # ------------------------------------------------------- the model object as one has it
 
 PLANS = [(0, 1, 0), (1, 2, 2), (2, 2, 4), (4, 0, 1)]
-ROOMY = Budget(device_bytes=1 << 40, reserve_bytes=0, host_bytes=1 << 40)
-# too little for the trainable weights outside the blocks to keep their state
-TIGHT = Budget(device_bytes=320 << 10, reserve_bytes=0, host_bytes=1 << 40)
 TOKENS = torch.arange(3, 35).reshape(2, 16)
 
 
@@ -526,11 +523,14 @@ class Twins:
     """A plain model and its paged twin, treated alike."""
 
     def __init__(
-        self, knobs: tuple[int, int, int] = (0, 2, 0), budget: Budget = ROOMY
+        self,
+        knobs: tuple[int, int, int] = (0, 2, 0),
+        outside: Placement = Placement.RESIDENT,
     ) -> None:
         self.plain, self.paged = llama(seed=1), llama(seed=1)
         layout = build_layout(self.paged)
-        plan = plan_by_hand(layout, budget, *knobs, fp32_master=False)
+        n_persist, n_buffer, n_checkpoint = knobs
+        plan = make_plan(layout, n_persist, n_buffer, 0, n_checkpoint, False, outside)
         self.session = Session(
             self.paged, layout, plan, CpuDevice(), Options(poison=True)
         )
@@ -615,10 +615,12 @@ def test_after_training_the_model_is_an_ordinary_one(
     assert twins.apart(gradients) is None
 
 
-@pytest.mark.parametrize("budget", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.HOST_STATE])
 @pytest.mark.parametrize("num_steps_before", [0, 1])
-def test_loading_reaches_the_host_copies(num_steps_before: int, budget: Budget) -> None:
-    twins = Twins(budget=budget)
+def test_loading_reaches_the_host_copies(
+    num_steps_before: int, outside: Placement
+) -> None:
+    twins = Twins(outside=outside)
     for _ in range(num_steps_before):
         twins.backward()
         twins.step()
@@ -642,10 +644,10 @@ def test_part_of_a_state_can_be_loaded() -> None:
     twins.session.close()
 
 
-@pytest.mark.parametrize("budget", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.HOST_STATE])
 @pytest.mark.parametrize("read", ["state", "logits", "host_weight", "close"])
-def test_reading_waits_for_queued_updates(read: str, budget: Budget) -> None:
-    twins = Twins(budget=budget)
+def test_reading_waits_for_queued_updates(read: str, outside: Placement) -> None:
+    twins = Twins(outside=outside)
     twins.backward()
     # each host update is long enough to be caught pending
     slow = register_optimizer_step_pre_hook(lambda *_: time.sleep(0.05))
@@ -714,15 +716,15 @@ class Onlooker(CpuDevice):
         self._look()
 
 
-@pytest.mark.parametrize("budget", [ROOMY, TIGHT], ids=["roomy", "tight"])
-def test_the_state_is_true_while_a_session_opens_and_closes(budget: Budget) -> None:
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.HOST_STATE])
+def test_the_state_is_true_while_a_session_opens_and_closes(outside: Placement) -> None:
     """Ctrl-C saves whatever the state dict says at that moment."""
     model = llama(seed=1)
     true = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen: list[str | None] = []
     device = Onlooker(lambda: seen.append(difference(state(model), true)))
     layout = build_layout(model)
-    plan = plan_by_hand(layout, budget, 0, 2, 0, fp32_master=False)
+    plan = make_plan(layout, 0, 2, 0, 0, False, outside)
     session = Session(model, layout, plan, device, Options(poison=True))
     session.close()
     assert len(seen) > 5

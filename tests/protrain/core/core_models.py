@@ -10,7 +10,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -203,21 +203,18 @@ def train(
     numbers = []
     model.train()
     for micro_batches in data:
-        for tokens in micro_batches:
-            loss = model(tokens) / len(micro_batches)
-            loss.backward()
-            numbers.append(loss.item())
-        if clip is not None:
-            norm = session.clip_grad_norm(clip) if session else None
-            if norm is None:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            numbers.append(norm.item())
-        if session:
-            session.note_peak()
-        optimizer.step()
-        if session:
-            session.note_peak()
-        optimizer.zero_grad()
+        with session.watch() if session else nullcontext():
+            for tokens in micro_batches:
+                loss = model(tokens) / len(micro_batches)
+                loss.backward()
+                numbers.append(loss.item())
+            if clip is not None:
+                norm = session.clip_grad_norm(clip) if session else None
+                if norm is None:
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+                numbers.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
     return numbers
 
 

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import plan_by_hand
+from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Options, Session
-from axolotl.integrations.protrain.core.types import Budget
 
 NUM_BLOCKS = 5
-PLENTY = Budget(1 << 40, 0, 1 << 40)
 
 
 class BiasBlock(nn.Module):
@@ -106,7 +104,7 @@ def open_session(
     model: nn.Module, n_buffer: int, n_checkpoint: int = 0, device: Any = None
 ) -> Session:
     layout = build_layout(model)
-    plan = plan_by_hand(layout, PLENTY, 0, n_buffer, n_checkpoint, False)
+    plan = make_plan(layout, 0, n_buffer, 0, n_checkpoint, False)
     return Session(model, layout, plan, device or CpuDevice(), Options(poison=True))
 
 

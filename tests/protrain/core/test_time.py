@@ -388,6 +388,84 @@ def test_swapped_activations_come_back_during_the_block_before() -> None:
     assert step.fetched_bytes == 0
 
 
+def test_swapped_activations_come_back_after_they_have_left() -> None:
+    # out from 1 to 13, in until 25
+    policies = [Policy.SWAP, Policy.KEEP]
+    assert by_hand([1] * 2, 2, 1, 2, False, policies, [12, 0]).step().total_s == 27
+
+
+@pytest.mark.parametrize(
+    ("dtype", "update", "first_sum", "later_sum", "clipping"),
+    [
+        # one weight of 4 bytes: 7 moved for each, 3 to add, 3 to take the norm and scale
+        (torch.float32, 28, 0, 12, 12),
+        # 2 bytes with a master of 4: it is rounded back, gradients are added to 4 bytes
+        (torch.bfloat16, 28 + 6, 6, 2 + 8, 12),
+    ],
+)
+def test_host_work_takes_its_bytes(
+    dtype: torch.dtype, update: int, first_sum: int, later_sum: int, clipping: int
+) -> None:
+    case = by_hand([1], 1, 0, 0, True, adam_bytes_s=1 / 7)
+    spec = replace(case.layout.chunks[0].tensors[0], dtype=dtype)
+    chunk = replace(case.layout.chunks[0], tensors=(spec,), nbytes=spec.nbytes)
+    layout = replace(case.layout, chunks=(chunk,))
+    case = replace(case, layout=layout, fp32_master=True, accumulation=3)
+    step = case.step(clips=False)
+    assert step.busy_s["host"] == pytest.approx(update + first_sum + 2 * later_sum)
+    clipped = case.step()
+    assert clipped.busy_s["host"] - step.busy_s["host"] == pytest.approx(clipping)
+
+
+def outside_trained(accumulation: int = 1) -> Case:
+    """A frozen resident block of 2 and 3 s; two host-state weights of 4 bytes outside."""
+    case = by_hand([1], 1, 2, 3)
+    chunks = [
+        Chunk(c, None, True, (TensorSpec(f"p{c}", (1,), torch.float32, 0),), 4)
+        for c in (1, 2)
+    ]
+    return replace(
+        case,
+        layout=replace(case.layout, chunks=(*case.layout.chunks, *chunks)),
+        plan=replace(
+            case.plan, n_buffer=0, placements=(RESIDENT, HOST_STATE, HOST_STATE)
+        ),
+        times=replace(case.times, outside_forward_s=10, update_s=1),
+        accumulation=accumulation,
+    )
+
+
+def test_weights_that_stay_are_refreshed_before_forward() -> None:
+    # updates end at 4 and 8, copies to the device at 8 and 12; forward ends at 24. The
+    # second gradient leaves before the block's backward, the first after it, from 27
+    step = outside_trained().step(clips=False)
+    assert step.total_s == 24 + 3 + 4 + 1
+    assert step.exposed_s == {"fetch": 8, "offload": 5, "host": 3}
+
+
+def test_where_the_calling_thread_computes_host_updates_begin_after_the_device() -> None:
+    ahead = outside_trained().step(clips=False).total_s
+    behind = outside_trained().step(clips=False, launches_ahead=False).total_s
+    assert behind == ahead + 1
+
+
+def test_later_gradients_wait_for_a_staging_buffer() -> None:
+    # updates end at u, 2u, 3u, 4u, the first micro-batch at 4u + 33. In the second a
+    # sum takes 5 s: they end after 6 and 11 s; the third gradient, there after 3 s,
+    # waits until 6, so block 0 runs until 36 and its sum until 41
+    case = by_hand([1] * 4, 4, 0, 1, True, **dict.fromkeys(RATES, math.inf))
+    update_s = 35 / 3
+    case = replace(
+        case,
+        times=replace(case.times, backward_s=(30, 1, 1, 1)),
+        hardware=replace(case.hardware, adam_bytes_s=4 / update_s),
+        accumulation=2,
+    )
+    step = case.step(clips=False)
+    assert step.total_s == pytest.approx(4 * update_s + 33 + 41)
+    assert step.exposed_s["host"] == pytest.approx(4 * update_s + 3 + 5)
+
+
 def test_recomputation_repeats_the_forward_of_its_blocks() -> None:
     policies = [Policy.RECOMPUTE, Policy.KEEP, Policy.RECOMPUTE]
     step = by_hand([1] * 3, 3, 1, 2, False, policies).step()

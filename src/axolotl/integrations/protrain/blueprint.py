@@ -49,6 +49,7 @@ from .core.errors import ConfigError
 from .stand_ins import (
     FLASH_ATTENTION,
     PLANNED_ATTENTION,
+    make_experts_traceable,
     registered_attention,
     replaced,
 )
@@ -74,8 +75,6 @@ _POLICIES = (
 # what transformers does to weights that a checkpoint lacks; here that is every weight
 _PLACES_MISSING = "_move_missing_keys_from_meta_to_device"
 _INITIALISES_MISSING = "_initialize_missing_keys"
-
-_TRACEABLE_EXPERTS = "grouped_mm"
 
 
 @dataclass
@@ -405,7 +404,7 @@ class _Loader(ModelLoader):
         return skips
 
     def _configure_experts_implementation(self) -> None:
-        _make_experts_traceable(
+        make_experts_traceable(
             self.model, self.cfg.experts_implementation, self._assumptions
         )
 
@@ -500,20 +499,6 @@ def _quantize(model: Any) -> None:
     finally:
         tables.clear()
         tables.update(before)
-
-
-def _make_experts_traceable(
-    model: Any, wanted: str | None, assumptions: list[str]
-) -> None:
-    """The eager form asks which experts were chosen; other kernels need CUDA."""
-    has_experts = any(hasattr(module, "is_concatenated") for module in model.modules())
-    wanted = wanted or model.config.get_text_config()._experts_implementation
-    if not has_experts or wanted == _TRACEABLE_EXPERTS:
-        return
-    model.set_experts_implementation(_TRACEABLE_EXPERTS)
-    assumptions.append(
-        f"experts_implementation {wanted}: traced as {_TRACEABLE_EXPERTS}"
-    )
 
 
 def _note_unfused(cfg: DictDefault, model: Any, assumptions: list[str]) -> None:

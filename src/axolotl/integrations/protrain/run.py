@@ -41,6 +41,7 @@ from .core.session import Measured, Options, Session
 from .core.types import Hardware
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .report import RunReport, summary
+from .stand_ins import make_experts_traceable
 
 WATCHED_STEPS = 2
 """First steps in which the CPU device counts every allocation: the optimizer's state
@@ -213,6 +214,7 @@ class TrainingRun:
         twin = meta_twin(model)
         notes: list[str] = []
         batch = sample_batch(cfg, twin, notes)
+        make_experts_traceable(twin, cfg.experts_implementation, notes)
         target = Target(device.type, autocast_dtype(cfg))
         subject = trace_model(twin, batch, target, args)
         layout = build_layout(model, adapter_names(model), subject.traced.trace.blocks)

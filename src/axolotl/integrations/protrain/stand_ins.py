@@ -192,3 +192,20 @@ def _axolotl_dequantize(used: list[str]) -> Iterator[None]:
 
     with replaced(quantize, "_ctypes_nf4_dequant", dequantize):
         yield
+
+
+_TRACEABLE_EXPERTS = "grouped_mm"
+
+
+def make_experts_traceable(
+    model: Any, wanted: str | None, assumptions: list[str]
+) -> None:
+    """The eager form asks which experts were chosen; other kernels need CUDA."""
+    has_experts = any(hasattr(module, "is_concatenated") for module in model.modules())
+    wanted = wanted or model.config.get_text_config()._experts_implementation
+    if not has_experts or wanted == _TRACEABLE_EXPERTS:
+        return
+    model.set_experts_implementation(_TRACEABLE_EXPERTS)
+    assumptions.append(
+        f"experts_implementation {wanted}: traced as {_TRACEABLE_EXPERTS}"
+    )

@@ -409,12 +409,13 @@ class _Step:
                 self._block(self._updated[missing[-1]], "host")
                 self._fetch_chunk(missing.pop(), link)
             self._await_chunks(start, stop)
-            limit = start + d.num_slots
-            held_back = self._fetch_ahead(missing, limit, link)
+            while missing and missing[-1] < start + d.num_slots:
+                # what is held back now is asked for again when the next block opens
+                if self._updated[missing[-1]] > self.issued:
+                    break
+                self._fetch_chunk(missing.pop(), link)
             self._run(d.forward_s[block])
             self._mark_use(start, stop)
-            if held_back:
-                self._fetch_ahead(missing, limit, link)
             if d.swap_bytes[block]:
                 self._swapped_out[block] = self._offload(
                     d.swap_bytes[block] * link.offload_s
@@ -536,14 +537,6 @@ class _Step:
         self._arrival[chunk] = self._fetch(
             d.chunk_bytes[chunk] * link.fetch_s, self._last_use[chunk % d.num_slots]
         )
-
-    def _fetch_ahead(self, missing: list[int], limit: int, link: _Link) -> bool:
-        """`Pager._fetch_ahead`: True if a pending host update stopped it."""
-        while missing and missing[-1] < limit:
-            if self._updated[missing[-1]] > self.issued:
-                return True
-            self._fetch_chunk(missing.pop(), link)
-        return False
 
     def _await_chunks(self, start: int, stop: int) -> None:
         for chunk in range(start, stop):

@@ -1,15 +1,6 @@
-"""From layout and budget to a plan."""
+"""From layout, trace and budget to the fastest plan that fits."""
 
-from .fill import all_resident, fill_budget, plan_by_hand
 from .plans import make_plan, place, slot_range
 from .search import Search
 
-__all__ = [
-    "Search",
-    "all_resident",
-    "fill_budget",
-    "make_plan",
-    "place",
-    "plan_by_hand",
-    "slot_range",
-]
+__all__ = ["Search", "make_plan", "place", "slot_range"]
