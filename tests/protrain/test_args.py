@@ -371,7 +371,6 @@ REFUSED_IN_AXOLOTL = [
     ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
     ("protrain_n_swap_override", {"protrain_n_swap_override": 1}),
     ("protrain_lora_mlp_forbid_offload", {"protrain_lora_mlp_forbid_offload": True}),
-    ("protrain_cache_dir", {"protrain_cache_dir": "/scratch/protrain"}),
 ]
 
 # Axolotl itself stops these on a machine without ring_flash_attn, before our turn.

@@ -33,7 +33,7 @@ from torch import nn
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
 
-ROOM = {**PAGED, "protrain_capacity_bytes": "1GiB"}
+ROOM = {"protrain_auto_memory": True, "protrain_capacity_bytes": "1GiB"}
 RESIDENT = {**ROOM, "protrain_force_all_persistent": True}
 NO_BUDGET = {"protrain_auto_memory": True}
 

@@ -57,7 +57,7 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     documents = DOCUMENTS_PER_ROW
     if cfg.sample_packing and not _packs_each_row(cfg):
         documents, rows, length = documents * rows, 1, rows * length
-    ids = _token_ids(model.config.get_text_config().vocab_size, rows, length)
+    ids = _token_ids(model.config, rows, length)
     batch = {
         "input_ids": ids,
         "labels": ids.clone(),
@@ -91,8 +91,12 @@ def _pad_rows(batch: dict[str, Tensor], assumptions: list[str]) -> None:
     assumptions.append("rows end in padding, as they do without sample_packing")
 
 
-def _token_ids(vocabulary: int, rows: int, length: int) -> Tensor:
-    return (torch.arange(rows * length) % min(vocabulary, 97) + 1).view(rows, length)
+def _token_ids(config: Any, rows: int, length: int) -> Tensor:
+    """Some of the tokens that every vocabulary has."""
+    vocabulary = getattr(config.get_text_config(), "vocab_size", 16)
+    return (torch.arange(rows * length) % min(vocabulary - 1, 97) + 1).view(
+        rows, length
+    )
 
 
 def _forward_parameters(model: Any) -> set[str]:
@@ -129,7 +133,7 @@ def _image_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
             f"an image and its text need {length} tokens: more than sequence_len, to "
             "which Axolotl does not cut samples with images"
         )
-    ids = _token_ids(config.get_text_config().vocab_size, rows, length)
+    ids = _token_ids(config, rows, length)
     is_image = torch.zeros_like(ids)
     if num_tokens:
         is_image[:, 1 : 1 + num_tokens] = 1

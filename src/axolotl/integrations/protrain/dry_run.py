@@ -41,7 +41,12 @@ SEARCHED = {"seq": "sequence_len", "batch": "micro_batch_size", "rank": "lora_r"
 """What `--max` may ask for, and its key."""
 
 _STRIDE = {"seq": 64, "batch": 1, "rank": 8}
-_LIMIT = {"seq": 1 << 22, "batch": 1 << 12, "rank": 1 << 12}
+_LEAST = {"sequence_len": 512, "micro_batch_size": 1, "lora_r": 4}
+"""Smaller settings than these are no way to make something fit."""
+_MOST = 1 << 20
+"""No answer of `--max` is above it: a trace knows the values of as many token ids."""
+_RAM_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Sizes that memory is sold in."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +82,22 @@ class DryRun:
         self._question = question
         on_cuda = bool(question.gpus) or torch.cuda.is_available()
         self._device_type = "cuda" if on_cuda else "cpu"
+        if question.link is not None and not question.gpus:
+            raise ConfigError("--link: that of this machine is measured; add --gpu.")
         # before the model is built: a card that is not known is known at once
-        cards = [self._card(gpu) for gpu in question.gpus]
+        self._gpus = [self._gpu(gpu) for gpu in question.gpus]
         self._blueprint = load_blueprint(
             question.config, self._device_type, _with_plugin(question.config)
         )
         self._args = args_from(self._blueprint.cfg)
-        self._cards = cards or [self._this_machine()]
         self._subjects: dict[str, tuple[Subject, Workload, tuple[str, ...]]] = {}
+        tf32 = self._blueprint.cfg.tf32 is True
+        self._gpus = [self._gpu(gpu, tf32) for gpu in question.gpus]
+        self._machines = self._gpus or [self._this_machine()]
 
     def forecasts(self) -> list[dict[str, Any]]:
         """One object for each card, as `--json` prints it, and what the page shows."""
-        return [self._answer(card) for card in self._cards]
+        return [self._answer(card) for card in self._machines]
 
     def largest(self, what: str) -> list[dict[str, Any]]:
         """For each card the largest sequence, batch or rank that some plan fits.
@@ -99,62 +108,89 @@ class DryRun:
         Raises:
             ConfigError: The YAML has no such number to raise.
         """
-        key = SEARCHED[what]
-        if not self._blueprint.cfg[key]:
-            raise ConfigError(f"--max {what}: the YAML sets no {key}.")
-        return [
-            {
-                "hardware": _hardware_dict(card),
-                "max": {"key": key, "value": self._largest(card, what)},
-            }
-            for card in self._cards
-        ]
+        key, cfg = SEARCHED[what], self._blueprint.cfg
+        if not cfg[key] or (key == "lora_r" and not cfg.adapter):
+            raise ConfigError(f"--max {what}: the YAML sets no {key} to raise.")
+        return [self._largest(card, what) for card in self._machines]
 
-    def _largest(self, card: Hardware, what: str) -> int | None:
-        stride = _STRIDE[what]
+    def _largest(self, card: Hardware, what: str) -> dict[str, Any]:
+        key, stride = SEARCHED[what], _STRIDE[what]
+        limit = self._limit(key) // stride
+        found: dict[int, Forecast] = {}
 
         def fits(count: int) -> bool:
             try:
-                self._planner(card, {SEARCHED[what]: count * stride}).search()
+                found[count] = self._chosen(card, {key: count * stride})
             except BudgetError:
                 return False
             return True
 
-        if not fits(1):
-            return None
-        low, high = 1, 2
-        while high * stride <= _LIMIT[what] and fits(high):
+        low, high = 0, 1
+        while high <= limit and fits(high):
             low, high = high, 2 * high
+        high = min(high, limit + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * stride
+        forecast = found.get(low)
+        return {
+            "verdict": FITS if forecast else DOES_NOT_FIT,
+            "hardware": _hardware_dict(card),
+            "max": {
+                "key": key,
+                "value": low * stride if forecast else None,
+                "now": self._blueprint.cfg[key],
+                "note": self._limit_note(key, low * stride),
+            },
+            **_price(forecast),
+        }
+
+    def _limit(self, key: str) -> int:
+        cfg = self._blueprint.cfg
+        others = {"sequence_len": "micro_batch_size", "micro_batch_size": "sequence_len"}
+        return _MOST // cfg[others[key]] if key in others else _widest(self._subject({}))
+
+    def _limit_note(self, key: str, value: int) -> str | None:
+        known = getattr(
+            self._blueprint.model.config.get_text_config(),
+            "max_position_embeddings",
+            None,
+        )
+        if key == "sequence_len" and known and value > known:
+            return f"config.json says max_position_embeddings {known}"
+        if value + _STRIDE_OF[key] > self._limit(key):
+            return "the search ends here, not the memory"
+        return None
 
     # one card
 
     def _answer(self, card: Hardware) -> dict[str, Any]:
         planner = self._planner(card, {})
         subject, _, assumed = self._subject({})
-        answer: dict[str, Any] = {
-            "verdict": FITS,
-            "reason": None,
-            "hardware": _hardware_dict(card),
-        }
+        verdict, reason = FITS, None
         try:
-            forecast = choose(self._args, planner)
-        except BudgetError as error:
-            answer.update(verdict=DOES_NOT_FIT, reason=str(error))
-            forecast = planner.nearest()
-        if forecast.plan.paged and self._question.num_gpus > 1:
-            answer.update(
-                verdict=UNSUPPORTED,
-                reason=f"--gpus {self._question.num_gpus}: paging on several GPUs is "
-                "not available in this version, and not everything fits on one. Ask "
-                "for one GPU.",
-            )
-        answer.update(forecast_dict(forecast))
-        if answer["verdict"] == DOES_NOT_FIT:
-            answer.update(step_s=None)
+            forecast = self._choose(planner)
+        except BudgetError:
+            verdict = DOES_NOT_FIT
+            forecast = nearest(self._args, planner)
+            reason = _shortage(forecast)
+        else:
+            if forecast.plan.paged and self._question.num_gpus > 1:
+                verdict = UNSUPPORTED
+                reason = (
+                    f"--gpus {self._question.num_gpus}: paging on several GPUs is not "
+                    "available in this version, and not everything fits on each of "
+                    "them. Ask for one GPU."
+                )
+        answer = {
+            "verdict": verdict,
+            "reason": reason,
+            "hardware": _hardware_dict(card),
+            **forecast_dict(forecast),
+        }
+        answer["device_bytes"]["peak_at"] = forecast.device.peak.label
+        if verdict == DOES_NOT_FIT:
+            answer["step_s"] = None
         answer["alternatives"] = list(self._alternatives(card, planner, answer))
         answer["assumptions"] = [
             *self._blueprint.assumptions,
@@ -162,54 +198,152 @@ class DryRun:
             *assumed,
             *self._unknowns(card, forecast),
         ]
-        answer.update(page_dict(forecast))
-        return answer
+        return answer | page_dict(forecast)
+
+    def _choose(self, planner: Planner) -> Forecast:
+        """What the keys ask for; on several GPUs without paging if that is possible."""
+        forecast = choose(self._args, planner)
+        if forecast.plan.paged and self._question.num_gpus > 1:
+            with suppress(BudgetError):
+                return planner.search(all_resident=True)
+        return forecast
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
+        question, args = self._question, self._args
         yield f"{card.name}: {card.source}"
-        if forecast.hardware.unseen_bytes:
+        if card.unseen_bytes:
             yield (
-                f"{card.unseen_bytes:,} bytes of the device for context, workspaces "
-                "and rounding"
+                f"{card.name}: {format_bytes(card.unseen_bytes)} of its memory go to "
+                "the context, to workspaces of kernels and to rounding"
             )
-        yield "block times from counted operations, not from running them"
-        if self._question.gpus and self._question.ram_gib is None:
-            yield f"{DEFAULT_RAM_GIB} GiB of host memory; say otherwise with --ram"
-        if self._question.gpus and self._args.protrain_capacity_bytes is not None:
-            yield "protrain_capacity_bytes is ignored beside --gpu"
+        yield "block times follow from counted operations; training measures them"
+        if not question.gpus:
+            return
+        yield from _limits(args, card, self._budget(card))
+        if question.ram_gib is None and args.protrain_cpu_capacity_bytes is None:
+            yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
+        if question.num_gpus > 1:
+            yield (
+                f"{question.num_gpus} GPUs: device, host and tokens/s are those of one "
+                "process; the exchange of gradients takes time and a copy of them "
+                "that are not counted"
+            )
 
     def _alternatives(
         self, card: Hardware, planner: Planner, answer: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Other settings and their price: larger ones if this fits, else smaller."""
-        cfg = self._blueprint.cfg
+        """Other settings and their price, the fastest that fits first."""
         fits = answer["verdict"] == FITS
-        for key in ("micro_batch_size", "sequence_len", "lora_r"):
-            value = cfg[key]
-            if not value or (key == "lora_r" and not cfg.adapter):
-                continue
-            other = value * 2 if fits else value // 2
-            if other:
-                changed = partial(self._chosen, card, {key: other})
-                yield _alternative(f"{key} {value} -> {other}", changed)
-        if answer["plan"]["mode"] == "B":
-            yield _alternative(
-                "everything resident (protrain_force_all_persistent: true)",
+        others = []
+        for key in _LEAST:
+            value = self._blueprint.cfg[key]
+            if value and (key != "lora_r" or self._blueprint.cfg.adapter):
+                others += self._doubled(card, key) if fits else self._halved(card, key)
+        if not fits:
+            others += self._larger_machine(card, planner)
+            others.sort(key=lambda other: -(other["tokens_per_s"] or 0))
+        yield from others
+        if answer["plan"]["mode"] == "B" and self._blueprint.cfg.protrain_auto_mode:
+            resident = _alternative(
+                "protrain_force_all_persistent: true (no paging)",
                 partial(planner.search, all_resident=True),
             )
-        elif fits and not answer["plan"]["n_checkpoint"]:
-            yield _alternative(
-                "you do not need this plugin: it fits without it",
-                partial(planner.search, all_resident=True),
+            if resident["verdict"] == FITS:
+                yield resident
+        yield self._without_plugin(planner)
+
+    def _doubled(self, card: Hardware, key: str) -> Iterator[dict[str, Any]]:
+        value = self._blueprint.cfg[key]
+        yield self._other(card, key, 2 * value)
+
+    def _halved(self, card: Hardware, key: str) -> Iterator[dict[str, Any]]:
+        """The largest half, quarter, … that fits, or the smallest, which does not."""
+        value = self._blueprint.cfg[key] // 2
+        while value >= _LEAST[key]:
+            other = self._other(card, key, value)
+            if other["verdict"] == FITS or value // 2 < _LEAST[key]:
+                yield other
+                return
+            value //= 2
+
+    def _other(self, card: Hardware, key: str, value: int) -> dict[str, Any]:
+        cfg = self._blueprint.cfg
+        change, note = {key: value}, None
+        if key == "micro_batch_size":
+            before = cfg.gradient_accumulation_steps or 1
+            steps, rest = divmod(before * cfg[key], value)
+            if rest or not steps:
+                note = f"the effective batch becomes {before * value}"
+            else:
+                change["gradient_accumulation_steps"] = steps
+        text = ", ".join(f"{k} {cfg[k]} -> {v}" for k, v in change.items())
+        return _alternative(text, partial(self._chosen, card, change), note)
+
+    def _larger_machine(
+        self, card: Hardware, planner: Planner
+    ) -> Iterator[dict[str, Any]]:
+        """The smallest card, or the least host memory, that would do."""
+        if not self._question.gpus:
+            return
+        lacking = nearest(self._args, planner)
+        if lacking.device.peak_bytes > lacking.budget.usable_bytes:
+            for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
+                if gpu.device_bytes <= card.device_bytes:
+                    continue
+                larger = gpu_hardware(gpu.name, None, card.host_bytes)
+                other = _alternative(
+                    f"--gpu {gpu.name!r}", partial(self._chosen, larger, {})
+                )
+                if other["verdict"] == FITS:
+                    yield other
+                    return
+            return
+        for ram_gib in _RAM_GIB:
+            if ram_gib << 30 >= lacking.host.peak_bytes:
+                roomy = replace(card, host_bytes=ram_gib << 30)
+                yield _alternative(
+                    f"--ram {ram_gib}", partial(self._chosen, roomy, {})
+                )
+                return
+
+    def _without_plugin(self, planner: Planner) -> dict[str, Any]:
+        def plain() -> Forecast:
+            for recompute in (False, True):
+                forecast = planner.without_paging(recompute)
+                reason = _shortage(forecast)
+                if reason is None:
+                    return forecast
+            raise BudgetError(reason)
+
+        other = _alternative("without this plugin", plain)
+        if other["verdict"] == FITS:
+            recomputes = other["plan"]["n_checkpoint"] > 0
+            other["change"] += (
+                f", gradient_checkpointing: {str(recomputes).lower()}"
             )
-        elif fits:
-            yield _alternative(
-                "you do not need this plugin: it fits with gradient_checkpointing: true",
-                planner.recomputing_all,
-            )
+            other["note"] = "you do not need this plugin"
+        return other
 
     def _chosen(self, card: Hardware, change: dict[str, int]) -> Forecast:
-        return choose(self._args, self._planner(card, change))
+        forecast = self._choose(self._planner(card, change))
+        if forecast.plan.paged and self._question.num_gpus > 1:
+            raise BudgetError("it would have to page, which several GPUs cannot")
+        return forecast
+
+    def _budget(self, card: Hardware) -> Budget:
+        """The YAML's limits; of a card that is not here not more than it has."""
+        subject, _, _ = self._subject({})
+        budget = budget_of(self._args, subject, card.device_bytes, card.host_bytes)
+        if not self._question.gpus:
+            return budget
+        host_bytes = budget.host_bytes
+        if self._question.ram_gib is not None:
+            host_bytes = min(host_bytes, card.host_bytes)
+        return replace(
+            budget,
+            device_bytes=min(budget.device_bytes, card.device_bytes),
+            host_bytes=host_bytes,
+        )
 
     def _planner(self, card: Hardware, change: dict[str, int]) -> Planner:
         subject, workload, _ = self._subject(change)
@@ -220,7 +354,7 @@ class DryRun:
             workload,
             card,
             block_times(trace, layout, card),
-            budget_of(self._args, subject, card.device_bytes, card.host_bytes),
+            self._budget(card),
         )
 
     def _subject(
@@ -241,9 +375,9 @@ class DryRun:
 
     # cards
 
-    def _card(self, gpu: str) -> Hardware:
+    def _gpu(self, gpu: str, tf32: bool = False) -> Hardware:
         ram = self._question.ram_gib or DEFAULT_RAM_GIB
-        return gpu_hardware(gpu, self._question.link, int(ram * 2**30))
+        return gpu_hardware(gpu, self._question.link, int(ram * 2**30), tf32)
 
     def _this_machine(self) -> Hardware:
         device = torch.device(self._device_type)
@@ -262,29 +396,89 @@ class DryRun:
         )
 
 
-def _alternative(change: str, plan: Callable[[], Forecast]) -> dict[str, Any]:
+def _alternative(
+    change: str, plan: Callable[[], Forecast], note: str | None = None
+) -> dict[str, Any]:
+    forecast = None
+    verdict = FITS
     try:
         forecast = plan()
-    except (BudgetError, ConfigError, LayoutError, TraceError) as error:
-        fits = isinstance(error, BudgetError)
-        return {
-            "change": change,
-            "verdict": DOES_NOT_FIT if fits else UNSUPPORTED,
-            "device_peak_bytes": None,
-            "step_s": None,
-            "tokens_per_s": None,
-            "note": str(error),
-        }
-    plan_ = forecast.plan
+    except BudgetError as error:
+        verdict, note = DOES_NOT_FIT, str(error)
+    except (ConfigError, LayoutError, TraceError) as error:
+        verdict, note = UNSUPPORTED, str(error)
+    return {"change": change, "verdict": verdict, **_price(forecast), "note": note}
+
+
+def _price(forecast: Forecast | None) -> dict[str, Any]:
+    """What a table of settings says of each."""
+    if forecast is None:
+        return dict.fromkeys(("device_peak_bytes", "step_s", "tokens_per_s", "plan"))
     return {
-        "change": change,
-        "verdict": FITS,
         "device_peak_bytes": forecast.device.peak_bytes,
         "step_s": forecast.step.total_s,
         "tokens_per_s": forecast.tokens_per_s,
-        "note": f"n_persist {plan_.n_persist}, n_buffer {plan_.n_buffer}, "
-        f"n_checkpoint {plan_.n_checkpoint}",
+        "plan": {
+            knob: getattr(forecast.plan, knob)
+            for knob in ("n_persist", "n_buffer", "n_swap", "n_checkpoint", "mode")
+        },
     }
+
+
+def _shortage(forecast: Forecast) -> str | None:
+    """What a plan lacks, for people; None if it fits."""
+    device, host, budget = forecast.device, forecast.host, forecast.budget
+    missing = device.peak_bytes - budget.usable_bytes
+    if missing > 0:
+        text = (
+            f"{format_bytes(missing)} of device memory are missing: "
+            f"{_which(forecast.plan)} takes {format_bytes(device.peak_bytes)} at "
+            f"{device.peak.label}, {format_bytes(budget.usable_bytes)} may be used."
+        )
+        if device.peak.label.endswith("outside blocks"):
+            text += (
+                " That is at the loss: logits of all tokens, which "
+                "liger_fused_linear_cross_entropy or cut_cross_entropy do not keep."
+            )
+        return text
+    missing = host.peak_bytes - budget.host_bytes
+    if missing > 0:
+        phase = max(host.phases, key=host.phases.__getitem__)
+        return (
+            f"{format_bytes(missing)} of host memory are missing: "
+            f"{_which(forecast.plan)} takes {format_bytes(host.peak_bytes)} there "
+            f"({_HOST_PHASES[phase]}), {format_bytes(budget.host_bytes)} may be used."
+        )
+    return None
+
+
+_HOST_PHASES = {
+    "load": "while the model is loaded, all of it is on the host",
+    "train": "while it trains",
+    "save": "while a checkpoint is saved",
+}
+
+
+def _which(plan: Plan) -> str:
+    if plan.origin != "search":
+        return "this plan"
+    return "the plan that needs least of it"
+
+
+def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]:
+    """Keys of the YAML that hold on a card that is not here."""
+    for key, used, has in (
+        ("protrain_capacity_bytes", budget.device_bytes, card.device_bytes),
+        ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
+    ):
+        if getattr(args, key) is None:
+            continue
+        if used == getattr(args, key):
+            yield f"{key}: {format_bytes(used)} may be used on {card.name}'s machine"
+        else:
+            yield (
+                f"{key} asks for more than the {format_bytes(has)} beside {card.name}"
+            )
 
 
 def _hardware_dict(card: Hardware) -> dict[str, Any]:

@@ -193,13 +193,26 @@ def choose(args: ProTrainArgs, planner: Planner) -> Forecast:
         ConfigError: A knob is outside its legal range.
         BudgetError: It does not fit.
     """
+    knobs = _knobs(args, planner)
+    if knobs is None:
+        return planner.search(all_resident=args.protrain_force_all_persistent)
+    return planner.by_hand(knobs)
+
+
+def nearest(args: ProTrainArgs, planner: Planner) -> Forecast:
+    """Where `choose` finds that nothing fits: the plan that lacks the least."""
+    knobs = _knobs(args, planner)
+    if knobs is None:
+        return planner.nearest(all_resident=args.protrain_force_all_persistent)
+    return planner.asked(knobs)
+
+
+def _knobs(args: ProTrainArgs, planner: Planner) -> Knobs | None:
     by_hand = overrides(args)
     if by_hand is None:
-        return planner.search(all_resident=args.protrain_force_all_persistent)
+        return None
     n_buffer = by_hand.n_buffer
     if "n_buffer" in by_hand.filled:
         # what nobody asked for must not be refused as too many
         n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    return planner.by_hand(
-        Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
-    )
+    return Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)

@@ -24,7 +24,7 @@ from .batches import autocast_dtype, sample_batch
 from .core.checkpoint import checkpoint_bytes, require_space
 from .core.cost import block_times
 from .core.errors import ConfigError, ProTrainError
-from .core.layout import build_layout
+from .core.layout import build_layout, find_blocks
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Target,
@@ -211,6 +211,7 @@ class TrainingRun:
         self, model: nn.Module, device: torch.device
     ) -> tuple[Forecast, list[str]]:
         cfg, args = self._cfg, self.args
+        find_blocks(model)  # a model without blocks is refused before anything else
         twin = meta_twin(model)
         notes: list[str] = []
         batch = sample_batch(cfg, twin, notes)

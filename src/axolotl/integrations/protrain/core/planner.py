@@ -117,18 +117,26 @@ class Planner:
             )
         )
 
-    def recomputing_all(self) -> Forecast:
-        """Everything resident, every block recomputed: plain training's way to fit.
+    def without_paging(self, recompute: bool) -> Forecast:
+        """What training without this plugin takes, whether it fits or not."""
+        blocks = len(self._layout.blocks) if recompute else 0
+        return self.forecast(self._search.plain(blocks))
+
+    def nearest(self, all_resident: bool = False) -> Forecast:
+        """The plan that lacks the least when none fits; see `Search.nearest`."""
+        return self.forecast(self._search.nearest(all_resident))
+
+    def asked(self, knobs: Knobs) -> Forecast:
+        """The plan that the overrides ask for, whether it fits or not.
 
         Raises:
-            BudgetError: It does not fit.
+            ConfigError: A knob is outside its legal range.
         """
-        layout = self._layout
-        return self.by_hand(Knobs(self.num_chunks, 0, 0, len(layout.blocks)))
-
-    def nearest(self) -> Forecast:
-        """The plan that takes the least of the device, whether it fits or not."""
-        return self.forecast(self._search.smallest())
+        return self.forecast(
+            self._search.asked(
+                knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
+            )
+        )
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""

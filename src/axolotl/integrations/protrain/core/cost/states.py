@@ -81,16 +81,22 @@ def state_bytes(
 
     resident = placed(Placement.RESIDENT)
     trained = [chunk for chunk in resident if chunk.trainable]
-    trained_bytes = layout.fixed_trainable_bytes + sum(c.nbytes for c in trained)
+    trained_bytes = layout.fixed_trainable_bytes
+    trained_bytes += sum(c.payload_bytes for c in trained)
     num_trained = layout.num_fixed_trainable + sum(len(c.tensors) for c in trained)
     leaving = sorted(
-        (c.nbytes for c in layout.chunks if c.trainable and _on_host(placements, c)),
+        (
+            chunk.payload_bytes
+            for chunk in layout.chunks
+            if chunk.trainable and _on_host(placements, chunk)
+        ),
         reverse=True,
     )
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
-        resident=sum(chunk.nbytes for chunk in resident),
+        # tensor by tensor; only what has a host copy lies there in one piece
+        resident=sum(chunk.payload_bytes for chunk in resident),
         host_state=sum(chunk.nbytes for chunk in placed(Placement.HOST_STATE)),
         slots=sum(slot_bytes(layout, placements, n_buffer)),
         moments=round(moment_copies * trained_bytes) + STEP_BYTES * num_trained,

@@ -209,7 +209,14 @@ def _attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
 
 

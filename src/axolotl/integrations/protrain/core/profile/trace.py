@@ -39,6 +39,7 @@ def trace_step(
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
     batch_bytes: int = 0,
+    every_block: bool = False,
 ) -> TracedStep:
     """Run `loss_of` and its backward on a model without weights.
 
@@ -47,11 +48,12 @@ def trace_step(
         blocks: From `find_blocks(model)`.
         loss_of: Runs the forward and returns the loss.
         batch_bytes: Bytes of one batch on the device.
+        every_block: Run blocks of a kind that has run before, too.
 
     Raises:
         TraceError: The model asks for values that only real weights give.
     """
-    recorder = _Recorder(model, blocks)
+    recorder = _Recorder(model, blocks, every_block)
     try:
         with recorder:
             loss = loss_of()
@@ -165,7 +167,10 @@ class _Recorder(MetaMode):
     """Follows storages; the running segment is that of the last hook that fired."""
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        every_block: bool,
     ) -> None:
         super().__init__()
         self._model = model
@@ -183,7 +188,8 @@ class _Recorder(MetaMode):
         self._busy = False
         self._forwards: dict[int, _Open] = {}
         self._copies: list[tuple[_Open, _Open]] = []
-        self._repeats = Repeats(blocks, self._skipped)
+        repeated = () if every_block else blocks
+        self._repeats = Repeats(repeated, self._skipped)
 
     def __enter__(self) -> _Recorder:
         self._repeats.__enter__()

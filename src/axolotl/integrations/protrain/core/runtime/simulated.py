@@ -30,7 +30,8 @@ def at_rate(bytes_s: float) -> Delay:
 
 def at_random(seed: int, longest_s: float) -> Delay:
     """Anything from 0 to `longest_s`, the same sequence for each seed."""
-    generator = random.Random(seed)  # nosec B311 - delays, not secrets
+    # delays, not secrets
+    generator = random.Random(seed)  # nosec B311
     return lambda _nbytes: generator.uniform(0, longest_s)
 
 

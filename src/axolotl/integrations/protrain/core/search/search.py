@@ -86,7 +86,8 @@ class Search:
         """
         best: Plan | None = None
         best_s = float("inf")
-        for candidate in sorted(self._candidates(all_resident)):
+        # placements have no order: at a tie the earlier candidate comes first
+        for candidate in sorted(self._candidates(all_resident), key=lambda c: c[:4]):
             if candidate.bound_s >= best_s:
                 break
             plan = self._plan(*candidate[1:])
@@ -96,11 +97,10 @@ class Search:
             if step_s < best_s:
                 best, best_s = plan, step_s
         if best is None:
-            n_persist = self._num_chunks if all_resident else 0
             what = (
                 "keeping everything resident" if all_resident else "the smallest plan"
             )
-            self._refuse(self._least(n_persist), what)
+            self._refuse(self.nearest(all_resident), what)
         return best
 
     def by_hand(
@@ -111,6 +111,19 @@ class Search:
         Raises:
             ConfigError: A knob is outside its legal range, which the message gives.
             BudgetError: The plan does not fit.
+        """
+        plan = self.asked(n_persist, n_buffer, n_swap, n_checkpoint)
+        if not self.fits(plan):
+            self._refuse(plan, "the plan of the overrides")
+        return plan
+
+    def asked(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_checkpoint: int
+    ) -> Plan:
+        """The same, whether it fits or not.
+
+        Raises:
+            ConfigError: As in `by_hand`.
         """
         for outside in self._outside:
             plan = make_plan(
@@ -123,12 +136,30 @@ class Search:
                 outside,
             )
             if self.fits(plan):
-                return plan
-        self._refuse(plan, "the plan of the overrides")
+                break
+        return plan
 
-    def smallest(self) -> Plan:
-        """The plan that takes the least of the device."""
-        return self._least(n_persist=0)
+    def nearest(self, all_resident: bool = False) -> Plan:
+        """The plan that takes the least of the device or, if that has room for some
+        plan, the one among those that takes the least of the host."""
+        if all_resident:
+            return self._least(self._num_chunks, self._outside[-1])
+        every, least = self._num_blocks, self._outside[-1]
+        fitting = [
+            self._least(self._most(every, 0, 0, outside), outside)
+            for outside in self._outside
+            if self._fits_device(every, 0, 0, outside)
+        ]
+        return min(
+            fitting or [self._least(0, least)],
+            key=lambda plan: self._memory.host(plan).peak_bytes,
+        )
+
+    def plain(self, n_checkpoint: int) -> Plan:
+        """Everything resident, whether it fits or not: training without a pager."""
+        return make_plan(
+            self._layout, self._num_chunks, 0, 0, n_checkpoint, fp32_master=False
+        )
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
@@ -255,8 +286,8 @@ class Search:
             origin="search",
         )
 
-    def _least(self, n_persist: int) -> Plan:
-        return self._plan(self._num_blocks, 0, n_persist, self._outside[-1])
+    def _least(self, n_persist: int, outside: Placement) -> Plan:
+        return self._plan(self._num_blocks, 0, n_persist, outside)
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
         """Say what `plan` lacks and what would make it fit."""
