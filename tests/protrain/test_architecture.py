@@ -16,7 +16,7 @@ MODULES = sorted(CORE.rglob("*.py"))
 
 LIBRARIES = {"torch", "psutil", "safetensors"} | sys.stdlib_module_names
 OPTIONAL = {"optim": {"deepspeed"}}  # protrain_cpu_optimizer: deepspeed
-NO_TORCH = {"cost", "search"}
+NO_TORCH = {"cost", "search", "planner"}
 
 BASE = {"types", "errors"}
 # Each part of core and the parts that it may import, itself aside.
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "checkpoint": BASE | {"layout", "runtime", "optim"},
 }
 MAY_IMPORT["session"] = set(MAY_IMPORT)
+MAY_IMPORT["planner"] = BASE | {"layout", "cost", "search"}
 
 
 class Import(NamedTuple):

@@ -443,7 +443,7 @@ def test_weights_that_stay_are_refreshed_before_forward() -> None:
     assert step.exposed_s == {"fetch": 8, "offload": 5, "host": 3}
 
 
-def test_where_the_calling_thread_computes_host_updates_begin_after_the_device() -> None:
+def test_host_updates_follow_the_device_where_compute_is_on_the_caller() -> None:
     ahead = outside_trained().step(clips=False).total_s
     behind = outside_trained().step(clips=False, launches_ahead=False).total_s
     assert behind == ahead + 1

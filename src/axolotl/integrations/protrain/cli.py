@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
+import logging
 import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import click
 
-from .core.errors import ProTrainError
+from .core.errors import ConfigError, ProTrainError
 
 
 @click.group()
@@ -43,7 +49,39 @@ def selftest(config: Path, steps: int, keep: Path | None) -> None:
     sys.exit(0 if verdict.passed else 1)
 
 
-@protrain.command()
+UNPLANNED = 3
+"""Exit code of a question that `plan` cannot answer; 2 means that it does not fit."""
+
+
+class _PlanCommand(click.Command):
+    """Gives usage errors an exit code and a line of their own."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _Unplanned(error.format_message()) from error
+
+
+class _Unplanned(click.ClickException):
+    """One line on stderr."""
+
+    exit_code = UNPLANNED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+def _gib(
+    _context: click.Context, _option: click.Parameter, value: float | None
+) -> float | None:
+    # false for nan too
+    if value is None or 0 < value <= 1 << 20:
+        return value
+    raise click.BadParameter("not a number of GiB above 0.")
+
+
+@protrain.command(cls=_PlanCommand)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--gpu",
@@ -64,16 +102,23 @@ def selftest(config: Path, steps: int, keep: Path | None) -> None:
 @click.option(
     "--ram",
     "ram_gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
+    callback=_gib,
     metavar="GiB",
-    help="Host memory that may be used.",
+    help="Host memory that may be used. [default: that of this machine; 64 beside "
+    "--gpu]",
 )
-@click.option("--link", help="Between host and card, for example pcie4x16.")
+@click.option(
+    "--link",
+    metavar="NAME",
+    help="Between host and card, for example pcie4x16. [default: the card's fastest]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print objects for programs.")
 @click.option(
     "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page with the memory over a step and all cards side by side.",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write a page with the memory over a step and all cards side by side.",
 )
 @click.option(
     "--max",
@@ -96,35 +141,67 @@ def plan(
     Nothing is loaded or downloaded: the base model's config.json is enough. Exit
     code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
     """
-    # a tenth of the imports' time is the search for garbage that is not there
-    gc.disable()
-    # imported here: `axolotl --help` reads this module
-    from .dry_run import EXIT_CODES, UNSUPPORTED, DryRun, Question, worst
-    from .plan_text import largest_text, plan_text
-
-    question = Question(config, gpus, num_gpus, ram_gib, link)
     try:
-        dry_run = DryRun(question)
-        answers = dry_run.largest(largest) if largest else dry_run.forecasts()
-    except ProTrainError as error:
-        if as_json:
-            reason = {"verdict": UNSUPPORTED, "reason": str(error)}
-            click.echo(json.dumps(reason, indent=2))
-        else:
-            click.echo(f"Error: {error}", err=True)
-        sys.exit(EXIT_CODES[UNSUPPORTED])
-    if html is not None and not largest:
-        from .plan_page import plan_page
+        _check_files(config, html, largest)
+        # libraries warn of what a plan does not use; the answer alone is printed
+        with _silence():
+            # a tenth of the imports' time is the search for garbage that is not there
+            gc.disable()
+            # imported here: `axolotl --help` reads this module
+            from .dry_run import DryRun, Question, worst
+            from .plan_page import plan_page
+            from .plan_text import largest_text, plan_text
 
-        html.write_text(plan_page(answers, config.name), "utf-8")
+            dry_run = DryRun(Question(config, gpus, num_gpus, ram_gib, link))
+            answers = dry_run.largest(largest) if largest else dry_run.forecasts()
+        if html is not None:
+            html.write_text(plan_page(answers, config.name), "utf-8")
+    except (ProTrainError, OSError) as error:
+        unplanned = _Unplanned(str(error))
+        if as_json:
+            reason = {"verdict": "unsupported", "reason": unplanned.message}
+            _print_json([{**reason, "hardware": {"name": gpu}} for gpu in gpus or [""]])
+        raise unplanned from error
     drawn = ("timeline", "blocks")
     shown = [{k: v for k, v in a.items() if k not in drawn} for a in answers]
     if as_json:
-        click.echo(json.dumps(shown if len(shown) > 1 else shown[0], indent=2))
+        _print_json(shown)
     else:
         click.echo(largest_text(shown) if largest else plan_text(shown))
-    if not largest:
-        sys.exit(worst(answers))
+    sys.exit(worst(answers))
+
+
+def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
+    click.echo(json.dumps(answers if len(answers) > 1 else answers[0], indent=2))
+
+
+def _check_files(config: Path, html: Path | None, largest: str | None) -> None:
+    """What can be said before a minute of work."""
+    if not config.is_file():
+        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
+    if html is None:
+        return
+    if largest:
+        raise ConfigError("--html draws a plan and --max gives a number: drop one.")
+    if html.is_dir() or not html.parent.is_dir():
+        raise ConfigError(f"--html: {html} is no file in a folder that exists.")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep everything that is not an error away from both streams."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @protrain.command()

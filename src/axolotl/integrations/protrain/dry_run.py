@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,30 @@ import torch
 import yaml
 from torch import nn
 
+from .args import ProTrainArgs
 from .batches import autocast_dtype, sample_batch
 from .blueprint import Blueprint, load_blueprint
 from .core.cost import block_times
 from .core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from .core.planner import Forecast, Planner
 from .core.profile import (
+    GPUS,
     Target,
     cached_hardware,
     device_memory,
     gpu_hardware,
     host_memory,
 )
-from .core.types import Hardware, Workload
-from .planning import Subject, budget_of, choose, trace_model, workload_of
-from .report import forecast_dict, page_dict
+from .core.types import Budget, Hardware, Plan, Workload
+from .planning import (
+    Subject,
+    budget_of,
+    choose,
+    nearest,
+    trace_model,
+    workload_of,
+)
+from .report import forecast_dict, format_bytes, page_dict
 from .run import args_from, cache_folder, missing_capacity, versions
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
@@ -43,8 +52,9 @@ SEARCHED = {"seq": "sequence_len", "batch": "micro_batch_size", "rank": "lora_r"
 _STRIDE = {"seq": 64, "batch": 1, "rank": 8}
 _LEAST = {"sequence_len": 512, "micro_batch_size": 1, "lora_r": 4}
 """Smaller settings than these are no way to make something fit."""
-_MOST = 1 << 20
-"""No answer of `--max` is above it: a trace knows the values of as many token ids."""
+_MOST_TOKENS = 1 << 20
+"""`--max` tries no larger micro-batch: a trace knows the values of as many ids."""
+_MOST_RANK = 4096
 _RAM_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Sizes that memory is sold in."""
 
@@ -115,7 +125,7 @@ class DryRun:
 
     def _largest(self, card: Hardware, what: str) -> dict[str, Any]:
         key, stride = SEARCHED[what], _STRIDE[what]
-        limit = self._limit(key) // stride
+        limit = self._limit(what) // stride
         found: dict[int, Forecast] = {}
 
         def fits(count: int) -> bool:
@@ -140,26 +150,29 @@ class DryRun:
                 "key": key,
                 "value": low * stride if forecast else None,
                 "now": self._blueprint.cfg[key],
-                "note": self._limit_note(key, low * stride),
+                "note": self._limit_note(what, low * stride),
             },
             **_price(forecast),
         }
 
-    def _limit(self, key: str) -> int:
+    def _limit(self, what: str) -> int:
+        """Where the search for the largest ends, fit or not."""
         cfg = self._blueprint.cfg
-        others = {"sequence_len": "micro_batch_size", "micro_batch_size": "sequence_len"}
-        return _MOST // cfg[others[key]] if key in others else _widest(self._subject({}))
-
-    def _limit_note(self, key: str, value: int) -> str | None:
-        known = getattr(
-            self._blueprint.model.config.get_text_config(),
-            "max_position_embeddings",
-            None,
+        if what == "rank":
+            return _MOST_RANK
+        return (
+            _MOST_TOKENS
+            // cfg["sequence_len" if what == "batch" else "micro_batch_size"]
         )
-        if key == "sequence_len" and known and value > known:
+
+    def _limit_note(self, what: str, value: int) -> str | None:
+        model: Any = self._blueprint.model
+        config = model.config.get_text_config()
+        known = getattr(config, "max_position_embeddings", None)
+        if what == "seq" and known and value > known:
             return f"config.json says max_position_embeddings {known}"
-        if value + _STRIDE_OF[key] > self._limit(key):
-            return "the search ends here, not the memory"
+        if value + _STRIDE[what] > self._limit(what):
+            return "more were not tried"
         return None
 
     # one card
@@ -210,6 +223,8 @@ class DryRun:
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         question, args = self._question, self._args
+        if not args.protrain_auto_memory:
+            yield "protrain_auto_memory is false: training does not follow this plan"
         yield f"{card.name}: {card.source}"
         if card.unseen_bytes:
             yield (
@@ -234,7 +249,7 @@ class DryRun:
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
         fits = answer["verdict"] == FITS
-        others = []
+        others: list[dict[str, Any]] = []
         for key in _LEAST:
             value = self._blueprint.cfg[key]
             if value and (key != "lora_r" or self._blueprint.cfg.adapter):
@@ -243,7 +258,7 @@ class DryRun:
             others += self._larger_machine(card, planner)
             others.sort(key=lambda other: -(other["tokens_per_s"] or 0))
         yield from others
-        if answer["plan"]["mode"] == "B" and self._blueprint.cfg.protrain_auto_mode:
+        if answer["plan"]["mode"] == "B":
             resident = _alternative(
                 "protrain_force_all_persistent: true (no paging)",
                 partial(planner.search, all_resident=True),
@@ -270,13 +285,15 @@ class DryRun:
         cfg = self._blueprint.cfg
         change, note = {key: value}, None
         if key == "micro_batch_size":
+            # the same effective batch, so that training stays the same
             before = cfg.gradient_accumulation_steps or 1
             steps, rest = divmod(before * cfg[key], value)
             if rest or not steps:
                 note = f"the effective batch becomes {before * value}"
             else:
                 change["gradient_accumulation_steps"] = steps
-        text = ", ".join(f"{k} {cfg[k]} -> {v}" for k, v in change.items())
+                note = f"accumulating {steps} of them, not {before}"
+        text = f"{key} {cfg[key]} -> {value}"
         return _alternative(text, partial(self._chosen, card, change), note)
 
     def _larger_machine(
@@ -292,40 +309,44 @@ class DryRun:
                     continue
                 larger = gpu_hardware(gpu.name, None, card.host_bytes)
                 other = _alternative(
-                    f"--gpu {gpu.name!r}", partial(self._chosen, larger, {})
+                    f"--gpu {gpu.name!r}",
+                    partial(self._chosen, larger, {}),
+                    "the smallest card known here that fits",
                 )
                 if other["verdict"] == FITS:
                     yield other
                     return
             return
+        if self._args.protrain_cpu_capacity_bytes is not None:
+            return
         for ram_gib in _RAM_GIB:
             if ram_gib << 30 >= lacking.host.peak_bytes:
                 roomy = replace(card, host_bytes=ram_gib << 30)
-                yield _alternative(
-                    f"--ram {ram_gib}", partial(self._chosen, roomy, {})
-                )
+                yield _alternative(f"--ram {ram_gib}", partial(self._chosen, roomy, {}))
                 return
 
     def _without_plugin(self, planner: Planner) -> dict[str, Any]:
         def plain() -> Forecast:
             for recompute in (False, True):
                 forecast = planner.without_paging(recompute)
-                reason = _shortage(forecast)
-                if reason is None:
+                lack = _lack(forecast)
+                if lack is None:
                     return forecast
-            raise BudgetError(reason)
+            raise BudgetError(lack)
 
         other = _alternative("without this plugin", plain)
         if other["verdict"] == FITS:
             recomputes = other["plan"]["n_checkpoint"] > 0
-            other["change"] += (
-                f", gradient_checkpointing: {str(recomputes).lower()}"
-            )
-            other["note"] = "you do not need this plugin"
+            key = f"gradient_checkpointing: {str(recomputes).lower()}"
+            other["note"] = f"you do not need this plugin: it fits with {key}"
         return other
 
     def _chosen(self, card: Hardware, change: dict[str, int]) -> Forecast:
-        forecast = self._choose(self._planner(card, change))
+        planner = self._planner(card, change)
+        try:
+            forecast = self._choose(planner)
+        except BudgetError:
+            raise BudgetError(_lack(nearest(self._args, planner))) from None
         if forecast.plan.paged and self._question.num_gpus > 1:
             raise BudgetError("it would have to page, which several GPUs cannot")
         return forecast
@@ -404,10 +425,14 @@ def _alternative(
     try:
         forecast = plan()
     except BudgetError as error:
-        verdict, note = DOES_NOT_FIT, str(error)
+        verdict, note = DOES_NOT_FIT, _and(note, str(error))
     except (ConfigError, LayoutError, TraceError) as error:
-        verdict, note = UNSUPPORTED, str(error)
+        verdict, note = UNSUPPORTED, _and(note, str(error))
     return {"change": change, "verdict": verdict, **_price(forecast), "note": note}
+
+
+def _and(note: str | None, error: str) -> str:
+    return f"{note}: {error}" if note else error
 
 
 def _price(forecast: Forecast | None) -> dict[str, Any]:
@@ -425,44 +450,49 @@ def _price(forecast: Forecast | None) -> dict[str, Any]:
     }
 
 
-def _shortage(forecast: Forecast) -> str | None:
-    """What a plan lacks, for people; None if it fits."""
-    device, host, budget = forecast.device, forecast.host, forecast.budget
-    missing = device.peak_bytes - budget.usable_bytes
-    if missing > 0:
-        text = (
-            f"{format_bytes(missing)} of device memory are missing: "
-            f"{_which(forecast.plan)} takes {format_bytes(device.peak_bytes)} at "
-            f"{device.peak.label}, {format_bytes(budget.usable_bytes)} may be used."
-        )
-        if device.peak.label.endswith("outside blocks"):
-            text += (
-                " That is at the loss: logits of all tokens, which "
-                "liger_fused_linear_cross_entropy or cut_cross_entropy do not keep."
-            )
-        return text
-    missing = host.peak_bytes - budget.host_bytes
-    if missing > 0:
-        phase = max(host.phases, key=host.phases.__getitem__)
-        return (
-            f"{format_bytes(missing)} of host memory are missing: "
-            f"{_which(forecast.plan)} takes {format_bytes(host.peak_bytes)} there "
-            f"({_HOST_PHASES[phase]}), {format_bytes(budget.host_bytes)} may be used."
-        )
+def _lack(forecast: Forecast) -> str | None:
+    """How much a plan lacks, of the device first; None if it fits."""
+    budget = forecast.budget
+    for where, needed, has in (
+        ("device", forecast.device.peak_bytes, budget.usable_bytes),
+        ("host", forecast.host.peak_bytes, budget.host_bytes),
+    ):
+        if needed > has:
+            return f"{format_bytes(needed - has)} of {where} memory missing"
     return None
 
 
+def _shortage(forecast: Forecast) -> str:
+    """The same with the moment at which it is missing."""
+    device, host, budget = forecast.device, forecast.host, forecast.budget
+    text = f"{_lack(forecast)}: {_which(forecast.plan)} takes "
+    if device.peak_bytes > budget.usable_bytes:
+        text += (
+            f"{format_bytes(device.peak_bytes)} at {device.peak.label}, "
+            f"{format_bytes(budget.usable_bytes)} may be used."
+        )
+        if device.peak.label.endswith("outside blocks"):
+            text += (
+                " That is where the loss holds the logits of all tokens; "
+                "liger_fused_linear_cross_entropy or cut_cross_entropy avoids them."
+            )
+        return text
+    phase = max(host.phases, key=host.phases.__getitem__)
+    return (
+        f"{text}{format_bytes(host.peak_bytes)} {_HOST_PHASES[phase]}, "
+        f"{format_bytes(budget.host_bytes)} may be used."
+    )
+
+
 _HOST_PHASES = {
-    "load": "while the model is loaded, all of it is on the host",
+    "load": "while the model is loaded, when all of it is on the host",
     "train": "while it trains",
     "save": "while a checkpoint is saved",
 }
 
 
 def _which(plan: Plan) -> str:
-    if plan.origin != "search":
-        return "this plan"
-    return "the plan that needs least of it"
+    return "the smallest plan" if plan.origin == "search" else "the plan of the YAML"
 
 
 def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]:

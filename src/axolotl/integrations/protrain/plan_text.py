@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from itertools import groupby
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from .report import format_bytes
 
 WIDTH = 100
+
+VERDICTS = {
+    "fits": "fits",
+    "does-not-fit": "does not fit",
+    "unsupported": "unsupported",
+}
+LANES = {
+    "compute": "compute",
+    "fetch": "copies to the device",
+    "offload": "copies to the host",
+    "host": "AdamW on the host",
+}
+MODES = {"A": "all weights on the device", "B": "weights paged from the host"}
 
 
 def plan_text(answers: Sequence[Mapping[str, Any]]) -> str:
@@ -22,108 +38,158 @@ def plan_text(answers: Sequence[Mapping[str, Any]]) -> str:
         console.print(_overview(answers))
     for answer in answers:
         _one(console, answer)
-    lines = dict.fromkeys(line for a in answers for line in a["assumptions"])
-    console.print("Assumed:")
-    for line in lines:
-        console.print(f"  - {line}", markup=False)
-    return text.getvalue().rstrip()
+    console.print("Assumed and not known:")
+    for line in dict.fromkeys(line for a in answers for line in a["assumptions"]):
+        console.print(_item(line))
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    paragraphs = (list(run) for filled, run in groupby(lines, bool) if filled)
+    return "\n\n".join("\n".join(paragraph) for paragraph in paragraphs)
 
 
 def largest_text(answers: Sequence[Mapping[str, Any]]) -> str:
-    """The answers of `--max`."""
-    return "\n".join(
-        f"{a['hardware']['name']}: {a['max']['key']} up to {a['max']['value']}"
-        if a["max"]["value"] is not None
-        else f"{a['hardware']['name']}: no {a['max']['key']} fits"
-        for a in answers
-    )
+    """The answers of `--max`, a line for each card."""
+    lines = []
+    for answer in answers:
+        found, name = answer["max"], answer["hardware"]["name"]
+        if found["value"] is None:
+            lines.append(f"{name}: no {found['key']} fits")
+            continue
+        line = f"{name}: {found['key']} up to {found['value']} (now {found['now']})"
+        line += f", then {_speed(answer['step_s'], answer['tokens_per_s'])}"
+        line += f", {format_bytes(answer['device_peak_bytes'])} of the device"
+        lines.append(f"{line}; {found['note']}" if found["note"] else line)
+    return "\n".join(lines)
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left")
+    return table
 
 
 def _overview(answers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("card", "verdict", "device", "of", "host", "step", "tokens/s")
+    table = _table("card", "verdict", "device", "of", "host", "of", "step", "tokens/s")
     for answer in answers:
-        device, step = answer["device_bytes"], answer["step_s"]
+        device, host = answer["device_bytes"], answer["host_bytes"]
+        step = answer["step_s"]
         table.add_row(
             answer["hardware"]["name"],
-            answer["verdict"],
+            VERDICTS[answer["verdict"]],
             format_bytes(device["peak"]),
             format_bytes(device["budget"]),
-            format_bytes(answer["host_bytes"]["peak"]),
+            format_bytes(host["peak"]),
+            format_bytes(host["budget"]),
             f"{step['total']:.3g} s" if step else "-",
-            f"{step['tokens_per_s']:.4g}" if step else "-",
+            _rate(step["tokens_per_s"]) if step else "-",
         )
     return table
 
 
 def _one(console: Console, answer: Mapping[str, Any]) -> None:
-    plan, step = answer["plan"], answer["step_s"]
-    console.print()
-    console.print(f"{answer['hardware']['name']}: {answer['verdict']}", style="bold")
+    plan, step, hardware = answer["plan"], answer["step_s"], answer["hardware"]
+    head = hardware["name"] + (f" on {hardware['link']}" if hardware["link"] else "")
+    head += f": {VERDICTS[answer['verdict']]}"
+    if step:
+        head += f", {_speed(step['total'], step['tokens_per_s'])}"
+    console.print(head, markup=False)
     if answer["reason"]:
         console.print(answer["reason"], markup=False)
+    fits = answer["verdict"] == "fits"
+    if not fits:
+        _print_alternatives(console, answer)
     console.print(
-        f"mode {plan['mode']}: n_persist {plan['n_persist']} of {plan['num_chunks']} "
-        f"chunks, n_buffer {plan['n_buffer']}, n_swap {plan['n_swap']}, n_checkpoint "
-        f"{plan['n_checkpoint']} of {plan['num_blocks']} blocks"
+        f"{'Plan' if fits else 'The plan that comes nearest'}: mode {plan['mode']} "
+        f"({MODES[plan['mode']]}), n_persist {plan['n_persist']} of "
+        f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
+        f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
+        f"{plan['num_blocks']} blocks ({_row(plan['block_policies'])})",
+        markup=False,
     )
-    console.print(f"blocks: {_row(plan['block_policies'])}")
-    for where in ("device", "host"):
-        console.print(_terms(where, answer[f"{where}_bytes"]))
+    side_by_side = Table.grid(padding=(0, 6, 0, 0))
+    side_by_side.add_row(_device(answer["device_bytes"]), _host(answer["host_bytes"]))
+    console.print(side_by_side)
     if step:
         console.print(_lanes(step))
-    if answer["alternatives"]:
-        console.print(_alternatives(answer["alternatives"]))
+    if fits:
+        _print_alternatives(console, answer)
+
+
+def _speed(step_s: float, tokens_per_s: float) -> str:
+    return f"{step_s:.3g} s a step, {_rate(tokens_per_s)} tokens/s"
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
 def _row(policies: Sequence[str]) -> str:
     """`keep keep recompute` as `2 keep, 1 recompute`."""
-    runs: list[list[Any]] = []
-    for policy in policies:
-        if runs and runs[-1][1] == policy:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, policy])
-    return ", ".join(f"{count} {policy}" for count, policy in runs)
+    return ", ".join(f"{len(list(run))} {name}" for name, run in groupby(policies))
 
 
-def _terms(where: str, memory: Mapping[str, Any]) -> Table:
-    table = Table(where, "bytes", title_justify="left")
+def _device(memory: Mapping[str, Any]) -> Table:
+    return _memory(f"device, at {memory['peak_at']}", memory, "peak")
+
+
+def _host(memory: Mapping[str, Any]) -> Table:
+    """Its terms are those of training; loading may take more."""
+    phases = memory["phases"]
+    highest = max(phases, key=phases.__getitem__)
+    return _memory("host, while training", memory, f"peak ({highest})")
+
+
+def _memory(title: str, memory: Mapping[str, Any], peak: str) -> Table:
+    table = _table(title, "")
     for name, nbytes in memory["terms"].items():
         if nbytes:
             table.add_row(name, format_bytes(nbytes))
     table.add_section()
-    table.add_row("peak", format_bytes(memory["peak"]))
+    table.add_row(peak, format_bytes(memory["peak"]))
     table.add_row("may be used", format_bytes(memory["budget"]))
-    phases = ", ".join(
-        f"{phase} {format_bytes(nbytes)}" for phase, nbytes in memory["phases"].items()
-    )
-    table.caption = phases
+    if memory.get("reserve"):
+        table.add_row("kept in reserve", format_bytes(memory["reserve"]))
     return table
 
 
 def _lanes(step: Mapping[str, Any]) -> Table:
-    table = Table("step", "busy", "compute waits")
+    table = _table("step", "busy", "compute waits for it")
     for lane, seconds in step["lanes"].items():
         if seconds:
             waits = step["exposed"].get(lane)
-            table.add_row(
-                lane, f"{seconds:.3g} s", f"{waits:.3g} s" if waits is not None else ""
-            )
+            waited = "" if waits is None else f"{waits:.3g} s"
+            table.add_row(LANES[lane], f"{seconds:.3g} s", waited)
+            if lane == "compute" and step["recompute"]:
+                table.add_row("  recomputing", f"{step['recompute']:.3g} s", "")
     table.add_section()
-    table.add_row("total", f"{step['total']:.3g} s", f"bound by {step['limiter']}")
-    table.add_row("", f"{step['tokens_per_s']:.4g} tokens/s", "")
+    limiter = f"limited by {LANES[step['limiter']]}"
+    table.add_row("together", f"{step['total']:.3g} s", limiter)
     return table
 
 
-def _alternatives(alternatives: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("instead", "verdict", "device", "step", "tokens/s")
-    for other in alternatives:
+def _print_alternatives(console: Console, answer: Mapping[str, Any]) -> None:
+    if not answer["alternatives"]:
+        return
+    table = _table("instead", "verdict", "device", "step", "tokens/s", "note")
+    table.columns[1].justify = table.columns[5].justify = "left"
+    table.columns[5].overflow = "fold"
+    for column in table.columns[:5]:
+        column.no_wrap = True
+    for other in answer["alternatives"]:
         fits = other["step_s"] is not None
         table.add_row(
             other["change"],
-            other["verdict"],
+            VERDICTS[other["verdict"]],
             format_bytes(other["device_peak_bytes"]) if fits else "-",
             f"{other['step_s']:.3g} s" if fits else "-",
-            f"{other['tokens_per_s']:.4g}" if fits else "-",
+            _rate(other["tokens_per_s"]) if fits else "-",
+            other["note"] or "",
         )
-    return table
+    console.print(table)
+
+
+def _item(text: str) -> Table:
+    """A line of a list, hanging."""
+    item = Table.grid()
+    item.add_row("  - ", Padding(text, 0))
+    return item

@@ -16,6 +16,10 @@ from rich.table import Table
 from .core.planner import Forecast
 from .core.session import Measured
 
+WATCHED_STEPS = 2
+"""First steps in which the CPU device counts every allocation, which slows them: the
+optimizer's state appears in the first one, and the second one is like all others."""
+
 REPORT_FILE = Path("protrain") / "report.json"
 
 
@@ -51,7 +55,7 @@ class RunReport:
     def as_dict(self, measured: Measured, host_peak: int) -> dict[str, Any]:
         """The content of report.json; bytes and seconds."""
         forecast = self.forecast
-        step_s = statistics.median(self.step_s) if self.step_s else None
+        step_s = self.median_step_s()
         return {
             **forecast_dict(forecast),
             "compared": self._compared(measured, step_s),
@@ -64,6 +68,11 @@ class RunReport:
             "device": self.device,
             "notes": self.notes,
         }
+
+    def median_step_s(self) -> float | None:
+        """Of the steps that were not watched, if there are any."""
+        timed = self.step_s[WATCHED_STEPS:] or self.step_s
+        return statistics.median(timed) if timed else None
 
     def _compared(self, measured: Measured, step_s: float | None) -> dict[str, Any]:
         """Each predicted term beside what was measured of it."""

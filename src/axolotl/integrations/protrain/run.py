@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -40,12 +39,8 @@ from .core.runtime import open_device
 from .core.session import Measured, Options, Session
 from .core.types import Hardware
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
-from .report import RunReport, summary
+from .report import WATCHED_STEPS, RunReport, summary
 from .stand_ins import make_experts_traceable
-
-WATCHED_STEPS = 2
-"""First steps in which the CPU device counts every allocation: the optimizer's state
-appears in the first one, and the second one is like all others."""
 
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
@@ -155,8 +150,7 @@ class TrainingRun:
             (
                 "step, seconds",
                 report.forecast.step.total_s,
-                # watched steps are slower
-                statistics.median(report.step_s[WATCHED_STEPS:]),
+                report.median_step_s() or 0.0,
                 SECONDS_APART,
             ),
         ):

@@ -229,12 +229,15 @@ class _Recorder(MetaMode):
             return
         now = self._now
         made = [output] if isinstance(output, Tensor) else list(_tensors(output))
+        read = list(_tensors(args))
+        given = {tensor.untyped_storage()._cdata for tensor in read}
         for tensor in made:
-            self._follow(tensor)
+            # an operator in place may change a parameter, which is no activation
+            if tensor.untyped_storage()._cdata not in given:
+                self._follow(tensor)
         now.num_kernels += 1
         packet = func._overloadpacket
         formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
-        read = list(_tensors(args))
         if packet is _aten._grouped_mm:
             # rows are spread over the experts: each meets one weight
             is_16_bit = read[0].dtype.itemsize == 2
