@@ -54,7 +54,7 @@ def test_wheel_ships_this_package_and_nothing_else(wheel: ZipFile) -> None:
     sources = {
         path.relative_to(SRC).as_posix()
         for path in SRC.rglob("*")
-        if path.suffix in (".py", ".md") and ".egg-info" not in str(path)
+        if path.suffix in (".py", ".md", ".html") and ".egg-info" not in str(path)
     }
     assert shipped == sources
     assert all(name.startswith(PACKAGE) for name in shipped)
