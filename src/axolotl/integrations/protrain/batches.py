@@ -192,7 +192,9 @@ def _image_side(cfg: Any, vision: Any, processor: dict[str, Any]) -> int:
 
 
 def _square_tokens(config: Any) -> int | None:
-    """Tokens that an image of fixed size becomes."""
+    """Tokens that an image of fixed size becomes; None where sizes differ."""
+    if getattr(config, "image_grid_pinpoints", None):
+        return None
     for name in ("mm_tokens_per_image", "image_seq_length"):
         count = getattr(config, name, None)
         if isinstance(count, int):

@@ -292,7 +292,7 @@ class DryRun:
                 note = f"the effective batch becomes {before * value}"
             else:
                 change["gradient_accumulation_steps"] = steps
-                note = f"accumulating {steps} of them, not {before}"
+                note = f"accumulation {before} -> {steps}"
         text = f"{key} {cfg[key]} -> {value}"
         return _alternative(text, partial(self._chosen, card, change), note)
 
@@ -398,7 +398,10 @@ class DryRun:
 
     def _gpu(self, gpu: str, tf32: bool = False) -> Hardware:
         ram = self._question.ram_gib or DEFAULT_RAM_GIB
-        return gpu_hardware(gpu, self._question.link, int(ram * 2**30), tf32)
+        card = gpu_hardware(gpu, self._question.link, int(ram * 2**30), tf32)
+        if ":" not in gpu:
+            return card
+        return replace(card, name=f"{card.name}, {card.device_bytes / 2**30:g} GiB")
 
     def _this_machine(self) -> Hardware:
         device = torch.device(self._device_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from .core.profile import (
     trace_step,
 )
 from .core.types import Budget, Layout, Workload
+from .report import format_bytes
 from .stand_ins import planning_stand_ins
 
 
@@ -69,14 +71,14 @@ def trace_model(
             headroom = args.protrain_vision_headroom_bytes
             assumptions.append(
                 f"the vision tower could not be traced ({error}); "
-                f"protrain_vision_headroom_bytes reserves {headroom:,} bytes for it"
+                f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for it"
             )
             traced = trace_step(model, blocks, _loss(model, text, target))
     if has_vision_tower(model) and not headroom and len(text) == len(batch):
         headroom = args.protrain_vision_headroom_bytes
         assumptions.append(
             "no images in the batch: protrain_vision_headroom_bytes reserves "
-            f"{headroom:,} bytes for the vision tower"
+            f"{format_bytes(headroom)} for the vision tower"
         )
     adapters = adapter_names(model)
     return Subject(
@@ -87,12 +89,30 @@ def trace_model(
     )
 
 
+_FOREIGN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's own code raises on a batch or a device that it was not made for."""
+
+
 def _loss(
     model: nn.Module, batch: Mapping[str, Tensor], target: Target
 ) -> Callable[[], Tensor]:
     def loss_of() -> Tensor:
-        with Emulation(target):
-            outputs = model(**batch)
+        try:
+            with Emulation(target):
+                outputs = model(**batch)
+        except _FOREIGN as error:
+            raise TraceError(
+                f"{type(model).__name__} does not run without weights: "
+                f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+            ) from error
         if target.autocast_dtype is not None:
             outputs = outputs_as_fp32(outputs)
         return outputs["loss"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -77,14 +78,20 @@ class Chunk:
     tensors: tuple[TensorSpec, ...]
     nbytes: int
 
-    @property
+    # cached: a search asks thousands of times
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of the parameters alone, without alignment gaps."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @cached_property
+    def payload_16_bit_bytes(self) -> int:
+        """Those of them that an fp32 master is kept of."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.is_16_bit)
+
     def has_masters(self, fp32_master: bool) -> bool:
         """True when any of its parameters is updated through an fp32 master."""
-        return fp32_master and any(tensor.is_16_bit for tensor in self.tensors)
+        return fp32_master and self.payload_16_bit_bytes > 0
 
     @property
     def pageable(self) -> bool:

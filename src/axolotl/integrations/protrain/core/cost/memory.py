@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
+from ..layout import slot_bytes
 from ..types import Hardware, Layout, Placement, Plan, Policy, Trace, Workload
 from .states import (
     GRADIENTS_IN_FLIGHT,
@@ -112,8 +115,7 @@ class HostEstimate:
         return {f.name: getattr(self.states, f.name) for f in fields(self.states)}
 
 
-@dataclass(frozen=True)
-class _Curve:
+class Activations(NamedTuple):
     """Activation bytes under one choice of policies, for each segment.
 
     `first` and `later` are the highest totals within it, with and without gradients
@@ -124,6 +126,33 @@ class _Curve:
     first: list[int]
     later: list[int]
     after: int
+
+
+class Parameters(NamedTuple):
+    """What parameters take on the device under one choice of placements.
+
+    Attributes:
+        base: Weights and optimizer state, slots excepted.
+        gradients: Gradients of what trains there, all of them.
+        update: What the device's update takes on top of them.
+        before: Gradient bytes beside each segment's own in the first micro-batch.
+        extra: The same in later ones, beside `gradients`.
+    """
+
+    base: int
+    gradients: int
+    update: int
+    before: list[int]
+    extra: list[int]
+
+
+class _Holding(NamedTuple):
+    """A `Holding`, its latest reason first: the first that applies counts."""
+
+    made: int
+    forgotten: int
+    nbytes: int
+    holds: list[tuple[int, int | None, bool]]
 
 
 class MemoryModel:
@@ -145,25 +174,22 @@ class MemoryModel:
         self.hardware = hardware
         # a copy that runs at once leaves no gradient behind on the device
         self._in_flight = GRADIENTS_IN_FLIGHT if hardware.overlaps else 0
-        self._chunk_of = {
+        chunk_of = {
             spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
         }
-        # the latest reason first: the first that applies is the one that counts
-        self._holdings = [
-            (
-                holding.made,
-                holding.forgotten,
-                holding.nbytes,
-                sorted(
-                    ((h.segment, h.block, h.as_input) for h in holding.holds),
-                    # at a tie the input: what is there as such does not come back
-                    key=lambda hold: (-hold[0], not hold[2]),
-                ),
-            )
-            for holding in trace.holdings
-        ]
-        self._curve = lru_cache(maxsize=None)(self._walk)
-        self._states = lru_cache(maxsize=None)(self._state_bytes)
+        # by segment: gradients of weights that never move, and of each chunk
+        self._gradients: list[dict[int | None, int]] = []
+        for segment in trace.segments:
+            made: dict[int | None, int] = {}
+            for name, nbytes in segment.gradients:
+                chunk = chunk_of.get(name)
+                made[chunk] = made.get(chunk, 0) + nbytes
+            self._gradients.append(made)
+        self._trained = sorted(
+            {chunk for made in self._gradients for chunk in made if chunk is not None}
+        )
+        self._follow(trace)
+        self.activations = lru_cache(maxsize=None)(self._walk)
         self._kept_gradients = lru_cache(maxsize=None)(self._gradient_walk)
 
     def peak_bytes(
@@ -172,18 +198,34 @@ class MemoryModel:
         n_buffer: int,
         policies: tuple[Policy, ...],
     ) -> int:
-        """The peak of a plan alone, for the search."""
-        states = self._states(placements, n_buffer)
-        base = states.weights + states.moments
-        curve = self._curve(policies)
-        before, extra = self._kept_gradients(placements)
-        highest = max(map(add, curve.first, before))
+        """The peak of a plan alone."""
+        slots = sum(slot_bytes(self.layout, placements, n_buffer))
+        parameters = self.parameters(placements)
+        return slots + self.peak_without_slots(parameters, self.activations(policies))
+
+    def parameters(self, placements: tuple[Placement, ...]) -> Parameters:
+        """What a choice of placements takes, for `peak_without_slots`."""
+        states = self._states(placements, 0)
+        return Parameters(
+            states.weights + states.moments,
+            states.gradients,
+            self._update_bytes(states),
+            *self._kept_gradients(self._leave(placements)),
+        )
+
+    def peak_without_slots(
+        self, parameters: Parameters, activations: Activations
+    ) -> int:
+        """The peak of placements and policies together: for the search, which has
+        many of each."""
+        p, a = parameters, activations
+        highest = max(map(add, a.first, p.before))
         if self.workload.accumulation > 1:
-            later = max(map(add, curve.later, extra))
-            highest = max(highest, states.gradients + later)
-        update = curve.after + states.gradients + self._update_bytes(states)
-        inference = self._inference_bytes() if self.workload.eval_ratio else 0
-        return base + max(highest, update, inference) + self.hardware.unseen_bytes
+            later = max(map(add, a.later, p.extra))
+            highest = max(highest, p.gradients + later)
+        update = a.after + p.gradients + p.update
+        inference = self._inference_bytes if self.workload.eval_ratio else 0
+        return p.base + max(highest, update, inference) + self.hardware.unseen_bytes
 
     def device(self, plan: Plan) -> DeviceEstimate:
         """The whole prediction for the device."""
@@ -234,20 +276,44 @@ class MemoryModel:
         """What keeping a block's saved tensors costs over recomputing it."""
         others = [Policy.KEEP] * self.trace.num_blocks
         others[block] = Policy.RECOMPUTE
-        return sum(self._changes(tuple(others))[1])
+        self._walk(tuple(others))
+        return sum(self._regained)
 
-    def _walk(self, policies: tuple[Policy, ...]) -> _Curve:
-        segments = self.trace.segments
-        change, regained = self._changes(policies)
-        start, first, later = [], [], []
-        live = self.trace.batch_bytes
-        for index, segment in enumerate(segments):
-            live += change[index]
+    def _follow(self, trace: Trace) -> None:
+        """Begin the walk with every block keeping its tensors."""
+        self._holdings = [
+            _Holding(
+                holding.made,
+                holding.forgotten,
+                holding.nbytes,
+                sorted(
+                    ((h.segment, h.block, h.as_input) for h in holding.holds),
+                    # at a tie the input: what is there as such does not come back
+                    key=lambda hold: (-hold[0], not hold[2]),
+                ),
+            )
+            for holding in trace.holdings
+        ]
+        self._held_by: list[list[_Holding]] = [[] for _ in range(trace.num_blocks)]
+        for holding in self._holdings:
+            for block in {block for _, block, _ in holding.holds if block is not None}:
+                self._held_by[block].append(holding)
+        self._policies = (Policy.KEEP,) * trace.num_blocks
+        size = len(trace.segments) + 2
+        # by segment: bytes that its start has more than the one before, and bytes
+        # that come back in it because they were not kept
+        self._change, self._regained = [0] * size, [0] * size
+        for holding in self._holdings:
+            self._count(holding, 1)
+
+    def _walk(self, policies: tuple[Policy, ...]) -> Activations:
+        self._change_policies(policies)
+        rises, piles = [], []
+        for segment, back in zip(self.trace.segments, self._regained, strict=False):
             rise, piled = segment.peak_bytes, segment.first_peak_bytes
             block = segment.block
             if block is not None and policies[block] is not Policy.KEEP:
                 if segment.backward:
-                    back = regained[index]
                     rise, piled = back + rise, back + piled
                     if policies[block] is Policy.RECOMPUTE:
                         redone = self._redone[block]
@@ -256,31 +322,45 @@ class MemoryModel:
                     rise = piled = segment.dropped_peak_bytes
             elif not segment.backward:
                 piled = rise
-            start.append(live)
-            first.append(live + piled)
-            later.append(live + rise)
-        return _Curve(start, first, later, live + change[len(segments)])
+            rises.append(rise)
+            piles.append(piled)
+        live = list(accumulate(self._change, initial=self.trace.batch_bytes))
+        after = live[len(rises) + 1]
+        start = live[1 : len(rises) + 1]
+        return Activations(
+            start, list(map(add, start, piles)), list(map(add, start, rises)), after
+        )
 
-    def _changes(self, policies: tuple[Policy, ...]) -> tuple[list[int], list[int]]:
-        """By segment: bytes that its start has more than the one before, and bytes
-        that come back in it because they were not kept."""
-        size = len(self.trace.segments) + 2
-        change, regained = [0] * size, [0] * size
-        kept = [policy is Policy.KEEP for policy in policies]
-        for made, forgotten, nbytes, holds in self._holdings:
-            end = forgotten
-            for segment, block, as_input in holds:
-                if segment <= end:
-                    break
-                if block is None or kept[block] is not as_input:
-                    end = segment
-                    break
-                if not as_input:
-                    regained[segment] += nbytes
-            if end > made:
-                change[made + 1] += nbytes
-                change[end + 1] -= nbytes
-        return change, regained
+    def _change_policies(self, policies: tuple[Policy, ...]) -> None:
+        """Count again only what is held by blocks whose policy is another."""
+        changed = {
+            id(holding): holding
+            for block, (old, new) in enumerate(
+                zip(self._policies, policies, strict=True)
+            )
+            if old is not new
+            for holding in self._held_by[block]
+        }
+        for holding in changed.values():
+            self._count(holding, -1)
+        self._policies = policies
+        for holding in changed.values():
+            self._count(holding, 1)
+
+    def _count(self, holding: _Holding, sign: int) -> None:
+        """Add or take away what a holding takes under the policies of now."""
+        made, end, nbytes, holds = holding
+        for segment, block, as_input in holds:
+            if segment <= end:
+                break
+            if block is None or (self._policies[block] is Policy.KEEP) is not as_input:
+                end = segment
+                break
+            if not as_input:
+                self._regained[segment] += sign * nbytes
+        if end > made:
+            self._change[made + 1] += sign * nbytes
+            self._change[end + 1] -= sign * nbytes
 
     @cached_property
     def _redone(self) -> dict[int | None, int]:
@@ -290,24 +370,26 @@ class MemoryModel:
             if not segment.backward
         }
 
-    def _gradient_walk(
-        self, placements: tuple[Placement, ...]
-    ) -> tuple[list[int], list[int]]:
+    def _leave(self, placements: tuple[Placement, ...]) -> tuple[bool, ...]:
+        """For each trained chunk whether its gradients go to the host."""
+        return tuple(placements[chunk].on_host for chunk in self._trained)
+
+    def _gradient_walk(self, leave: tuple[bool, ...]) -> tuple[list[int], list[int]]:
         """Gradient bytes beside each segment's own, in the first and later passes.
 
         Those of earlier segments that stay or are on their way; in later passes what
         the segment holds for the host until its chunk is complete.
         """
+        leaves = dict(zip(self._trained, leave, strict=True))
         before, extra = [], []
         kept = 0
         leaving: list[int] = []
-        for segment in self.trace.segments:
+        for segment, gradients in zip(self.trace.segments, self._gradients, strict=True):
             way = sum(leaving[-self._in_flight :]) if self._in_flight else 0
             before.append(kept + way)
             left = 0
-            for name, nbytes in segment.gradients:
-                chunk = self._chunk_of.get(name)
-                if chunk is not None and placements[chunk].on_host:
+            for chunk, nbytes in gradients.items():
+                if chunk is not None and leaves[chunk]:
                     left += nbytes
                 else:
                     kept += nbytes
@@ -317,9 +399,7 @@ class MemoryModel:
             extra.append(way + piled)
         return before, extra
 
-    def _state_bytes(
-        self, placements: tuple[Placement, ...], n_buffer: int
-    ) -> StateBytes:
+    def _states(self, placements: tuple[Placement, ...], n_buffer: int) -> StateBytes:
         return state_bytes(
             self.layout,
             placements,
@@ -344,6 +424,7 @@ class MemoryModel:
             default=0,
         )
 
+    @cached_property
     def _inference_bytes(self) -> int:
         """Activations of an evaluation batch: nothing is saved."""
         change = [0] * (len(self.trace.segments) + 2)
@@ -360,8 +441,8 @@ class MemoryModel:
 
     def _timeline(self, plan: Plan) -> Iterator[Point]:
         states = self._states(plan.placements, plan.n_buffer)
-        curve = self._curve(plan.policies)
-        before, extra = self._kept_gradients(plan.placements)
+        curve = self.activations(plan.policies)
+        before, extra = self._kept_gradients(self._leave(plan.placements))
         later_passes = self.workload.accumulation > 1
 
         def point(
@@ -396,6 +477,6 @@ class MemoryModel:
         update = self._update_bytes(states)
         yield point("update", "update", states.gradients, curve.after, update)
         if self.workload.eval_ratio:
-            inference = self._inference_bytes()
+            inference = self._inference_bytes
             yield point("evaluation", "evaluation", 0, 0, inference)
         yield point("save", "save", 0, 0, 0)

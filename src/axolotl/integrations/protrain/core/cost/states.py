@@ -138,20 +138,16 @@ def host_state_bytes(
     """Host bytes of the arena and of what trains there."""
     kept = [chunk for chunk in layout.chunks if _on_host(placements, chunk)]
     trained = [chunk for chunk in kept if chunk.trainable]
-    gradients = masters = moments = 0
-    for chunk in trained:
-        for tensor in chunk.tensors:
-            has_master = workload.fp32_master and tensor.is_16_bit
-            width = 4 * tensor.numel if has_master else tensor.nbytes
-            gradients += width
-            masters += width if has_master else 0
-            moments += 2 * width + STEP_BYTES
+    mastered = workload.fp32_master * sum(c.payload_16_bit_bytes for c in trained)
+    masters = 2 * mastered
+    gradients = sum(chunk.payload_bytes for chunk in trained) - mastered + masters
+    steps = STEP_BYTES * sum(len(chunk.tensors) for chunk in trained)
     largest = max((chunk.nbytes for chunk in trained), default=0)
     return HostBytes(
         arena=sum(aligned(chunk.nbytes) for chunk in kept),
         gradients=gradients,
         masters=masters,
-        moments=moments,
+        moments=2 * gradients + steps,
         staging=STAGING_BUFFERS * largest,
         loader=workload.loader_bytes,
     )

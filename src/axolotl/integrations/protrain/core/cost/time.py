@@ -586,14 +586,8 @@ def _seconds_per_byte(
 
 def _trained_bytes(chunk: Chunk, fp32_master: bool) -> tuple[int, int, int]:
     """Weights updated themselves, weights updated through masters, those masters."""
-    own = mastered = masters = 0
-    for tensor in chunk.tensors:
-        if fp32_master and tensor.is_16_bit:
-            mastered += tensor.nbytes
-            masters += 4 * tensor.numel
-        else:
-            own += tensor.nbytes
-    return own, mastered, masters
+    mastered = chunk.payload_16_bit_bytes if fp32_master else 0
+    return chunk.payload_bytes - mastered, mastered, 2 * mastered
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nested import map_tensors, tensors_in
 from .hardware import elapsed_s
 
 INPUT_SCALE = 0.02
@@ -127,7 +128,7 @@ def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
         "parameters": [
             [name, *described(param)] for name, param in block.named_parameters()
         ],
-        "inputs": [described(t) for t in _tensors((sample.args, sample.kwargs))],
+        "inputs": [described(t) for t in tensors_in((sample.args, sample.kwargs))],
         "dropout": [m.p for m in block.modules() if isinstance(m, nn.Dropout)],
     }
 
@@ -165,9 +166,9 @@ class _Call:
                 made[id(tensor)] = _real(tensor, device)
             return made[id(tensor)]
 
-        self._args = tuple(_map_tensors(arg, real) for arg in sample.args)
+        self._args = tuple(map_tensors(arg, real) for arg in sample.args)
         self._kwargs = {
-            name: _map_tensors(value, real) for name, value in sample.kwargs.items()
+            name: map_tensors(value, real) for name, value in sample.kwargs.items()
         }
         self._leaves = [
             tensor
@@ -185,7 +186,7 @@ class _Call:
                 enabled=self._autocast_dtype is not None,
             ):
                 result = self._module(*self._args, **self._kwargs)
-            outputs.extend(t for t in _tensors(result) if t.requires_grad)
+            outputs.extend(t for t in tensors_in(result) if t.requires_grad)
 
         (forward_s,) = elapsed_s(self._device, forward)
         if not outputs:
@@ -221,25 +222,3 @@ def _fill(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype is torch.bool:
         return torch.ones(length, dtype=dtype, device=device)
     return torch.zeros(length, dtype=dtype, device=device)
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, change) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -8,7 +8,6 @@ calls them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ..nested import map_tensors
 
 _aten = torch.ops.aten
 
@@ -90,9 +91,12 @@ class Emulation(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._dtype is not None:
             if name in _LOWER:
-                args, kwargs = _map(args, self._lower), _map(kwargs, self._lower)
+                args, kwargs = (
+                    map_tensors(args, self._lower),
+                    map_tensors(kwargs, self._lower),
+                )
             elif name in self._raised and kwargs.get("dtype") is None:
-                args, kwargs = _map(args, _raise), _map(kwargs, _raise)
+                args, kwargs = map_tensors(args, _raise), map_tensors(kwargs, _raise)
         if name in _COMPOSITE:
             # its inner products are cast too; torch has switched this mode off here
             with self:
@@ -125,7 +129,7 @@ class Emulation(TorchFunctionMode):
 
 def outputs_as_fp32(outputs: Any) -> Any:
     """What accelerate does to the outputs of an autocast forward."""
-    return _map(
+    return map_tensors(
         outputs,
         lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t,
     )
@@ -138,18 +142,6 @@ def _raise(tensor: Tensor) -> Tensor:
 
 def _is_eligible(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype != torch.float64
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_map(item, change) for item in value)
-    if isinstance(value, dict):
-        # keeps the class of a model output, which is a dict
-        changed = {key: _map(item, change) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    return value
 
 
 def _fused_dropout(

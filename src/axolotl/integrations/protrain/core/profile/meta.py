@@ -7,7 +7,7 @@ sizes. Those are small, so their values are carried along as long as they stay s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
 from ..layout.tensors import bindings
+from ..nested import map_tensors, tensors_in
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -78,9 +79,9 @@ class MetaMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors_in(args))
+        tensors = list(tensors_in(args))
         if kwargs:
-            tensors += _tensors_in(kwargs.values())
+            tensors += tensors_in(kwargs.values())
         on_meta = [t for t in tensors if t.device == _META]
         if not on_meta:
             return self._make(func, args, kwargs, moved=tensors)
@@ -105,7 +106,7 @@ class MetaMode(TorchDispatchMode):
         """Shape rules are slow and blocks are alike, so their answers are kept."""
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # kernels take other types, the shape rule does not
-            as_16_bit = _map(
+            as_16_bit = map_tensors(
                 args, lambda t: t.bfloat16() if t.is_floating_point() else t
             )
             return func(*as_16_bit, **kwargs).to(args[0].dtype)
@@ -161,11 +162,11 @@ class MetaMode(TorchDispatchMode):
             real = func(*_replace(args, known), **_replace(kwargs, known))
             return _as_meta(real)
         output = func(*_to_meta(args), **_to_meta(kwargs))
-        outputs = [output] if isinstance(output, Tensor) else list(_tensors_in(output))
+        outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         if all(_is_small_integer(t) for t in outputs):
             on_cpu = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
             real = func(*_replace(args, known), **_replace(on_cpu, known))
-            reals = [real] if isinstance(real, Tensor) else list(_tensors_in(real))
+            reals = [real] if isinstance(real, Tensor) else list(tensors_in(real))
             for tensor, value in zip(outputs, reals, strict=True):
                 _know(tensor, value)
         self.ran(func, args, output)
@@ -265,22 +266,12 @@ def _leaves_meta(kwargs: dict[str, Any]) -> bool:
     return device is not None and torch.device(device) != _META
 
 
-def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
-
-
 def _to_meta(value: Any) -> Any:
-    return _map(value, lambda t: t if t.device == _META else t.to(_META))
+    return map_tensors(value, lambda t: t if t.device == _META else t.to(_META))
 
 
 def _replace(value: Any, known: dict[int, Any]) -> Any:
-    return _map(value, lambda t: known[id(t)])
+    return map_tensors(value, lambda t: known[id(t)])
 
 
 def _as_meta(value: Any) -> Any:
@@ -290,12 +281,4 @@ def _as_meta(value: Any) -> Any:
             _know(tensor, real)
         return tensor
 
-    return _map(value, carry)
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
+    return map_tensors(value, carry)

@@ -6,12 +6,13 @@ if blocks and inputs agree in everything that a forward can depend on but weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..nested import map_tensors, tensors_in
 from .meta import value_of
 
 _META = torch.device("meta")
@@ -59,7 +60,7 @@ class Repeats:
         self, index: int, static: Any, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            inputs = list(_tensors((args, kwargs)))
+            inputs = list(tensors_in((args, kwargs)))
             kind = (static, _described((args, kwargs)), torch.is_grad_enabled())
             ran = self._ran.get(kind)
             if ran is None or index in self._last:
@@ -108,7 +109,7 @@ def _recipe(output: Any, inputs: Sequence[Tensor]) -> Any:
 
         return ("made", (make, tensor.requires_grad))
 
-    return _map(output, leaf)
+    return map_tensors(output, leaf)
 
 
 def _cook(recipe: Any, inputs: Sequence[Tensor]) -> Any:
@@ -172,24 +173,3 @@ def _described(value: Any) -> Any:
         return repr(value)
     # a cache, for example: the same object for every block
     return id(value)
-
-
-def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import TraceError
+from ..nested import map_tensors, tensors_in
 from ..types import Hold, Holding, Segment, Trace, Work
 from .block_times import BlockSample
 from .meta import MetaMode
@@ -228,8 +229,8 @@ class _Recorder(MetaMode):
         if self._busy or func.is_view:
             return
         now = self._now
-        made = [output] if isinstance(output, Tensor) else list(_tensors(output))
-        read = list(_tensors(args))
+        made = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        read = list(tensors_in(args))
         given = {tensor.untyped_storage()._cdata for tensor in read}
         for tensor in made:
             # an operator in place may change a parameter, which is no activation
@@ -330,7 +331,7 @@ class _Recorder(MetaMode):
                 self._busy = True
                 self._samples[index] = BlockSample(_detached(args), _detached(kwargs))
                 self._busy = False
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 record = self._records.get(tensor.untyped_storage()._cdata)
                 self._now.inputs.append(record)
                 if record is not None:
@@ -357,7 +358,7 @@ class _Recorder(MetaMode):
             self._inside = None
             # a skipped block ran in the place of the first of its kind
             self._forwards.setdefault(index, forward)
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 storage = tensor.untyped_storage()
                 forward.outputs.append(self._records.get(storage._cdata))
                 node = tensor.grad_fn
@@ -509,27 +510,12 @@ def _unpack(stand_in: Tensor) -> Tensor:
 
 def _detached(value: Any) -> Any:
     """The same structure without autograd's graph; keeps `requires_grad`."""
-    if isinstance(value, Tensor) and not value.is_meta:
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, Tensor):
+
+    def detached(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        ).requires_grad_(value.requires_grad)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_detached(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    return value
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        ).requires_grad_(tensor.requires_grad)
 
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors(vars(value))
+    return map_tensors(value, detached)

@@ -7,14 +7,14 @@ forward pre-hook fires again inside the backward pass and finds the window open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Direction
+from ..nested import tensors_in
 from .pager import Pager
 
 
@@ -59,7 +59,7 @@ def attach_block(
             pager.close(index, Direction.INFERENCE)
             return
         pager.close(index, Direction.FORWARD)
-        for tensor in (output,) if type(output) is Tensor else _tensors(output):
+        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
             node = tensor.grad_fn
             # an older node is not this block's: it only hands the tensor on
             if node is not None and node._sequence_nr() >= entered:
@@ -141,16 +141,3 @@ def _direction() -> Direction:
 def _inside_backward() -> bool:
     """True on a thread that the autograd engine is running (as in torch.utils.checkpoint)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        yield from _tensors(vars(value))
