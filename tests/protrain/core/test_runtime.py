@@ -404,11 +404,20 @@ def test_an_arena_lives_as_long_as_its_tensors() -> None:
 def test_the_cpu_device_counts_its_peak() -> None:
     device = CpuDevice()
     device.allocate(100)
-    device.place(torch.zeros(10))
-    device.count(60)
-    device.count(-60)
-    device.count(20)
-    assert device.peak_bytes() == 200
+    placed = device.place(torch.zeros(10))
+    unseen = torch.zeros(1000)
+    with device.watch(already=60):
+        made = placed + placed
+        assert device.used_bytes() == 100 + 40 + 60 + 40
+        view = made.view(2, 5).t()
+        view.add_(1)
+        placed.mul_(2)
+        assert device.used_bytes() == 240
+        made = view = view + unseen[:5].view(5, 1)
+        assert device.used_bytes() == 240
+    del made, view
+    assert device.used_bytes() == 200
+    assert device.peak_bytes() == 280
 
 
 def test_only_known_devices_open() -> None:

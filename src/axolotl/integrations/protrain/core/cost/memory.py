@@ -294,7 +294,12 @@ class MemoryModel:
             )
             for holding in trace.holdings
         ]
-        self._held_by: list[list[_Holding]] = [[] for _ in range(trace.num_blocks)]
+        blocks = range(trace.num_blocks)
+        self._run_by: list[list[int]] = [[] for _ in blocks]
+        for index, segment in enumerate(trace.segments):
+            if segment.block is not None:
+                self._run_by[segment.block].append(index)
+        self._held_by: list[list[_Holding]] = [[] for _ in blocks]
         for holding in self._holdings:
             for block in {block for _, block, _ in holding.holds if block is not None}:
                 self._held_by[block].append(holding)
@@ -305,51 +310,59 @@ class MemoryModel:
         self._change, self._regained = [0] * size, [0] * size
         for holding in self._holdings:
             self._count(holding, 1)
+        rises = [self._rise(index) for index in range(len(trace.segments))]
+        self._rises = [rise for rise, _ in rises]
+        self._piles = [piled for _, piled in rises]
 
     def _walk(self, policies: tuple[Policy, ...]) -> Activations:
         self._change_policies(policies)
-        rises, piles = [], []
-        for segment, back in zip(self.trace.segments, self._regained, strict=False):
-            rise, piled = segment.peak_bytes, segment.first_peak_bytes
-            block = segment.block
-            if block is not None and policies[block] is not Policy.KEEP:
-                if segment.backward:
-                    rise, piled = back + rise, back + piled
-                    if policies[block] is Policy.RECOMPUTE:
-                        redone = self._redone[block]
-                        rise, piled = max(rise, redone), max(piled, redone)
-                else:
-                    rise = piled = segment.dropped_peak_bytes
-            elif not segment.backward:
-                piled = rise
-            rises.append(rise)
-            piles.append(piled)
+        size = len(self.trace.segments)
         live = list(accumulate(self._change, initial=self.trace.batch_bytes))
-        after = live[len(rises) + 1]
-        start = live[1 : len(rises) + 1]
+        start = live[1 : size + 1]
         return Activations(
-            start, list(map(add, start, piles)), list(map(add, start, rises)), after
+            start,
+            list(map(add, start, self._piles)),
+            list(map(add, start, self._rises)),
+            live[size + 1],
         )
 
     def _change_policies(self, policies: tuple[Policy, ...]) -> None:
-        """Count again only what is held by blocks whose policy is another."""
-        changed = {
-            id(holding): holding
-            for block, (old, new) in enumerate(
-                zip(self._policies, policies, strict=True)
-            )
-            if old is not new
-            for holding in self._held_by[block]
-        }
-        for holding in changed.values():
-            self._count(holding, -1)
+        """Look again only at what is held by blocks whose policy is another."""
+        pairs = zip(self._policies, policies, strict=True)
+        blocks = [block for block, (old, new) in enumerate(pairs) if old is not new]
+        holdings = {id(h): h for block in blocks for h in self._held_by[block]}.values()
+        before = [self._count(holding, -1) for holding in holdings]
         self._policies = policies
-        for holding in changed.values():
-            self._count(holding, 1)
+        after = [self._count(holding, 1) for holding in holdings]
+        segments = {segment for block in blocks for segment in self._run_by[block]}
+        segments.update(*map(set.symmetric_difference, before, after))
+        for segment in segments:
+            self._rises[segment], self._piles[segment] = self._rise(segment)
 
-    def _count(self, holding: _Holding, sign: int) -> None:
-        """Add or take away what a holding takes under the policies of now."""
+    def _rise(self, index: int) -> tuple[int, int]:
+        """Highest rise within a segment, without and with gradients that pile up."""
+        segment = self.trace.segments[index]
+        rise, piled, block = segment.peak_bytes, segment.first_peak_bytes, segment.block
+        policy = Policy.KEEP if block is None else self._policies[block]
+        if not segment.backward:
+            rise = rise if policy is Policy.KEEP else segment.dropped_peak_bytes
+            return rise, rise
+        if policy is not Policy.KEEP:
+            back = self._regained[index]
+            rise, piled = back + rise, back + piled
+        if policy is Policy.RECOMPUTE:
+            redone = self._redone[block]
+            rise, piled = max(rise, redone), max(piled, redone)
+        return rise, piled
+
+    def _count(self, holding: _Holding, sign: int) -> set[int]:
+        """Add or take away what a holding takes under the policies of now.
+
+        Returns:
+            The segments in which it comes back.
+        """
         made, end, nbytes, holds = holding
+        back = set()
         for segment, block, as_input in holds:
             if segment <= end:
                 break
@@ -358,9 +371,11 @@ class MemoryModel:
                 break
             if not as_input:
                 self._regained[segment] += sign * nbytes
+                back.add(segment)
         if end > made:
             self._change[made + 1] += sign * nbytes
             self._change[end + 1] -= sign * nbytes
+        return back
 
     @cached_property
     def _redone(self) -> dict[int | None, int]:

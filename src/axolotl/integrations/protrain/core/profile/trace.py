@@ -64,7 +64,8 @@ def trace_step(
     except (NotImplementedError, RuntimeError) as error:
         # what torch raises for an operator that has no shape rule, or a wrong shape
         raise TraceError(
-            f"{type(model).__name__} cannot be run without weights: {error}"
+            f"{type(model).__name__} cannot be run without weights, which a plan needs: "
+            f"{error}. Train it without ProTrain (protrain_auto_memory: false)."
         ) from error
     return recorder.result(batch_bytes)
 
