@@ -24,6 +24,7 @@ from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
     Chunk,
+    Hardware,
     Layout,
     Placement,
     Plan,
@@ -36,6 +37,25 @@ ALL = range(6)
 """Blocks of a `Stack` as it is by default."""
 
 HOST_STATE = Placement.HOST_STATE
+
+CPU = Hardware(
+    name="cpu",
+    source="nothing is timed",
+    device_bytes=0,
+    host_bytes=0,
+    unseen_bytes=0,
+    flops_16=1.0,
+    flops_32=1.0,
+    memory_bytes_s=1.0,
+    kernel_s=0.0,
+    fetch_bytes_s=1.0,
+    offload_bytes_s=1.0,
+    fetch_both_bytes_s=1.0,
+    offload_both_bytes_s=1.0,
+    adam_bytes_s=1.0,
+    overlaps=False,
+)
+"""The CPU device for predictions of bytes: no rate of it matters."""
 
 
 class Fuse(torch.autograd.Function):

@@ -130,8 +130,8 @@ class ProTrainArgs(BaseModel):
     )
     protrain_auto_mode: Flag = Field(
         default=True,
-        description="Choose the plan. Until there is a search it fills the budget with "
-        "resident chunks. Becomes false beside a force flag.",
+        description="Search for the fastest plan that fits. Becomes false beside a "
+        "force flag.",
     )
     protrain_force_all_persistent: Flag = Field(
         default=False,

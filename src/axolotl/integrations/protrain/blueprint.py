@@ -252,7 +252,7 @@ def _rejection(error: Exception) -> str:
     first = error.errors()[0]
     message = str(first["msg"]).removeprefix("Value error, ").splitlines()[0]
     key = ".".join(str(part) for part in first["loc"])
-    return f"{key}: {message}" if key else message
+    return f"{key}: {message}" if key and key not in message else message
 
 
 def _line(error: Exception) -> str:

@@ -18,7 +18,7 @@ import click
 from .core.errors import ConfigError, ProTrainError
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def protrain() -> None:
     """Page a model that is larger than the device."""
 

@@ -169,11 +169,12 @@ class DryRun:
         model: Any = self._blueprint.model
         config = model.config.get_text_config()
         known = getattr(config, "max_position_embeddings", None)
+        notes = []
         if what == "seq" and known and value > known:
-            return f"config.json says max_position_embeddings {known}"
+            notes.append(f"config.json says max_position_embeddings {known}")
         if value + _STRIDE[what] > self._limit(what):
-            return "more were not tried"
-        return None
+            notes.append("more was not tried")
+        return "; ".join(notes) or None
 
     # one card
 

@@ -90,12 +90,12 @@ def _one(console: Console, answer: Mapping[str, Any]) -> None:
     plan, step, hardware = answer["plan"], answer["step_s"], answer["hardware"]
     head = hardware["name"] + (f" on {hardware['link']}" if hardware["link"] else "")
     head += f": {VERDICTS[answer['verdict']]}"
-    if step:
+    fits = answer["verdict"] == "fits"
+    if fits:
         head += f", {_speed(step['total'], step['tokens_per_s'])}"
     console.print(head, markup=False)
     if answer["reason"]:
         console.print(answer["reason"], markup=False)
-    fits = answer["verdict"] == "fits"
     if not fits:
         _print_alternatives(console, answer)
     console.print(

@@ -229,6 +229,7 @@ class Segment:
         first_peak_bytes: Backward: the peak with every gradient of the segment that
             has been made, as in the first micro-batch.
         gradients: Names and bytes of the parameters' gradients it makes, in order.
+        operators: Name of each operator and the rise after it, saved tensors kept.
     """
 
     block: int | None
@@ -239,6 +240,12 @@ class Segment:
     redone_peak_bytes: int = 0
     first_peak_bytes: int = 0
     gradients: tuple[tuple[str, int], ...] = ()
+    operators: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def peak_operator(self) -> str:
+        """Name of the operator at which the segment is highest, empty without any."""
+        return max(self.operators, key=lambda ran: ran[1], default=("", 0))[0]
 
 
 @dataclass(frozen=True)

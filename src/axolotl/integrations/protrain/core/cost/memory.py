@@ -399,7 +399,9 @@ class MemoryModel:
         before, extra = [], []
         kept = 0
         leaving: list[int] = []
-        for segment, gradients in zip(self.trace.segments, self._gradients, strict=True):
+        for segment, gradients in zip(
+            self.trace.segments, self._gradients, strict=True
+        ):
             way = sum(leaving[-self._in_flight :]) if self._in_flight else 0
             before.append(kept + way)
             left = 0
@@ -488,7 +490,8 @@ class MemoryModel:
             else:
                 gradients, rise = before[index], curve.first[index] - live
             yield point(label, phase, gradients, live, 0)
-            yield point(label, phase, gradients, live, rise)
+            highest = ", ".join(filter(None, (label, segment.peak_operator)))
+            yield point(highest, phase, gradients, live, rise)
         update = self._update_bytes(states)
         yield point("update", "update", states.gradients, curve.after, update)
         if self.workload.eval_ratio:

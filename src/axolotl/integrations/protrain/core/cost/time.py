@@ -207,12 +207,36 @@ class _Link(NamedTuple):
     offload_s: float
 
 
-class _Gradients(NamedTuple):
-    """Of one host-kept chunk: what leaves, and the host's work to add it up."""
+class HostWork(NamedTuple):
+    """Of one host-kept trained chunk: gradient bytes that leave in a micro-batch, and
+    seconds of the host to add them up, for their norm and for the update."""
 
     nbytes: int
     first_sum_s: float
     later_sum_s: float
+    norm_s: float
+    update_s: float
+
+
+def host_work(
+    chunk: Chunk, hardware: Hardware, fp32_master: bool, clips: bool = True
+) -> HostWork:
+    """What training a chunk costs when its state is on the host."""
+    moved_s = 1 / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
+    mastered = chunk.payload_16_bit_bytes if fp32_master else 0
+    own, masters = chunk.payload_bytes - mastered, 2 * mastered
+    updated = own + masters
+    # masters are rounded into the weights, clipping reads and writes gradients
+    moved = ADAM_MOVED_BYTES * updated + masters + mastered
+    moved += 2 * updated if clips else 0
+    return HostWork(
+        own + mastered,
+        # a gradient without a master is copied straight into its buffer at first
+        moved_s * (mastered + masters),
+        moved_s * (own + mastered + 2 * updated),
+        moved_s * updated if clips else 0.0,
+        moved_s * moved,
+    )
 
 
 class _Update(NamedTuple):
@@ -303,35 +327,23 @@ class _Demand:
         fp32_master: bool,
         clips: bool,
     ) -> None:
-        moved_s = 1 / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
         numbers = {index: number for number, index in enumerate(paged)}
         self.updates: list[_Update] = []
-        self.gradients: list[list[_Gradients]] = [[] for _ in layout.blocks]
-        self.outside: list[_Gradients] = []
+        self.gradients: list[list[HostWork]] = [[] for _ in layout.blocks]
+        self.outside: list[HostWork] = []
         self.norm_s = 0.0
         for chunk in layout.chunks:
             if not chunk.trainable or not plan.placements[chunk.index].on_host:
                 continue
-            own, mastered, masters = _trained_bytes(chunk, fp32_master)
-            updated = own + masters
-            # a gradient without a master is copied straight into its buffer at first
-            gradients = _Gradients(
-                own + mastered,
-                moved_s * (mastered + masters),
-                moved_s * (own + mastered + 2 * updated),
-            )
+            work = host_work(chunk, hardware, fp32_master, clips)
             chunks = (
                 self.outside if chunk.block is None else self.gradients[chunk.block]
             )
-            chunks.append(gradients)
-            # masters are rounded into the weights, clipping reads and writes gradients
-            moved = ADAM_MOVED_BYTES * updated + masters + mastered
-            moved += 2 * updated if clips else 0
-            self.norm_s += moved_s * updated if clips else 0.0
+            chunks.append(work)
+            self.norm_s += work.norm_s
+            number = numbers.get(chunk.index)
             self.updates.append(
-                _Update(
-                    numbers.get(chunk.index), chunk.index, chunk.nbytes, moved_s * moved
-                )
+                _Update(number, chunk.index, chunk.nbytes, work.update_s)
             )
         # `Session` updates first what forward reads first: outside the blocks
         self.updates.sort(key=lambda u: layout.chunks[u.chunk].block is not None)
@@ -350,7 +362,7 @@ class _Demand:
 
         def link(chunks: list[int], more: int, offload_bytes: int) -> _Link:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
-            rates = _seconds_per_byte(fetch_bytes, offload_bytes, hardware)
+            rates = seconds_per_byte(fetch_bytes, offload_bytes, hardware)
             return _Link(fetch_bytes, offload_bytes, *rates)
 
         self.first = link(self.missing_first, self.refresh_bytes, swapped)
@@ -551,7 +563,7 @@ class _Step:
         ready = max(self.now, self._swapped_out[block])
         return self._fetch(d.swap_bytes[block] * d.backward.fetch_s, ready)
 
-    def _send(self, gradients: _Gradients, first: bool) -> None:
+    def _send(self, gradients: HostWork, first: bool) -> None:
         """`GradientOffload._send` of a chunk."""
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._block(self._in_flight.popleft(), "offload")
@@ -564,7 +576,7 @@ class _Step:
             self._staging.append(self._on_host(sum_s, arrived))
 
 
-def _seconds_per_byte(
+def seconds_per_byte(
     fetch_bytes: int, offload_bytes: int, hardware: Hardware
 ) -> tuple[float, float]:
     """Of fetches and offloads in one phase.
@@ -582,12 +594,6 @@ def _seconds_per_byte(
         fetch_s + fetch_share * (1 / hardware.fetch_both_bytes_s - fetch_s),
         offload_s + offload_share * (1 / hardware.offload_both_bytes_s - offload_s),
     )
-
-
-def _trained_bytes(chunk: Chunk, fp32_master: bool) -> tuple[int, int, int]:
-    """Weights updated themselves, weights updated through masters, those masters."""
-    mastered = chunk.payload_16_bit_bytes if fp32_master else 0
-    return chunk.payload_bytes - mastered, mastered, 2 * mastered
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:

@@ -19,15 +19,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..nested import map_tensors
+from .meta import known
 
 _aten = torch.ops.aten
+_META = torch.device("meta")
 
 _LOWER = frozenset(
     "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm "
-    "chain_matmul einsum conv1d conv2d conv3d conv_tbc conv_transpose1d "
-    "conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention "
-    "vecdot multi_dot".split()
+    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
+    "conv_transpose3d convolution scaled_dot_product_attention vecdot".split()
 )
+# inside them views of weights are cast, which no cache keeps
+_LOWER_INSIDE = frozenset({"einsum", "multi_dot", "chain_matmul"})
 _FP32_EVERYWHERE = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
     "poisson_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss "
@@ -79,9 +82,17 @@ class Emulation(TorchFunctionMode):
         )
         # weights are cast once in a region, as autocast's own cache does
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}
+        self._depth = 0
+
+    def __enter__(self) -> Emulation:
+        self._depth += 1
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        self._cast.clear()
+        self._depth -= 1
+        if not self._depth:
+            self._cast.clear()
         super().__exit__(*error)
 
     def __torch_function__(
@@ -95,6 +106,8 @@ class Emulation(TorchFunctionMode):
                     map_tensors(args, self._lower),
                     map_tensors(kwargs, self._lower),
                 )
+            elif name in _LOWER_INSIDE:
+                args = map_tensors(args, self._lower_uncached)
             elif name in self._raised and kwargs.get("dtype") is None:
                 args, kwargs = map_tensors(args, _raise), map_tensors(kwargs, _raise)
         if name in _COMPOSITE:
@@ -103,6 +116,11 @@ class Emulation(TorchFunctionMode):
                 return _unguarded(func)(*args, **kwargs)
         if name == "scaled_dot_product_attention" and self._on_meta(args):
             return _attention(self._cuda, *args, **kwargs)
+        if name == "tensor" and kwargs.get("device") == _META:
+            # made on the CPU first, its values remain known
+            return func(*args, **{**kwargs, "device": "cpu"}).to(_META)
+        if name == "tolist" and self._on_meta(args):
+            return known(args[0], name).tolist()
         if name == "dropout" and self._cuda and self._on_meta(args):
             return _fused_dropout(*args, **kwargs)
         return func(*args, **kwargs)
@@ -110,6 +128,9 @@ class Emulation(TorchFunctionMode):
     @staticmethod
     def _on_meta(args: Any) -> bool:
         return bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+
+    def _lower_uncached(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if _is_eligible(tensor) else tensor
 
     def _lower(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self._dtype or not _is_eligible(tensor):
@@ -121,7 +142,7 @@ class Emulation(TorchFunctionMode):
             and tensor._base is None
         )
         if not is_weight:
-            return tensor.to(self._dtype)
+            return self._lower_uncached(tensor)
         if id(tensor) not in self._cast:
             self._cast[id(tensor)] = (tensor, tensor.to(self._dtype))
         return self._cast[id(tensor)][1]
@@ -181,9 +202,11 @@ def _attention(
         )
     if kernel != "math" and attn_mask is not None and attn_mask.dtype == torch.bool:
         # ATen's convert_boolean_attn_mask
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-            attn_mask.logical_not(), -math.inf
+        passes, blocks = (
+            torch.scalar_tensor(value, dtype=query.dtype, device=query.device)
+            for value in (0.0, -math.inf)
         )
+        attn_mask = torch.where(attn_mask, passes, blocks)
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale

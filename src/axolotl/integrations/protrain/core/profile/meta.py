@@ -197,11 +197,27 @@ _BY_VALUE = {
 
 def _read(func: Any, args: Any, known: dict[int, Tensor] | None) -> Any:
     if known is None:
-        raise TraceError(
-            f"the model reads a value ({func}) that depends on its weights, so it "
-            "cannot be planned without running it."
-        )
+        raise _unknown(func)
     return func(*_replace(args, known))
+
+
+def known(tensor: Tensor, reader: str) -> Tensor:
+    """The real values of a tensor.
+
+    Raises:
+        TraceError: They depend on weights.
+    """
+    value = value_of(tensor)
+    if value is None:
+        raise _unknown(reader)
+    return value
+
+
+def _unknown(reader: object) -> TraceError:
+    return TraceError(
+        f"the model reads a value ({reader}) that depends on its weights, so it cannot "
+        "be planned without running it."
+    )
 
 
 def value_of(tensor: Tensor) -> Tensor | None:

@@ -74,18 +74,20 @@ class Repeats:
 
 
 class _Skipped(torch.autograd.Function):
-    """An output that depends on `source`, and takes a gradient back to it."""
+    """An output that depends on all `sources`, and takes gradients back to them."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        ctx.like = source.shape, source.stride(), source.dtype
+    def forward(ctx: Any, make: Callable[[], Tensor], *sources: Tensor) -> Tensor:
+        ctx.like = [(s.shape, s.stride(), s.dtype) for s in sources]
         return make()
 
     @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:
-        shape, stride, dtype = ctx.like
-        made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-        return made, None
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        made = (
+            torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            for shape, stride, dtype in ctx.like
+        )
+        return None, *made
 
 
 def _recipe(output: Any, inputs: Sequence[Tensor]) -> Any:
@@ -113,24 +115,24 @@ def _recipe(output: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _cook(recipe: Any, inputs: Sequence[Tensor]) -> Any:
-    source = next((t for t in inputs if t.requires_grad), None)
-    if source is None:
-        # a block that trains although nothing before it does
-        source = torch.zeros((), device=_META, requires_grad=True)
+    sources = [tensor for tensor in inputs if tensor.requires_grad]
+    # none, if a block trains although nothing before it does
+    sources = sources or [torch.zeros((), device=_META, requires_grad=True)]
+    return _build(recipe, inputs, sources)
 
-    def build(item: Any) -> Any:
-        if isinstance(item, tuple) and item and item[0] == "input":
-            return inputs[item[1]]
-        if isinstance(item, tuple) and item and item[0] == "made":
-            make, differentiable = item[1]
-            return _Skipped.apply(source, make) if differentiable else make()
-        if isinstance(item, (list, tuple)):
-            return type(item)(build(part) for part in item)
-        if isinstance(item, dict):
-            return {key: build(part) for key, part in item.items()}
-        return item
 
-    return build(recipe)
+def _build(item: Any, inputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+    # not a closure: one that calls itself keeps what it sees until garbage is collected
+    if isinstance(item, tuple) and item and item[0] == "input":
+        return inputs[item[1]]
+    if isinstance(item, tuple) and item and item[0] == "made":
+        make, differentiable = item[1]
+        return _Skipped.apply(make, *sources) if differentiable else make()
+    if isinstance(item, (list, tuple)):
+        return type(item)(_build(part, inputs, sources) for part in item)
+    if isinstance(item, dict):
+        return {key: _build(part, inputs, sources) for key, part in item.items()}
+    return item
 
 
 def _static(block: nn.Module, position: int | None) -> Any:

@@ -80,10 +80,13 @@ class _Open:
         self.kept = self.dropped = 0
         self.peak = self.dropped_peak = self.redone_peak = self.first_peak = 0
         self.gradient_bytes = 0
+        # of a block's backward: what it has made when it first asks for a saved tensor
+        self.kept_at_unpack: int | None = None
         self.gradients: list[tuple[str, int]] = []
         self.flops = {True: 0, False: 0}
         self.moved_bytes = 0
         self.num_kernels = 0
+        self.operators: list[tuple[str, int]] = []
         self.merged_into: _Open | None = None
         # of a block's forward: the segment in which its backward runs, and the
         # storages that came in and went out
@@ -106,6 +109,7 @@ class _Open:
         self.first_peak = max(
             self.first_peak, self.kept + self.gradient_bytes + later.first_peak
         )
+        self.operators += [(name, self.kept + live) for name, live in later.operators]
         self.kept += later.kept
         self.dropped += later.dropped
         self.gradient_bytes += later.gradient_bytes
@@ -120,9 +124,11 @@ class _Open:
         """Take what `other`, a block of the same kind, has shown."""
         self.peak, self.dropped_peak = other.peak, other.dropped_peak
         self.redone_peak, self.first_peak = other.redone_peak, other.first_peak
+        self.kept_at_unpack = other.kept_at_unpack
         self.gradients = [(rename(name), nbytes) for name, nbytes in other.gradients]
         self.flops = dict(other.flops)
         self.moved_bytes, self.num_kernels = other.moved_bytes, other.num_kernels
+        self.operators = other.operators
 
     @property
     def final(self) -> _Open:
@@ -140,6 +146,7 @@ class _Open:
             redone_peak_bytes=self.redone_peak,
             first_peak_bytes=self.first_peak,
             gradients=tuple(self.gradients),
+            operators=tuple(self.operators),
         )
 
 
@@ -186,7 +193,9 @@ class _Recorder(MetaMode):
         self._samples: dict[int, BlockSample] = {}
         self._lists = [name.rpartition(".")[0] for name, _ in blocks]
         self._handles: list[Any] = []
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._saving = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, self._unpack
+        )
         self._busy = False
         self._forwards: dict[int, _Open] = {}
         self._copies: list[tuple[_Open, _Open]] = []
@@ -239,6 +248,7 @@ class _Recorder(MetaMode):
                 self._follow(tensor)
         now.num_kernels += 1
         packet = func._overloadpacket
+        now.operators.append((packet.__name__, now.kept))
         formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
         if packet is _aten._grouped_mm:
             # rows are spread over the experts: each meets one weight
@@ -307,6 +317,11 @@ class _Recorder(MetaMode):
         now = self._now
         if holder is not None:
             now.redone_peak = max(now.redone_peak, now.peak)
+        return stand_in
+
+    def _unpack(self, stand_in: Tensor) -> Tensor:
+        if self._now.kept_at_unpack is None:
+            self._now.kept_at_unpack = self._now.kept
         return stand_in
 
     def _release(self, record: _Record, holder: int | None) -> None:
@@ -409,6 +424,10 @@ class _Recorder(MetaMode):
         for index, segment in enumerate(segments):
             segment.index = index
         self._fill_in(segments)
+        for segment in segments:
+            if segment.undone_in is not None:
+                # it is computed again only then
+                segment.redone_peak += segment.undone_in.final.kept_at_unpack or 0
         fates: Counter[tuple[int, int, tuple[Hold, ...]]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
@@ -503,10 +522,6 @@ _COUNTED_AS = {
     ),
 }
 _GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
-
-
-def _unpack(stand_in: Tensor) -> Tensor:
-    return stand_in
 
 
 def _detached(value: Any) -> Any:

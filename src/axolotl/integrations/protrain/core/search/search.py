@@ -1,9 +1,10 @@
 """The fastest plan that fits.
 
-For every number of recomputed blocks and of slots, the most resident chunks that fit:
-residency only ever removes transfers. Candidates are simulated in the order of a lower
-bound of their time until that bound loses, so the result is the optimum over that
-family, exactly. Equation 1 of the paper, with a simulation for its equations 2 to 7.
+For every number of resident chunks and of slots, the fewest recomputed blocks that fit:
+recompute only ever adds compute. Candidates are simulated in the order of a lower bound
+of their time until that bound loses, so the result is the optimum over all of them,
+exactly, and a larger budget never gives a slower plan. Equation 1 of the paper, with a
+simulation for its equations 2 to 7.
 """
 
 from __future__ import annotations
@@ -11,23 +12,33 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple, NoReturn
 
-from ..cost import MemoryModel, StepTime, simulate_step, update_seconds
+from ..cost import (
+    Activations,
+    MemoryModel,
+    Parameters,
+    StepTime,
+    simulate_step,
+    update_seconds,
+)
 from ..errors import BudgetError
+from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Placement, Plan, Policy
-from .plans import MAX_EXTRA_SLOTS, make_plan, place, slot_range
+from .bounds import PlacedBound, StepBound
+from .plans import MAX_EXTRA_SLOTS, make_plan, place
 
 
-class _Candidate(NamedTuple):
-    """Sorts by the bound; then less recompute, and fewer slots, come first."""
+class _Knobs(NamedTuple):
+    """What tells one candidate from another; `outside` counts `Search._outside`."""
 
-    bound_s: float
     n_checkpoint: int
-    extra_slots: int
+    n_buffer: int
     n_persist: int
-    outside: Placement
+    outside: int
 
 
 class Search:
@@ -46,15 +57,17 @@ class Search:
         self._layout = memory.layout
         self._num_chunks = len(self._layout.pageable)
         self._num_blocks = len(self._layout.blocks)
-        trains_outside = any(
-            chunk.trainable and not chunk.pageable for chunk in self._layout.chunks
+        masters = memory.workload.fp32_master
+        self._trains = any(chunk.trainable for chunk in self._layout.pageable)
+        # what has masters is updated on the host anyhow
+        choice = any(
+            chunk.trainable and not chunk.pageable and not chunk.has_masters(masters)
+            for chunk in self._layout.chunks
         )
-        self._outside = (
-            (Placement.RESIDENT, Placement.HOST_STATE)
-            if trains_outside
-            else (Placement.RESIDENT,)
-        )
+        self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
+        self._bound = StepBound(self._layout, times, memory.workload, memory.hardware)
         self._placed = lru_cache(maxsize=None)(self._place)
+        self._activations = lru_cache(maxsize=None)(self._walk)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
@@ -86,13 +99,11 @@ class Search:
         """
         best: Plan | None = None
         best_s = float("inf")
-        # placements have no order: at a tie the earlier candidate comes first
-        for candidate in sorted(self._candidates(all_resident), key=lambda c: c[:4]):
-            if candidate.bound_s >= best_s:
+        # at a tie less recompute and fewer slots come first
+        for bound_s, knobs in sorted(self._candidates(all_resident)):
+            if bound_s >= best_s:
                 break
-            plan = self._plan(*candidate[1:])
-            if not self._fits_host(plan):
-                continue
+            plan = self._plan(knobs)
             step_s = self.simulate(plan).total_s
             if step_s < best_s:
                 best, best_s = plan, step_s
@@ -142,18 +153,13 @@ class Search:
     def nearest(self, all_resident: bool = False) -> Plan:
         """The plan that takes the least of the device or, if that has room for some
         plan, the one among those that takes the least of the host."""
-        if all_resident:
-            return self._least(self._num_chunks, self._outside[-1])
-        every, least = self._num_blocks, self._outside[-1]
-        fitting = [
-            self._least(self._most(every, 0, 0, outside), outside)
-            for outside in self._outside
-            if self._fits_device(every, 0, 0, outside)
-        ]
-        return min(
-            fitting or [self._least(0, least)],
-            key=lambda plan: self._memory.host(plan).peak_bytes,
-        )
+        fitting = list(self._fitting(all_resident, host=False))
+        if not fitting:
+            return self._plan(self._least(all_resident))
+        # the more is resident, the less is on the host
+        most = max(knobs.n_persist for knobs in fitting)
+        plans = [self._plan(knobs) for knobs in fitting if knobs.n_persist == most]
+        return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
 
     def plain(self, n_checkpoint: int) -> Plan:
         """Everything resident, whether it fits or not: training without a pager."""
@@ -166,128 +172,145 @@ class Search:
         peak = self._memory.peak_bytes(plan.placements, plan.n_buffer, plan.policies)
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
-    def _candidates(self, all_resident: bool) -> Iterator[_Candidate]:
-        for outside in self._outside:
-            for extra in range(1 if all_resident else MAX_EXTRA_SLOTS + 1):
-                least = self._num_chunks if all_resident else 0
+    def _candidates(self, all_resident: bool) -> Iterator[tuple[float, _Knobs]]:
+        """Plans that fit, each with a bound of its time; none left out is faster."""
+        for knobs in self._fitting(all_resident):
+            placed = self._placed(knobs.n_persist, knobs.outside)
+            bound_s = placed.bound.seconds(knobs.n_buffer, knobs.n_checkpoint)
+            yield bound_s, knobs
 
-                def too_large(
-                    n_checkpoint: int,
-                    extra: int = extra,
-                    outside: Placement = outside,
-                    least: int = least,
-                ) -> bool:
-                    return not self._fits_device(n_checkpoint, extra, least, outside)
+    def _fitting(self, all_resident: bool, host: bool = True) -> Iterator[_Knobs]:
+        """Plans that the device, and perhaps the host, has room for."""
+        fewest: dict[int, int] = {}
+        for n_buffer, n_persist, outside in self._legal(all_resident, host):
+            # without gradients on the host, residents only take transfers away:
+            # those with fewer are of use only where they recompute less
+            frozen = not self._trains and not outside
+            limit = fewest.get(n_buffer, self._num_blocks + 1) if frozen else None
+            if limit == 0:
+                continue
+            placed = self._placed(n_persist, outside)
+            n_checkpoint = self._least_recompute(placed, n_buffer)
+            if n_checkpoint is None or (limit is not None and n_checkpoint >= limit):
+                continue
+            fewest[n_buffer] = n_checkpoint
+            yield _Knobs(n_checkpoint, n_buffer, n_persist, outside)
 
-                # recompute only ever takes bytes away
-                first = bisect_left(
-                    range(self._num_blocks + 1), True, key=lambda c: not too_large(c)
-                )
-                n_persist = least
-                for n_checkpoint in range(first, self._num_blocks + 1):
-                    n_persist = self._most(n_checkpoint, extra, n_persist, outside)
-                    bound_s = self._bound_s(n_checkpoint, extra, n_persist, outside)
-                    yield _Candidate(bound_s, n_checkpoint, extra, n_persist, outside)
-                    if n_persist == self._num_chunks:
-                        # nothing is fetched: more recompute only costs
-                        break
+    def _legal(
+        self, all_resident: bool, host: bool = False
+    ) -> Iterator[tuple[int, int, int]]:
+        """Slots, resident chunks and `outside` of every plan, the most resident first.
 
-    def _most(
-        self, n_checkpoint: int, extra: int, at_least: int, outside: Placement
-    ) -> int:
-        """The most resident chunks that fit, from a number that probably does."""
-        low, high = 0, self._num_chunks
-        if self._fits_device(n_checkpoint, extra, at_least, outside):
-            low, stride = at_least, 1
-            while low + stride <= self._num_chunks and self._fits_device(
-                n_checkpoint, extra, low + stride, outside
-            ):
-                low, stride = low + stride, 2 * stride
-            high = min(low + stride, self._num_chunks + 1) - 1
-        else:
-            high = at_least - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._fits_device(n_checkpoint, extra, middle, outside):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _bound_s(
-        self, n_checkpoint: int, extra: int, n_persist: int, outside: Placement
-    ) -> float:
-        """No plan of these knobs is faster: busy seconds of compute and of fetches.
-
-        Each paged chunk comes once in forward and once in backward, but for those
-        that are still in their slots at the turns.
+        One slot more than the fewest lets copies run ahead; each further one saves one
+        fetch a micro-batch where a resident chunk would save two.
         """
-        workload, hardware, times = (
-            self._memory.workload,
-            self._memory.hardware,
-            self._times,
-        )
-        placements, slots = self._placed(n_persist, outside)
-        n_buffer = slots[min(extra, len(slots) - 1)]
-        compute_s = (
-            sum(times.forward_s)
-            + sum(times.backward_s)
-            + sum(times.forward_s[:n_checkpoint])
-            + times.outside_forward_s
-            + times.outside_backward_s
-        )
-        sizes = sorted(
-            chunk.nbytes
-            for chunk, placement in zip(self._layout.chunks, placements, strict=True)
-            if placement is Placement.PAGED
-        )
-        fetched = 2 * sum(sizes[: len(sizes) - n_buffer])
-        rate = max(hardware.fetch_bytes_s, hardware.fetch_both_bytes_s)
-        fetch_s = fetched / rate
-        micro_s = max(compute_s, fetch_s) if hardware.overlaps else compute_s + fetch_s
-        return workload.accumulation * micro_s
+        for outside in range(len(self._outside)):
+            least = self._least_persist(outside) if host else 0
+            if all_resident:
+                least = max(least, self._num_chunks)
+            for n_persist in range(self._num_chunks, least - 1, -1):
+                placed = self._placed(n_persist, outside)
+                most = min(placed.num_paged, self._most_slots)
+                for n_buffer in range(placed.floor, most + 1):
+                    yield n_buffer, n_persist, outside
 
-    def _fits_device(
-        self, n_checkpoint: int, extra: int, n_persist: int, outside: Placement
-    ) -> bool:
-        placements, slots = self._placed(n_persist, outside)
-        n_buffer = slots[min(extra, len(slots) - 1)]
-        policies = self._policies(n_checkpoint)
-        peak = self._memory.peak_bytes(placements, n_buffer, policies)
-        return peak <= self._budget.usable_bytes
+    @cached_property
+    def _most_slots(self) -> int:
+        return self._placed(0, 0).floor + MAX_EXTRA_SLOTS
+
+    def _least_persist(self, outside: int) -> int:
+        """The fewest resident chunks with which the host has room; they only relieve
+        it. One more than there are if none."""
+
+        def fits(n_persist: int) -> bool:
+            placed = self._placed(n_persist, outside)
+            return self._fits_host(
+                self._plan(_Knobs(0, placed.floor, n_persist, outside))
+            )
+
+        return bisect_left(range(self._num_chunks + 1), True, key=fits)
+
+    def _least_recompute(self, placed: _Placed, n_buffer: int) -> int | None:
+        """The fewest recomputed blocks with which the device has room, if any."""
+        room = self._budget.usable_bytes - placed.slot_bytes(n_buffer)
+        first = bisect_left(
+            self._least_activations, placed.parameters.base - room, key=lambda n: -n
+        )
+        for n_checkpoint in range(first, self._num_blocks + 1):
+            if self._peak_bytes(placed, n_checkpoint) <= room:
+                return n_checkpoint
+        return None
+
+    def _least(self, all_resident: bool) -> _Knobs:
+        """The plan that takes the least of the device."""
+        best, best_bytes = _Knobs(0, 0, 0, 0), float("inf")
+        bounds = []
+        for knobs in self._legal(all_resident):
+            n_buffer, n_persist, outside = knobs
+            placed = self._placed(n_persist, outside)
+            states = placed.parameters.base + placed.slot_bytes(n_buffer)
+            bounds.append((states + self._least_activations[-1], *knobs))
+        for least, n_buffer, n_persist, outside in sorted(bounds):
+            if least >= best_bytes:
+                break
+            placed = self._placed(n_persist, outside)
+            for n_checkpoint in range(self._num_blocks, -1, -1):
+                nbytes = self._peak_bytes(placed, n_checkpoint)
+                nbytes += placed.slot_bytes(n_buffer)
+                if nbytes < best_bytes:
+                    best_bytes = nbytes
+                    best = _Knobs(n_checkpoint, n_buffer, n_persist, outside)
+        return best
+
+    @cached_property
+    def _least_activations(self) -> list[int]:
+        """For each number of recomputed blocks the least that it and fewer take beside
+        the states: gradients of blocks take the least when they leave."""
+        gradients = self._placed(0, len(self._outside) - 1).parameters.before
+        unseen = self._memory.hardware.unseen_bytes
+        peaks = (
+            max(map(add, self._activations(n_checkpoint).first, gradients)) + unseen
+            for n_checkpoint in range(self._num_blocks + 1)
+        )
+        return list(accumulate(peaks, min))
+
+    def _peak_bytes(self, placed: _Placed, n_checkpoint: int) -> int:
+        """Of the device, without slots."""
+        if n_checkpoint not in placed.peaks:
+            placed.peaks[n_checkpoint] = self._memory.peak_without_slots(
+                placed.parameters, self._activations(n_checkpoint)
+            )
+        return placed.peaks[n_checkpoint]
+
+    def _walk(self, n_checkpoint: int) -> Activations:
+        kept = self._num_blocks - n_checkpoint
+        return self._memory.activations(
+            (Policy.RECOMPUTE,) * n_checkpoint + (Policy.KEEP,) * kept
+        )
 
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
-    def _place(
-        self, n_persist: int, outside: Placement
-    ) -> tuple[tuple[Placement, ...], range]:
-        """Where chunks sit, and the numbers of slots worth trying."""
-        master = self._memory.workload.fp32_master
-        placements = place(self._layout, n_persist, master, outside)
-        return placements, slot_range(self._layout, placements)
-
-    def _policies(self, n_checkpoint: int) -> tuple[Policy, ...]:
-        kept = self._num_blocks - n_checkpoint
-        return (Policy.RECOMPUTE,) * n_checkpoint + (Policy.KEEP,) * kept
-
-    def _plan(
-        self, n_checkpoint: int, extra: int, n_persist: int, outside: Placement
-    ) -> Plan:
-        _, slots = self._placed(n_persist, outside)
-        return make_plan(
+    def _place(self, n_persist: int, outside: int) -> _Placed:
+        placements = place(
             self._layout,
             n_persist,
-            slots[min(extra, len(slots) - 1)],
-            0,
-            n_checkpoint,
             self._memory.workload.fp32_master,
-            outside,
+            self._outside[outside],
+        )
+        return _Placed(self._memory, self._bound, placements)
+
+    def _plan(self, knobs: _Knobs) -> Plan:
+        return make_plan(
+            self._layout,
+            knobs.n_persist,
+            knobs.n_buffer,
+            0,
+            knobs.n_checkpoint,
+            self._memory.workload.fp32_master,
+            self._outside[knobs.outside],
             origin="search",
         )
-
-    def _least(self, n_persist: int, outside: Placement) -> Plan:
-        return self._plan(self._num_blocks, 0, n_persist, outside)
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
         """Say what `plan` lacks and what would make it fit."""
@@ -303,12 +326,45 @@ class Search:
                 "micro_batch_size, sequence_len or the adapter's rank."
             )
         host = self._memory.host(plan)
+        missing = host.peak_bytes - budget.host_bytes
         raise BudgetError(
             f"protrain_cpu_capacity_bytes: {what} needs {host.peak_bytes:,} bytes of "
             f"host memory ({_largest(host.terms)}), {budget.host_bytes:,} may be used. "
-            "Give the host more memory, raise protrain_capacity_bytes so that more "
-            "stays on the device, or train an adapter."
+            f"Give the host at least {missing:,} more, raise protrain_capacity_bytes "
+            "so that more stays on the device, or train an adapter."
         )
+
+
+class _Placed:
+    """What plans share whose chunks sit in the same places.
+
+    Attributes:
+        floor: Fewest slots that can run.
+        num_paged: Chunks that pass through them.
+        peaks: Device peaks known so far, by recomputed blocks, without slots.
+    """
+
+    def __init__(
+        self, memory: MemoryModel, bound: StepBound, placements: tuple[Placement, ...]
+    ) -> None:
+        self._memory = memory
+        self._bound = bound
+        self._placements = placements
+        self.floor = slot_floor(memory.layout, placements)
+        self.num_paged = placements.count(Placement.PAGED)
+        self.slot_bytes = lru_cache(maxsize=None)(self._slot_bytes)
+        self.peaks: dict[int, int] = {}
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return self._memory.parameters(self._placements)
+
+    @cached_property
+    def bound(self) -> PlacedBound:
+        return self._bound.under(self._placements)
+
+    def _slot_bytes(self, n_buffer: int) -> int:
+        return sum(slot_bytes(self._memory.layout, self._placements, n_buffer))
 
 
 def _largest(terms: Mapping[str, int]) -> str:

@@ -1,0 +1,261 @@
+"""Seconds that no plan of some knobs can beat, at a fraction of a simulation's cost.
+
+Forward, backward and the update follow each other, so their bounds add up. Each is the
+longest of a few chains, and each chain follows from a rule of `cost/time.py`: a block
+waits for its chunks, a chunk for its slot and for its update, a gradient for the one
+two before it.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from ..cost import MAX_IN_FLIGHT, host_work, seconds_per_byte, update_seconds
+from ..types import BlockTimes, Chunk, Hardware, Layout, Placement, Workload
+
+
+class StepBound:
+    """Lower bounds for one model on one machine.
+
+    Args:
+        layout: The chunks.
+        times: Compute of one micro-batch.
+        workload: The rest of a step.
+        hardware: Rates.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        times: BlockTimes,
+        workload: Workload,
+        hardware: Hardware,
+    ) -> None:
+        self.layout = layout
+        self.times = times
+        self.hardware = hardware
+        self.accumulation = workload.accumulation
+        # seconds of the blocks before each, and of all
+        self.forward = list(accumulate(times.forward_s, initial=0.0))
+        self.backward = list(accumulate(times.backward_s, initial=0.0))
+        self.outside_s = times.outside_forward_s + times.outside_backward_s
+        self.work = {
+            chunk.index: host_work(chunk, hardware, workload.fp32_master)
+            for chunk in layout.chunks
+            if chunk.trainable
+        }
+
+    def under(self, placements: tuple[Placement, ...]) -> PlacedBound:
+        """Bounds of the plans with these placements."""
+        return PlacedBound(self, placements)
+
+    def compute_s(self, low: int, high: int, n_checkpoint: int) -> float:
+        """Backward of the blocks from `low` to before `high`, recomputation included."""
+        redone_s = self.forward[min(high, n_checkpoint)]
+        redone_s -= self.forward[min(low, n_checkpoint)]
+        return self.backward[high] - self.backward[low] + redone_s
+
+
+class PlacedBound:
+    """Lower bounds of the plans that share their placements."""
+
+    def __init__(self, step: StepBound, placements: tuple[Placement, ...]) -> None:
+        self._step = step
+        in_slots, resident = Placement.PAGED, Placement.RESIDENT
+        paged: list[Chunk] = []
+        stale: list[Chunk] = []
+        held: list[Chunk] = []
+        self._update_s = step.times.update_s
+        for chunk, placement in zip(step.layout.chunks, placements, strict=True):
+            if placement is in_slots:
+                paged.append(chunk)
+            if chunk.trainable and placement is resident:
+                self._update_s += update_seconds(chunk.nbytes, step.hardware)
+            elif chunk.trainable:
+                held.append(chunk)
+                if placement is not in_slots:
+                    stale.append(chunk)
+        self._num_paged = len(paged)
+        self._trains = [chunk.trainable for chunk in paged]
+        self._bytes = list(accumulate((c.nbytes for c in paged), initial=0))
+        self._block_of = [chunk.block or 0 for chunk in paged]
+        self._blocks = sorted(set(self._block_of))
+        self._hold(held)
+        self._update(held, stale, [chunk for chunk in paged if chunk.trainable])
+
+    def seconds(self, n_buffer: int, n_checkpoint: int) -> float:
+        """No plan with so many slots and recomputed blocks takes less."""
+        step, more = self._step, self._step.accumulation - 1
+        first_s = self._first_forward_s(n_buffer) + step.outside_s
+        later_s = self._forward_s(n_buffer) + step.outside_s
+        missing = self._bytes[max(0, self._num_paged - n_buffer)]
+        fetch_s, offload_s = seconds_per_byte(missing, self._leaving, step.hardware)
+        backward_s = self._backward_s(n_buffer, n_checkpoint, missing * fetch_s)
+        if not step.hardware.overlaps:
+            backward_s += self._leaving * offload_s
+        if not self._works:
+            return first_s + more * later_s + (more + 1) * backward_s
+
+        # gradients leave one after the other, and the host adds up one after the other
+        num_blocks = len(step.layout.blocks)
+        ready_s = step.compute_s(self._first_block, num_blocks, n_checkpoint)
+        arrived_s = ready_s + self._lead_bytes * offload_s
+        if self._last_block is not None:
+            last_ready_s = step.compute_s(self._last_block, num_blocks, n_checkpoint)
+        else:
+            last_ready_s = backward_s
+            if not step.hardware.overlaps:
+                last_ready_s -= self._works[-1].nbytes * offload_s
+
+        def micro_batch_s(first: bool, last: bool) -> float:
+            nbytes, *sums = self._all if last else self._all_but_some
+            if not nbytes:
+                return backward_s
+            sums_s = sums[0] if first else sums[1]
+            seconds = max(backward_s, arrived_s + sums_s)
+            if not last:
+                return max(seconds, ready_s + nbytes * offload_s)
+            work = self._works[-1]
+            offloaded_s = max(
+                last_ready_s + work.nbytes * offload_s, ready_s + nbytes * offload_s
+            )
+            sum_s = work.first_sum_s if first else work.later_sum_s
+            return max(seconds, offloaded_s + sum_s)
+
+        nbytes, first_sums_s, later_sums_s = self._all
+        chains = [
+            # a lane that never rests
+            ready_s + (more + 1) * nbytes * offload_s,
+            arrived_s + first_sums_s + more * later_sums_s,
+        ]
+        if more:
+            first_batch_s = micro_batch_s(True, False)
+            chains.append(first_batch_s + later_s + arrived_s + more * later_sums_s)
+            middle_s = later_s + micro_batch_s(False, False)
+            last_s = later_s + micro_batch_s(False, True)
+            chains.append(first_batch_s + (more - 1) * middle_s + last_s)
+        else:
+            chains.append(micro_batch_s(True, True))
+        return first_s + max(chains) + self._norm_s
+
+    def _hold(self, held: list[Chunk]) -> None:
+        """What gradients take that leave for the host, in their order."""
+        step = self._step
+        inside = [chunk for chunk in held if chunk.block is not None]
+        outside = [chunk for chunk in held if chunk.block is None]
+        # the first one outside is the embedding, whose gradient comes last
+        chunks = [*outside[1:], *inside[::-1], *outside[:1]]
+        self._works = works = [step.work[chunk.index] for chunk in chunks]
+        # the host is busy from the first large one on
+        together = works[: len(outside) - 1] if len(outside) > 1 else works[:1]
+        lead = max(range(len(together)), key=lambda k: together[k].nbytes, default=0)
+        self._lead_bytes = sum(work.nbytes for work in together[: lead + 1])
+        self._all, self._all_but_some = (
+            (
+                sum(work.nbytes for work in some),
+                sum(work.first_sum_s for work in some[lead:]),
+                sum(work.later_sum_s for work in some[lead:]),
+            )
+            # the trainer waits for all at the update, before that for all but these
+            for some in (works, works[:-MAX_IN_FLIGHT])
+        )
+        self._leaving, _, _ = self._all
+        self._norm_s = sum(work.norm_s for work in works)
+        self._last_block = chunks[-1].block if chunks else None
+        self._first_block = len(step.layout.blocks)
+        if len(outside) < 2 and inside:
+            self._first_block = inside[-1].block or 0
+        elif len(outside) < 2:
+            self._first_block = 0
+
+    def _update(
+        self, held: list[Chunk], stale: list[Chunk], paged: list[Chunk]
+    ) -> None:
+        """How the host's updates delay the first forward.
+
+        Args:
+            held: What is updated there.
+            stale: What of it stays on the device, and is refreshed before forward.
+            paged: What of it is fetched.
+        """
+        step = self._step
+        fetch_s = 1 / step.hardware.fetch_bytes_s
+        forward_s = step.forward[-1]
+        seconds = 0.0 if step.hardware.overlaps else self._update_s
+        done: dict[int, float] = {}
+        # what is outside the blocks comes first
+        for chunk in sorted(held, key=lambda chunk: chunk.block is not None):
+            seconds += step.work[chunk.index].update_s
+            done[chunk.index] = seconds
+        self._start_s = self._update_s
+        for chunk in stale:
+            updated_s = max(self._start_s, done[chunk.index])
+            self._start_s = updated_s + chunk.nbytes * fetch_s
+        self._fetch_from_s = arrived_s = self._start_s if stale else 0.0
+        self._forward_end_s = self._start_s + forward_s
+        for chunk in paged:
+            arrived_s = max(arrived_s, done[chunk.index]) + chunk.nbytes * fetch_s
+            end_s = arrived_s + forward_s - step.forward[chunk.block or 0]
+            self._forward_end_s = max(self._forward_end_s, end_s)
+
+    def _first_forward_s(self, n_buffer: int) -> float:
+        """From the update on; what slots hold of trained chunks is fetched again."""
+        step = self._step
+        again = [
+            self._bytes[number + 1] - self._bytes[number]
+            for number in range(min(n_buffer, self._num_paged))
+            if self._trains[number]
+        ]
+        if not again:
+            seconds = self._start_s + self._forward_s(n_buffer)
+            return max(self._forward_end_s, seconds)
+        fetched = self._missing_bytes(n_buffer) + sum(again)
+        fetch_s = fetched / step.hardware.fetch_bytes_s
+        if step.hardware.overlaps:
+            last_s = step.forward[-1] - step.forward[self._block_of[-1]]
+            seconds = self._fetch_from_s + fetch_s + last_s
+        else:
+            seconds = self._start_s + step.forward[-1] + fetch_s
+        return max(self._forward_end_s, seconds)
+
+    def _forward_s(self, n_buffer: int) -> float:
+        """Of a later micro-batch."""
+        step, forward_s = self._step, self._step.forward[-1]
+        fetch_s = self._missing_bytes(n_buffer) / step.hardware.fetch_bytes_s
+        if not fetch_s:
+            return forward_s
+        if not step.hardware.overlaps:
+            return forward_s + fetch_s
+        # what is fetched first waits for the first slot
+        first_s = step.forward[self._block_of[0] + 1]
+        last_s = forward_s - step.forward[self._block_of[-1]]
+        between_s = 0.0
+        if self._one_block_at_a_time(n_buffer):
+            between_s = sum(step.times.forward_s[b] for b in self._blocks[1:-1])
+        return max(forward_s, first_s + fetch_s + between_s + last_s)
+
+    def _backward_s(self, n_buffer: int, n_checkpoint: int, fetch_s: float) -> float:
+        """Of one micro-batch, but for its gradients."""
+        step, num_blocks = self._step, len(self._step.layout.blocks)
+        backward_s = step.compute_s(0, num_blocks, n_checkpoint)
+        if not fetch_s:
+            return backward_s
+        if not step.hardware.overlaps:
+            return backward_s + fetch_s
+        low, high = self._block_of[0], self._block_of[-1]
+        first_s = step.compute_s(high, num_blocks, n_checkpoint)
+        last_s = step.compute_s(0, low + 1, n_checkpoint)
+        between_s = 0.0
+        if self._one_block_at_a_time(n_buffer):
+            between_s = sum(
+                step.compute_s(b, b + 1, n_checkpoint) for b in self._blocks[1:-1]
+            )
+        return max(backward_s, first_s + fetch_s + between_s + last_s)
+
+    def _missing_bytes(self, n_buffer: int) -> int:
+        """What forward fetches beside what its slots hold."""
+        return self._bytes[-1] - self._bytes[min(n_buffer, self._num_paged)]
+
+    def _one_block_at_a_time(self, n_buffer: int) -> bool:
+        """Whether each block needs all slots, so that nothing is fetched ahead."""
+        return self._num_paged == n_buffer * len(self._blocks)

@@ -1,0 +1,714 @@
+"""Tracing without weights: what is skipped, carried along, emulated and left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from core_models import CPU, batches, freeze, hook_counts, stack
+from tiny_models import FAMILIES, random_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from axolotl.integrations.protrain.core.cost import MemoryModel
+from axolotl.integrations.protrain.core.errors import TraceError
+from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
+from axolotl.integrations.protrain.core.profile import (
+    Emulation,
+    Target,
+    TracedStep,
+    meta_twin,
+    outputs_as_fp32,
+    trace_step,
+)
+from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.core.search import make_plan
+from axolotl.integrations.protrain.core.types import Segment, Trace, Workload
+
+BF16 = torch.bfloat16
+
+
+def trace(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    autocast: torch.dtype | None = None,
+    every_block: bool = False,
+) -> TracedStep:
+    """Of a model of transformers, as for the CPU."""
+    twin = meta_twin(model)
+
+    def loss_of() -> Tensor:
+        with Emulation(Target("cpu", autocast)):
+            return outputs_as_fp32(twin(**batch))["loss"]
+
+    return trace_step(twin, find_blocks(twin), loss_of, every_block=every_block)
+
+
+def trace_stack(model: nn.Module, every_block: bool = False) -> Trace:
+    twin = meta_twin(model)
+    tokens = batches(1)[0]
+    return trace_step(
+        twin, find_blocks(twin), lambda: twin(tokens), every_block=every_block
+    ).trace
+
+
+def text(rows: int = 2, length: int = 24, padding: int = 0) -> dict[str, Tensor]:
+    ids = torch.arange(rows * length).view(rows, length) % 50 + 3
+    mask = torch.ones_like(ids)
+    mask[0, length - padding :] = 0
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+
+
+# one block of each kind stands for all
+
+
+def assert_same_trace(short: Trace, whole: Trace) -> None:
+    """Equal in every number; holdings of one fate may be listed in parts."""
+    assert short.blocks == whole.blocks
+    assert len(short.segments) == len(whole.segments)
+    for ours, theirs in zip(short.segments, whole.segments, strict=True):
+        # what all blocks share is given up by the one that comes last
+        assert replace(ours, operators=()) == replace(theirs, operators=())
+        assert names(ours) == names(theirs)
+    assert fates(short) == fates(whole)
+
+
+def names(segment: Segment) -> list[str]:
+    return [name for name, _bytes in segment.operators]
+
+
+def fates(trace: Trace) -> Counter:
+    bytes_of: Counter = Counter()
+    for holding in trace.holdings:
+        fate = holding.made, holding.forgotten, frozenset(holding.holds)
+        bytes_of[fate] += holding.nbytes
+    return bytes_of
+
+
+def walks(model: nn.Module, trace: Trace) -> list[int]:
+    """Device bytes at every moment of a few plans."""
+    layout = build_layout(model, order=trace.blocks)
+    memory = MemoryModel(layout, trace, Workload(accumulation=2), CPU)
+    num_chunks, num_blocks = len(layout.pageable), len(layout.blocks)
+    plans = [
+        make_plan(layout, n_persist, 0 if n_persist else 2, 0, n_checkpoint, False)
+        for n_persist, n_checkpoint in (
+            (0, 0),
+            (0, num_blocks // 2),
+            (num_chunks, num_blocks),
+        )
+    ]
+    return [point.total for plan in plans for point in memory.device(plan).timeline]
+
+
+def assert_one_block_is_enough(
+    model: nn.Module, batch: dict[str, Tensor], autocast: torch.dtype | None = None
+) -> None:
+    model.train()
+    short = trace(model, batch, autocast).trace
+    whole = trace(model, batch, autocast, every_block=True).trace
+    assert_same_trace(short, whole)
+    assert walks(model, short) == walks(model, whole)
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_block_of_a_kind_stands_for_all(
+    family: str, autocast: torch.dtype | None
+) -> None:
+    # two kinds of layers in turn in gemma3, so four would run nearly all
+    model = random_model(family)
+    model.config.use_cache = False
+    assert_one_block_is_enough(model, text(padding=3), autocast)
+
+
+def encoder_decoder() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64,
+        d_model=24,
+        d_kv=12,
+        d_ff=40,
+        num_layers=4,
+        num_decoder_layers=5,
+        num_heads=2,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def longer_gemma() -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = random_model("gemma3").config
+    config.num_hidden_layers = 7
+    sliding, full = "sliding_attention", "full_attention"
+    config.layer_types = [sliding, sliding, full, sliding, sliding, full, sliding]
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config)
+
+
+def with_one_block(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = random_model("llama")
+        model.config.use_cache = False
+        change(model.model.layers[1])
+        return model
+
+    return build
+
+
+def half_frozen(block: nn.Module) -> None:
+    block.mlp.requires_grad_(False)
+
+
+def in_bf16(block: nn.Module) -> None:
+    block.mlp.to(BF16)
+    block.mlp.register_forward_pre_hook(lambda _m, args: (args[0].to(BF16),))
+    block.mlp.register_forward_hook(lambda _m, _a, output: output.float())
+
+
+def from_the_second_block_on() -> nn.Module:
+    """Nothing in front of the second block takes a gradient."""
+    model = random_model("llama")
+    model.config.use_cache = False
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        encoder_decoder,
+        longer_gemma,
+        from_the_second_block_on,
+        with_one_block(half_frozen),
+        with_one_block(in_bf16),
+        with_one_block(lambda block: block.requires_grad_(False)),
+    ],
+    ids=["t5", "gemma3", "frozen start", "half frozen", "another dtype", "frozen"],
+)
+def test_blocks_that_differ_are_of_another_kind(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert_one_block_is_enough(build(), text())
+
+
+@pytest.mark.parametrize("recurring", [False, True])
+def test_repeats_of_plain_modules(recurring: bool) -> None:
+    model = stack(num_layers=5, inner=[32, 32, 48, 32, 32])
+    if recurring:
+        freeze(model, ["extra"])
+    assert_same_trace(trace_stack(model), trace_stack(model, every_block=True))
+
+
+def test_the_depth_of_a_stack_costs_no_operators() -> None:
+    ran = []
+    for depth in (6, 14):
+        twin = meta_twin(stack(num_layers=depth))
+        calls = [0]
+
+        def count(*_: Any, calls: list[int] = calls) -> None:
+            calls[0] += 1
+
+        for layer in twin.layers:
+            layer.up.register_forward_hook(count)
+        tokens = batches(1)[0]
+        trace_step(twin, find_blocks(twin), lambda t=twin, x=tokens: t(x))
+        ran.append(calls[0])
+    # the kind's first block, and the last one, whose output is read by the head
+    assert ran == [2, 2]
+
+
+# what is not touched
+
+
+def test_a_twin_takes_no_memory() -> None:
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            if isinstance(output, Tensor) and not output.is_meta and not func.is_view:
+                made.append(output.nbytes)
+            return output
+
+    model = stack(width=512, inner=1024)
+    with Watch():
+        trace_stack(model)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert weights > 2**24
+    # token ids and nothing else
+    assert sum(made) < 2**14
+
+
+def state_of(model: nn.Module) -> Any:
+    return (
+        {name: (id(p), p.data_ptr(), p.requires_grad) for name, p in held(model)},
+        {name: p.grad for name, p in model.named_parameters()},
+        {name: set(vars(module)) for name, module in model.named_modules()},
+        {name: module.training for name, module in model.named_modules()},
+        hook_counts(model),
+    )
+
+
+def held(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def test_tracing_leaves_the_model_as_it_was() -> None:
+    model = random_model("llama")
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    patched = model.model.layers[1]
+    patched.forward = own = patched.forward
+    before = state_of(model)
+    trace(model, text())
+    assert state_of(model) == before
+    assert patched.forward is own
+
+
+def test_tracing_leaves_its_twin_as_it_was() -> None:
+    model = stack()
+    twin = meta_twin(model)
+    twin.layers[2].forward = own = twin.layers[2].forward
+    before = state_of(twin)
+    tokens = batches(1)[0]
+    trace_step(twin, find_blocks(twin), lambda: twin(tokens))
+    assert state_of(twin) == before
+    assert twin.layers[2].forward is own
+
+
+def test_a_twin_has_the_hooks_ties_and_strides_of_the_model() -> None:
+    model = stack(tie=True)
+    model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().clone().t()
+    seen = []
+    model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    twin = meta_twin(model)
+    assert twin.head.weight is twin.embed.weight
+    for (name, ours), (_, theirs) in zip(held(twin), held(model), strict=True):
+        assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride()), name
+        assert (ours.dtype, ours.requires_grad) == (theirs.dtype, theirs.requires_grad)
+    assert {p.device.type for p in twin.parameters()} == {"meta"}
+    tokens = batches(1)[0]
+    trace_step(twin, find_blocks(twin), lambda: twin(tokens), every_block=True)
+    assert seen == [1]
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["raise_in_forward", "raise_in_backward"])
+def test_a_trace_that_fails_leaves_nothing_behind(where: str) -> None:
+    twin = meta_twin(stack())
+    before = state_of(twin)
+    setattr(twin.layers[3], where, Broken())
+    setattr(twin.layers[5], where, Broken())
+    tokens = batches(1)[0]
+    with pytest.raises(Broken):
+        trace_step(twin, find_blocks(twin), lambda: twin(tokens))
+    for layer in twin.layers:
+        layer.raise_in_forward = layer.raise_in_backward = None
+    assert state_of(twin) == before
+    # neither a dispatch mode nor a saved-tensors hook is still active
+    x = torch.ones(3, requires_grad=True)
+    (x * x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    trace_step(twin, find_blocks(twin), lambda: twin(tokens))
+
+
+def test_a_trace_keeps_no_model_alive() -> None:
+    model = stack()
+    twin = meta_twin(model)
+    tokens = batches(1)[0]
+    traced = trace_step(twin, find_blocks(twin), partial(twin, tokens))
+    gone = weakref.ref(twin)
+    del twin
+    gc.collect()
+    assert gone() is None
+    assert traced.samples
+
+
+# what a segment says
+
+
+def test_the_order_is_that_of_first_use() -> None:
+    model = stack()
+    model.order = [4, 2, 0, 1]
+    trace = trace_stack(model)
+    used = [f"layers.{index}" for index in (4, 2, 0, 1)]
+    assert trace.blocks == (*used, "layers.3", "layers.5")
+    forward = [
+        s.block for s in trace.segments if not s.backward and s.block is not None
+    ]
+    backward = [s.block for s in trace.segments if s.backward and s.block is not None]
+    assert forward == [0, 1, 2, 3]
+    assert backward == [3, 2, 1, 0]
+    prefixes = [
+        {name.rsplit(".", 2)[0] if "extra" not in name else name[:-6] for name in names}
+        for names in (
+            [name for name, _ in s.gradients]
+            for s in trace.segments
+            if s.backward and s.block is not None
+        )
+    ]
+    assert prefixes == [{f"layers.{index}"} for index in (1, 0, 2, 4)]
+
+
+def test_flops_of_a_llama_block() -> None:
+    model = random_model("llama")
+    config = model.config
+    rows, length = 2, 32
+    tokens = rows * length
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    dim = width // heads
+    # query, output; key, value; gate, up, down: two operations for each weight
+    linear = 2 * tokens * (2 * width * heads * dim + 2 * width * kv * dim)
+    linear += 2 * tokens * 3 * width * inner
+    attention = 2 * 2 * rows * heads * length**2 * dim
+    traced = trace(model, text(rows, length)).trace
+    for segment in traced.segments:
+        if segment.block is None:
+            continue
+        done = segment.work.flops_32
+        assert segment.work.flops_16 == 0
+        if segment.backward:
+            # once more for inputs, once more for weights; attention recomputes scores
+            assert done == 2 * linear + 2.5 * attention
+        else:
+            assert done == linear + attention
+    in_bf16 = trace(model.to(BF16), text(rows, length)).trace
+    assert [s.work.flops_16 for s in in_bf16.segments if s.block is not None] == [
+        s.work.flops_32 for s in traced.segments if s.block is not None
+    ]
+
+
+def test_gradients_are_those_of_the_real_step() -> None:
+    model = stack(tie=True)
+    freeze(model, ["embed", "norm", "extra"])
+    trace = trace_stack(model)
+    found = {name: nbytes for s in trace.segments for name, nbytes in s.gradients}
+    model(batches(1)[0]).backward()
+    real = {n: p.grad.nbytes for n, p in model.named_parameters() if p.grad is not None}
+    assert found == real
+    assert all(s.backward for s in trace.segments if s.gradients)
+
+
+# values
+
+
+class Asks(nn.Module):
+    """A block list, and a question put to the tokens or to the weights."""
+
+    def __init__(self, ask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)
+        )
+        self.ask = ask
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.ask(tokens, x).sum()
+
+
+TOKENS = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
+
+
+def on_device(tokens: Tensor, x: Tensor) -> Tensor:
+    """The tokens where the model is, as a model moves them."""
+    return tokens.to(x.device)
+
+
+def by_position(tokens: Tensor, x: Tensor) -> Tensor:
+    rows, columns = on_device(tokens, x).nonzero(as_tuple=True)
+    return x[rows, columns]
+
+
+def by_mask(tokens: Tensor, x: Tensor) -> Tensor:
+    return x[on_device(tokens, x) != 0]
+
+
+def by_count(tokens: Tensor, x: Tensor) -> Tensor:
+    mask = (on_device(tokens, x) != 0).cumsum(-1)
+    return x[:, : int(mask.max())]
+
+
+def by_cpu(tokens: Tensor, x: Tensor) -> Tensor:
+    lengths = (on_device(tokens, x) != 0).sum(-1).to("cpu").tolist()
+    return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
+
+
+def by_made(tokens: Tensor, x: Tensor) -> Tensor:
+    ends = torch.tensor([0, 2, 3], device=x.device).tolist()
+    return torch.cat([x[:, first:last] for first, last in pairwise(ends)], 1)
+
+
+def by_branch(tokens: Tensor, x: Tensor) -> Tensor:
+    return x[:1] if torch.equal(on_device(tokens, x)[0], TOKENS[0]) else x
+
+
+def by_unique(tokens: Tensor, x: Tensor) -> Tensor:
+    return x.flatten(0, 1)[: on_device(tokens, x).unique().numel()]
+
+
+def emulated(twin: nn.Module) -> Tensor:
+    with Emulation(Target("cpu", None)):
+        return twin(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "ask", [by_position, by_mask, by_count, by_cpu, by_made, by_branch, by_unique]
+)
+def test_small_integers_are_known(ask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Asks(ask)
+    shapes = []
+    model.ask = lambda tokens, x: shapes.append(ask(tokens, x).shape) or ask(tokens, x)
+    model(TOKENS)
+    twin = meta_twin(model)
+    trace_step(twin, find_blocks(twin), lambda: emulated(twin))
+    real, traced = shapes
+    assert real == traced
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda _tokens, x: x * x.max().item(),
+        lambda _tokens, x: x[x > 0],
+        lambda _tokens, x: x if x.sum() > 0 else -x,
+        lambda _tokens, x: x[:, : int(x.argmax()) + 1],
+        lambda _tokens, x: torch.tensor(x.tolist(), requires_grad=True),
+    ],
+    ids=["item", "mask", "branch", "argmax", "list"],
+)
+def test_a_value_of_the_weights_is_not_known(ask: Any) -> None:
+    twin = meta_twin(Asks(ask))
+    before = state_of(twin)
+    with pytest.raises(TraceError, match="depends on its weights"):
+        trace_step(twin, find_blocks(twin), lambda: emulated(twin))
+    assert state_of(twin) == before
+
+
+# autocast and attention
+
+
+class Tensors(TorchDispatchMode):
+    """Shapes and dtypes of what operators make, casts apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+        self.casts: Counter = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        note(self, func, output)
+        return output
+
+
+class MetaTensors(MetaMode):
+    """The same for a run without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+        self.casts: Counter = Counter()
+
+    def ran(self, func: Any, args: Any, output: Any) -> None:
+        note(self, func, output)
+
+
+def note(seen: Tensors | MetaTensors, func: Any, output: Any) -> None:
+    if func.is_view:
+        return
+    outputs = output if isinstance(output, (tuple, list)) else (output,)
+    described = tuple(
+        (tuple(t.shape), t.dtype) for t in outputs if isinstance(t, Tensor)
+    )
+    if func is torch.ops.aten._to_copy.default:
+        # operands may be cast in any order, and before or after they are reshaped
+        seen.casts[outputs[0].numel(), outputs[0].dtype] += 1
+    else:
+        seen.made.append((func, described))
+
+
+class Multiheaded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Calls(nn.Module):
+    """A function of the input and one weight [16, 16]."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.weight)
+
+
+def attend(x: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+    q, k, v = (x @ weight).unflatten(-1, (4, 4)).transpose(1, 2).expand(3, 2, 4, 6, 4)
+    return F.scaled_dot_product_attention(q, k, v, **settings)
+
+
+def causal_mask(dtype: torch.dtype, device: torch.device) -> Tensor:
+    mask = torch.ones(6, 6, dtype=torch.bool, device=device).tril()
+    if dtype == torch.bool:
+        return mask
+    empty = torch.zeros(6, 6, dtype=dtype, device=device)
+    return empty.masked_fill(~mask, -torch.inf)
+
+
+CALLS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(16, 8),
+    "two uses of a weight": lambda: Calls(lambda x, w: x @ w @ w),
+    "matmul": lambda: Calls(torch.matmul),
+    "bmm": lambda: Calls(lambda x, w: torch.bmm(x, w.expand(2, 16, 16))),
+    "baddbmm": lambda: Calls(lambda x, w: torch.baddbmm(x, x, w.expand(2, 16, 16))),
+    "einsum": lambda: Calls(lambda x, w: torch.einsum("bsi,io->bso", x, w)),
+    "softmax": lambda: Calls(lambda x, w: F.softmax(x @ w, -1)),
+    "log_softmax": lambda: Calls(lambda x, w: F.log_softmax(x @ w, -1)),
+    "layer_norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)),
+    "rms_norm": lambda: Calls(
+        lambda x, w: (x @ w) * (x @ w).pow(2).mean(-1, True).rsqrt()
+    ),
+    "gelu": lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)),
+    "cross_entropy": lambda: Calls(
+        lambda x, w: F.cross_entropy(
+            (x @ w).flatten(0, 1), torch.arange(12, device=x.device) % 16
+        )
+    ),
+    "mse": lambda: Calls(lambda x, w: F.mse_loss(x @ w, x)),
+    "mixed sum": lambda: Calls(lambda x, w: (x @ w) + x),
+    "conv": lambda: Calls(
+        lambda x, w: F.conv1d(x.transpose(1, 2), w[:, :, None], padding=0)
+    ),
+    "multihead": Multiheaded,
+    "attention": lambda: Calls(attend),
+    "causal attention": lambda: Calls(lambda x, w: attend(x, w, is_causal=True)),
+    "masked attention": lambda: Calls(
+        lambda x, w: attend(x, w, attn_mask=causal_mask(torch.bool, x.device))
+    ),
+    "biased attention": lambda: Calls(
+        lambda x, w: attend(x, w, attn_mask=causal_mask(x.dtype, x.device))
+    ),
+    "attention with dropout": lambda: Calls(lambda x, w: attend(x, w, dropout_p=0.1)),
+}
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("call", CALLS)
+def test_operators_are_those_of_real_autocast(
+    call: str, autocast: torch.dtype | None
+) -> None:
+    """The same operators, shapes and dtypes, forward and backward."""
+    model = CALLS[call]()
+    twin = meta_twin(model)
+    x = torch.randn(2, 6, 16)
+    real = Tensors()
+    with real:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            output = model(x)
+        output.float().sum().backward()
+    meta = x.to("meta")
+    traced = MetaTensors()
+    with traced:
+        with Emulation(Target("cpu", autocast)):
+            output = twin(meta)
+        output.float().sum().backward()
+    assert traced.made == real.made
+    assert traced.casts == real.casts
+
+
+def test_a_weight_is_cast_once_in_a_region() -> None:
+    layer = nn.Linear(16, 16, bias=False)
+    twin = meta_twin(layer)
+    x = torch.empty(2, 16, device="meta", dtype=BF16)
+    seen = MetaTensors()
+    emulation = Emulation(Target("cpu", BF16))
+    with seen:
+        with emulation:
+            twin(twin(twin(x)))
+        with emulation:
+            twin(x)
+    # once a region
+    assert seen.casts == Counter({(256, BF16): 2})
+    frozen = meta_twin(layer.requires_grad_(False))
+    seen = MetaTensors()
+    with seen, emulation:
+        frozen(frozen(x))
+    # what takes no gradient is cast at every use, as torch does
+    assert seen.casts == Counter({(256, BF16): 2})
+
+
+SHAPES = [
+    # heads, heads of keys, dim, dim of values
+    (4, 4, 8, 8),
+    (4, 2, 8, 8),
+    (4, 4, 8, 16),
+    (4, 1, 12, 12),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_keeps_what_torch_keeps(
+    shape: tuple[int, ...], mask: torch.dtype | None, dropout: float, causal: bool
+) -> None:
+    """The kernel is the same if operators and saved bytes are."""
+    if causal and mask is not None:
+        mask = None
+    heads, kv_heads, dim, value_dim = shape
+    real = [
+        torch.randn(2, *size, requires_grad=True)
+        for size in ((heads, 6, dim), (kv_heads, 6, dim), (kv_heads, 6, value_dim))
+    ]
+    traced = [t.detach().to("meta").requires_grad_() for t in real]
+    settings = {
+        "dropout_p": dropout,
+        "is_causal": causal,
+        "enable_gqa": heads != kv_heads,
+    }
+    found = []
+    for (q, k, v), mode in ((real, Tensors()), (traced, MetaTensors())):
+        given = causal_mask(mask, q.device) if mask is not None else None
+        saved: list[int] = []
+
+        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.nbytes)
+            return tensor
+
+        keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with mode, keep, Emulation(Target("cpu", None)):
+            F.scaled_dot_product_attention(q, k, v, given, **settings).sum()
+        found.append((mode.made, sorted(saved)))
+    assert found[0] == found[1]

@@ -1,0 +1,612 @@
+"""`axolotl protrain plan`: what it answers, in which form, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axolotl_jobs import PAGED, Job, Result, job, overrides
+from plan_jobs import BASE, ENVIRONMENT, PROTRAIN, Plans
+from test_blueprint import IMAGES, LLAVA, QWEN_VL, VISION_LORA
+
+COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
+GIB = 2**30
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+}
+"""A hundred million parameters: more than a card of 1 GiB has beside its context."""
+GEMMA_27B_TEXT = {
+    "model_type": "gemma3_text",
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 168,
+    "sliding_window": 1024,
+    "vocab_size": 262208,
+}
+GEMMA_27B = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 256,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "image_token_index": 262144,
+    "text_config": GEMMA_27B_TEXT,
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+    },
+}
+UNKNOWN_IMAGES = {
+    "model_type": "mistral3",
+    "image_token_index": 299,
+    "text_config": {**LLAVA["text_config"], "model_type": "mistral"},
+    "vision_config": {**LLAVA["vision_config"], "model_type": "pixtral"},
+}
+
+LORA = {
+    "adapter": "lora",
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "lora_target_linear": True,
+}
+QLORA = LORA | {"adapter": "qlora", "load_in_4bit": True}
+LANGUAGE_MODEL = {
+    "lora_target_linear": False,
+    "lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|self_attn)"
+    r".(up|down|gate|q|k|v|o)_proj",
+}
+SHORT = {"sequence_len": 320, "micro_batch_size": 1}
+LONG = {"sequence_len": 8192}
+LIGER = {
+    "plugins": [PROTRAIN, "axolotl.integrations.liger.LigerPlugin"],
+    "liger_rms_norm": True,
+    "liger_glu_activation": True,
+    "liger_fused_linear_cross_entropy": True,
+}
+PACKED = {
+    "sample_packing": True,
+    "pad_to_sequence_len": True,
+    "attn_implementation": "flash_attention_2",
+}
+BY_HAND = overrides(n_persist=1, n_buffer=3, n_checkpoint=7)
+TOO_LARGE = overrides(n_persist=8, n_buffer=0)
+
+LARGE_CARD, SMALL_CARD = ("--gpu", "4090"), ("--gpu", "4090:1")
+TRAINED = job("llama", PAGED, overrides(1, 2, 2), {"protrain_cache_dir": "measured"})
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "resident": (SMALL, LORA, *LARGE_CARD),
+    "paged": (SMALL, LORA, *SMALL_CARD),
+    "paged_full": (SMALL, {}, *SMALL_CARD),
+    "two_cards": (SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD, "--html", "page.html"),
+    "two_resident": (SMALL, LORA, *LARGE_CARD, "--gpus", "2"),
+    "two_paged": (SMALL, LORA, *SMALL_CARD, "--gpus", "2"),
+    "little_ram": (SMALL, {}, *SMALL_CARD, "--ram", "1"),
+    "fast_link": (SMALL, LORA | BY_HAND, *SMALL_CARD),
+    "slow_link": (SMALL, LORA | BY_HAND, *SMALL_CARD, "--link", "pcie3x8"),
+    "too_large": (SMALL, LORA | TOO_LARGE, *SMALL_CARD),
+    "all_resident": (
+        SMALL,
+        LORA | {"protrain_force_all_persistent": True},
+        *SMALL_CARD,
+    ),
+    "yaml_limits": (
+        SMALL,
+        LORA | {"protrain_capacity_bytes": "1GiB"},
+        *LARGE_CARD,
+        "--gpu",
+        "3060:1",
+    ),
+    "not_listed": (SMALL, LORA | {"plugins": None}, *SMALL_CARD),
+    "qlora_fused": (SMALL, QLORA, *SMALL_CARD),
+    "packed": (SMALL, LORA | PACKED, *SMALL_CARD),
+    "liger": (SMALL, LORA | LIGER, *SMALL_CARD),
+    "max_nothing": (SMALL, LORA | LONG, *SMALL_CARD, "--max", "batch"),
+    "without_tower": (GEMMA_27B_TEXT, QLORA | SHORT, *LARGE_CARD),
+    "with_tower": (
+        GEMMA_27B,
+        QLORA | SHORT | IMAGES | LANGUAGE_MODEL,
+        *LARGE_CARD,
+    ),
+    "qwen_images": (QWEN_VL, VISION_LORA | IMAGES, *LARGE_CARD),
+    "llava_images": (LLAVA, VISION_LORA | IMAGES, *LARGE_CARD),
+    "text_alone": (QWEN_VL, VISION_LORA, *LARGE_CARD),
+    "untraceable": (
+        LLAVA | {"image_seq_length": 9},
+        VISION_LORA | IMAGES | {"protrain_vision_headroom_bytes": "3GiB"},
+        *LARGE_CARD,
+    ),
+    "unknown_images": (UNKNOWN_IMAGES, VISION_LORA | IMAGES, *LARGE_CARD),
+}
+"""Model, keys of the YAML and arguments; all are asked for JSON."""
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "rejected by Axolotl": ("sequence_len", {"sequence_len": "long"}, *LARGE_CARD),
+    "no configuration": ("base_model", {"base_model": "nowhere"}, *LARGE_CARD),
+    "preference training": ("rl: dpo", {"rl": "dpo"}, *LARGE_CARD),
+    "misspelt": (
+        "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?",
+        {"protrain_capcity_bytes": 1, "protrain_n_persist": 2},
+        *LARGE_CARD,
+    ),
+    "negative": (
+        "protrain_capacity_bytes",
+        {"protrain_capacity_bytes": -5},
+        *LARGE_CARD,
+    ),
+    "knob out of range": (
+        "protrain_n_persist_override: 99 .* 0 to 8",
+        {"protrain_n_persist_override": 99},
+        *LARGE_CARD,
+    ),
+    "unknown card": ("'4091' .* nearest: RTX 4090", {}, "--gpu", "4091"),
+    "bad memory": ("--gpu: 'x'", {}, "--gpu", "4090:x"),
+    "no memory": ("--ram", {}, *LARGE_CARD, "--ram", "0"),
+    "negative memory": ("--ram", {}, *LARGE_CARD, "--ram", "-4"),
+    "not a number": ("--ram", {}, *LARGE_CARD, "--ram", "nan"),
+    "unknown link": ("--link 'pcie9'", {}, *LARGE_CARD, "--link", "pcie9"),
+    "link of this machine": ("--link", {}, "--link", "pcie4x16"),
+    "no card": ("--gpus", {}, *LARGE_CARD, "--gpus", "0"),
+    "unknown option": ("--frob", {}, "--frob"),
+    "no budget here": ("protrain_capacity_bytes", {}),
+    "no adapter": ("--max rank: .*lora_r", {}, *LARGE_CARD, "--max", "rank"),
+    "no folder": ("--html", {}, *LARGE_CARD, "--html", "nowhere/page.html"),
+    "page of a number": ("--html", {}, "--html", "p.html", "--max", "seq"),
+}
+"""What the error names, keys of the YAML and arguments."""
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
+    plans = Plans(tmp_path_factory.mktemp("plans"))
+    try:
+        for name, (model, keys, *arguments) in CASES.items():
+            plans.add(name, model, keys, *arguments, "--json")
+        plans.add("text", SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD)
+        for name, (_, keys, *arguments) in REFUSED.items():
+            plans.add(name, SMALL, keys, *arguments)
+        yield plans
+    finally:
+        plans.close()
+
+
+def fitting(plans: Plans, name: str) -> dict[str, Any]:
+    """The JSON of a command that must say that it fits."""
+    answer = plans[name]
+    assert answer.exit_code == 0, answer.out + answer.err
+    assert answer.json["verdict"] == "fits"
+    return answer.json
+
+
+# ------------------------------------------------------------------------ form
+
+NUMBER = (int, float)
+MEMORY = {
+    "peak": int,
+    "budget": int,
+    "reserve": int,
+    "terms": {str: int},
+    "phases": {str: int},
+}
+SCHEMA: dict[Any, Any] = {
+    "verdict": str,
+    "reason": (str, type(None)),
+    "hardware": {"name": str, "source": str, "link": str},
+    "plan": {
+        "n_persist": int,
+        "n_buffer": int,
+        "n_swap": int,
+        "n_checkpoint": int,
+        "mode": str,
+        "origin": str,
+        "num_blocks": int,
+        "num_chunks": int,
+        "resident_chunks": [int],
+        "placements": [str],
+        "block_policies": [str],
+    },
+    "device_bytes": MEMORY | {"peak_at": str},
+    "host_bytes": {k: v for k, v in MEMORY.items() if k != "reserve"},
+    "step_s": {
+        "total": float,
+        "lanes": {str: NUMBER},
+        "exposed": {str: NUMBER},
+        "recompute": NUMBER,
+        "limiter": str,
+        "tokens_per_s": float,
+        "measured_blocks": bool,
+    },
+    "alternatives": [
+        {
+            "change": str,
+            "verdict": str,
+            "device_peak_bytes": (int, type(None)),
+            "step_s": (float, type(None)),
+            "tokens_per_s": (float, type(None)),
+            "plan": object,
+            "note": (str, type(None)),
+        }
+    ],
+    "assumptions": [str],
+}
+
+
+def misfits(value: Any, schema: Any, where: str = "") -> Iterator[str]:
+    """Where a JSON value has not the keys and types of a schema."""
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            yield f"{where}: no list"
+            return
+        for number, item in enumerate(value):
+            yield from misfits(item, schema[0], f"{where}[{number}]")
+    elif isinstance(schema, dict) and not isinstance(value, dict):
+        yield f"{where}: no object"
+    elif isinstance(schema, dict):
+        any_key = next(iter(schema)) is str
+        if not any_key and value.keys() != schema.keys():
+            yield f"{where}: keys differ by {sorted(value.keys() ^ schema.keys())}"
+            return
+        for key, item in value.items():
+            yield from misfits(item, schema[str if any_key else key], f"{where}.{key}")
+    elif not isinstance(value, schema):
+        yield f"{where}: {value!r}"
+
+
+@pytest.mark.parametrize("name", ["resident", "paged", "two_paged", "with_tower"])
+def test_every_key_of_the_json(name: str, plans: Plans) -> None:
+    answer = plans[name].json
+    assert not list(misfits(answer, SCHEMA))
+    for where in ("device_bytes", "host_bytes"):
+        memory = answer[where]
+        assert memory["peak"] == max(memory["phases"].values())
+    assert sum(answer["device_bytes"]["terms"].values()) == pytest.approx(
+        answer["device_bytes"]["peak"]
+    )
+    plan, step = answer["plan"], answer["step_s"]
+    assert len(plan["block_policies"]) == plan["num_blocks"]
+    assert len(plan["resident_chunks"]) == plan["n_persist"]
+    waits = step["lanes"]["compute"] + sum(step["exposed"].values())
+    assert waits == pytest.approx(step["total"])
+    assert step["limiter"] in step["lanes"]
+
+
+def test_nothing_but_the_answer_is_printed(plans: Plans) -> None:
+    for name in ("resident", "paged", "liger", "packed", "qlora_fused"):
+        assert plans[name].err == ""
+
+
+def test_several_cards_are_an_array(plans: Plans) -> None:
+    answer = plans["two_cards"]
+    large, small = answer.json
+    assert answer.exit_code == 2
+    assert (large["verdict"], small["verdict"]) == ("fits", "does-not-fit")
+    without_step = SCHEMA | {"step_s": type(None)}
+    assert not list(misfits(large, SCHEMA)) and not list(misfits(small, without_step))
+    assert large["hardware"]["name"] == "RTX 4090"
+    assert small["hardware"]["name"] == "RTX 4090, 1 GiB"
+    assert small["device_bytes"]["budget"] == GIB
+
+
+def test_the_page_has_the_cards_and_loads_nothing(plans: Plans) -> None:
+    page = (plans["two_cards"].folder / "page.html").read_text()
+    for card in plans["two_cards"].json:
+        assert card["hardware"]["name"] in page
+    assert not re.search(r"https?://(?!www\.w3\.org)|<link|@import|src=", page)
+
+
+def test_the_text_says_what_the_json_says(plans: Plans) -> None:
+    answer = plans["text"]
+    assert answer.exit_code == 2 and answer.err == ""
+    large, small = plans["two_cards"].json
+    text = " ".join(answer.out.split())
+    assert "RTX 4090 on pcie4x16: fits" in text
+    assert "RTX 4090, 1 GiB on pcie4x16: does not fit" in text
+    assert small["reason"] in text
+    assert large["hardware"]["source"] in text
+    for other in small["alternatives"]:
+        assert other["change"] in text
+    lines = answer.out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines.index("Assumed and not known:") > len(lines) - 20
+
+
+def test_help_has_every_option() -> None:
+    done = shell("plan", "-h")
+    for option in ("--gpu ", "--gpus", "--ram", "--link", "--json", "--html", "--max"):
+        assert option in done.stdout
+    assert done.returncode == 0
+
+
+def shell(*arguments: str, folder: Path | None = None) -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments],
+        cwd=folder,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_in_a_shell(plans: Plans) -> None:
+    arguments = ["plan", "paged.yaml", *SMALL_CARD, "--json"]
+    done = shell(*arguments, folder=plans.folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == plans["paged"].json
+
+
+# --------------------------------------------------------------------- verdicts
+
+
+WITHOUT = "without this plugin"
+
+
+def test_what_fits_without_paging_needs_no_plugin(plans: Plans) -> None:
+    answer = fitting(plans, "resident")
+    assert answer["plan"]["mode"] == "A"
+    (plain,) = (a for a in answer["alternatives"] if a["change"] == WITHOUT)
+    assert plain["verdict"] == "fits"
+    assert "you do not need this plugin" in plain["note"]
+    assert plain["device_peak_bytes"] == answer["device_bytes"]["peak"]
+
+
+@pytest.mark.parametrize("name", ["paged", "paged_full", "packed"])
+def test_what_does_not_fit_is_paged(name: str, plans: Plans) -> None:
+    answer = fitting(plans, name)
+    plan, device = answer["plan"], answer["device_bytes"]
+    assert plan["mode"] == "B" and plan["n_buffer"] > 0
+    assert plan["n_persist"] < plan["num_chunks"] and plan["origin"] == "search"
+    assert device["peak"] <= device["budget"] == GIB
+    assert answer["step_s"]["lanes"]["fetch"] > 0
+    (plain,) = (a for a in answer["alternatives"] if a["change"] == WITHOUT)
+    assert plain["verdict"] == "does-not-fit" and "missing" in plain["note"]
+
+
+def test_what_fits_is_offered_more(plans: Plans) -> None:
+    answer = fitting(plans, "paged")
+    changes = [other["change"] for other in answer["alternatives"]]
+    for larger in (
+        "sequence_len 256 -> 512",
+        "micro_batch_size 2 -> 4",
+        "lora_r 8 -> 16",
+    ):
+        assert larger in changes
+
+
+def test_what_does_not_fit_is_told_the_way_out(plans: Plans) -> None:
+    _, small = plans["two_cards"].json
+    missing = small["device_bytes"]["peak"] - small["device_bytes"]["budget"]
+    assert f"{missing / GIB:.2f} GiB of device memory missing" in small["reason"]
+    others = small["alternatives"]
+    assert others[0]["verdict"] == "fits"
+    shorter = next(o for o in others if o["change"].startswith("sequence_len 8192 ->"))
+    assert shorter["verdict"] == "fits"
+    assert shorter["device_peak_bytes"] <= GIB
+    assert any(o["change"] == "--gpu 'RTX 3060 12GB'" for o in others)
+    plans.add("shorter", SMALL, LORA | {"sequence_len": 512}, *SMALL_CARD, "--json")
+    assert shorter["change"] == "sequence_len 8192 -> 512"
+    answer = fitting(plans, "shorter")
+    assert answer["device_bytes"]["peak"] == shorter["device_peak_bytes"]
+    assert answer["step_s"]["total"] == shorter["step_s"]
+
+
+def test_another_rank_is_planned_as_if_the_yaml_said_so(plans: Plans) -> None:
+    answer = fitting(plans, "paged")
+    other = next(o for o in answer["alternatives"] if o["change"] == "lora_r 8 -> 16")
+    plans.add("rank_16", SMALL, LORA | {"lora_r": 16}, *SMALL_CARD, "--json")
+    asked = fitting(plans, "rank_16")
+    assert other["device_peak_bytes"] == asked["device_bytes"]["peak"]
+    assert other["step_s"] == asked["step_s"]["total"]
+
+
+def test_several_gpus_do_not_page(plans: Plans) -> None:
+    two = fitting(plans, "two_resident")
+    assert two["plan"]["mode"] == "A"
+    assert any("2 GPUs" in line for line in two["assumptions"])
+    answer = plans["two_paged"]
+    assert answer.exit_code == 3
+    assert answer.json["verdict"] == "unsupported"
+    assert "--gpus 2" in answer.json["reason"]
+
+
+def test_too_little_host_memory(plans: Plans) -> None:
+    answer = plans["little_ram"]
+    assert answer.exit_code == 2
+    host = answer.json["host_bytes"]
+    assert host["budget"] == GIB < host["peak"]
+    assert answer.json["device_bytes"]["peak"] <= GIB
+    assert "of host memory missing" in answer.json["reason"]
+    more = next(o for o in answer.json["alternatives"] if o["change"] == "--ram 16")
+    assert more["verdict"] == "fits"
+
+
+def test_the_link_sets_the_pace_of_copies(plans: Plans) -> None:
+    fast, slow = fitting(plans, "fast_link"), fitting(plans, "slow_link")
+    assert fast["plan"] == slow["plan"]
+    assert (fast["hardware"]["link"], slow["hardware"]["link"]) == (
+        "pcie4x16",
+        "pcie3x8",
+    )
+    ratio = slow["step_s"]["lanes"]["fetch"] / fast["step_s"]["lanes"]["fetch"]
+    assert ratio == pytest.approx(4)
+    assert slow["step_s"]["limiter"] == "fetch"
+    assert slow["step_s"]["total"] > 1.5 * fast["step_s"]["total"]
+
+
+# ------------------------------------------------------------- keys of the YAML
+
+
+def test_overrides_are_followed(plans: Plans) -> None:
+    plan = fitting(plans, "fast_link")["plan"]
+    for key, value in BY_HAND.items():
+        knob = key.removeprefix("protrain_").removesuffix("_override")
+        assert plan[knob] == value
+    assert plan["origin"] == "overrides"
+    answer = plans["too_large"]
+    assert answer.exit_code == 2 and answer.json["plan"]["n_persist"] == 8
+    assert answer.json["plan"]["n_checkpoint"] == 0
+    assert "the plan of the YAML" in answer.json["reason"]
+
+
+def test_everything_resident_by_order(plans: Plans) -> None:
+    answer = plans["all_resident"]
+    assert answer.exit_code == 2 and answer.json["plan"]["mode"] == "A"
+
+
+def test_the_yaml_limits_a_larger_card(plans: Plans) -> None:
+    large, small = plans["yaml_limits"].json
+    paged = plans["paged"].json
+    assert large["device_bytes"]["budget"] == small["device_bytes"]["budget"] == GIB
+    assert large["plan"]["mode"] == "B"
+    assert any("protrain_capacity_bytes" in line for line in large["assumptions"])
+    assert paged["device_bytes"]["budget"] == GIB
+
+
+def test_the_plugin_need_not_be_listed(plans: Plans) -> None:
+    assert plans["not_listed"].json["plan"] == plans["paged"].json["plan"]
+
+
+def test_fused_kernels_are_in_the_plan(plans: Plans) -> None:
+    qlora = fitting(plans, "qlora_fused")
+    assert any("4-bit" in line for line in qlora["assumptions"])
+    packed = fitting(plans, "packed")
+    assert any("sample_packing" in line for line in packed["assumptions"])
+    assert any("flash_attention_2" in line for line in packed["assumptions"])
+    liger, plain = fitting(plans, "liger"), fitting(plans, "paged")
+    logits = 2 * 256 * 8192 * 4
+    keep_all = [answer["device_bytes"]["terms"] for answer in (liger, plain)]
+    assert keep_all[0]["working set"] <= keep_all[1]["working set"] - logits
+
+
+# ------------------------------------------------------------------- the inverse
+
+
+@pytest.mark.parametrize(
+    "what, key, stride",
+    [
+        ("seq", "sequence_len", 64),
+        pytest.param("batch", "micro_batch_size", 1, marks=pytest.mark.full),
+        pytest.param("rank", "lora_r", 8, marks=pytest.mark.full),
+    ],
+)
+def test_the_largest_fits_and_the_next_does_not(
+    what: str, key: str, stride: int, plans: Plans
+) -> None:
+    plans.add(f"max_{what}", SMALL, LORA, *SMALL_CARD, "--max", what, "--json")
+    answer = plans[f"max_{what}"]
+    found = answer.json["max"]
+    assert (answer.exit_code, answer.err) == (0, "")
+    assert (found["key"], found["now"]) == (key, (BASE | LORA)[key])
+    for step in (0, 1):
+        name = f"{what}_{step}"
+        value = found["value"] + step * stride
+        plans.add(name, SMALL, LORA | {key: value}, *SMALL_CARD, "--json")
+    assert [plans[f"{what}_{step}"].exit_code for step in (0, 1)] == [0, 2]
+    asked = plans[f"{what}_0"].json
+    assert asked["device_bytes"]["peak"] == answer.json["device_peak_bytes"]
+
+
+def test_no_size_fits(plans: Plans) -> None:
+    answer = plans["max_nothing"]
+    assert answer.exit_code == 2
+    assert answer.json["verdict"] == "does-not-fit"
+    assert answer.json["max"]["value"] is None
+
+
+# ------------------------------------------------------------------------ images
+
+
+def test_a_vision_tower_turns_resident_into_paged(plans: Plans) -> None:
+    text, images = fitting(plans, "without_tower"), fitting(plans, "with_tower")
+    assert text["plan"]["mode"] == "A" and images["plan"]["mode"] == "B"
+    assert images["plan"]["num_blocks"] == text["plan"]["num_blocks"] + 27
+    assert any("896 x 896 pixels" in line for line in images["assumptions"])
+
+
+@pytest.mark.parametrize("name", ["with_tower", "qwen_images", "llava_images"])
+def test_a_traced_tower_needs_no_headroom(name: str, plans: Plans) -> None:
+    answer = fitting(plans, name)
+    assert answer["device_bytes"]["reserve"] == 0
+    assert any("one image of" in line for line in answer["assumptions"])
+    assert not any("headroom" in line for line in answer["assumptions"])
+
+
+@pytest.mark.parametrize(
+    "name, gib", [("text_alone", 4), ("unknown_images", 4), ("untraceable", 3)]
+)
+def test_a_tower_that_is_not_traced_gets_headroom(
+    name: str, gib: int, plans: Plans
+) -> None:
+    answer = fitting(plans, name)
+    device = answer["device_bytes"]
+    assert device["reserve"] == gib * GIB
+    resident = plans["resident"].json["device_bytes"]
+    assert device["budget"] == resident["budget"] - gib * GIB
+    (line,) = (line for line in answer["assumptions"] if "headroom" in line)
+    assert f"{gib}.00 GiB" in line
+
+
+# ------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_is_one_line(name: str, plans: Plans) -> None:
+    answer = plans[name]
+    assert answer.exit_code == 3
+    assert answer.out == ""
+    assert re.fullmatch(rf"Error: .*{REFUSED[name][0]}.*\n", answer.err), answer.err
+
+
+def test_an_error_as_json(plans: Plans) -> None:
+    plans.command("missing", "missing.yaml", *LARGE_CARD, *SMALL_CARD, "--json")
+    answer = plans["missing"]
+    assert answer.exit_code == 3 and "missing.yaml" in answer.err
+    for card, name in zip(answer.json, ("4090", "4090:1"), strict=True):
+        assert card["verdict"] == "unsupported"
+        assert "missing.yaml" in card["reason"]
+        assert card["hardware"]["name"] == name
+
+
+# ---------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("trained", [TRAINED])
+def test_training_follows_the_plan(
+    trained: Job, run: Callable[[Job], Result], plans: Plans
+) -> None:
+    result = run(trained)
+    assert not result.error
+    root = result.folder.parent.parent
+    config = result.folder / "config.yaml"
+    plans.command("trained", str(config), "--json", folder=root)
+    answer, report = fitting(plans, "trained"), result.report
+    assert answer["plan"] == report["plan"]
+    for key in ("peak", "budget", "terms", "phases"):
+        assert answer["device_bytes"][key] == report["device_bytes"][key]
+    assert answer["host_bytes"]["terms"] == report["host_bytes"]["terms"]
+    assert not answer["step_s"]["measured_blocks"]
+    assert report["step_s"]["measured_blocks"]
