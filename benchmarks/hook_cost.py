@@ -28,16 +28,13 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice, Device
-from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
 
 TARGET_US = 60.0
 """For a frozen base, per block and step."""
 
 Pick = Callable[[list[float]], float]
-
-PLENTY = Budget(device_bytes=1 << 50, reserve_bytes=0, host_bytes=1 << 50)
-
 
 class Block(nn.Module):
     """Attention-like in its parameters: seven matrices and two norms, all tiny."""
@@ -138,7 +135,7 @@ def build(name: str, num_blocks: int, width: int, n_buffer: int) -> Case:
                 adapters.add(param_name)
     model = copy.deepcopy(plain)
     layout = build_layout(model, adapters)
-    plan = plan_by_hand(layout, PLENTY, 0, n_buffer, 0, False)
+    plan = make_plan(layout, 0, n_buffer, 0, 0, False)
     session = Session(model, layout, plan, CpuDevice())
     x = torch.randn(1, width)
     return Case(

@@ -57,7 +57,7 @@ def load_and_open(folder: str, trained: str) -> None:
 
     from axolotl.integrations.protrain.core.layout import build_layout
     from axolotl.integrations.protrain.core.runtime import CpuDevice
-    from axolotl.integrations.protrain.core.search import Budget, plan_by_hand
+    from axolotl.integrations.protrain.core.search import make_plan
     from axolotl.integrations.protrain.core.session import Session
 
     # what a first model of a process loads and builds is not this model's
@@ -72,8 +72,7 @@ def load_and_open(folder: str, trained: str) -> None:
     say("loaded")
     model.requires_grad_(trained == "full")
     layout = build_layout(model)
-    plenty = Budget(device_bytes=1 << 50, reserve_bytes=0, host_bytes=1 << 50)
-    plan = plan_by_hand(layout, plenty, 0, 2, 0, False)
+    plan = make_plan(layout, 0, 2, 0, 0, False)
     say("open")
     session = Session(model, layout, plan, CpuDevice())
     say("opened")
