@@ -29,7 +29,7 @@ from axolotl.integrations.protrain.core.cost import (
     closed_form_s,
     simulate_step,
 )
-from axolotl.integrations.protrain.core.layout import build_layout, spread_evenly
+from axolotl.integrations.protrain.core.layout import build_layout, spread_order
 from axolotl.integrations.protrain.core.runtime import SimulatedDevice, at_rate
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
@@ -216,7 +216,7 @@ def batch() -> Tensor:
 
 def plan_of(case: Case, layout: Layout) -> Plan:
     chunks = [chunk.index for chunk in layout.pageable]
-    resident = {chunks[k] for k in spread_evenly(case.n_persist, len(chunks))}
+    resident = {chunks[k] for k in spread_order(len(chunks))[: case.n_persist]}
     stays = Placement.HOST_STATE if case.state_on_host else Placement.RESIDENT
     placements = tuple(
         Placement.PAGED

@@ -153,7 +153,7 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**PAGED, "protrain_cpu_capacity_bytes": "500KiB"},
         [
             "BudgetError: protrain_cpu_capacity_bytes: the plan of the overrides needs ",
-            "512,000 may be used. Give the host more memory",
+            "512,000 may be used. Give the host at least ",
         ],
     ),
     "no_slot": (

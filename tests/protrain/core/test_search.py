@@ -1,252 +1,368 @@
-"""Plans from a budget and by hand."""
+"""Legal plans, and the fastest that fits, against every plan there is."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from core_models import layouts
-from hypothesis import given, strategies as st
-
-from axolotl.integrations.protrain.core.cost import host_bytes, state_bytes
-from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
-from axolotl.integrations.protrain.core.layout import check_slots, slot_floor
-from axolotl.integrations.protrain.core.search import (
-    fill_budget,
-    plan_by_hand,
+from core_models import (
+    CPU,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    layouts,
+    stack,
+    train,
+    twin,
+    weights,
 )
+from hypothesis import given, settings, strategies as st
+from search_cases import PLENTY, Case, Judged, cases, missing_bytes
+
+from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
+from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
+from axolotl.integrations.protrain.core.layout import (
+    build_layout,
+    check_slots,
+    find_blocks,
+    slot_floor,
+)
+from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
+from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.search import Search, make_plan, place
+from axolotl.integrations.protrain.core.search.bounds import StepBound
+from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
     Budget,
     Chunk,
     Layout,
     Placement,
-    Plan,
+    Policy,
     TensorSpec,
+    Workload,
 )
 
-PLENTY = 1 << 50
+RESIDENT, HOST_STATE, PAGED = Placement
+OUTSIDE = st.sampled_from([RESIDENT, HOST_STATE])
+ALMOST = 1 + 1e-8
+"""Seconds are sums in different orders."""
 
 
-def device(nbytes: int, reserve: int = 0) -> Budget:
-    return Budget(device_bytes=nbytes, reserve_bytes=reserve, host_bytes=PLENTY)
-
-
-def needed(layout: Layout, plan: Plan) -> int:
-    return state_bytes(layout, plan.placements, plan.n_buffer).total
-
-
-def uniform(num_blocks: int, numel: int, trainable: bool) -> Layout:
-    """One chunk of float32 in each block and one, trainable, outside."""
-
-    def chunk(index: int, block: int | None, trains: bool) -> Chunk:
+def uniform(num_blocks: int, numel: int, trainable: bool = False) -> Layout:
+    """One chunk of float32 in each block."""
+    blocks, chunks = [], []
+    for index in range(num_blocks):
         spec = TensorSpec(f"p{index}", (numel,), torch.float32, 0)
-        return Chunk(index, block, trains, (spec,), spec.nbytes)
-
-    chunks = [chunk(index, index, trainable) for index in range(num_blocks)]
-    if trainable:
-        chunks.append(chunk(num_blocks, None, True))
-    blocks = [Block(index, f"layers.{index}", (index,)) for index in range(num_blocks)]
+        chunks.append(Chunk(index, index, trainable, (spec,), spec.nbytes))
+        blocks.append(Block(index, f"layers.{index}", (index,)))
     return Layout(tuple(blocks), tuple(chunks), 0, 0)
 
 
-class Filled(NamedTuple):
-    """A plan that `fill_budget` made, and from what."""
-
-    layout: Layout
-    budget: Budget
-    plan: Plan
+# where chunks sit
 
 
-@st.composite
-def filled(draw: st.DrawFn, fp32_master: bool = False) -> Filled:
-    layout = draw(layouts())
-    reserve = draw(st.integers(0, 500))
-    least = least_budget(layout, fp32_master)
-    budget = device(reserve + least + draw(st.integers(0, 4000)), reserve)
-    n_checkpoint = draw(st.integers(0, len(layout.blocks)))
-    plan = fill_budget(layout, budget, n_checkpoint, fp32_master)
-    assert plan.n_checkpoint == n_checkpoint
-    return Filled(layout, budget, plan)
-
-
-def least_budget(layout: Layout, fp32_master: bool) -> int:
-    """A budget that fits: what the refusal says is missing from nothing."""
-    try:
-        fill_budget(layout, device(0), 0, fp32_master)
-    except BudgetError as error:
-        return missing_bytes(error)
-    return 0
-
-
-def missing_bytes(error: BudgetError) -> int:
-    found = re.search(r"by at least ([\d,]+)", str(error))
-    assert found, error
-    return int(found.group(1).replace(",", ""))
-
-
-@given(st.one_of(filled(), filled(fp32_master=True)))
-def test_a_plan_fits_and_can_run(made: Filled) -> None:
-    layout, budget, plan = made
-    assert needed(layout, plan) <= budget.usable_bytes
-    check_slots(layout, plan.placements, plan.n_buffer)
-    assert len(plan.placements) == len(layout.chunks)
-    assert plan.recompute == tuple(
-        index < plan.n_checkpoint for index in range(len(layout.blocks))
-    )
-    assert plan.n_swap == 0
-    staying = [
-        chunk
-        for chunk in layout.pageable
-        if plan.placements[chunk.index] is not Placement.PAGED
-    ]
-    assert len(staying) == plan.n_persist
-    assert plan.paged == tuple(
-        c.index for c in layout.pageable if c.index not in {s.index for s in staying}
-    )
-    assert plan.mode == ("B" if plan.paged else "A")
-
-
-@given(filled(), st.integers(0, 3000))
-def test_more_budget_never_keeps_less(made: Filled, more: int) -> None:
-    layout, budget, plan = made
-    larger = Budget(budget.device_bytes + more, budget.reserve_bytes, PLENTY)
-    assert fill_budget(layout, larger, 0, False).n_persist >= plan.n_persist
-
-
-@given(filled())
-def test_one_more_resident_chunk_would_not_fit(made: Filled) -> None:
-    """The most that fits among plans with one slot to fetch into."""
-    layout, budget, plan = made
-    for n_persist in range(plan.n_persist + 1, len(layout.pageable) + 1):
-        num_paged = len(layout.pageable) - n_persist
-        # as many slots as chunks are always legal
-        legal = plan_by_hand(layout, device(PLENTY), n_persist, num_paged, 0, False)
-        n_buffer = min(slot_floor(layout, legal.placements) + 1, num_paged)
-        with pytest.raises(BudgetError):
-            plan_by_hand(layout, budget, n_persist, n_buffer, 0, False)
-
-
-@given(layouts(), st.booleans())
-def test_the_missing_bytes_are_enough(layout: Layout, fp32_master: bool) -> None:
-    missing = least_budget(layout, fp32_master)
-    plan = fill_budget(layout, device(missing), 0, fp32_master)
-    assert needed(layout, plan) <= missing
-    # and what was refused had them short by exactly that
-    if missing:
-        with pytest.raises(BudgetError) as refusal:
-            fill_budget(layout, device(0, reserve=100), 0, fp32_master)
-        assert missing_bytes(refusal.value) == missing + 100
-
-
-@pytest.mark.parametrize("trainable", [False, True])
-def test_the_refusal_names_every_term(trainable: bool) -> None:
-    layout = uniform(4, 1000, trainable)
-    with pytest.raises(BudgetError) as refusal:
-        fill_budget(layout, device(3000, reserve=1000), 0, False)
-    message = str(refusal.value)
-    assert message.startswith("protrain_capacity_bytes")
-    assert "2,000 of 3,000 may be used" in message
-    listed = message[message.index("(") + 1 : message.index(")")]
-    terms = {
-        name: int(value.replace(",", ""))
-        for name, value in (term.split() for term in listed.split(", "))
-    }
-    assert set(terms) == {"slots"} | (
-        {"host_state", "gradients"} if trainable else set()
-    )
-    assert sum(terms.values()) - 2000 == missing_bytes(refusal.value)
-
-
-def test_one_slot_is_only_taken_by_hand() -> None:
-    """It runs, but hides no fetch: the refusal says how to ask for it."""
-    layout = uniform(4, 100, trainable=False)
-    by_hand = plan_by_hand(layout, device(400), 0, 1, 0, False)
-    assert needed(layout, by_hand) == 400
-    with pytest.raises(BudgetError, match="protrain_n_buffer_override"):
-        fill_budget(layout, device(400), 0, False)
-
-
-@given(filled())
-def test_the_host_has_a_budget_too(made: Filled) -> None:
-    layout, budget, plan = made
-    used = host_bytes(layout, plan.placements, False)
-    enough = Budget(budget.device_bytes, budget.reserve_bytes, used)
-    assert fill_budget(layout, enough, 0, False).placements == plan.placements
-    if used:
-        short = Budget(budget.device_bytes, budget.reserve_bytes, used - 1)
-        with pytest.raises(BudgetError, match="protrain_cpu_capacity_bytes") as refusal:
-            fill_budget(layout, short, 0, False)
-        assert f"{used:,}" in str(refusal.value)
-        assert f"{used - 1:,}" in str(refusal.value)
-
-
-@given(layouts())
-def test_masters_keep_their_state_on_the_host(layout: Layout) -> None:
-    plan = fill_budget(layout, device(PLENTY), 0, fp32_master=True)
-    for chunk, placement in zip(layout.chunks, plan.placements, strict=True):
-        halves = any(spec.dtype.itemsize == 2 for spec in chunk.tensors)
-        if chunk.trainable and halves:
-            assert placement is Placement.HOST_STATE
+@given(layouts(), st.data(), st.booleans(), OUTSIDE)
+def test_each_chunk_has_its_place(
+    layout: Layout, data: st.DataObject, fp32_master: bool, outside: Placement
+) -> None:
+    n_persist = data.draw(st.integers(0, len(layout.pageable)))
+    placements = place(layout, n_persist, fp32_master, outside)
+    assert placements.count(PAGED) == len(layout.pageable) - n_persist
+    for chunk, placement in zip(layout.chunks, placements, strict=True):
+        if placement is PAGED:
+            assert chunk.pageable
+        elif chunk.trainable and chunk.has_masters(fp32_master):
+            assert placement is HOST_STATE
         else:
-            assert placement is Placement.RESIDENT
+            assert placement is (RESIDENT if chunk.pageable else outside)
+
+
+@given(layouts(), st.booleans(), OUTSIDE)
+def test_one_more_resident_chunk_moves_no_other(
+    layout: Layout, fp32_master: bool, outside: Placement
+) -> None:
+    fewer = place(layout, 0, fp32_master, outside)
+    for n_persist in range(1, len(layout.pageable) + 1):
+        more = place(layout, n_persist, fp32_master, outside)
+        moved = [pair for pair in zip(fewer, more, strict=True) if pair[0] != pair[1]]
+        assert len(moved) == 1
+        assert moved[0][0] is PAGED
+        fewer = more
+
+
+# plans by hand
 
 
 @given(layouts(), st.data())
-def test_by_hand_runs_exactly_what_was_asked(
+def test_a_plan_is_exactly_what_was_asked_for(
     layout: Layout, data: st.DataObject
 ) -> None:
-    total = len(layout.pageable)
+    total, blocks = len(layout.pageable), len(layout.blocks)
     n_persist = data.draw(st.integers(0, total))
-    n_checkpoint = data.draw(st.integers(0, len(layout.blocks)))
     n_buffer = data.draw(st.integers(0, total + 1))
+    n_checkpoint = data.draw(st.integers(0, blocks))
+    knobs = (n_persist, n_buffer, 0, n_checkpoint)
     try:
-        plan = plan_by_hand(
-            layout, device(PLENTY), n_persist, n_buffer, n_checkpoint, False
-        )
+        plan = make_plan(layout, *knobs, fp32_master=False)
     except ConfigError as error:
         low, high = map(int, re.findall(r"range (\d+) to (\d+)", str(error))[0])
         assert not low <= n_buffer <= high
         assert high == total - n_persist
         return
-    assert (plan.n_persist, plan.n_buffer) == (n_persist, n_buffer)
-    assert plan.n_checkpoint == n_checkpoint == sum(plan.recompute)
+    assert (plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_checkpoint) == knobs
+    assert len(plan.paged) == total - n_persist
+    assert plan.mode == ("B" if plan.paged else "A")
+    # backward frees the last blocks first, so the first ones recompute
+    assert plan.recompute == tuple(index < n_checkpoint for index in range(blocks))
+    assert Policy.SWAP not in plan.policies
     check_slots(layout, plan.placements, plan.n_buffer)
 
 
 RANGES = [
-    ("n_persist", (-1, 1, 0), "range 0 to 4, the number of chunks"),
-    ("n_persist", (5, 0, 0), "range 0 to 4, the number of chunks"),
-    ("n_checkpoint", (0, 1, -1), "range 0 to 4, the number of blocks"),
-    ("n_checkpoint", (0, 1, 5), "range 0 to 4, the number of blocks"),
-    ("n_buffer", (0, 0, 0), "range 1 to 4"),
-    ("n_buffer", (0, 5, 0), "range 1 to 4"),
-    ("n_buffer", (4, 1, 0), "range 0 to 0"),
+    ("n_persist", (-1, 1, 0, 0), "range 0 to 4, the number of chunks"),
+    ("n_persist", (5, 0, 0, 0), "range 0 to 4, the number of chunks"),
+    ("n_checkpoint", (0, 1, 0, -1), "range 0 to 4, the number of blocks"),
+    ("n_checkpoint", (0, 1, 0, 5), "range 0 to 4, the number of blocks"),
+    ("n_buffer", (0, 0, 0, 0), "range 1 to 4"),
+    ("n_buffer", (0, 5, 0, 0), "range 1 to 4"),
+    ("n_buffer", (4, 1, 0, 0), "range 0 to 0"),
+    ("n_swap", (0, 1, 1, 0), "range 0 to 0, the number of blocks that may swap"),
+    ("n_swap", (0, 1, -1, 0), "range 0 to 0, the number of blocks that may swap"),
 ]
 
 
-@pytest.mark.parametrize(("knob", "values", "message"), RANGES)
-def test_by_hand_refuses_what_is_out_of_range(
-    knob: str, values: tuple[int, int, int], message: str
+@pytest.mark.parametrize(("knob", "knobs", "message"), RANGES)
+def test_what_is_out_of_range_is_refused(
+    knob: str, knobs: tuple[int, int, int, int], message: str
 ) -> None:
-    layout = uniform(4, 100, trainable=False)
     with pytest.raises(ConfigError, match=message) as refusal:
-        plan_by_hand(layout, device(PLENTY), *values, False)
+        make_plan(uniform(4, 100), *knobs, fp32_master=False)
     assert str(refusal.value).startswith(f"protrain_{knob}_override")
     # what pydantic shows to the person
     assert isinstance(refusal.value, ValueError)
 
 
-def test_by_hand_refuses_what_does_not_fit() -> None:
-    layout = uniform(4, 100, trainable=True)
-    plan = plan_by_hand(layout, device(PLENTY), 2, 2, 0, False)
-    assert plan.placements[-1] is Placement.RESIDENT
-    # weights outside blocks give up their state on the device first
-    smaller = plan_by_hand(layout, device(needed(layout, plan) - 1), 2, 2, 0, False)
-    assert smaller.placements[-1] is Placement.HOST_STATE
-    short = device(needed(layout, smaller) - 7)
+@given(cases(), st.data())
+def test_by_hand_skips_the_search(case: Case, data: st.DataObject) -> None:
+    """Any legal knobs, also such that the search would not choose."""
+    layout, master = case.layout, case.workload.fp32_master
+    n_persist = data.draw(st.integers(0, len(layout.pageable)))
+    floor = slot_floor(layout, place(layout, n_persist, master, RESIDENT))
+    n_buffer = data.draw(st.integers(floor, len(layout.pageable) - n_persist))
+    n_checkpoint = data.draw(st.integers(0, len(layout.blocks)))
+    knobs = (n_persist, n_buffer, 0, n_checkpoint)
+    first, second = (
+        make_plan(layout, *knobs, master, outside) for outside in (RESIDENT, HOST_STATE)
+    )
+    assert case.search().by_hand(*knobs) == first
+    assert first.origin == "overrides"
+
+    needed = [case.memory.device(plan).peak_bytes for plan in (first, second)]
+    # weights outside blocks give up their state on the device before it is refused
+    for nbytes in needed:
+        given = case.search(nbytes)
+        plan = given.by_hand(*knobs)
+        assert plan == (first if needed[0] <= nbytes else second)
+    with pytest.raises(BudgetError, match="the plan of the overrides needs") as refusal:
+        case.search(min(needed) - 1).by_hand(*knobs)
+    if needed[1] <= needed[0]:
+        assert missing_bytes(refusal.value) == 1
+
+    least = min(case.memory.host(plan).peak_bytes for plan in (first, second))
+    assert case.search(host_bytes=least).by_hand(*knobs) == first
+    with pytest.raises(BudgetError, match="protrain_cpu_capacity_bytes: the plan of"):
+        case.search(host_bytes=least - 1).by_hand(*knobs)
+
+
+# the search
+
+
+def fitting(plans: list[Judged], device_bytes: int, host_bytes: int) -> list[Judged]:
+    return [
+        judged
+        for judged in plans
+        if judged.device_bytes <= device_bytes and judged.host_bytes <= host_bytes
+    ]
+
+
+def a_budget(data: st.DataObject, plans: list[Judged]) -> tuple[int, int]:
+    """One at which some plan just fits the device, and some, perhaps, the host."""
+    device = data.draw(st.sampled_from(sorted({p.device_bytes for p in plans})))
+    hosts = sorted({p.host_bytes for p in plans})
+    return device, data.draw(st.sampled_from([*hosts, PLENTY]))
+
+
+@settings(max_examples=300)
+@given(st.one_of(cases(), cases(trained=False), cases(trained=True)), st.data())
+def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
+    plans = case.plans()
+    device, host = a_budget(data, plans)
+    candidates = fitting(plans, device, host)
+    search = case.search(device, host)
+    if not candidates:
+        with pytest.raises(BudgetError):
+            search.fastest()
+        return
+    plan = search.fastest()
+    assert plan.origin == "search"
+    assert case.memory.device(plan).peak_bytes <= device
+    assert case.memory.host(plan).peak_bytes <= host
+    best_s = min(judged.step.total_s for judged in candidates)
+    assert search.simulate(plan).total_s <= best_s * ALMOST
+
+
+@given(cases(), st.data())
+def test_more_budget_is_never_slower(case: Case, data: st.DataObject) -> None:
+    plans = case.plans()
+    device, host = a_budget(data, plans)
+    if not fitting(plans, device, host):
+        return
+    more = st.integers(0, 5000)
+    small = case.search(device, host)
+    large = case.search(device + data.draw(more), host + data.draw(more))
+    large_s = large.simulate(large.fastest()).total_s
+    assert large_s <= small.simulate(small.fastest()).total_s * ALMOST
+
+
+@given(cases())
+def test_bounds_are_not_above_any_plan(case: Case) -> None:
+    bound = StepBound(case.layout, case.times, case.workload, case.hardware)
+    for judged in case.plans():
+        under = bound.under(judged.plan.placements)
+        seconds = under.seconds(judged.plan.n_buffer, judged.plan.n_checkpoint)
+        assert seconds <= judged.step.total_s * ALMOST
+
+
+@given(cases(), st.data())
+def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
+    plans = [judged for judged in case.plans() if not judged.plan.paged]
+    device, host = a_budget(data, plans)
+    candidates = fitting(plans, device, host)
+    search = case.search(device, host)
+    if not candidates:
+        with pytest.raises(BudgetError, match="keeping everything resident needs"):
+            search.fastest(all_resident=True)
+        return
+    plan = search.fastest(all_resident=True)
+    assert plan.mode == "A"
+    best_s = min(judged.step.total_s for judged in candidates)
+    assert search.simulate(plan).total_s <= best_s * ALMOST
+
+
+# nothing fits
+
+
+@given(cases(), st.booleans())
+def test_the_plan_named_lacks_the_least_of_the_device(
+    case: Case, all_resident: bool
+) -> None:
+    plans = [j for j in case.plans() if not (all_resident and j.plan.paged)]
+    least = min(judged.device_bytes for judged in plans)
+    search = case.search(least - 1)
+    with pytest.raises(BudgetError, match="protrain_capacity_bytes") as refusal:
+        search.fastest(all_resident)
+    assert missing_bytes(refusal.value) == 1
+    nearest = search.nearest(all_resident)
+    assert case.memory.device(nearest).peak_bytes == least
+    # and with that much more it fits
+    case.search(least).fastest(all_resident)
+
+
+@given(cases(), st.data())
+def test_the_plan_named_lacks_the_least_of_the_host(
+    case: Case, data: st.DataObject
+) -> None:
+    plans = case.plans()
+    device, _ = a_budget(data, plans)
+    least = min(judged.host_bytes for judged in fitting(plans, device, PLENTY))
+    search = case.search(device, least - 5)
+    with pytest.raises(BudgetError, match="protrain_cpu_capacity_bytes") as refusal:
+        search.fastest()
+    assert missing_bytes(refusal.value) == 5
+    nearest = search.nearest()
+    assert case.memory.host(nearest).peak_bytes == least
+    assert case.memory.device(nearest).peak_bytes <= device
+    case.search(device, least).fastest()
+
+
+@given(cases())
+def test_the_refusal_names_every_term(case: Case) -> None:
+    memory = case.memory
+    search = Search(memory, case.times, Budget(1100, 1000, PLENTY))
+    if memory.device(search.nearest()).peak_bytes <= 100:
+        return
     with pytest.raises(BudgetError) as refusal:
-        plan_by_hand(layout, short, 2, 2, 0, False)
-    assert missing_bytes(refusal.value) == 7
+        search.fastest()
+    message = str(refusal.value)
+    estimate = memory.device(search.nearest())
+    assert "100 of 1,100 may be used" in message
+    assert f"needs {estimate.peak_bytes:,} bytes on the device" in message
+    assert estimate.peak.label in message
+    listed = message[message.index("(") + 1 : message.index(")")]
+    terms = {
+        name: int(value.replace(",", ""))
+        for name, _, value in (
+            term.rpartition(" ") for term in re.split(r", (?=\D)", listed)
+        )
+    }
+    assert terms == {name: size for name, size in estimate.terms.items() if size}
+    assert sum(terms.values()) - 100 == missing_bytes(refusal.value)
+
+
+# on a real model
+
+
+class Trained:
+    """A model, a search over it on this device, and what plain training makes of it."""
+
+    def __init__(self, frozen: bool, **sizes: Any) -> None:
+        self.model = stack(width=48, **sizes)
+        self.keep = freeze(self.model, ["extra"]) if frozen else set()
+        self.data = [batches(2, seed) for seed in range(2)]
+        meta = meta_twin(self.model)
+        tokens = self.data[0][0]
+        trace = trace_step(meta, find_blocks(meta), lambda: meta(tokens)).trace
+        self.layout = build_layout(self.model, self.keep)
+        # fetches and updates as fast as compute, so that no knob is free
+        self.hardware = replace(
+            CPU, flops_32=1e9, memory_bytes_s=1e9, kernel_s=1e-6, adam_bytes_s=1e8
+        )
+        self.hardware = replace(self.hardware, fetch_bytes_s=1e7, offload_bytes_s=1e7)
+        self.memory = MemoryModel(
+            self.layout, trace, Workload(accumulation=2), self.hardware
+        )
+        self.times = block_times(trace, self.layout, self.hardware)
+        plain = twin(self.model)
+        self.numbers = train(plain, adamw(plain), self.data)
+        self.weights = weights(plain)
+
+    def search(self, device_bytes: int) -> Search:
+        return Search(self.memory, self.times, Budget(device_bytes, 0, PLENTY))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_every_plan_of_the_search_runs(frozen: bool) -> None:
+    """From the smallest budget to plenty: same numbers, and never over the budget."""
+    trained = Trained(frozen, inner=[48, 96, 64, 160, 128, 192])
+    least, most = (
+        trained.memory.device(plan).peak_bytes
+        for plan in (trained.search(0).nearest(), trained.search(0).plain(0))
+    )
+    plans = set()
+    for step in range(9):
+        budget = least + (most - least) * step // 8
+        plan = trained.search(budget).fastest()
+        plans.add((plan.n_persist, plan.n_buffer, plan.n_checkpoint))
+        model = twin(trained.model)
+        session = Session(model, trained.layout, plan, CpuDevice(), Options(True))
+        optimizer = session.wrap_optimizer(adamw(model))
+        assert train(model, optimizer, trained.data, session) == trained.numbers
+        assert session.measured().device_peak_bytes <= budget
+        session.close()
+        assert_same(weights(model), trained.weights)
+    assert len(plans) > 4

@@ -127,7 +127,7 @@ class Layout:
     fixed_trainable_bytes: int
     num_fixed_trainable: int = 0
 
-    @property
+    @cached_property
     def pageable(self) -> tuple[Chunk, ...]:
         return tuple(chunk for chunk in self.chunks if chunk.pageable)
 

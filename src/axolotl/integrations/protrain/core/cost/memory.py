@@ -177,7 +177,7 @@ class MemoryModel:
         chunk_of = {
             spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
         }
-        # by segment: gradients of weights that never move, and of each chunk
+        # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
         for segment in trace.segments:
             made: dict[int | None, int] = {}
@@ -200,12 +200,17 @@ class MemoryModel:
     ) -> int:
         """The peak of a plan alone."""
         slots = sum(slot_bytes(self.layout, placements, n_buffer))
-        parameters = self.parameters(placements)
+        parameters = self.parameters(placements, self.states(placements))
         return slots + self.peak_without_slots(parameters, self.activations(policies))
 
-    def parameters(self, placements: tuple[Placement, ...]) -> Parameters:
+    def states(self, placements: tuple[Placement, ...]) -> StateBytes:
+        """States on the device, slots excepted."""
+        return self._states(placements, 0)
+
+    def parameters(
+        self, placements: tuple[Placement, ...], states: StateBytes
+    ) -> Parameters:
         """What a choice of placements takes, for `peak_without_slots`."""
-        states = self._states(placements, 0)
         return Parameters(
             states.weights + states.moments,
             states.gradients,
@@ -387,7 +392,8 @@ class MemoryModel:
 
     def _leave(self, placements: tuple[Placement, ...]) -> tuple[bool, ...]:
         """For each trained chunk whether its gradients go to the host."""
-        return tuple(placements[chunk].on_host for chunk in self._trained)
+        stays = Placement.RESIDENT
+        return tuple(placements[chunk] is not stays for chunk in self._trained)
 
     def _gradient_walk(self, leave: tuple[bool, ...]) -> tuple[list[int], list[int]]:
         """Gradient bytes beside each segment's own, in the first and later passes.
@@ -395,25 +401,26 @@ class MemoryModel:
         Those of earlier segments that stay or are on their way; in later passes what
         the segment holds for the host until its chunk is complete.
         """
-        leaves = dict(zip(self._trained, leave, strict=True))
+        leaves: dict[int | None, bool] = dict(zip(self._trained, leave, strict=True))
         before, extra = [], []
-        kept = 0
-        leaving: list[int] = []
+        kept = way = 0
+        leaving = [0] * self._in_flight
         for segment, gradients in zip(
             self.trace.segments, self._gradients, strict=True
         ):
-            way = sum(leaving[-self._in_flight :]) if self._in_flight else 0
             before.append(kept + way)
             left = 0
             for chunk, nbytes in gradients.items():
-                if chunk is not None and leaves[chunk]:
+                if leaves.get(chunk):
                     left += nbytes
                 else:
                     kept += nbytes
             if left:
-                leaving.append(left)
-            piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
-            extra.append(way + piled)
+                extra.append(way + segment.first_peak_bytes - segment.peak_bytes)
+                leaving = [*leaving, left][1:]
+                way = sum(leaving)
+            else:
+                extra.append(way)
         return before, extra
 
     def _states(self, placements: tuple[Placement, ...], n_buffer: int) -> StateBytes:

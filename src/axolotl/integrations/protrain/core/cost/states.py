@@ -76,28 +76,30 @@ def state_bytes(
         in_flight: Chunks of gradients on their way beside the one being made.
     """
 
-    def placed(placement: Placement) -> list[Chunk]:
-        return [c for c in layout.chunks if placements[c.index] is placement]
-
-    resident = placed(Placement.RESIDENT)
-    trained = [chunk for chunk in resident if chunk.trainable]
+    # in one pass: a search asks for hundreds
+    on_device, state_on_host = Placement.RESIDENT, Placement.HOST_STATE
+    resident = host_state = 0
     trained_bytes = layout.fixed_trainable_bytes
-    trained_bytes += sum(c.payload_bytes for c in trained)
-    num_trained = layout.num_fixed_trainable + sum(len(c.tensors) for c in trained)
-    leaving = sorted(
-        (
-            chunk.payload_bytes
-            for chunk in layout.chunks
-            if chunk.trainable and _on_host(placements, chunk)
-        ),
-        reverse=True,
-    )
+    num_trained = layout.num_fixed_trainable
+    leaving: list[int] = []
+    for chunk, placement in zip(layout.chunks, placements, strict=True):
+        if placement is on_device:
+            # tensor by tensor; only what has a host copy lies there in one piece
+            resident += chunk.payload_bytes
+            if chunk.trainable:
+                trained_bytes += chunk.payload_bytes
+                num_trained += len(chunk.tensors)
+            continue
+        if placement is state_on_host:
+            host_state += chunk.nbytes
+        if chunk.trainable:
+            leaving.append(chunk.payload_bytes)
+    leaving.sort(reverse=True)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
-        # tensor by tensor; only what has a host copy lies there in one piece
-        resident=sum(chunk.payload_bytes for chunk in resident),
-        host_state=sum(chunk.nbytes for chunk in placed(Placement.HOST_STATE)),
+        resident=resident,
+        host_state=host_state,
         slots=sum(slot_bytes(layout, placements, n_buffer)),
         moments=round(moment_copies * trained_bytes) + STEP_BYTES * num_trained,
         gradients=trained_bytes,

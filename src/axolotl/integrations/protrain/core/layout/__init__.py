@@ -2,7 +2,7 @@
 
 from .blocks import find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
-from .ring import check_slots, slot_bytes, slot_floor, spread_evenly, spread_order
+from .ring import check_slots, slot_bytes, slot_floor, spread_order
 from .schedule import Direction, Schedule
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "has_vision_tower",
     "slot_bytes",
     "slot_floor",
-    "spread_evenly",
     "spread_order",
 ]

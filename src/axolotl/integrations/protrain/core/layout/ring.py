@@ -18,11 +18,12 @@ def slot_floor(layout: Layout, placements: Sequence[Placement]) -> int:
 
     The chunks of a block have consecutive numbers, so that many slots hold them all.
     """
-    paged = (
+    through_slots = Placement.PAGED
+    paged = [
         chunk.block
         for chunk, placement in zip(layout.chunks, placements, strict=True)
-        if placement is Placement.PAGED
-    )
+        if placement is through_slots
+    ]
     return max(Counter(paged).values(), default=0)
 
 
@@ -30,11 +31,13 @@ def slot_bytes(
     layout: Layout, placements: Sequence[Placement], n_buffer: int
 ) -> tuple[int, ...]:
     """Size of each slot in bytes: the largest chunk that the ring sends through it."""
-    paged = [c for c in layout.chunks if placements[c.index] is Placement.PAGED]
-    return tuple(
-        max((chunk.nbytes for chunk in paged[slot::n_buffer]), default=0)
-        for slot in range(n_buffer)
-    )
+    through_slots = Placement.PAGED
+    paged = [
+        chunk.nbytes
+        for chunk, placement in zip(layout.chunks, placements, strict=True)
+        if placement is through_slots
+    ]
+    return tuple(max(paged[slot::n_buffer], default=0) for slot in range(n_buffer))
 
 
 def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) -> None:
@@ -51,15 +54,6 @@ def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) 
             f"chunks is outside the legal range {floor} to {num_paged}: one block "
             f"needs {floor} at once, and more than {num_paged} would stand idle."
         )
-
-
-def spread_evenly(count: int, total: int) -> frozenset[int]:
-    """Choose `count` of `total` positions with even gaps, centred.
-
-    Resident chunks between paged ones give each transfer more compute to hide behind;
-    at both ends the ring already saves a transfer.
-    """
-    return frozenset((2 * k + 1) * total // (2 * count) for k in range(count))
 
 
 @lru_cache(maxsize=None)

@@ -1,6 +1,6 @@
 """From layout, trace and budget to the fastest plan that fits."""
 
-from .plans import make_plan, place, slot_range
-from .search import Search
+from .plans import make_plan, place
+from .search import MAX_EXTRA_SLOTS, Search
 
-__all__ = ["Search", "make_plan", "place", "slot_range"]
+__all__ = ["MAX_EXTRA_SLOTS", "Search", "make_plan", "place"]

@@ -8,6 +8,7 @@ two before it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import accumulate
 
 from ..cost import MAX_IN_FLIGHT, host_work, seconds_per_byte, update_seconds
@@ -142,9 +143,10 @@ class PlacedBound:
         """What gradients take that leave for the host, in their order."""
         step = self._step
         inside = [chunk for chunk in held if chunk.block is not None]
+        inside.sort(key=lambda chunk: -(chunk.block or 0))
         outside = [chunk for chunk in held if chunk.block is None]
         # the first one outside is the embedding, whose gradient comes last
-        chunks = [*outside[1:], *inside[::-1], *outside[:1]]
+        chunks = [*outside[1:], *inside, *outside[:1]]
         self._works = works = [step.work[chunk.index] for chunk in chunks]
         # the host is busy from the first large one on
         together = works[: len(outside) - 1] if len(outside) > 1 else works[:1]
@@ -164,7 +166,7 @@ class PlacedBound:
         self._last_block = chunks[-1].block if chunks else None
         self._first_block = len(step.layout.blocks)
         if len(outside) < 2 and inside:
-            self._first_block = inside[-1].block or 0
+            self._first_block = inside[0].block or 0
         elif len(outside) < 2:
             self._first_block = 0
 
@@ -250,7 +252,16 @@ class PlacedBound:
             between_s = sum(
                 step.compute_s(b, b + 1, n_checkpoint) for b in self._blocks[1:-1]
             )
-        return max(backward_s, first_s + fetch_s + between_s + last_s)
+        seconds = max(backward_s, first_s + fetch_s + between_s + last_s)
+        # blocks that keep their tensors come first: they may wait for fetches, and
+        # those that recompute not
+        turn = bisect_left(self._block_of, n_checkpoint)
+        missing = max(0, self._num_paged - n_buffer)
+        if turn < missing:
+            kept_s = fetch_s * (1 - self._bytes[turn] / self._bytes[missing])
+            rest_s = step.compute_s(0, self._block_of[turn] + 1, n_checkpoint)
+            seconds = max(seconds, first_s + kept_s + rest_s)
+        return seconds
 
     def _missing_bytes(self, n_buffer: int) -> int:
         """What forward fetches beside what its slots hold."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import ConfigError
-from ..layout import check_slots, slot_floor, spread_order
-from ..types import Layout, Placement, Plan, Policy
+from ..layout import check_slots, spread_order
+from ..types import Chunk, Layout, Placement, Plan, Policy
 
 
 def make_plan(
@@ -55,37 +55,24 @@ def place(
     layout: Layout, n_persist: int, fp32_master: bool, outside: Placement
 ) -> tuple[Placement, ...]:
     """Where each chunk sits when `n_persist` of the pageable ones stay."""
-    stays = [
-        # masters live on the host, so the state of what trains does too
-        Placement.HOST_STATE
-        if chunk.trainable and chunk.has_masters(fp32_master)
-        else (Placement.RESIDENT if chunk.pageable else outside)
-        for chunk in layout.chunks
-    ]
-    placements = [
-        Placement.PAGED if chunk.pageable else stays[chunk.index]
-        for chunk in layout.chunks
-    ]
     # pageable chunks come first in a layout
-    for index in spread_order(len(layout.pageable))[:n_persist]:
-        placements[index] = stays[index]
-    return tuple(placements)
+    staying = set(spread_order(len(layout.pageable))[:n_persist])
+    paged, state_on_host, resident = (
+        Placement.PAGED,
+        Placement.HOST_STATE,
+        Placement.RESIDENT,
+    )
 
+    def where(chunk: Chunk) -> Placement:
+        inside = chunk.block is not None
+        if inside and chunk.index not in staying:
+            return paged
+        # masters live on the host, so the state of what trains does too
+        if fp32_master and chunk.trainable and chunk.payload_16_bit_bytes:
+            return state_on_host
+        return resident if inside else outside
 
-def slot_range(layout: Layout, placements: tuple[Placement, ...]) -> range:
-    """Numbers of slots worth trying, the least that can run first.
-
-    One more than that lets copies run ahead; each further one saves one fetch a
-    micro-batch where a resident chunk would save two.
-    """
-    num_paged = sum(placement is Placement.PAGED for placement in placements)
-    if not num_paged:
-        return range(1)
-    floor = slot_floor(layout, placements)
-    return range(floor, min(floor + MAX_EXTRA_SLOTS, num_paged) + 1)
-
-
-MAX_EXTRA_SLOTS = 2
+    return tuple(map(where, layout.chunks))
 
 
 def _check_range(knob: str, value: int, highest: int, what: str) -> None:

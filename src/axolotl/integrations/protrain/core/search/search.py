@@ -29,7 +29,16 @@ from ..errors import BudgetError
 from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Placement, Plan, Policy
 from .bounds import PlacedBound, StepBound
-from .plans import MAX_EXTRA_SLOTS, make_plan, place
+from .plans import make_plan, place
+
+MAX_EXTRA_SLOTS = 2
+"""Slots worth trying beyond the fewest that can run with nothing resident. One more lets
+copies run ahead; each further one saves one fetch a micro-batch where a resident chunk
+would save two."""
+
+
+ROUNDING = 1e-9
+"""Relative difference of seconds that are taken as equal."""
 
 
 class _Knobs(NamedTuple):
@@ -57,14 +66,19 @@ class Search:
         self._layout = memory.layout
         self._num_chunks = len(self._layout.pageable)
         self._num_blocks = len(self._layout.blocks)
-        masters = memory.workload.fp32_master
-        self._trains = any(chunk.trainable for chunk in self._layout.pageable)
         # what has masters is updated on the host anyhow
-        choice = any(
-            chunk.trainable and not chunk.pageable and not chunk.has_masters(masters)
+        masters = memory.workload.fp32_master
+        outside = [
+            chunk.has_masters(masters)
             for chunk in self._layout.chunks
-        )
+            if not chunk.pageable
+        ]
+        choice = not all(outside)
         self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
+        # that nothing trains on the host with the first choice
+        self._frozen = not any(outside) and not any(
+            chunk.trainable for chunk in self._layout.pageable
+        )
         self._bound = StepBound(self._layout, times, memory.workload, memory.hardware)
         self._placed = lru_cache(maxsize=None)(self._place)
         self._activations = lru_cache(maxsize=None)(self._walk)
@@ -101,11 +115,11 @@ class Search:
         best_s = float("inf")
         # at a tie less recompute and fewer slots come first
         for bound_s, knobs in sorted(self._candidates(all_resident)):
-            if bound_s >= best_s:
+            if bound_s >= best_s * (1 - ROUNDING):
                 break
             plan = self._plan(knobs)
             step_s = self.simulate(plan).total_s
-            if step_s < best_s:
+            if step_s < best_s * (1 - ROUNDING):
                 best, best_s = plan, step_s
         if best is None:
             what = (
@@ -157,8 +171,8 @@ class Search:
         if not fitting:
             return self._plan(self._least(all_resident))
         # the more is resident, the less is on the host
-        most = max(knobs.n_persist for knobs in fitting)
-        plans = [self._plan(knobs) for knobs in fitting if knobs.n_persist == most]
+        most = {knobs.outside: knobs for knobs in sorted(fitting, key=_num_resident)}
+        plans = map(self._plan, most.values())
         return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
 
     def plain(self, n_checkpoint: int) -> Plan:
@@ -183,15 +197,16 @@ class Search:
         """Plans that the device, and perhaps the host, has room for."""
         fewest: dict[int, int] = {}
         for n_buffer, n_persist, outside in self._legal(all_resident, host):
-            # without gradients on the host, residents only take transfers away:
-            # those with fewer are of use only where they recompute less
-            frozen = not self._trains and not outside
-            limit = fewest.get(n_buffer, self._num_blocks + 1) if frozen else None
-            if limit == 0:
+            # without gradients for the host, residents only take transfers away:
+            # fewer of them are of use only where they spare recompute
+            limit = self._num_blocks + 1
+            if self._frozen and not outside:
+                limit = fewest.get(n_buffer, limit)
+            if not limit:
                 continue
             placed = self._placed(n_persist, outside)
             n_checkpoint = self._least_recompute(placed, n_buffer)
-            if n_checkpoint is None or (limit is not None and n_checkpoint >= limit):
+            if n_checkpoint is None or n_checkpoint >= limit:
                 continue
             fewest[n_buffer] = n_checkpoint
             yield _Knobs(n_checkpoint, n_buffer, n_persist, outside)
@@ -199,11 +214,7 @@ class Search:
     def _legal(
         self, all_resident: bool, host: bool = False
     ) -> Iterator[tuple[int, int, int]]:
-        """Slots, resident chunks and `outside` of every plan, the most resident first.
-
-        One slot more than the fewest lets copies run ahead; each further one saves one
-        fetch a micro-batch where a resident chunk would save two.
-        """
+        """Slots, resident chunks and `outside` of every plan, the most resident first."""
         for outside in range(len(self._outside)):
             least = self._least_persist(outside) if host else 0
             if all_resident:
@@ -233,23 +244,36 @@ class Search:
     def _least_recompute(self, placed: _Placed, n_buffer: int) -> int | None:
         """The fewest recomputed blocks with which the device has room, if any."""
         room = self._budget.usable_bytes - placed.slot_bytes(n_buffer)
-        first = bisect_left(
-            self._least_activations, placed.parameters.base - room, key=lambda n: -n
-        )
-        for n_checkpoint in range(first, self._num_blocks + 1):
+        least, later = self._least_activations
+        start = bisect_left(least, placed.base - room, key=lambda n: -n)
+        if self._memory.workload.accumulation > 1:
+            held = placed.base + placed.gradients
+            start = max(start, bisect_left(later, held - room, key=lambda n: -n))
+        if start > self._num_blocks:
+            return None
+        states, segment = placed.parameters, 0
+        rest = room - states.base - self._memory.hardware.unseen_bytes
+        for n_checkpoint in range(start, self._num_blocks + 1):
+            first = self._activations(n_checkpoint).first
+            # the segment that was too large for one less often is again
+            if first[segment] + states.before[segment] > rest:
+                continue
             if self._peak_bytes(placed, n_checkpoint) <= room:
                 return n_checkpoint
+            totals = list(map(add, first, states.before))
+            segment = totals.index(max(totals))
         return None
 
     def _least(self, all_resident: bool) -> _Knobs:
         """The plan that takes the least of the device."""
         best, best_bytes = _Knobs(0, 0, 0, 0), float("inf")
         bounds = []
+        first, _ = self._least_activations
         for knobs in self._legal(all_resident):
             n_buffer, n_persist, outside = knobs
             placed = self._placed(n_persist, outside)
-            states = placed.parameters.base + placed.slot_bytes(n_buffer)
-            bounds.append((states + self._least_activations[-1], *knobs))
+            states = placed.base + placed.slot_bytes(n_buffer)
+            bounds.append((states + first[-1], *knobs))
         for least, n_buffer, n_persist, outside in sorted(bounds):
             if least >= best_bytes:
                 break
@@ -263,16 +287,16 @@ class Search:
         return best
 
     @cached_property
-    def _least_activations(self) -> list[int]:
+    def _least_activations(self) -> tuple[list[int], list[int]]:
         """For each number of recomputed blocks the least that it and fewer take beside
-        the states: gradients of blocks take the least when they leave."""
+        the states, in the first micro-batch and in later ones. Gradients of blocks
+        take the least when they leave."""
         gradients = self._placed(0, len(self._outside) - 1).parameters.before
         unseen = self._memory.hardware.unseen_bytes
-        peaks = (
-            max(map(add, self._activations(n_checkpoint).first, gradients)) + unseen
-            for n_checkpoint in range(self._num_blocks + 1)
-        )
-        return list(accumulate(peaks, min))
+        every = [self._activations(number) for number in range(self._num_blocks + 1)]
+        first = (max(map(add, each.first, gradients)) + unseen for each in every)
+        later = (max(each.later) + unseen for each in every)
+        return list(accumulate(first, min)), list(accumulate(later, min))
 
     def _peak_bytes(self, placed: _Placed, n_checkpoint: int) -> int:
         """Of the device, without slots."""
@@ -341,6 +365,8 @@ class _Placed:
     Attributes:
         floor: Fewest slots that can run.
         num_paged: Chunks that pass through them.
+        base: Weights and optimizer state on the device, without slots.
+        gradients: Of what trains there.
         peaks: Device peaks known so far, by recomputed blocks, without slots.
     """
 
@@ -352,12 +378,15 @@ class _Placed:
         self._placements = placements
         self.floor = slot_floor(memory.layout, placements)
         self.num_paged = placements.count(Placement.PAGED)
+        self._states = memory.states(placements)
+        self.base = self._states.weights + self._states.moments
+        self.gradients = self._states.gradients
         self.slot_bytes = lru_cache(maxsize=None)(self._slot_bytes)
         self.peaks: dict[int, int] = {}
 
     @cached_property
     def parameters(self) -> Parameters:
-        return self._memory.parameters(self._placements)
+        return self._memory.parameters(self._placements, self._states)
 
     @cached_property
     def bound(self) -> PlacedBound:
@@ -365,6 +394,10 @@ class _Placed:
 
     def _slot_bytes(self, n_buffer: int) -> int:
         return sum(slot_bytes(self._memory.layout, self._placements, n_buffer))
+
+
+def _num_resident(knobs: _Knobs) -> int:
+    return knobs.n_persist
 
 
 def _largest(terms: Mapping[str, int]) -> str:

@@ -1,0 +1,223 @@
+"""How long the search and `axolotl protrain plan` take, and in how much memory.
+
+Limits: 0.06 s for the search of an 80-block model; 15 s and 3 GB for a plan from the
+command line, imports included. Nothing is downloaded: the models are configurations
+written here. Exits with 1 when a limit does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
+from axolotl.integrations.protrain.core.errors import BudgetError
+from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
+from axolotl.integrations.protrain.core.profile import (
+    Emulation,
+    Target,
+    gpu_hardware,
+    trace_step,
+)
+from axolotl.integrations.protrain.core.search import Search
+from axolotl.integrations.protrain.core.types import Budget, Workload
+
+SEARCH_LIMIT_S, PLAN_LIMIT_S, PLAN_LIMIT_BYTES = 0.06, 15.0, 3e9
+
+LLAMA_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+QWEN3_32B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+}
+QWEN_VL_7B: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "image_token_id": 151655,
+    "vision_start_token_id": 151652,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+NO_KERNELS = {f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")}
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama-3-70B QLoRA": (LLAMA_70B, {"adapter": "qlora", "load_in_4bit": True}),
+    "Qwen3-32B LoRA": (QWEN3_32B, {"adapter": "lora"}),
+    "Qwen2.5-VL-7B LoRA": (
+        QWEN_VL_7B,
+        {
+            "adapter": "lora",
+            "processor_type": "AutoProcessor",
+            "sample_packing": False,
+            "skip_prepare_dataset": True,
+            "remove_unused_columns": False,
+            "lora_target_linear": None,
+            "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            **NO_KERNELS,
+        },
+    ),
+    "Mixtral 8x7B LoRA": (MIXTRAL, {"adapter": "lora"}),
+}
+
+
+def yaml_of(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", **config}))
+    keys = {
+        "base_model": str(folder),
+        "datasets": [{"path": str(folder), "type": "completion"}],
+        "output_dir": str(folder / "out"),
+        "sequence_len": 2048,
+        "sample_packing": True,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "num_epochs": 1,
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "learning_rate": 2e-4,
+        "bf16": True,
+        "attn_implementation": "flash_attention_2",
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_target_linear": True,
+        "plugins": ["axolotl.integrations.protrain.ProTrainPlugin"],
+        **settings,
+    }
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in keys.items() if v is not None}))
+    return path
+
+
+def plan(path: Path, gpu: str) -> tuple[float, int, dict[str, Any]]:
+    """Seconds, peak bytes and answer of the command in a process of its own."""
+    command = [sys.executable, "-m", "axolotl.cli.main", "protrain", "plan", str(path)]
+    command += ["--gpu", gpu, "--ram", "128", "--json"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, env=environment)
+        _, _status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        output.seek(0)
+        text = output.read()
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        sys.exit(f"{path}: no plan came back: {text[:500]!r}")
+    return seconds, usage.ru_maxrss * 1024, answer
+
+
+def search_times(rounds: int) -> list[float]:
+    """Seconds of searches for an 80-block model over cards and budgets."""
+    config = LlamaConfig(**{k: v for k, v in LLAMA_70B.items() if k != "architectures"})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    for layer in model.model.layers:
+        layer.input_layernorm.requires_grad_(True)
+    adapters = {name for name, p in model.named_parameters() if p.requires_grad}
+    ids = torch.ones(1, 2048, dtype=torch.long)
+
+    def loss_of() -> torch.Tensor:
+        with Emulation(Target("cuda", torch.bfloat16)):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    trace = trace_step(model, find_blocks(model), loss_of).trace
+    layout = build_layout(model, adapters, trace.blocks)
+    seconds = []
+    for gpu in ("RTX 4090", "A100-80GB", "H200"):
+        card = gpu_hardware(gpu, None, 512 << 30)
+        times = block_times(trace, layout, card)
+        for share in (0.6, 0.8, 1.0):
+            budget = Budget(int(share * card.device_bytes), 0, 512 << 30)
+            for _ in range(rounds):
+                start = time.perf_counter()
+                memory = MemoryModel(layout, trace, Workload(accumulation=4), card)
+                try:
+                    Search(memory, times, budget).fastest()
+                except BudgetError:
+                    continue
+                seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="RTX 4090")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    seconds = search_times(options.rounds)
+    median = statistics.median(seconds)
+    late = median > SEARCH_LIMIT_S
+    print(
+        f"search, 80 blocks, {len(seconds)} searches: median {median:.3f} s, "
+        f"longest {max(seconds):.3f} s (limit {SEARCH_LIMIT_S} s)"
+    )
+    for name, (config, settings) in PLANS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            wall, peak, answer = plan(
+                yaml_of(Path(folder), config, settings), options.gpu
+            )
+        late |= wall > PLAN_LIMIT_S or peak > PLAN_LIMIT_BYTES
+        print(
+            f"{name:20} {wall:5.1f} s {peak / 1e9:5.2f} GB  {answer['verdict']}"
+            f"  {answer.get('reason') or ''}"[:110]
+        )
+    print(f"limits: {PLAN_LIMIT_S:.0f} s, {PLAN_LIMIT_BYTES / 1e9:.0f} GB")
+    sys.exit(late)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Small models, traces and machines straight from their types, for searches over them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from core_models import layouts
+from hypothesis import strategies as st
+
+from axolotl.integrations.protrain.core.cost import MemoryModel, StepTime
+from axolotl.integrations.protrain.core.errors import BudgetError
+from axolotl.integrations.protrain.core.layout import slot_floor
+from axolotl.integrations.protrain.core.search import (
+    MAX_EXTRA_SLOTS,
+    Search,
+    make_plan,
+    place,
+)
+from axolotl.integrations.protrain.core.types import (
+    BlockTimes,
+    Budget,
+    Hardware,
+    Hold,
+    Holding,
+    Layout,
+    Placement,
+    Plan,
+    Segment,
+    Trace,
+    Work,
+    Workload,
+)
+
+PLENTY = 1 << 50
+RATES = (
+    "fetch_bytes_s",
+    "offload_bytes_s",
+    "fetch_both_bytes_s",
+    "offload_both_bytes_s",
+    "adam_bytes_s",
+    "memory_bytes_s",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a machine: all that a search needs but the budget."""
+
+    layout: Layout
+    trace: Trace
+    workload: Workload
+    hardware: Hardware
+    times: BlockTimes
+
+    @property
+    def memory(self) -> MemoryModel:
+        return MemoryModel(self.layout, self.trace, self.workload, self.hardware)
+
+    def search(self, device_bytes: int = PLENTY, host_bytes: int = PLENTY) -> Search:
+        budget = Budget(device_bytes, 0, host_bytes)
+        return Search(self.memory, self.times, budget)
+
+    def plans(self) -> list[Judged]:
+        """Every plan that a search may choose from, with what it takes."""
+        memory, search = self.memory, self.search()
+        return [
+            Judged(
+                plan,
+                memory.device(plan).peak_bytes,
+                memory.host(plan).peak_bytes,
+                search.simulate(plan),
+            )
+            for plan in self._plans()
+        ]
+
+    def _plans(self) -> Iterator[Plan]:
+        layout, master = self.layout, self.workload.fp32_master
+        nothing = place(layout, 0, master, Placement.RESIDENT)
+        most = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
+        for outside in (Placement.RESIDENT, Placement.HOST_STATE):
+            for n_persist in range(len(layout.pageable) + 1):
+                placements = place(layout, n_persist, master, outside)
+                floor = slot_floor(layout, placements)
+                num_paged = placements.count(Placement.PAGED)
+                for n_buffer in range(floor, min(most, num_paged) + 1):
+                    for recomputed in range(len(layout.blocks) + 1):
+                        yield make_plan(
+                            layout,
+                            n_persist,
+                            n_buffer,
+                            0,
+                            recomputed,
+                            master,
+                            outside,
+                        )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan, what it takes of device and host, and its step."""
+
+    plan: Plan
+    device_bytes: int
+    host_bytes: int
+    step: StepTime
+
+
+def missing_bytes(error: BudgetError) -> int:
+    found = re.search(r"at least ([\d,]+)", str(error))
+    assert found, error
+    return int(found.group(1).replace(",", ""))
+
+
+@st.composite
+def cases(draw: st.DrawFn, trained: bool | None = None) -> Case:
+    """Any small layout, what its blocks could hold and take, on any machine."""
+    layout = draw(layouts())
+    if trained is not None:
+        chunks = tuple(replace(c, trainable=trained) for c in layout.chunks)
+        if not trained:
+            chunks = tuple(chunk for chunk in chunks if chunk.pageable)
+        layout = replace(layout, chunks=chunks)
+    seconds = st.floats(0, 50)
+    per_block = st.tuples(*[seconds] * len(layout.blocks))
+    rates = {name: draw(st.floats(0.5, 50)) for name in RATES}
+    for way in ("fetch", "offload"):
+        share = draw(st.floats(0.5, 1))
+        rates[f"{way}_both_bytes_s"] = rates[f"{way}_bytes_s"] * share
+    return Case(
+        layout,
+        draw(traces(layout)),
+        Workload(
+            accumulation=draw(st.integers(1, 5)),
+            tokens=7,
+            fp32_master=draw(st.booleans()),
+            update_copies=draw(st.sampled_from([0.0, 1.0])),
+            update_parameter_copies=draw(st.sampled_from([0.0, 2.0])),
+            eval_ratio=draw(st.sampled_from([0.0, 2.0])),
+        ),
+        Hardware(
+            name="a test",
+            source="made up",
+            device_bytes=0,
+            host_bytes=0,
+            unseen_bytes=draw(st.integers(0, 100)),
+            flops_16=1,
+            flops_32=1,
+            kernel_s=0,
+            overlaps=draw(st.booleans()),
+            **rates,
+        ),
+        BlockTimes(
+            draw(per_block), draw(per_block), draw(seconds), draw(seconds), 0.5, False
+        ),
+    )
+
+
+@st.composite
+def traces(draw: st.DrawFn, layout: Layout) -> Trace:
+    """A step of it: what is before the blocks, the blocks, the head, and back."""
+    num = len(layout.blocks)
+    nbytes = st.integers(0, 400)
+
+    def gradients(block: int | None, first: bool = True) -> tuple[tuple[str, int], ...]:
+        chunks = [c for c in layout.chunks if c.trainable and c.block == block]
+        if block is None:
+            # the first one outside is the embedding, whose gradient comes last
+            chunks = chunks[:1] if first else chunks[1:]
+        return tuple((t.name, t.nbytes) for c in chunks for t in c.tensors)
+
+    def forward(block: int | None) -> Segment:
+        peak = draw(nbytes)
+        dropped = draw(st.integers(0, peak))
+        redone = draw(st.integers(0, peak))
+        return Segment(block, False, Work(), peak, dropped, redone)
+
+    def backward(block: int | None, first: bool = True) -> Segment:
+        made, peak = gradients(block, first), draw(nbytes)
+        piled = peak + draw(st.integers(0, sum(size for _, size in made)))
+        return Segment(
+            block, True, Work(), peak, first_peak_bytes=piled, gradients=made
+        )
+
+    blocks = range(num)
+    segments = [forward(None), *map(forward, blocks), forward(None)]
+    segments += [backward(None, first=False), *map(backward, blocks[::-1])]
+    segments.append(backward(None))
+    last = len(segments) - 1
+    holdings = []
+    for block in blocks:
+        made, back = block + 1, last - 1 - block
+        saved = (Hold(back, block),)
+        holdings.append(Holding(made, made, saved, draw(nbytes)))
+        kept_as_input = (Hold(back, block, as_input=True), *saved)
+        holdings.append(Holding(block, made, kept_as_input, draw(nbytes)))
+    shared = tuple(Hold(last - 1 - block, block, as_input=True) for block in blocks)
+    holdings.append(Holding(0, num, shared, draw(nbytes)))
+    return Trace(
+        tuple(segments),
+        tuple(holdings),
+        tuple(block.name for block in layout.blocks),
+        batch_bytes=draw(st.integers(0, 10)),
+    )
