@@ -36,6 +36,7 @@ TARGET_US = 60.0
 
 Pick = Callable[[list[float]], float]
 
+
 class Block(nn.Module):
     """Attention-like in its parameters: seven matrices and two norms, all tiny."""
 
