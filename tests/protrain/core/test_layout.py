@@ -21,7 +21,7 @@ from axolotl.integrations.protrain.core.layout import (
     has_vision_tower,
     slot_bytes,
     slot_floor,
-    spread_evenly,
+    spread_order,
 )
 from axolotl.integrations.protrain.core.types import Layout, Placement
 
@@ -299,16 +299,15 @@ def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
         build_layout(model)
 
 
-@given(st.integers(0, 60).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_spread_evenly(sizes: tuple[int, int]) -> None:
-    count, total = sizes
-    chosen = sorted(spread_evenly(count, total))
-    assert len(chosen) == count
-    assert all(0 <= position < total for position in chosen)
-    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
-    if chosen:
-        assert abs(chosen[0] - (total - 1 - chosen[-1])) <= 1
+@given(st.integers(0, 100), st.floats(0.1, 1.0))
+def test_every_prefix_of_the_order_is_spread(total: int, share: float) -> None:
+    order = spread_order(total)
+    assert sorted(order) == list(range(total))
+    chosen = sorted(order[: max(1, int(share * total))])
+    ends = [-1, *chosen, total]
+    widest = max(b - a for a, b in zip(ends, ends[1:], strict=False))
+    # no stretch is longer than three times the average
+    assert widest <= 3 * (total + 1) / (len(chosen) + 1) + 1
 
 
 @st.composite

@@ -152,14 +152,15 @@ class PlacedBound:
         together = works[: len(outside) - 1] if len(outside) > 1 else works[:1]
         lead = max(range(len(together)), key=lambda k: together[k].nbytes, default=0)
         self._lead_bytes = sum(work.nbytes for work in together[: lead + 1])
+        nbytes = [work.nbytes for work in works]
+        sums_s = (
+            [work.first_sum_s for work in works[lead:] if work.first_sum_s],
+            [work.later_sum_s for work in works[lead:] if work.later_sum_s],
+        )
+        # the trainer waits for all at the update, before that for all but these
         self._all, self._all_but_some = (
-            (
-                sum(work.nbytes for work in some),
-                sum(work.first_sum_s for work in some[lead:]),
-                sum(work.later_sum_s for work in some[lead:]),
-            )
-            # the trainer waits for all at the update, before that for all but these
-            for some in (works, works[:-MAX_IN_FLIGHT])
+            (sum(nbytes[:stop]), sum(sums_s[0][:stop]), sum(sums_s[1][:stop]))
+            for stop in (None, -MAX_IN_FLIGHT)
         )
         self._leaving, _, _ = self._all
         self._norm_s = sum(work.norm_s for work in works)

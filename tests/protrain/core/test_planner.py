@@ -1,0 +1,102 @@
+"""A planner's forecast is the search's plan with what the cost model says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+from search_cases import PLENTY, Case, cases, missing_bytes
+
+from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
+from axolotl.integrations.protrain.core.planner import Knobs, Planner, with_measured
+from axolotl.integrations.protrain.core.types import BlockTimes, Budget
+
+NOTHING = -1
+"""A device that not even an empty model fits."""
+
+
+def planner(
+    case: Case, device_bytes: int = PLENTY, host_bytes: int = PLENTY
+) -> Planner:
+    return Planner(
+        case.layout,
+        case.trace,
+        case.workload,
+        case.hardware,
+        case.times,
+        Budget(device_bytes, 0, host_bytes),
+    )
+
+
+@given(cases(), st.integers(0, 20_000))
+def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> None:
+    search = case.search(device_bytes)
+    try:
+        plan = search.fastest()
+    except BudgetError as error:
+        with pytest.raises(BudgetError) as refusal:
+            planner(case, device_bytes).search()
+        assert str(refusal.value) == str(error)
+        return
+    forecast = planner(case, device_bytes).search()
+    assert forecast.plan == plan
+    assert forecast.step == search.simulate(plan)
+    assert forecast.device == case.memory.device(plan)
+    assert forecast.device.peak_bytes <= device_bytes
+    assert forecast.host == case.memory.host(plan)
+    tokens = case.workload.tokens * case.workload.accumulation
+    assert forecast.tokens_per_s * forecast.step.total_s == pytest.approx(tokens)
+
+
+@given(cases())
+def test_what_does_not_fit_is_forecast_as_well(case: Case) -> None:
+    nothing = planner(case, NOTHING)
+    nearest = nothing.nearest()
+    with pytest.raises(BudgetError) as refusal:
+        nothing.search()
+    assert missing_bytes(refusal.value) == nearest.device.peak_bytes - NOTHING
+    assert planner(case, nearest.device.peak_bytes).search().step.total_s > 0
+    assert nothing.nearest(all_resident=True).plan.mode == "A"
+
+
+@given(cases(), st.booleans())
+def test_training_without_a_pager(case: Case, recompute: bool) -> None:
+    plan = planner(case, NOTHING).without_paging(recompute).plan
+    assert not plan.paged
+    assert all(placement.value == "resident" for placement in plan.placements)
+    assert plan.recompute == (recompute,) * len(case.layout.blocks)
+
+
+@given(cases(), st.data())
+def test_knobs_by_hand(case: Case, data: st.DataObject) -> None:
+    roomy = planner(case)
+    recomputed = data.draw(st.integers(0, len(case.layout.blocks)))
+    knobs = Knobs(roomy.num_chunks, 0, 0, recomputed)
+    forecast = roomy.by_hand(knobs)
+    plan = forecast.plan
+    assert (plan.n_persist, plan.n_buffer) == (len(case.layout.pageable), 0)
+    assert plan.n_checkpoint == recomputed
+    assert roomy.asked(knobs) == forecast
+
+    short = planner(case, NOTHING)
+    with pytest.raises(BudgetError, match="the plan of the overrides needs"):
+        short.by_hand(knobs)
+    assert short.asked(knobs).plan.n_checkpoint == recomputed
+    for impossible in (replace(knobs, n_persist=-1), replace(knobs, n_buffer=1)):
+        with pytest.raises(ConfigError, match="legal range 0 to"):
+            short.by_hand(impossible)
+        with pytest.raises(ConfigError, match="legal range 0 to"):
+            short.asked(impossible)
+
+
+def test_measured_times_replace_computed_ones() -> None:
+    computed = BlockTimes((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), 7.0, 8.0, 9.0, False)
+    measured = with_measured(computed, {1: (0.5, 0.25)})
+    assert measured.forward_s == (1.0, 0.5, 3.0)
+    assert measured.backward_s == (4.0, 0.25, 6.0)
+    assert measured.measured
+    assert replace(measured, forward_s=(), backward_s=()) == replace(
+        computed, forward_s=(), backward_s=(), measured=True
+    )
+    assert with_measured(computed, {}) == computed
