@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,17 @@ def test_wheel_has_the_command(wheel: ZipFile) -> None:
 def test_the_command_is_a_click_group() -> None:
     (command,) = entry_points(group="axolotl.cli_commands", name="protrain")
     assert isinstance(command.load(), click.Group)
+
+
+def test_json_comes_alone_out_of_axolotl() -> None:
+    """Not after the logo, which `axolotl` prints before any command."""
+    start = "from axolotl.cli.main import main; main()"
+    arguments = ["protrain", "plan", "nothing.yaml", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", start, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["verdict"] == "unsupported"
 
 
 def test_wheel_is_what_is_installed(wheel: ZipFile) -> None:

@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,22 @@ from typing import Any
 import click
 
 from .core.errors import ConfigError, ProTrainError
+
+
+def _drop_logo() -> None:
+    """`axolotl` prints its logo first; a program that reads JSON wants that alone.
+
+    In a pipe or a file it has not been written yet, and never will be.
+    """
+    if sys.stdout is not sys.__stdout__ or sys.stdout.isatty():
+        return
+    number = sys.stdout.fileno()
+    kept = os.dup(number)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), number)
+        sys.stdout.flush()
+    os.dup2(kept, number)
+    os.close(kept)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -141,6 +158,8 @@ def plan(
     Nothing is loaded or downloaded: the base model's config.json is enough. Exit
     code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
     """
+    if as_json:
+        _drop_logo()
     try:
         _check_files(config, html, largest)
         # libraries warn of what a plan does not use; the answer alone is printed
