@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -89,8 +90,12 @@ def test_json_comes_alone_out_of_axolotl() -> None:
     """Not after the logo, which `axolotl` prints before any command."""
     start = "from axolotl.cli.main import main; main()"
     arguments = ["protrain", "plan", "nothing.yaml", "--json"]
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, "-c", start, *arguments], capture_output=True, text=True
+        [sys.executable, "-c", start, *arguments],
+        capture_output=True,
+        text=True,
+        env=buffered,
     )
     assert done.returncode == 3
     assert json.loads(done.stdout)["verdict"] == "unsupported"

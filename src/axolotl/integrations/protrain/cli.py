@@ -22,15 +22,16 @@ from .core.errors import ConfigError, ProTrainError
 def _drop_logo() -> None:
     """`axolotl` prints its logo first; a program that reads JSON wants that alone.
 
-    In a pipe or a file it has not been written yet, and never will be.
+    In a pipe or a file it waits in a buffer, unless PYTHONUNBUFFERED is set.
     """
-    if sys.stdout is not sys.__stdout__ or sys.stdout.isatty():
+    stdout = sys.__stdout__
+    if stdout is None or stdout.isatty():
         return
-    number = sys.stdout.fileno()
+    number = stdout.fileno()
     kept = os.dup(number)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), number)
-        sys.stdout.flush()
+        stdout.flush()
     os.dup2(kept, number)
     os.close(kept)
 
