@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -86,16 +85,12 @@ def test_the_command_is_a_click_group() -> None:
     assert isinstance(command.load(), click.Group)
 
 
-def test_json_comes_alone_out_of_axolotl() -> None:
-    """Not after the logo, which `axolotl` prints before any command."""
-    start = "from axolotl.cli.main import main; main()"
-    arguments = ["protrain", "plan", "nothing.yaml", "--json"]
-    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+def test_json_comes_alone_without_the_logo_of_axolotl() -> None:
+    module = "axolotl.integrations.protrain.cli"
     done = subprocess.run(
-        [sys.executable, "-c", start, *arguments],
+        [sys.executable, "-m", module, "plan", "nothing.yaml", "--json"],
         capture_output=True,
         text=True,
-        env=buffered,
     )
     assert done.returncode == 3
     assert json.loads(done.stdout)["verdict"] == "unsupported"

@@ -6,7 +6,6 @@ import gc
 import io
 import json
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,23 +16,6 @@ from typing import Any
 import click
 
 from .core.errors import ConfigError, ProTrainError
-
-
-def _drop_logo() -> None:
-    """`axolotl` prints its logo first; a program that reads JSON wants that alone.
-
-    In a pipe or a file it waits in a buffer, unless PYTHONUNBUFFERED is set.
-    """
-    stdout = sys.__stdout__
-    if stdout is None or stdout.isatty():
-        return
-    number = stdout.fileno()
-    kept = os.dup(number)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), number)
-        stdout.flush()
-    os.dup2(kept, number)
-    os.close(kept)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -159,8 +141,6 @@ def plan(
     Nothing is loaded or downloaded: the base model's config.json is enough. Exit
     code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
     """
-    if as_json:
-        _drop_logo()
     try:
         _check_files(config, html, largest)
         # libraries warn of what a plan does not use; the answer alone is printed
@@ -233,3 +213,8 @@ def keys() -> None:
         default = "unset" if field.default is None else str(field.default)
         click.echo(f"{name} (default: {default.lower()})")
         click.echo(click.wrap_text(field.description or "", 88, "    ", "    "))
+
+
+if __name__ == "__main__":
+    # `axolotl` prints its logo before any command; this way JSON comes alone
+    protrain(prog_name="axolotl protrain")
