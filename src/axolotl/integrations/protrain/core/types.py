@@ -141,6 +141,22 @@ class Policy(Enum):
     """Only the block's inputs stay; backward computes the rest again."""
     SWAP = "swap"
     """They go to the host in forward and come back for backward."""
+    SWAP_INPUT = "swap-input"
+    """As RECOMPUTE, and the inputs passed by position go to the host meanwhile."""
+
+    @property
+    def recomputes(self) -> bool:
+        """True when backward computes the block again."""
+        return self in (Policy.RECOMPUTE, Policy.SWAP_INPUT)
+
+    @property
+    def swaps(self) -> bool:
+        """True when tensors of the block wait on the host for backward."""
+        return self in (Policy.SWAP, Policy.SWAP_INPUT)
+
+
+SMALLEST_SWAP_BYTES = 4096
+"""Storages below this stay on the device: a copy costs more than their room."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,8 @@ class Plan:
     Attributes:
         n_persist: Pageable chunks that stay on the device.
         n_buffer: Slots.
-        n_swap: Blocks whose activations go to the host.
+        n_swap: Blocks that send activations to the host: what they save or, where they
+            recompute as well, their inputs.
         n_checkpoint: Blocks that recompute their activations.
         placements: One entry for each chunk of the layout.
         policies: One entry for each block of the layout.
@@ -168,7 +185,7 @@ class Plan:
     @property
     def recompute(self) -> tuple[bool, ...]:
         """For each block whether backward computes it again."""
-        return tuple(policy is Policy.RECOMPUTE for policy in self.policies)
+        return tuple(policy.recomputes for policy in self.policies)
 
     @property
     def paged(self) -> tuple[int, ...]:
