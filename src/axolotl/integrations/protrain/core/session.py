@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import Schedule, slot_bytes
+from .layout.tensors import model_bindings
 from .optim import GradientOffload, HostChunk, PagedAdamW, optimizer_bytes
 from .runtime import (
     Arena,
@@ -25,11 +26,13 @@ from .runtime import (
     Removable,
     Residence,
     Slot,
+    Swap,
+    SwapBlock,
     attach_block,
     attach_entry,
     attach_state_dict,
 )
-from .types import Chunk, Layout, Placement, Plan
+from .types import Chunk, Layout, Placement, Plan, Policy
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,14 @@ class Options:
         poison: Fill a slot with NaN bytes when its chunk leaves.
         fp32_master: Update bf16 weights through fp32 masters on the host.
         cpu_optimizer: Host AdamW, `torch` or `deepspeed`.
+        swap_bytes: For each block what it is expected to send to the host in a
+            micro-batch; what is missing here is found out in the first one.
     """
 
     poison: bool = False
     fp32_master: bool = False
     cpu_optimizer: str = "torch"
+    swap_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,15 @@ class Measured:
     offloaded_bytes: int
     num_fetches: int
     num_misses: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
     stall_s: float
     device_peak_bytes: int
     device_placed_bytes: int
     device_optimizer_bytes: int
     host_arena_bytes: int
     host_optimizer_bytes: int
+    host_swap_bytes: int
 
 
 class Session:
@@ -100,7 +109,7 @@ class Session:
         self._placed_bytes = 0
         self._handles: list[Removable] = []
         self._state_handles: list[Removable] = []
-        self._recomputes: list[Recompute] = []
+        self._running: list[Recompute | SwapBlock] = []
         self._pinned: list[Tensor] = []
 
         on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
@@ -123,6 +132,7 @@ class Session:
             device,
             announce=self._attach_state,
         )
+        self._swap: Swap | None = None
         self._pager = self._build_pager()
         self._host_chunks: list[HostChunk] = []
         self._gradients = GradientOffload(device, self._worker)
@@ -205,6 +215,8 @@ class Session:
             offloaded_bytes=self._gradients.offloaded_bytes,
             num_fetches=self._pager.num_fetches,
             num_misses=self._pager.num_misses,
+            swapped_out_bytes=self._swap.offloaded_bytes if self._swap else 0,
+            swapped_in_bytes=self._swap.fetched_bytes if self._swap else 0,
             stall_s=self.device.stall_s + self._worker.waited_s,
             device_peak_bytes=self.device.peak_bytes(),
             device_placed_bytes=self._placed_bytes,
@@ -213,6 +225,7 @@ class Session:
             host_optimizer_bytes=(
                 optimizer.host_bytes() if isinstance(optimizer, PagedAdamW) else 0
             ),
+            host_swap_bytes=self._swap.host_bytes() if self._swap else 0,
         )
 
     def close(self) -> None:
@@ -230,6 +243,8 @@ class Session:
             # last: until here a reader of the state had to be told where it is
             _remove(self._state_handles)
             self._gradients.close()
+            if self._swap is not None:
+                self._swap.close()
             while self._pinned:
                 self.device.unpin(self._pinned.pop())
             for slot in self._slots:
@@ -282,25 +297,56 @@ class Session:
             [self._arena.chunk(index) for index in paged],
             wait_update=lambda number: self._worker.wait(paged[number]),
             update_pending=lambda number: self._worker.pending(paged[number]),
+            before_ahead=self._open_backward if self._swaps else None,
+        )
+
+    @property
+    def _swaps(self) -> bool:
+        return any(policy.swaps for policy in self.plan.policies)
+
+    def _open_backward(self, block: int) -> None:
+        assert self._swap is not None
+        self._swap.open_backward(block)
+
+    def _build_swap(self) -> Swap:
+        # parameters of paged chunks are views of slots
+        weights = [binding.tensor for binding in model_bindings(self.model).values()]
+        return Swap(
+            self.device,
+            [*weights, *self.model.buffers()],
+            dict(enumerate(self._options.swap_bytes)),
         )
 
     def _attach(self) -> None:
-        needs_windows = bool(self.plan.paged) or any(
-            host.chunk.pageable for host in self._host_chunks
+        if self._swaps:
+            self._swap = self._build_swap()
+        needs_windows = (
+            bool(self.plan.paged)
+            or any(host.chunk.pageable for host in self._host_chunks)
+            or self._swaps
         )
         left = self._gradients.send_left if self._host_chunks else None
-        for block, recompute in zip(
-            self.layout.blocks, self.plan.recompute, strict=True
-        ):
+        for block, policy in zip(self.layout.blocks, self.plan.policies, strict=True):
             module = self._modules[block.name]
-            if recompute:
-                self._recomputes.append(Recompute(module))
+            self._running += self._run_with(policy, module, block.index)
             if needs_windows:
                 self._handles += attach_block(module, block.index, self._pager, left)
         self._handles += self._gradients.attach(self._host_chunks)
-        self._handles += self._recomputes
+        self._handles += self._running
         if self._handles:
             self._handles += attach_entry(self._entries(), self._enter)
+
+    def _run_with(
+        self, policy: Policy, module: nn.Module, index: int
+    ) -> list[Recompute | SwapBlock]:
+        if policy is Policy.KEEP:
+            return []
+        if policy is Policy.RECOMPUTE:
+            return [Recompute(module)]
+        assert self._swap is not None
+        if policy is Policy.SWAP_INPUT:
+            return [Recompute(module, partial(self._swap.saving, index))]
+        return [SwapBlock(module, index, self._swap)]
 
     def _attach_state(self, chunk: Chunk) -> None:
         """Let `state_dict` and `load_state_dict` reach a chunk's host copy.
@@ -354,8 +400,8 @@ class Session:
 
     def _enter(self) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
-        for recompute in self._recomputes:
-            recompute.unwind()
+        for block in self._running:
+            block.unwind()
         self._pager.close_any()
         self.ready()
 

@@ -11,6 +11,7 @@ from .recompute import Recompute
 from .residence import Residence
 from .simulated import SimulatedDevice, at_random, at_rate
 from .slots import Slot
+from .swap import Swap, SwapBlock
 from .updates import HostWorker
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "Residence",
     "SimulatedDevice",
     "Slot",
+    "Swap",
+    "SwapBlock",
     "at_random",
     "at_rate",
     "attach_block",

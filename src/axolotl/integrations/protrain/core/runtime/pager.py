@@ -25,6 +25,8 @@ class Pager:
         sources: Host bytes of each paged chunk, by its number in the schedule.
         wait_update: Blocks until the pending host update of a chunk has landed.
         update_pending: True while a chunk must not be fetched ahead.
+        before_ahead: Called with a block that opens in backward, once its own chunks
+            are on their way and before others are.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Pager:
         sources: Sequence[Tensor],
         wait_update: Callable[[int], None],
         update_pending: Callable[[int], bool],
+        before_ahead: Callable[[int], None] | None = None,
     ) -> None:
         self._needed = [
             [
@@ -57,6 +60,7 @@ class Pager:
         self._sources = sources
         self._wait_update = wait_update
         self._update_pending = update_pending
+        self._before_ahead = before_ahead
         self._window: int | None = None
         self._forward_runs = False
         self._held_back = False
@@ -93,6 +97,8 @@ class Pager:
             slot.begin_use()
         self._window = block
         self._forward_runs = direction is not Direction.BACKWARD
+        if self._before_ahead is not None and direction is Direction.BACKWARD:
+            self._before_ahead(block)
         self._fetch_ahead(block, direction)
 
     def close(self, block: int, direction: Direction | None = None) -> None:
