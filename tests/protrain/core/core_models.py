@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
-from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.runtime import CpuDevice, Device
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -76,8 +76,9 @@ class Fuse(torch.autograd.Function):
 class Layer(nn.Module):
     """A pre-norm MLP with one parameter, `extra`, that a forward may leave out."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
@@ -90,6 +91,8 @@ class Layer(nn.Module):
         hidden = torch.nn.functional.gelu(self.up(Fuse.apply(self.norm(x), self)))
         if self.raise_in_forward is not None:
             raise self.raise_in_forward
+        if self.dropout:
+            hidden = torch.nn.functional.dropout(hidden, self.dropout, self.training)
         x = x + self.down(hidden)
         return x * self.extra if self.use_extra else x
 
@@ -103,11 +106,12 @@ class Stack(nn.Module):
         width: int = 16,
         inner: Sequence[int] | int = 32,
         tie: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         sizes = [inner] * num_layers if isinstance(inner, int) else inner
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(Layer(width, size) for size in sizes)
+        self.layers = nn.ModuleList(Layer(width, size, dropout) for size in sizes)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCAB, bias=False)
         self.register_buffer("scale", torch.ones(8))
@@ -146,10 +150,11 @@ def make_plan(
     resident: Collection[int] = (),
     n_buffer: int = 2,
     recompute: Collection[int] = (),
+    swap: Collection[int] = (),
     outside: Placement = Placement.RESIDENT,
     inside: Placement = Placement.RESIDENT,
 ) -> Plan:
-    """A plan from what is resident and which blocks recompute.
+    """A plan from what is resident and which blocks recompute, swap, or both.
 
     `outside` is where the trainable weights outside blocks go, `inside` where the
     chunks named in `resident` go.
@@ -167,14 +172,20 @@ def make_plan(
     return Plan(
         n_persist=len(resident),
         n_buffer=n_buffer,
-        n_swap=0,
+        n_swap=len(swap),
         n_checkpoint=len(recompute),
         placements=placements,
-        policies=tuple(
-            Policy.RECOMPUTE if index in recompute else Policy.KEEP for index in blocks
-        ),
+        policies=tuple(_POLICY[index in swap, index in recompute] for index in blocks),
         origin="test",
     )
+
+
+_POLICY = {
+    (False, False): Policy.KEEP,
+    (False, True): Policy.RECOMPUTE,
+    (True, False): Policy.SWAP,
+    (True, True): Policy.SWAP_INPUT,
+}
 
 
 def open_session(
@@ -182,12 +193,14 @@ def open_session(
     keep: Collection[str] = (),
     fp32_master: bool = False,
     poison: bool = True,
+    device: Device | None = None,
     **plan: Any,
 ) -> Session:
-    """A poisoned session on a CPU device; `plan` goes to `make_plan`."""
+    """A poisoned session, on a CPU device by default; `plan` goes to `make_plan`."""
     layout = build_layout(model, keep)
     options = Options(poison=poison, fp32_master=fp32_master)
-    return Session(model, layout, make_plan(layout, **plan), CpuDevice(), options)
+    device = device or CpuDevice()
+    return Session(model, layout, make_plan(layout, **plan), device, options)
 
 
 def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:
@@ -206,10 +219,11 @@ def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:
     return session.wrap_optimizer(adamw(session.model, **defaults))
 
 
-def batches(num: int, seed: int = 1) -> list[Tensor]:
-    """Token ids, each [2, 12]."""
+def batches(num: int, seed: int = 1, length: int = 12) -> list[Tensor]:
+    """Token ids, each [2, length]."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, VOCAB, (2, 12), generator=generator) for _ in range(num)]
+    shape = 2, length
+    return [torch.randint(0, VOCAB, shape, generator=generator) for _ in range(num)]
 
 
 def train(

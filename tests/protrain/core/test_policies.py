@@ -1,0 +1,296 @@
+"""Keep, recompute, swap: equal numbers, copies counted, nothing kept too long."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    hook_counts,
+    open_session,
+    stack,
+    train,
+    twin,
+    wrapped,
+)
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.runtime import (
+    CpuDevice,
+    Device,
+    SimulatedDevice,
+    at_random,
+    at_rate,
+)
+from axolotl.integrations.protrain.core.types import SMALLEST_SWAP_BYTES
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "recompute": {"recompute": ALL},
+    "swap": {"swap": ALL},
+    "swap inputs": {"swap": ALL, "recompute": ALL},
+    "mixed": {"swap": (0, 2, 3), "recompute": (1, 3)},
+}
+DELAYS: dict[str, Callable[[], Device]] = {
+    "none": CpuDevice,
+    "fixed": lambda: SimulatedDevice(at_rate(1e8), at_rate(5e7)),
+    "random": lambda: SimulatedDevice(at_random(1, 2e-4), at_random(2, 2e-4)),
+    "adversarial": lambda: SimulatedDevice(at_rate(1e12), at_rate(1e12), late=True),
+}
+LENGTH = 40
+"""Tokens of a row; the hidden states of a batch are 10 KB then, enough to be swapped."""
+
+
+@pytest.fixture(params=DELAYS)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = DELAYS[request.param]()
+    if isinstance(device, SimulatedDevice):
+        with closing(device):
+            yield device
+    else:
+        yield device
+
+
+@pytest.mark.parametrize(
+    "dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.1], ids=["kept", "dropped"]
+)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+@pytest.mark.parametrize("resident", [(), (1, 4), ALL], ids=["paged", "some", "all"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_equals_plain(
+    policy: str, resident: Any, frozen: bool, dropout: float, device: Device
+) -> None:
+    model = stack(width=32, dropout=dropout)
+    keep = freeze(model, ["extra", "norm"]) if frozen else ()
+    plain = twin(model)
+    session = open_session(
+        model, keep, device=device, resident=resident, **POLICIES[policy]
+    )
+    data = [batches(2, seed, LENGTH) for seed in range(2)]
+    torch.manual_seed(5)
+    theirs = train(plain, adamw(plain), data, clip=0.5)
+    torch.manual_seed(5)
+    assert train(model, wrapped(session), data, session, clip=0.5) == theirs
+    assert_same(model.state_dict(), plain.state_dict())
+    measured = session.measured()
+    session.close()
+    swaps = "swap" in POLICIES[policy]
+    assert swaps == (measured.swapped_out_bytes > 0) == (measured.host_swap_bytes > 0)
+    if swaps:
+        # 2 steps of 2 micro-batches: the same bytes each time, through the same memory
+        assert measured.host_swap_bytes * 4 == measured.swapped_out_bytes
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+class Counted(CpuDevice):
+    """Lists the source of each copy to the host that is no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[int] = []
+        self.offloaded: list[int] = []
+        for stream, copies in (
+            (self.fetch, self.fetched),
+            (self.offload, self.offloaded),
+        ):
+            self._count_copies(stream, copies)
+
+    @staticmethod
+    def _count_copies(stream: Any, copies: list[int]) -> None:
+        copy = stream.copy
+
+        def counted(target: Tensor, source: Tensor) -> None:
+            copies.append(source.nbytes)
+            copy(target, source)
+
+        stream.copy = counted
+
+
+def saved_storages(model: nn.Module, block: nn.Module, tokens: Tensor) -> list[int]:
+    """Bytes of each storage that a block saves, weights and small ones left out."""
+    weights = {t.untyped_storage().data_ptr() for t in model.parameters()}
+    seen: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    handles = [
+        block.register_forward_pre_hook(lambda *_: hooks.__enter__()),
+        block.register_forward_hook(lambda *_: hooks.__exit__()),
+    ]
+    model(tokens).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return [nbytes for nbytes in seen.values() if nbytes >= SMALLEST_SWAP_BYTES]
+
+
+def test_each_storage_travels_once_each_way() -> None:
+    model = stack(width=32)
+    (tokens,) = batches(1, length=LENGTH)
+    expected = saved_storages(model, model.layers[2], tokens)
+    assert len(expected) > 4
+    device = Counted()
+    with closing(
+        open_session(model, device=device, resident=ALL, swap=(2,))
+    ) as session:
+        model(tokens).backward()
+        assert sorted(device.offloaded) == sorted(expected)
+        # what the next block keeps need not come back
+        measured = session.measured()
+        assert measured.swapped_out_bytes == sum(expected)
+        assert sorted(device.fetched) == sorted(expected)
+
+
+def test_recompute_costs_one_more_forward_of_each_block() -> None:
+    model = stack(width=32)
+    runs = [0] * 6
+    for index, layer in enumerate(model.layers):
+
+        def count(_module: nn.Module, _args: Any, index: int = index) -> None:
+            runs[index] += 1
+
+        layer.up.register_forward_pre_hook(count)
+    (tokens,) = batches(1, length=LENGTH)
+    with closing(open_session(model, recompute=(0, 1, 3), swap=(1, 2))):
+        model(tokens).backward()
+        assert runs == [2, 2, 1, 2, 1, 1]
+        with torch.no_grad():
+            model(tokens)
+        assert runs == [3, 3, 2, 3, 2, 2]
+
+
+class Views(nn.Module):
+    """A block that saves views: transposed, expanded, overlapping, of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(64))
+        self.mix = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, self.mix(x).exp()], -1) * self.scale.repeat(2)
+        left, right = both.chunk(2, -1)
+        wide = left.sum(0, keepdim=True).expand_as(left)
+        windows = right.flatten().unfold(0, 64, 32)
+        x = left * right.sigmoid() * wide.tanh()
+        x = x + (windows * windows).mean() * (left.mT @ right).mean().tanh()
+        return x * self.scale
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Views() for _ in range(4))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_views_come_back_as_they_were(policy: str, device: Device) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    plain = twin(model)
+    rows = {
+        knob: [index for index in blocks if index < 4]
+        for knob, blocks in POLICIES[policy].items()
+    }
+    x = torch.randn(40, 64)
+    plain(x).backward()
+    with closing(open_session(model, device=device, resident=range(4), **rows)):
+        model(x).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_two_graphs_at_once(device: Device) -> None:
+    """Two forwards before the first backward, and backward in either order."""
+    model = stack(width=32)
+    keep = freeze(model, ["norm"])
+    plain = twin(model)
+    one, two = batches(2, length=LENGTH)
+
+    def gradients(of: nn.Module) -> list[Tensor]:
+        first, second, third = of(one), of(two), of(one)
+        first.backward()
+        third.backward()
+        second.backward(retain_graph=True)
+        second.backward()
+        return [p.grad for p in of.parameters() if p.grad is not None]
+
+    expected = gradients(plain)
+    with closing(open_session(model, keep, device=device, swap=ALL)):
+        got = gradients(model)
+        assert len(got) == len(expected) > 0
+        assert all(map(torch.equal, got, expected))
+
+
+def test_a_graph_that_is_dropped_frees_its_memory(device: Device) -> None:
+    model = stack(width=32)
+    keep = freeze(model, ["norm"])
+    (tokens,) = batches(1, length=LENGTH)
+    with closing(open_session(model, keep, device=device, swap=ALL)) as session:
+        loss = model(tokens)
+        taken = session.measured().host_swap_bytes
+        for _ in range(5):
+            loss = model(tokens)
+        del loss
+        gc.collect()
+        model(tokens).backward()
+        # one more than the one that `loss` held while the next was computed
+        assert session.measured().host_swap_bytes <= 2 * taken
+
+
+def test_a_larger_batch_grows_the_host_memory_once() -> None:
+    model = stack(width=32)
+    keep = freeze(model, ["norm"])
+    small, large = batches(1, length=LENGTH)[0], batches(1, length=2 * LENGTH)[0]
+    with closing(open_session(model, keep, swap=ALL)) as session:
+
+        def taken_by(tokens: Tensor) -> int:
+            model(tokens).backward()
+            return session.measured().host_swap_bytes
+
+        first = taken_by(small)
+        grown = taken_by(large)
+        assert grown > first
+        assert taken_by(small) == taken_by(large) == grown
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_interrupted_forwards_leave_nothing(policy: str) -> None:
+    model = stack(width=32)
+    before = hook_counts(model)
+    (tokens,) = batches(1, length=LENGTH)
+    plain = twin(model)
+    session = open_session(model, **POLICIES[policy])
+    model.layers[3].raise_in_forward = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens)
+    model.layers[3].raise_in_forward = None
+    assert model(tokens).item() == plain(tokens).item()
+    session.close()
+    assert hook_counts(model) == before
+    saved = torch.ones(4096, requires_grad=True)
+    saved.exp().sum().backward()
+    assert session.measured().host_swap_bytes == 0
