@@ -6,6 +6,9 @@ VENV ?= .venv
 # build, where that is what the index has) instead of the one axolotl would pull.
 TORCH ?= torch==2.13.0
 
+# Each process imports torch and axolotl: more of them than this only take memory.
+PARALLEL := -n auto --maxprocesses 4 --dist loadgroup
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
@@ -38,10 +41,10 @@ demo: install ## train a small Llama paged and plain on this machine, and compar
 	@$(BIN)/python examples/demo.py
 
 test: install ## the tests, without the whole grid
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 test-full: install ## all tests
-	@$(BIN)/python -m pytest -m ""
+	@$(BIN)/python -m pytest $(PARALLEL) -m ""
 
 lint: install-dev ## ruff, mypy, bandit: nothing is changed
 	@status=0; \
