@@ -99,14 +99,14 @@ class Case:
                         )
 
     def _rows(self, interval: int) -> Iterator[tuple[int, int]]:
-        """Swapping and recomputed blocks: quarters of the paper's bound with every number
-        that leaves each block one of both, or with all; and all with all."""
+        """Swapping and recomputed blocks: half and all of the paper's bound with every
+        number that leaves each block one of both, or with all; and all with all."""
         blocks = len(self.layout.blocks)
         most = -(-blocks // interval)
-        quarters = {-(-most * part // 4) for part in range(5)}
-        for swapping in quarters:
+        counts = {0, -(-most // 2), most}
+        for swapping in counts:
             yield from ((swapping, number) for number in range(blocks - swapping + 1))
-        yield from ((swapping, blocks) for swapping in {*quarters, blocks} - {0})
+        yield from ((swapping, blocks) for swapping in {*counts, blocks} - {0})
 
 
 @dataclass(frozen=True)

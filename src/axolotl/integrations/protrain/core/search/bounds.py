@@ -132,11 +132,10 @@ class PlacedBound:
             out_s = row.out_bytes / step.hardware.offload_bytes_s
             if step.hardware.overlaps:
                 # backward waits until all of it has left
-                out_s += step.forward[row.first + 1]
-                first_s = max(first_s, self._start_s + out_s)
-                later_s = max(later_s, out_s)
+                later_s = max(later_s, step.forward[row.first + 1] + out_s)
             else:
-                first_s, later_s = first_s + out_s, later_s + out_s
+                later_s += out_s
+            first_s = max(first_s, self._start_s + later_s)
         missing = self._bytes[max(0, self._num_paged - n_buffer)]
         fetch_s, offload_s = seconds_per_byte(
             missing + row.back_bytes, self._leaving, step.hardware

@@ -6,9 +6,9 @@ the order of a lower bound of their time until that bound loses, so the result i
 optimum over all of them, exactly, and a larger budget never gives a slower plan. Equation
 1 of the paper, with a simulation for its equations 2 to 7.
 
-Numbers of swapping blocks: none, and quarters of the paper's bound, the blocks divided by
-the interval at which their copies hide behind compute; besides, as many where all blocks
-recompute and the swapping ones send their inputs away, and all of these.
+Numbers of swapping blocks: none, and half and all of the paper's bound, the blocks divided
+by the interval at which their copies hide behind compute; besides, as many where all
+blocks recompute and the swapping ones send their inputs away, and all of these.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROUNDING = 1e-9
 """Relative difference of seconds that are taken as equal."""
 
 
-NUM_SWAPS = 4
+NUM_SWAPS = 2
 """Numbers of swapping blocks that are tried, besides none, for every plan."""
 
 
@@ -277,7 +277,7 @@ class Search:
             if not limit:
                 continue
             placed = self._placed(n_persist, outside)
-            if n_swap and placed.bound.seconds(n_buffer, self._row(0, 0)) >= limit_s:
+            if n_swap and self._without(placed, n_buffer, checkpoints[0]) >= limit_s:
                 continue
             n_checkpoint = self._least_recompute(placed, n_buffer, family, least)
             if n_checkpoint is None or n_checkpoint >= limit:
@@ -314,6 +314,14 @@ class Search:
             )
 
         return bisect_left(range(self._num_chunks + 1), True, key=fits)
+
+    def _without(self, placed: _Placed, n_buffer: int, n_checkpoint: int) -> float:
+        """The bound if nothing swaps, which no plan that swaps can beat either."""
+        key = n_buffer, n_checkpoint
+        if key not in placed.seconds:
+            row = self._row(0, n_checkpoint)
+            placed.seconds[key] = placed.bound.seconds(n_buffer, row)
+        return placed.seconds[key]
 
     def _num_faster(self, family: _Family, limit_s: float) -> int:
         """How many of a family compute for less than `limit_s`; they come first."""
@@ -475,6 +483,7 @@ class _Placed:
         gradients: Of what trains there.
         peaks: Device peaks known so far, by swapping and recomputed blocks, without
             slots.
+        seconds: Bounds known so far, by slots and recomputed blocks, without swaps.
     """
 
     def __init__(
@@ -490,6 +499,7 @@ class _Placed:
         self.gradients = self._states.gradients
         self.slot_bytes = lru_cache(maxsize=None)(self._slot_bytes)
         self.peaks: dict[tuple[int, int], int] = {}
+        self.seconds: dict[tuple[int, int], float] = {}
 
     @cached_property
     def parameters(self) -> Parameters:
