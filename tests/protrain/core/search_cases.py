@@ -204,7 +204,9 @@ def traces(draw: st.DrawFn, layout: Layout) -> Trace:
     for block in blocks:
         made, back = block + 1, last - 1 - block
         saved = (Hold(back, block),)
-        holdings += [Holding(made, made, saved, draw(nbytes), bool(n)) for n in range(2)]
+        holdings += [
+            Holding(made, made, saved, draw(nbytes), bool(n)) for n in range(2)
+        ]
         kept_as_input = (Hold(back, block, True, draw(st.booleans())), *saved)
         holdings.append(Holding(block, made, kept_as_input, draw(nbytes)))
     backs = {block: last - 1 - block for block in blocks}

@@ -42,7 +42,6 @@ from axolotl.integrations.protrain.core.types import (
     Chunk,
     Layout,
     Placement,
-    Policy,
     TensorSpec,
     Workload,
 )

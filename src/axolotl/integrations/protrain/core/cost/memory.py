@@ -431,14 +431,14 @@ class MemoryModel:
         large = self._swaps and holding.large
         redone: list[int] = []
         # blocks for which it waits on the host, and the segments of their backward
-        waits: list[tuple[int | None, int]] = []
+        waits: list[tuple[int, int]] = []
         for segment, block, as_input, by_position in holding.holds:
             if segment <= end and not large:
                 break
             policy = None if block is None else policies[block]
             if block is None or (policy in _REDOING) is as_input:
                 moves = policy is _SWAP or policy is _SWAP_INPUT and by_position
-                if block in self._opened and large and moves:
+                if large and moves and block is not None and block in self._opened:
                     waits.append((block, segment))
                 else:
                     end = max(end, segment)

@@ -126,16 +126,7 @@ class PlacedBound:
     def seconds(self, n_buffer: int, row: Row) -> float:
         """No plan with so many slots and these policies takes less."""
         step, more = self._step, self._step.accumulation - 1
-        first_s = self._first_forward_s(n_buffer) + step.outside_s
-        later_s = self._forward_s(n_buffer) + step.outside_s
-        if row.out_bytes:
-            out_s = row.out_bytes / step.hardware.offload_bytes_s
-            if step.hardware.overlaps:
-                # backward waits until all of it has left
-                later_s = max(later_s, step.forward[row.first + 1] + out_s)
-            else:
-                later_s += out_s
-            first_s = max(first_s, self._start_s + later_s)
+        first_s, later_s = self._before_backward_s(n_buffer, row)
         missing = self._bytes[max(0, self._num_paged - n_buffer)]
         fetch_s, offload_s = seconds_per_byte(
             missing + row.back_bytes, self._leaving, step.hardware
@@ -187,6 +178,21 @@ class PlacedBound:
         else:
             chains.append(micro_batch_s(True, True))
         return first_s + max(chains) + self._norm_s
+
+    def _before_backward_s(self, n_buffer: int, row: Row) -> tuple[float, float]:
+        """From update or backward to backward, of the first micro-batch and others."""
+        step = self._step
+        first_s = self._first_forward_s(n_buffer) + step.outside_s
+        later_s = self._forward_s(n_buffer) + step.outside_s
+        if not row.out_bytes:
+            return first_s, later_s
+        out_s = row.out_bytes / step.hardware.offload_bytes_s
+        if step.hardware.overlaps:
+            # backward waits until all of it has left
+            later_s = max(later_s, step.forward[row.first + 1] + out_s)
+        else:
+            later_s += out_s
+        return max(first_s, self._start_s + later_s), later_s
 
     def _hold(self, held: list[Chunk]) -> None:
         """What gradients take that leave for the host, in their order."""
