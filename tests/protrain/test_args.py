@@ -369,7 +369,6 @@ REFUSED_IN_AXOLOTL = [
         {"protrain_force_replicated_cpu_offload": True},
     ),
     ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
-    ("protrain_n_swap_override", {"protrain_n_swap_override": 1}),
     ("protrain_lora_mlp_forbid_offload", {"protrain_lora_mlp_forbid_offload": True}),
 ]
 

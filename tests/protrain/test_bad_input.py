@@ -105,10 +105,6 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "Drop one of them.",
         ],
     ),
-    "swapping": (
-        {**ROOM, **overrides(0, 2), "protrain_n_swap_override": 1},
-        ["`protrain_n_swap_override: 1` is not available in this version. Set it to 0"],
-    ),
     "8bit_adamw": (
         {**PAGED, "optimizer": "adamw_bnb_8bit"},
         [

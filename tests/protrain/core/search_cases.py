@@ -78,6 +78,7 @@ class Case:
     def _plans(self) -> Iterator[Plan]:
         layout, master = self.layout, self.workload.fp32_master
         nothing = place(layout, 0, master, Placement.RESIDENT)
+        interval = self.search().swap_interval
         most = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
         for outside in (Placement.RESIDENT, Placement.HOST_STATE):
             for n_persist in range(len(layout.pageable) + 1):
@@ -85,16 +86,27 @@ class Case:
                 floor = slot_floor(layout, placements)
                 num_paged = placements.count(Placement.PAGED)
                 for n_buffer in range(floor, min(most, num_paged) + 1):
-                    for recomputed in range(len(layout.blocks) + 1):
+                    for swapping, recomputed in self._rows(interval):
                         yield make_plan(
                             layout,
                             n_persist,
                             n_buffer,
-                            0,
+                            swapping,
                             recomputed,
                             master,
                             outside,
+                            swap_interval=interval,
                         )
+
+    def _rows(self, interval: int) -> Iterator[tuple[int, int]]:
+        """Swapping and recomputed blocks: half and all of the paper's bound with every
+        number that leaves each block one of both, or with all; and all with all."""
+        blocks = len(self.layout.blocks)
+        most = -(-blocks // interval)
+        counts = {0, -(-most // 2), most}
+        for swapping in counts:
+            yield from ((swapping, number) for number in range(blocks - swapping + 1))
+        yield from ((swapping, blocks) for swapping in {*counts, blocks} - {0})
 
 
 @dataclass(frozen=True)
@@ -173,8 +185,8 @@ def traces(draw: st.DrawFn, layout: Layout) -> Trace:
     def forward(block: int | None) -> Segment:
         peak = draw(nbytes)
         dropped = draw(st.integers(0, peak))
-        redone = draw(st.integers(0, peak))
-        return Segment(block, False, Work(), peak, dropped, redone)
+        swapped, redone = (draw(st.integers(low, peak)) for low in (dropped, 0))
+        return Segment(block, False, Work(), peak, dropped, swapped, redone)
 
     def backward(block: int | None, first: bool = True) -> Segment:
         made, peak = gradients(block, first), draw(nbytes)
@@ -192,11 +204,16 @@ def traces(draw: st.DrawFn, layout: Layout) -> Trace:
     for block in blocks:
         made, back = block + 1, last - 1 - block
         saved = (Hold(back, block),)
-        holdings.append(Holding(made, made, saved, draw(nbytes)))
-        kept_as_input = (Hold(back, block, as_input=True), *saved)
+        holdings += [
+            Holding(made, made, saved, draw(nbytes), bool(n)) for n in range(2)
+        ]
+        kept_as_input = (Hold(back, block, True, draw(st.booleans())), *saved)
         holdings.append(Holding(block, made, kept_as_input, draw(nbytes)))
-    shared = tuple(Hold(last - 1 - block, block, as_input=True) for block in blocks)
+    backs = {block: last - 1 - block for block in blocks}
+    shared = tuple(Hold(back, block, as_input=True) for block, back in backs.items())
     holdings.append(Holding(0, num, shared, draw(nbytes)))
+    both = tuple(Hold(back, block) for block, back in backs.items())
+    holdings.append(Holding(0, num, shared + both, draw(nbytes)))
     return Trace(
         tuple(segments),
         tuple(holdings),

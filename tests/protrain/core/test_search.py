@@ -42,7 +42,6 @@ from axolotl.integrations.protrain.core.types import (
     Chunk,
     Layout,
     Placement,
-    Policy,
     TensorSpec,
     Workload,
 )
@@ -105,8 +104,9 @@ def test_a_plan_is_exactly_what_was_asked_for(
     total, blocks = len(layout.pageable), len(layout.blocks)
     n_persist = data.draw(st.integers(0, total))
     n_buffer = data.draw(st.integers(0, total + 1))
+    n_swap = data.draw(st.integers(0, blocks))
     n_checkpoint = data.draw(st.integers(0, blocks))
-    knobs = (n_persist, n_buffer, 0, n_checkpoint)
+    knobs = (n_persist, n_buffer, n_swap, n_checkpoint)
     try:
         plan = make_plan(layout, *knobs, fp32_master=False)
     except ConfigError as error:
@@ -117,9 +117,8 @@ def test_a_plan_is_exactly_what_was_asked_for(
     assert (plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_checkpoint) == knobs
     assert len(plan.paged) == total - n_persist
     assert plan.mode == ("B" if plan.paged else "A")
-    # backward frees the last blocks first, so the first ones recompute
-    assert plan.recompute == tuple(index < n_checkpoint for index in range(blocks))
-    assert Policy.SWAP not in plan.policies
+    assert sum(plan.recompute) == n_checkpoint
+    assert sum(policy.swaps for policy in plan.policies) == n_swap
     check_slots(layout, plan.placements, plan.n_buffer)
 
 
@@ -131,8 +130,8 @@ RANGES = [
     ("n_buffer", (0, 0, 0, 0), "range 1 to 4"),
     ("n_buffer", (0, 5, 0, 0), "range 1 to 4"),
     ("n_buffer", (4, 1, 0, 0), "range 0 to 0"),
-    ("n_swap", (0, 1, 1, 0), "range 0 to 0, the number of blocks that may swap"),
-    ("n_swap", (0, 1, -1, 0), "range 0 to 0, the number of blocks that may swap"),
+    ("n_swap", (0, 1, -1, 0), "range 0 to 4, the number of blocks"),
+    ("n_swap", (0, 1, 5, 0), "range 0 to 4, the number of blocks"),
 ]
 
 
@@ -154,10 +153,14 @@ def test_by_hand_skips_the_search(case: Case, data: st.DataObject) -> None:
     n_persist = data.draw(st.integers(0, len(layout.pageable)))
     floor = slot_floor(layout, place(layout, n_persist, master, RESIDENT))
     n_buffer = data.draw(st.integers(floor, len(layout.pageable) - n_persist))
-    n_checkpoint = data.draw(st.integers(0, len(layout.blocks)))
-    knobs = (n_persist, n_buffer, 0, n_checkpoint)
+    n_swap, n_checkpoint = (
+        data.draw(st.integers(0, len(layout.blocks))) for _ in range(2)
+    )
+    knobs = (n_persist, n_buffer, n_swap, n_checkpoint)
+    interval = case.search().swap_interval
     first, second = (
-        make_plan(layout, *knobs, master, outside) for outside in (RESIDENT, HOST_STATE)
+        make_plan(layout, *knobs, master, outside, swap_interval=interval)
+        for outside in (RESIDENT, HOST_STATE)
     )
     assert case.search().by_hand(*knobs) == first
     assert first.origin == "overrides"
@@ -236,7 +239,9 @@ def test_bounds_are_not_above_any_plan(case: Case) -> None:
     bound = StepBound(case.layout, case.times, case.workload, case.hardware)
     for judged in case.plans():
         under = bound.under(judged.plan.placements)
-        seconds = under.seconds(judged.plan.n_buffer, judged.plan.n_checkpoint)
+        policies = judged.plan.policies
+        row = bound.row(policies, case.memory.moved_bytes(policies))
+        seconds = under.seconds(judged.plan.n_buffer, row)
         assert seconds <= judged.step.total_s * ALMOST
 
 

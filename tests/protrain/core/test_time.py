@@ -30,6 +30,7 @@ from axolotl.integrations.protrain.core.types import (
     Chunk,
     Hardware,
     Layout,
+    Moved,
     Placement,
     Plan,
     Policy,
@@ -69,7 +70,7 @@ class Case:
     hardware: Hardware
     accumulation: int
     fp32_master: bool
-    saved_bytes: tuple[int, ...]
+    moved: Moved | None
 
     def step(self, **options: Any) -> StepTime:
         return simulate_step(*vars(self).values(), **options)
@@ -103,7 +104,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
     )
     num_blocks = len(layout.blocks)
     floor, num_paged = slot_floor(layout, placements), placements.count(PAGED)
-    kinds = [p for p in Policy if swaps or p is not Policy.SWAP]
+    kinds = [p for p in Policy if swaps or not p.swaps]
     policies = tuple(draw(st.sampled_from(kinds)) for _ in layout.blocks)
     seconds = st.floats(0, 50)
     per_block = st.tuples(*[seconds] * num_blocks)
@@ -116,8 +117,8 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
         Plan(
             n_persist=placements.count(RESIDENT),
             n_buffer=draw(st.integers(floor, num_paged)),
-            n_swap=policies.count(Policy.SWAP),
-            n_checkpoint=policies.count(Policy.RECOMPUTE),
+            n_swap=sum(policy.swaps for policy in policies),
+            n_checkpoint=sum(policy.recomputes for policy in policies),
             placements=placements,
             policies=policies,
             origin="test",
@@ -128,7 +129,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
         replace(HARDWARE, **rates),
         draw(st.integers(1, 5)),
         draw(st.booleans()),
-        draw(st.tuples(*[st.integers(0, 100)] * num_blocks)),
+        Moved(*[tuple(draw(st.integers(0, 100 * p.swaps)) for p in policies)] * 2),
     )
 
 
@@ -315,7 +316,7 @@ def by_hand(
     backward_s: float,
     trainable: bool = False,
     policies: Sequence[Policy] | None = None,
-    saved_bytes: Sequence[int] = (),
+    moved: Sequence[int] | None = None,
     **rates: float,
 ) -> Case:
     """Blocks of one paged fp32 chunk each, given by its parameters."""
@@ -336,7 +337,7 @@ def by_hand(
         replace(HARDWARE, **rates),
         1,
         False,
-        tuple(saved_bytes),
+        Moved(tuple(moved), tuple(moved)) if moved else None,
     )
 
 
@@ -379,19 +380,49 @@ def test_at_most_two_chunks_of_gradients_are_on_their_way() -> None:
 
 
 def test_swapped_activations_come_back_during_the_block_before() -> None:
-    # out from 1 to 4; block 2 runs from 3 to 5, block 1 from 5 to 7; in from 5 to 8
+    # out from 1 to 4, which backward waits for; block 2 runs from 4 to 6, block 1 from
+    # 6 to 8; in from 6 to 9
     policies = [Policy.SWAP, Policy.KEEP, Policy.KEEP]
-    case = by_hand([1] * 3, 3, 1, 2, False, policies, [3, 9, 9])
+    case = by_hand([1] * 3, 3, 1, 2, False, policies, [3, 0, 0])
     step = case.step()
     assert step.busy_s == {"compute": 9, "fetch": 3, "offload": 3, "host": 0}
-    assert step.exposed_s == {"fetch": 1, "offload": 0, "host": 0}
+    assert step.exposed_s == {"fetch": 1, "offload": 1, "host": 0}
     assert step.fetched_bytes == 0
 
 
 def test_swapped_activations_come_back_after_they_have_left() -> None:
-    # out from 1 to 13, in until 25
+    # out from 1 to 13, which backward waits for; in until 25, beside block 1
     policies = [Policy.SWAP, Policy.KEEP]
-    assert by_hand([1] * 2, 2, 1, 2, False, policies, [12, 0]).step().total_s == 27
+    step = by_hand([1] * 2, 2, 1, 2, False, policies, [12, 0]).step()
+    assert step.total_s == 27
+    assert step.exposed_s == {"fetch": 10, "offload": 11, "host": 0}
+
+
+def test_the_next_block_that_swaps_waits_until_the_one_before_has_left() -> None:
+    # out from 1 to 5; block 1 runs until 2, block 2 from 5 to 6; out from 6 to 7;
+    # backward waits until 7; block 2 has its tensors at 8 and ends at 10, block 1 at
+    # 12; those of block 0 come from 10 to 14, it ends at 16
+    policies = [Policy.SWAP, Policy.KEEP, Policy.SWAP]
+    step = by_hand([1] * 3, 3, 1, 2, False, policies, [4, 0, 1]).step()
+    assert step.total_s == 16
+    assert step.exposed_s == {"fetch": 3, "offload": 4, "host": 0}
+
+
+def test_swapped_activations_come_before_weights_ahead() -> None:
+    # chunk 3 comes from 1 to 5, forward ends at 6; when block 2 opens at 8, what block 1
+    # swapped comes until 10 and the weights of block 0 until 14
+    policies = [Policy.KEEP, Policy.SWAP, Policy.KEEP, Policy.KEEP]
+    step = by_hand([1] * 4, 3, 1, 2, False, policies, [0, 2, 0, 0]).step()
+    assert step.total_s == 16
+    assert step.exposed_s == {"fetch": 4, "offload": 0, "host": 0}
+
+
+def test_inputs_that_swap_are_there_before_the_block_recomputes() -> None:
+    # forward until 2, out from 1 to 3, block 1 until 5; in from 3 to 5
+    policies = [Policy.SWAP_INPUT, Policy.KEEP]
+    step = by_hand([1] * 2, 2, 1, 2, False, policies, [2, 0]).step()
+    assert step.total_s == 3 + 2 + 3
+    assert step.recompute_s == 1
 
 
 @pytest.mark.parametrize(
@@ -495,7 +526,7 @@ def test_times_and_saved_bytes_must_fit_the_layout() -> None:
     with pytest.raises(ValueError, match="2 and 3 blocks for a layout of 3"):
         replace(case, times=replace(case.times, forward_s=(1, 1))).step()
     swap = replace(case.plan, policies=(Policy.SWAP, Policy.KEEP, Policy.KEEP))
-    with pytest.raises(ValueError, match="saved_bytes of 0 blocks"):
+    with pytest.raises(ValueError, match="moved bytes of 0 blocks"):
         replace(case, plan=swap).step()
 
 

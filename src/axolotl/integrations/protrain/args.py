@@ -158,8 +158,10 @@ class ProTrainArgs(BaseModel):
     )
     protrain_n_swap_override: Count | None = Field(
         default=None,
-        description="Number of blocks whose activations go to the host between forward "
-        f"and backward. {_OVERRIDE_NOTE}",
+        description="Number of blocks whose activations wait on the host between "
+        "forward and backward; more takes less device memory and more of the link. With "
+        "n_checkpoint more than there are blocks: that many of them recompute and send "
+        f"only their inputs. {_OVERRIDE_NOTE}",
     )
     protrain_n_checkpoint_override: Count | None = Field(
         default=None,

@@ -12,7 +12,7 @@ from html import escape
 from itertools import accumulate, groupby
 from typing import Any
 
-from .report import format_bytes
+from .report import POLICY_LETTERS, format_bytes
 
 Forecast = Mapping[str, Any]
 Colours = Mapping[str, str]
@@ -31,6 +31,7 @@ POLICIES = {
     "keep": "activations stay on the GPU",
     "recompute": "activations are computed again in backward",
     "swap": "activations go to the host and come back",
+    "swap-input": "inputs go to the host, the rest is computed again",
 }
 
 
@@ -166,7 +167,7 @@ def residency_figure(forecast: Forecast) -> str:
     marks = ""
     for policy, meaning in POLICIES.items():
         if number := sum(block["policy"] == policy for block in blocks):
-            mark = f'<span class="mark">{policy[0].upper()}</span>'
+            mark = f'<span class="mark">{POLICY_LETTERS[policy]}</span>'
             text = f"{policy}, {meaning}: {number} of {len(blocks)} blocks"
             marks += f"<li>{mark} {text}</li>"
     cells = "".join(block_cell(i, block) for i, block in enumerate(blocks))
@@ -195,7 +196,7 @@ def block_cell(index: int, block: Mapping[str, Any]) -> str:
     return (
         f'<div class="cell" data-tip="{escape(tip)}"><span class="no">{index}</span>'
         f'{bar(stack(pieces, unit), tip, width)}<span class="mark">'
-        f"{escape(policy[0].upper())}</span></div>"
+        f"{POLICY_LETTERS[policy]}</span></div>"
     )
 
 

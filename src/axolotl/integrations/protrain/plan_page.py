@@ -186,7 +186,7 @@ def knobs(forecast: Forecast) -> str:
         ("n_persist", plan["n_persist"], f"{chunks} stay on the GPU"),
         ("n_buffer", plan["n_buffer"], "slots that paged chunks share"),
         ("n_checkpoint", plan["n_checkpoint"], f"{blocks} recompute"),
-        ("n_swap", plan["n_swap"], f"{blocks} swap activations"),
+        ("n_swap", plan["n_swap"], f"{blocks} send activations to the host"),
         ("decided by", plan["origin"], ""),
     )
     items = "".join(

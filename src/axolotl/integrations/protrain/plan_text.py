@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from .report import format_bytes
+from .report import format_bytes, policy_row
 
 WIDTH = 100
 
@@ -103,7 +103,7 @@ def _one(console: Console, answer: Mapping[str, Any]) -> None:
         f"({MODES[plan['mode']]}), n_persist {plan['n_persist']} of "
         f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
         f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
-        f"{plan['num_blocks']} blocks ({_row(plan['block_policies'])})",
+        f"{plan['num_blocks']} blocks ({policy_row(plan['block_policies'])})",
         markup=False,
     )
     side_by_side = Table.grid(padding=(0, 6, 0, 0))
@@ -121,11 +121,6 @@ def _speed(step_s: float, tokens_per_s: float) -> str:
 
 def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
-
-
-def _row(policies: Sequence[str]) -> str:
-    """`keep keep recompute` as `2 keep, 1 recompute`."""
-    return ", ".join(f"{len(list(run))} {name}" for name, run in groupby(policies))
 
 
 def _device(memory: Mapping[str, Any]) -> Table:

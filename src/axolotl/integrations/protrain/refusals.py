@@ -73,7 +73,6 @@ _OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
 NOT_AVAILABLE = (
     *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
     *_each("protrain_zero3_shard protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
-    Refusal("protrain_n_swap_override", _above(0), _NOT_YET, "Set it to 0"),
 )
 
 EXCLUDED = (

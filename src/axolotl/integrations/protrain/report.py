@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ WATCHED_STEPS = 2
 """First steps in which the CPU device counts every allocation, which slows them: the
 optimizer's state appears in the first one, and the second one is like all others."""
 
+POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"}
+
+MAX_RUNS = 3
+"""Of blocks with the same policy, which are written in words."""
+
 REPORT_FILE = Path("protrain") / "report.json"
 
 
@@ -30,6 +37,29 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} GiB"
+
+
+def policy_row(policies: Sequence[str]) -> str:
+    """`keep keep recompute` as `2 keep, 1 recompute`; many runs as `2(SRR) 4K`."""
+    runs = [f"{len(list(run))} {name}" for name, run in groupby(policies)]
+    if len(runs) <= MAX_RUNS:
+        return ", ".join(runs)
+    rest, parts = "".join(POLICY_LETTERS[policy] for policy in policies), []
+    while rest:
+        # what comes again and again and reaches furthest, else one letter
+        runs_of = (
+            re.match(rf"(.{{{n}}})\1*", rest) for n in range(1, len(rest) // 2 + 1)
+        )
+        again = [run for run in runs_of if run and run[0] != run[1]]
+        run = max(again, key=lambda run: run.end(), default=re.match("(.)", rest))
+        unit, number = run[1], run.end() // len(run[1])
+        name = unit if len(unit) == 1 else f"({unit})"
+        parts.append(f"{number}{name}" if number > 1 else name)
+        rest = rest[run.end() :]
+    legend = (
+        f"{POLICY_LETTERS[policy]} {policy}" for policy in dict.fromkeys(policies)
+    )
+    return f"{' '.join(parts)}; {', '.join(legend)}"
 
 
 @dataclass
@@ -135,9 +165,10 @@ def forecast_table(forecast: Forecast, device: str) -> str:
         ),
         ("slots", str(plan.n_buffer), format_bytes(forecast.device.states.slots)),
         (
-            "recompute",
-            f"{plan.n_checkpoint} of {len(layout.blocks)}",
-            "blocks; the others keep their activations",
+            "activations",
+            f"n_swap {plan.n_swap}, n_checkpoint {plan.n_checkpoint}",
+            f"of {len(layout.blocks)} blocks: "
+            + policy_row([policy.value for policy in plan.policies]),
         ),
         (
             "outside blocks",

@@ -160,6 +160,18 @@ SMALLEST_SWAP_BYTES = 4096
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Bytes of activations that a micro-batch moves, for each block.
+
+    A storage that several blocks swap leaves with the first of them, into whose region
+    on the host it goes, and comes back for the last, unless it is still there.
+    """
+
+    out: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the runtime does, decided once. The four knobs carry the paper's names.
 
@@ -241,6 +253,8 @@ class Segment:
         peak_bytes: Highest rise, saved tensors kept. Gradients of parameters count
             from their making to their accumulation.
         dropped_peak_bytes: Forward of a block: the same when nothing is saved.
+        swapped_peak_bytes: Forward of a block: the same when only storages below
+            `SMALLEST_SWAP_BYTES` are.
         redone_peak_bytes: Forward of a block: highest rise when backward computes it
             again, up to the last saved tensor.
         first_peak_bytes: Backward: the peak with every gradient of the segment that
@@ -254,6 +268,7 @@ class Segment:
     work: Work
     peak_bytes: int
     dropped_peak_bytes: int = 0
+    swapped_peak_bytes: int = 0
     redone_peak_bytes: int = 0
     first_peak_bytes: int = 0
     gradients: tuple[tuple[str, int], ...] = ()
@@ -273,11 +288,13 @@ class Hold:
         segment: Index of the segment in which the reason ends.
         block: The block whose saved tensor or input it is, None outside blocks.
         as_input: True for what only a recomputed block keeps: its inputs.
+        by_position: Of an input, that it is a positional argument and nothing else.
     """
 
     segment: int
     block: int | None
     as_input: bool = False
+    by_position: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,12 +306,14 @@ class Holding:
         forgotten: Index of the segment in which the model's own references end.
         holds: What autograd keeps of it.
         nbytes: Bytes of all tensors with this fate.
+        large: Whether each of them has at least `SMALLEST_SWAP_BYTES`.
     """
 
     made: int
     forgotten: int
     holds: tuple[Hold, ...]
     nbytes: int
+    large: bool = True
 
 
 @dataclass(frozen=True)

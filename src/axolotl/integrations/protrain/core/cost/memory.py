@@ -15,7 +15,7 @@ from operator import add
 from typing import NamedTuple
 
 from ..layout import slot_bytes
-from ..types import Hardware, Layout, Placement, Plan, Policy, Trace, Workload
+from ..types import Hardware, Layout, Moved, Placement, Plan, Policy, Trace, Workload
 from .states import (
     GRADIENTS_IN_FLIGHT,
     HostBytes,
@@ -23,6 +23,11 @@ from .states import (
     host_state_bytes,
     state_bytes,
 )
+
+_SWAP, _SWAP_INPUT = Policy.SWAP, Policy.SWAP_INPUT
+# looked up much oftener than their properties may take
+_REDOING = (Policy.RECOMPUTE, _SWAP_INPUT)
+_SWAPPING = (_SWAP, _SWAP_INPUT)
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,32 @@ class Parameters(NamedTuple):
 
 
 class _Holding(NamedTuple):
-    """A `Holding`, its latest reason first: the first that applies counts."""
+    """A `Holding`, its latest reason first: segment, block, whether only recomputing
+    keeps it, and whether it can wait on the host as an input."""
 
     made: int
     forgotten: int
     nbytes: int
-    holds: list[tuple[int, int | None, bool]]
+    large: bool
+    holds: list[tuple[int, int | None, bool, bool]]
+
+
+class _Life(NamedTuple):
+    """When a holding is on the device under some policies, in segments.
+
+    Attributes:
+        end: The last one, but for the time after it has been away.
+        back: The first and the last one of that time, if there is one.
+        redone: Those in which recomputing makes it again.
+        out: The block that sends it to the host.
+        home: The block for which it comes back.
+    """
+
+    end: int
+    back: tuple[int, int] | None
+    redone: list[int]
+    out: int | None
+    home: int | None
 
 
 class MemoryModel:
@@ -257,12 +282,7 @@ class MemoryModel:
         arena; a save brings trainable weights back from the device.
         """
         states = host_state_bytes(self.layout, plan.placements, self.workload)
-        swapped = sum(
-            self.saved_bytes(block)
-            for block, policy in enumerate(plan.policies)
-            if policy is Policy.SWAP
-        )
-        states = replace(states, swapped=swapped)
+        states = replace(states, swapped=sum(self.moved_bytes(plan.policies).out))
         layout = self.layout
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
         model += sum(chunk.nbytes for chunk in layout.chunks)
@@ -277,12 +297,23 @@ class MemoryModel:
             },
         )
 
-    def saved_bytes(self, block: int) -> int:
-        """What keeping a block's saved tensors costs over recomputing it."""
-        others = [Policy.KEEP] * self.trace.num_blocks
-        others[block] = Policy.RECOMPUTE
-        self._walk(tuple(others))
-        return sum(self._regained)
+    @cached_property
+    def swappable_bytes(self) -> int:
+        """What leaves when every block swaps."""
+        return sum(
+            holding.nbytes
+            for holding in self.trace.holdings
+            if holding.large
+            and any(h.block is not None and not h.as_input for h in holding.holds)
+        )
+
+    def moved_bytes(self, policies: tuple[Policy, ...]) -> Moved:
+        """What swapping moves under these policies; `out` is also what each block's
+        region on the host must hold."""
+        if not any(policy in _SWAPPING for policy in policies):
+            return Moved((0,) * len(policies), (0,) * len(policies))
+        self._change_policies(policies)
+        return Moved(tuple(self._out), tuple(self._home))
 
     def _follow(self, trace: Trace) -> None:
         """Begin the walk with every block keeping its tensors."""
@@ -291,8 +322,12 @@ class MemoryModel:
                 holding.made,
                 holding.forgotten,
                 holding.nbytes,
+                holding.large,
                 sorted(
-                    ((h.segment, h.block, h.as_input) for h in holding.holds),
+                    (
+                        (h.segment, h.block, h.as_input, h.by_position)
+                        for h in holding.holds
+                    ),
                     # at a tie the input: what is there as such does not come back
                     key=lambda hold: (-hold[0], not hold[2]),
                 ),
@@ -306,9 +341,14 @@ class MemoryModel:
                 self._run_by[segment.block].append(index)
         self._held_by: list[list[_Holding]] = [[] for _ in blocks]
         for holding in self._holdings:
-            for block in {block for _, block, _ in holding.holds if block is not None}:
+            for block in {hold[1] for hold in holding.holds if hold[1] is not None}:
                 self._held_by[block].append(holding)
+        self._follow_swaps(trace)
         self._policies = (Policy.KEEP,) * trace.num_blocks
+        self._swaps = False
+        self._dropped: dict[int, int] = {}
+        # by block
+        self._out, self._home = [0] * trace.num_blocks, [0] * trace.num_blocks
         size = len(trace.segments) + 2
         # by segment: bytes that its start has more than the one before, and bytes
         # that come back in it because they were not kept
@@ -335,9 +375,12 @@ class MemoryModel:
         """Look again only at what is held by blocks whose policy is another."""
         pairs = zip(self._policies, policies, strict=True)
         blocks = [block for block, (old, new) in enumerate(pairs) if old is not new]
-        holdings = {id(h): h for block in blocks for h in self._held_by[block]}.values()
+        dropped = self._drops(policies)
+        changed = {b for b, _ in self._dropped.items() ^ dropped.items()}.union(blocks)
+        holdings = {id(h): h for b in changed for h in self._held_by[b]}.values()
         before = [self._count(holding, -1) for holding in holdings]
-        self._policies = policies
+        self._policies, self._dropped = policies, dropped
+        self._swaps = any(policy in _SWAPPING for policy in policies)
         after = [self._count(holding, 1) for holding in holdings]
         segments = {segment for block in blocks for segment in self._run_by[block]}
         segments.update(*map(set.symmetric_difference, before, after))
@@ -350,37 +393,91 @@ class MemoryModel:
         rise, piled, block = segment.peak_bytes, segment.first_peak_bytes, segment.block
         policy = Policy.KEEP if block is None else self._policies[block]
         if not segment.backward:
-            rise = rise if policy is Policy.KEEP else segment.dropped_peak_bytes
+            if policy in _REDOING:
+                rise = segment.dropped_peak_bytes
+            elif policy is Policy.SWAP and not self.hardware.overlaps:
+                rise = segment.swapped_peak_bytes
             return rise, rise
-        if policy is not Policy.KEEP:
-            back = self._regained[index]
-            rise, piled = back + rise, back + piled
-        if policy is Policy.RECOMPUTE:
-            redone = self._redone[block]
-            rise, piled = max(rise, redone), max(piled, redone)
+        if policy in _REDOING:
+            back, redone = self._regained[index], self._redone[block]
+            rise, piled = max(back + rise, redone), max(back + piled, redone)
         return rise, piled
 
     def _count(self, holding: _Holding, sign: int) -> set[int]:
         """Add or take away what a holding takes under the policies of now.
 
         Returns:
-            The segments in which it comes back.
+            The segments in which it is made again.
         """
-        made, end, nbytes, holds = holding
-        back = set()
-        for segment, block, as_input in holds:
-            if segment <= end:
-                break
-            if block is None or (self._policies[block] is Policy.KEEP) is not as_input:
-                end = segment
-                break
-            if not as_input:
-                self._regained[segment] += sign * nbytes
-                back.add(segment)
+        made, nbytes = holding.made, sign * holding.nbytes
+        end, back, redone, out, home = self._life(holding)
         if end > made:
-            self._change[made + 1] += sign * nbytes
-            self._change[end + 1] -= sign * nbytes
-        return back
+            self._change[made + 1] += nbytes
+            self._change[end + 1] -= nbytes
+        if back is not None:
+            self._change[back[0]] += nbytes
+            self._change[back[1] + 1] -= nbytes
+        for segment in redone:
+            self._regained[segment] += nbytes
+        if out is not None:
+            self._out[out] += nbytes
+        if home is not None:
+            self._home[home] += nbytes
+        return set(redone)
+
+    def _life(self, holding: _Holding) -> _Life:
+        """From the latest reason to keep it to the earliest."""
+        end, policies = holding.forgotten, self._policies
+        large = self._swaps and holding.large
+        redone: list[int] = []
+        # blocks for which it waits on the host, and the segments of their backward
+        waits: list[tuple[int, int]] = []
+        for segment, block, as_input, by_position in holding.holds:
+            if segment <= end and not large:
+                break
+            policy = None if block is None else policies[block]
+            if block is None or (policy in _REDOING) is as_input:
+                moves = policy is _SWAP or policy is _SWAP_INPUT and by_position
+                if large and moves and block is not None and block in self._opened:
+                    waits.append((block, segment))
+                else:
+                    end = max(end, segment)
+            elif not as_input and segment > end:
+                redone.append(segment)
+        if not waits:
+            return _Life(end, None, redone, None, None)
+        out, (home, _) = min(waits)[0], max(waits)
+        end = max(end, self._dropped.get(out, 0))
+        start, stop = self._opened[home], max(segment for _, segment in waits)
+        back = (start, stop) if end < start <= stop else None
+        if start <= end:
+            end = max(end, stop)
+        redone = [s for s in redone if s > end and not (back and start <= s <= stop)]
+        return _Life(end, back, redone, out, home if back else None)
+
+    def _follow_swaps(self, trace: Trace) -> None:
+        """When blocks begin, for what leaves and comes back at that time."""
+        backward: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+        for index, segment in enumerate(trace.segments):
+            if segment.block is not None:
+                seen = backward if segment.backward else self._begun
+                seen.setdefault(segment.block, index)
+        self._turn = min(backward.values(), default=len(trace.segments))
+        # the block after it in forward brings back what it swapped
+        self._opened = {
+            block: min(index, backward.get(block + 1, index))
+            for block, index in backward.items()
+        }
+
+    def _drops(self, policies: tuple[Policy, ...]) -> dict[int, int]:
+        """The last segment in which what each swapping block sends to the host may
+        still be on the device: it is given up when the next one begins."""
+        if not self.hardware.overlaps:
+            return {}
+        swapping = [block for block in self._begun if policies[block] in _SWAPPING]
+        ends = [self._begun[block] - 1 for block in swapping[1:]]
+        return dict(zip(swapping, [*ends, self._turn - 1], strict=False))
 
     @cached_property
     def _redone(self) -> dict[int | None, int]:

@@ -16,11 +16,11 @@ comes last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..types import BlockTimes, Chunk, Hardware, Layout, Placement, Plan, Policy
+from ..types import BlockTimes, Chunk, Hardware, Layout, Moved, Placement, Plan
 
 LANES = ("compute", "fetch", "offload", "host")
 
@@ -76,7 +76,7 @@ def simulate_step(
     hardware: Hardware,
     accumulation: int,
     fp32_master: bool,
-    saved_bytes: Sequence[int] = (),
+    moved: Moved | None = None,
     *,
     clips: bool = True,
     launches_ahead: bool = True,
@@ -92,16 +92,15 @@ def simulate_step(
             compute thread, and only host updates run beside it.
         accumulation: Micro-batches of a step.
         fp32_master: Whether 16-bit host weights are updated through masters.
-        saved_bytes: For each block what swapping it moves, each way; needed only for
-            plans that swap.
+        moved: What swapping moves; needed only for plans that swap.
         clips: Whether gradients are clipped by their norm.
         launches_ahead: Whether the calling thread runs ahead of the device, as on
             CUDA; False where blocks compute on it, as on a CPU.
 
     Raises:
-        ValueError: Times or saved bytes do not fit the layout.
+        ValueError: Times or moved bytes do not fit the layout.
     """
-    demand = _Demand(layout, plan, times, hardware, fp32_master, saved_bytes, clips)
+    demand = _Demand(layout, plan, times, hardware, fp32_master, moved, clips)
     step = _Step(demand, hardware.overlaps, launches_ahead)
     step.update()
     before: list[float] | None = None
@@ -122,7 +121,7 @@ def simulate_step(
         recompute_s=accumulation * demand.recompute_s,
         fetched_bytes=demand.first.fetch_bytes
         + (accumulation - 1) * demand.later.fetch_bytes
-        + accumulation * (demand.backward.fetch_bytes - sum(demand.swap_bytes)),
+        + accumulation * (demand.backward.fetch_bytes - sum(demand.moved.back)),
         offloaded_bytes=accumulation * demand.backward.offload_bytes,
     )
 
@@ -134,7 +133,7 @@ def lower_bound_s(
     hardware: Hardware,
     accumulation: int,
     fp32_master: bool,
-    saved_bytes: Sequence[int] = (),
+    moved: Moved | None = None,
     *,
     clips: bool = True,
 ) -> float:
@@ -143,7 +142,7 @@ def lower_bound_s(
     The busiest lane. Forward and backward count apart: what one of them fetches, it
     fetches and needs within itself.
     """
-    d = _Demand(layout, plan, times, hardware, fp32_master, saved_bytes, clips)
+    d = _Demand(layout, plan, times, hardware, fp32_master, moved, clips)
     busy = d.busy(accumulation)
     if not hardware.overlaps:
         return max(busy["compute"] + busy["fetch"] + busy["offload"], busy["host"])
@@ -162,14 +161,14 @@ def closed_form_s(
     times: BlockTimes,
     hardware: Hardware,
     fp32_master: bool,
-    saved_bytes: Sequence[int] = (),
+    moved: Moved | None = None,
 ) -> float:
     """The paper's time of a step of one micro-batch, to compare with.
 
     Equations 2 to 7 with one rank (no gather, no reduce), a block's chunks taken
     together, and the two directions of the link side by side. Clipping is not in them.
     """
-    d = _Demand(layout, plan, times, hardware, fp32_master, saved_bytes, clips=False)
+    d = _Demand(layout, plan, times, hardware, fp32_master, moved, clips=False)
 
     def upload_s(block: int, chunks: Iterable[int], link: _Link) -> float:
         if not 0 <= block < len(d.bounds):
@@ -258,7 +257,7 @@ class _Demand:
         times: BlockTimes,
         hardware: Hardware,
         fp32_master: bool,
-        saved_bytes: Sequence[int],
+        moved: Moved | None,
         clips: bool,
     ) -> None:
         placements, policies = plan.placements, plan.policies
@@ -277,23 +276,24 @@ class _Demand:
         self.forward_s = list(times.forward_s)
         self.backward_s = list(times.backward_s)
         self.recompute_s = 0.0
-        self.swap_bytes = [0] * len(policies)
+        self.swaps = [policy.swaps for policy in policies]
+        if moved is None and not any(self.swaps):
+            moved = Moved(*[(0,) * len(policies)] * 2)
+        if moved is None or not len(moved.out) == len(moved.back) == len(policies):
+            raise ValueError(
+                f"moved bytes of {len(moved.out) if moved else 0} blocks for a plan "
+                f"that swaps some of {len(policies)}"
+            )
+        self.moved = moved
         if not len(self.bounds) == len(self.forward_s) == len(self.backward_s):
             raise ValueError(
                 f"times of {len(self.forward_s)} and {len(self.backward_s)} blocks for "
                 f"a layout of {len(self.bounds)}"
             )
         for number, policy in enumerate(policies):
-            if policy is Policy.RECOMPUTE:
+            if policy.recomputes:
                 self.backward_s[number] += self.forward_s[number]
                 self.recompute_s += self.forward_s[number]
-            elif policy is Policy.SWAP:
-                if len(saved_bytes) != len(policies):
-                    raise ValueError(
-                        f"saved_bytes of {len(saved_bytes)} blocks for a plan that "
-                        f"swaps some of {len(policies)}"
-                    )
-                self.swap_bytes[number] = saved_bytes[number]
         self.outside_s = times.outside_forward_s + times.outside_backward_s
         self.update_s = times.update_s
         self._add_host_work(layout, plan, paged, hardware, fp32_master, clips)
@@ -355,7 +355,7 @@ class _Demand:
         self.missing_first = [c for c in kept if c in stale] + self.missing_later
         self.missing_backward = list(range(self.num_chunks - len(kept)))
         self.refresh_bytes = sum(u.nbytes for u in self.updates if u.number is None)
-        swapped = sum(self.swap_bytes)
+        swapped = sum(self.moved.out)
         gradients = sum(
             g.nbytes for block in (*self.gradients, self.outside) for g in block
         )
@@ -367,7 +367,7 @@ class _Demand:
 
         self.first = link(self.missing_first, self.refresh_bytes, swapped)
         self.later = link(self.missing_later, 0, swapped)
-        self.backward = link(self.missing_backward, swapped, gradients)
+        self.backward = link(self.missing_backward, sum(self.moved.back), gradients)
 
 
 class _Step:
@@ -392,7 +392,7 @@ class _Step:
         self._stale: list[tuple[int, int, float]] = []
         self._arrival = [0.0] * demand.num_chunks
         self._last_use = [0.0] * demand.num_slots
-        self._swapped_out = [0.0] * len(demand.bounds)
+        self._gone = 0.0
         self._in_flight: deque[float] = deque()
         self._staging = deque([0.0] * MAX_IN_FLIGHT)
 
@@ -426,12 +426,13 @@ class _Step:
                 if self._updated[missing[-1]] > self.issued:
                     break
                 self._fetch_chunk(missing.pop(), link)
+            if d.swaps[block]:
+                # only now is the room free that the one before has left
+                self._await(self._gone, "offload")
             self._run(d.forward_s[block])
             self._mark_use(start, stop)
-            if d.swap_bytes[block]:
-                self._swapped_out[block] = self._offload(
-                    d.swap_bytes[block] * link.offload_s
-                )
+            if d.moved.out[block]:
+                self._gone = self._offload(d.moved.out[block] * link.offload_s)
         self._run(d.outside_s)
 
     def backward(self, first: bool) -> None:
@@ -441,21 +442,20 @@ class _Step:
         missing = d.missing_backward[:]
         for gradients in d.outside[1:]:
             self._send(gradients, first)
-        swapped_in: float | None = None
+        self._await(self._gone, "offload")
+        there: float | None = None
         for block in range(len(d.bounds) - 1, -1, -1):
             start, stop = d.bounds[block]
             while missing and missing[-1] >= start:
                 self._fetch_chunk(missing.pop(), link)
+            if there is None:
+                there = self._swap_in(block)
+            before = self._swap_in(block - 1) if block else None
             self._await_chunks(start, stop)
-            if d.swap_bytes[block]:
-                if swapped_in is None:
-                    swapped_in = self._swap_in(block)
-                self._await(swapped_in)
+            self._await(there)
+            there = before
             while missing and missing[-1] >= stop - d.num_slots:
                 self._fetch_chunk(missing.pop(), link)
-            swapped_in = (
-                self._swap_in(block - 1) if block and d.swap_bytes[block - 1] else None
-            )
             self._run(d.backward_s[block])
             self._mark_use(start, stop)
             for gradients in d.gradients[block]:
@@ -513,11 +513,11 @@ class _Step:
         self._run(seconds)
         self.exposed[lane] += seconds
 
-    def _await(self, event: float) -> None:
-        """Compute waits for a copy to the device."""
+    def _await(self, event: float, lane: str = "fetch") -> None:
+        """Compute waits for a copy."""
         self._run(0.0)
         if event > self.now:
-            self._stand(event - self.now, "fetch")
+            self._stand(event - self.now, lane)
 
     def _fetch(self, seconds: float, ready: float) -> float:
         if not self._overlaps:
@@ -559,9 +559,9 @@ class _Step:
             self._last_use[chunk % self._demand.num_slots] = self.now
 
     def _swap_in(self, block: int) -> float:
-        d = self._demand
-        ready = max(self.now, self._swapped_out[block])
-        return self._fetch(d.swap_bytes[block] * d.backward.fetch_s, ready)
+        """Not before compute is here: the room for it comes from its stream."""
+        nbytes, link = self._demand.moved.back[block], self._demand.backward
+        return self._fetch(nbytes * link.fetch_s, self.now) if nbytes else 0.0
 
     def _send(self, gradients: HostWork, first: bool) -> None:
         """`GradientOffload._send` of a chunk."""

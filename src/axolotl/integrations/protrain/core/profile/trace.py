@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..errors import TraceError
 from ..nested import map_tensors, tensors_in
-from ..types import Hold, Holding, Segment, Trace, Work
+from ..types import SMALLEST_SWAP_BYTES, Hold, Holding, Segment, Trace, Work
 from .block_times import BlockSample
 from .meta import MetaMode
 from .repeats import Repeats
@@ -77,8 +77,9 @@ class _Open:
         self.block = block
         self.backward = backward
         self.index = -1
-        self.kept = self.dropped = 0
-        self.peak = self.dropped_peak = self.redone_peak = self.first_peak = 0
+        self.kept = self.dropped = self.swapped = 0
+        self.peak = self.dropped_peak = self.swapped_peak = 0
+        self.redone_peak = self.first_peak = 0
         self.gradient_bytes = 0
         # of a block's backward: what it has made when it first asks for a saved tensor
         self.kept_at_unpack: int | None = None
@@ -94,24 +95,28 @@ class _Open:
         self.inputs: list[_Record | None] = []
         self.outputs: list[_Record | None] = []
 
-    def grow(self, kept: int, dropped: int) -> None:
+    def grow(self, kept: int, dropped: int, swapped: int) -> None:
         self.kept += kept
         self.dropped += dropped
+        self.swapped += swapped
         if kept > 0:
             self.peak = max(self.peak, self.kept)
             self.dropped_peak = max(self.dropped_peak, self.dropped)
+            self.swapped_peak = max(self.swapped_peak, self.swapped)
             self.first_peak = max(self.first_peak, self.kept + self.gradient_bytes)
 
     def absorb(self, later: _Open) -> None:
         """Take in the segment that followed this one."""
         self.peak = max(self.peak, self.kept + later.peak)
         self.dropped_peak = max(self.dropped_peak, self.dropped + later.dropped_peak)
+        self.swapped_peak = max(self.swapped_peak, self.swapped + later.swapped_peak)
         self.first_peak = max(
             self.first_peak, self.kept + self.gradient_bytes + later.first_peak
         )
         self.operators += [(name, self.kept + live) for name, live in later.operators]
         self.kept += later.kept
         self.dropped += later.dropped
+        self.swapped += later.swapped
         self.gradient_bytes += later.gradient_bytes
         self.gradients += later.gradients
         for is_16_bit in self.flops:
@@ -123,6 +128,7 @@ class _Open:
     def copy(self, other: _Open, rename: Callable[[str], str]) -> None:
         """Take what `other`, a block of the same kind, has shown."""
         self.peak, self.dropped_peak = other.peak, other.dropped_peak
+        self.swapped_peak = other.swapped_peak
         self.redone_peak, self.first_peak = other.redone_peak, other.first_peak
         self.kept_at_unpack = other.kept_at_unpack
         self.gradients = [(rename(name), nbytes) for name, nbytes in other.gradients]
@@ -143,6 +149,7 @@ class _Open:
             ),
             peak_bytes=self.peak,
             dropped_peak_bytes=self.dropped_peak,
+            swapped_peak_bytes=self.swapped_peak,
             redone_peak_bytes=self.redone_peak,
             first_peak_bytes=self.first_peak,
             gradients=tuple(self.gradients),
@@ -161,15 +168,18 @@ class _Record:
     saved: dict[int | None, int] = field(default_factory=dict)
     shadows: dict[int | None, weakref.ref] = field(default_factory=dict)
     released: list[tuple[int | None, _Open]] = field(default_factory=list)
-    inputs: list[_Open] = field(default_factory=list)
+    # the block's forward, and whether by position
+    inputs: list[tuple[_Open, bool]] = field(default_factory=list)
 
     @property
-    def kept(self) -> bool:
-        return self.alive or bool(self.saved)
+    def large(self) -> bool:
+        return self.nbytes >= SMALLEST_SWAP_BYTES
 
     @property
-    def dropped_kept(self) -> bool:
-        return self.alive or None in self.saved
+    def kept(self) -> tuple[bool, bool, bool]:
+        """Whether it is there: everything saved, nothing in blocks, only what is small."""
+        kept, dropped = self.alive or bool(self.saved), self.alive or None in self.saved
+        return kept, dropped, dropped if self.large else kept
 
 
 class _Recorder(MetaMode):
@@ -275,21 +285,19 @@ class _Recorder(MetaMode):
         self._records[key] = record
         self._all.append(record)
         weakref.finalize(storage, self._forget, key).atexit = False
-        self._now.grow(record.nbytes, record.nbytes)
+        self._now.grow(record.nbytes, record.nbytes, record.nbytes)
 
     def _forget(self, key: int) -> None:
         """The model's last reference to a storage is gone."""
         record = self._records.pop(key)
-        before = record.kept, record.dropped_kept
+        before = record.kept
         record.alive = False
         record.forgotten = self._now
-        self._shrink(record, *before)
+        self._shrink(record, before)
 
-    def _shrink(self, record: _Record, kept: bool, dropped: bool) -> None:
-        self._now.grow(
-            -record.nbytes if kept and not record.kept else 0,
-            -record.nbytes if dropped and not record.dropped_kept else 0,
-        )
+    def _shrink(self, record: _Record, before: tuple[bool, ...]) -> None:
+        pairs = zip(before, record.kept, strict=True)
+        self._now.grow(*(-record.nbytes * (was and not now) for was, now in pairs))
 
     # what autograd keeps
 
@@ -325,12 +333,12 @@ class _Recorder(MetaMode):
         return stand_in
 
     def _release(self, record: _Record, holder: int | None) -> None:
-        before = record.kept, record.dropped_kept
+        before = record.kept
         record.saved[holder] -= 1
         if not record.saved[holder]:
             del record.saved[holder]
         record.released.append((holder, self._now))
-        self._shrink(record, *before)
+        self._shrink(record, before)
 
     # segments
 
@@ -347,11 +355,14 @@ class _Recorder(MetaMode):
                 self._busy = True
                 self._samples[index] = BlockSample(_detached(args), _detached(kwargs))
                 self._busy = False
+            by_position = {id(arg) for arg in args if isinstance(arg, Tensor)}
+            nested = [arg for arg in args if not isinstance(arg, Tensor)]
+            by_position -= {id(tensor) for tensor in tensors_in((nested, kwargs))}
             for tensor in tensors_in((args, kwargs)):
                 record = self._records.get(tensor.untyped_storage()._cdata)
                 self._now.inputs.append(record)
                 if record is not None:
-                    record.inputs.append(self._now)
+                    record.inputs.append((self._now, id(tensor) in by_position))
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(self._leave_backward(index))
 
@@ -428,14 +439,14 @@ class _Recorder(MetaMode):
             if segment.undone_in is not None:
                 # it is computed again only then
                 segment.redone_peak += segment.undone_in.final.kept_at_unpack or 0
-        fates: Counter[tuple[int, int, tuple[Hold, ...]]] = Counter()
+        fates: Counter[tuple[int, int, tuple[Hold, ...], bool]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
         trace = Trace(
             segments=tuple(segment.closed(number) for segment in segments),
             holdings=tuple(
-                Holding(made, forgotten, holds, nbytes)
-                for (made, forgotten, holds), nbytes in fates.items()
+                Holding(made, forgotten, holds, nbytes, large)
+                for (made, forgotten, holds, large), nbytes in fates.items()
                 if forgotten > made or any(hold.segment > made for hold in holds)
             ),
             blocks=tuple(self._blocks[index][0] for index in order),
@@ -496,21 +507,25 @@ class _Recorder(MetaMode):
 
 def _fate(
     record: _Record, num_segments: int, number: Mapping[int | None, int]
-) -> tuple[int, int, tuple[Hold, ...]]:
-    """When a storage was made, when it was forgotten, and what held it."""
+) -> tuple[int, int, tuple[Hold, ...], bool]:
+    """When a storage was made, when forgotten, what held it, and whether it is large."""
     forgotten = record.forgotten
     end = forgotten.final.index if forgotten is not None else num_segments
     holds = {
         Hold(segment.final.index, number.get(block))
         for block, segment in record.released
     }
+    inputs: dict[tuple[int, int | None], bool] = {}
+    for forward, by_position in record.inputs:
+        if forward.undone_in is not None:
+            key = forward.undone_in.final.index, number.get(forward.block)
+            # another reference to it stays on the device
+            inputs[key] = inputs.get(key, True) and by_position
     holds |= {
-        Hold(undone.final.index, number.get(forward.block), as_input=True)
-        for forward in record.inputs
-        if (undone := forward.undone_in) is not None
+        Hold(*key, as_input=True, by_position=each) for key, each in inputs.items()
     }
     ordered = sorted(holds, key=lambda h: (h.segment, h.block or -1, h.as_input))
-    return record.made.final.index, end, tuple(ordered)
+    return record.made.final.index, end, tuple(ordered), record.large
 
 
 _COUNTED_AS = {

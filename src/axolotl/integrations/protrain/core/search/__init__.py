@@ -1,6 +1,6 @@
 """From layout, trace and budget to the fastest plan that fits."""
 
-from .plans import make_plan, place
+from .plans import block_policies, make_plan, place
 from .search import MAX_EXTRA_SLOTS, Search
 
-__all__ = ["MAX_EXTRA_SLOTS", "Search", "make_plan", "place"]
+__all__ = ["MAX_EXTRA_SLOTS", "Search", "block_policies", "make_plan", "place"]

@@ -10,9 +10,37 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate
+from typing import NamedTuple
 
 from ..cost import MAX_IN_FLIGHT, host_work, seconds_per_byte, update_seconds
-from ..types import BlockTimes, Chunk, Hardware, Layout, Placement, Workload
+from ..types import (
+    BlockTimes,
+    Chunk,
+    Hardware,
+    Layout,
+    Moved,
+    Placement,
+    Policy,
+    Workload,
+)
+
+
+class Row(NamedTuple):
+    """A row of policies, as far as time depends on it.
+
+    Attributes:
+        backward: Seconds of the blocks before each, and of all, recomputation included.
+        turn: The first block from which on none recomputes.
+        first: The first block that swaps.
+        out_bytes: What leaves in forward.
+        back_bytes: What comes back in backward.
+    """
+
+    backward: list[float]
+    turn: int
+    first: int
+    out_bytes: int
+    back_bytes: int
 
 
 class StepBound:
@@ -38,7 +66,6 @@ class StepBound:
         self.accumulation = workload.accumulation
         # seconds of the blocks before each, and of all
         self.forward = list(accumulate(times.forward_s, initial=0.0))
-        self.backward = list(accumulate(times.backward_s, initial=0.0))
         self.outside_s = times.outside_forward_s + times.outside_backward_s
         self.work = {
             chunk.index: host_work(chunk, hardware, workload.fp32_master)
@@ -50,11 +77,23 @@ class StepBound:
         """Bounds of the plans with these placements."""
         return PlacedBound(self, placements)
 
-    def compute_s(self, low: int, high: int, n_checkpoint: int) -> float:
-        """Backward of the blocks from `low` to before `high`, recomputation included."""
-        redone_s = self.forward[min(high, n_checkpoint)]
-        redone_s -= self.forward[min(low, n_checkpoint)]
-        return self.backward[high] - self.backward[low] + redone_s
+    def row(self, policies: tuple[Policy, ...], moved: Moved) -> Row:
+        """What the bounds need of these policies."""
+        redone = [policy.recomputes for policy in policies]
+        seconds = (
+            backward_s + again * forward_s
+            for backward_s, forward_s, again in zip(
+                self.times.backward_s, self.times.forward_s, redone, strict=True
+            )
+        )
+        swaps = [policy.swaps for policy in policies]
+        return Row(
+            list(accumulate(seconds, initial=0.0)),
+            len(redone) - redone[::-1].index(True) if True in redone else 0,
+            swaps.index(True) if True in swaps else 0,
+            sum(moved.out),
+            sum(moved.back),
+        )
 
 
 class PlacedBound:
@@ -84,14 +123,15 @@ class PlacedBound:
         self._hold(held)
         self._update(held, stale, [chunk for chunk in paged if chunk.trainable])
 
-    def seconds(self, n_buffer: int, n_checkpoint: int) -> float:
-        """No plan with so many slots and recomputed blocks takes less."""
+    def seconds(self, n_buffer: int, row: Row) -> float:
+        """No plan with so many slots and these policies takes less."""
         step, more = self._step, self._step.accumulation - 1
-        first_s = self._first_forward_s(n_buffer) + step.outside_s
-        later_s = self._forward_s(n_buffer) + step.outside_s
+        first_s, later_s = self._before_backward_s(n_buffer, row)
         missing = self._bytes[max(0, self._num_paged - n_buffer)]
-        fetch_s, offload_s = seconds_per_byte(missing, self._leaving, step.hardware)
-        backward_s = self._backward_s(n_buffer, n_checkpoint, missing * fetch_s)
+        fetch_s, offload_s = seconds_per_byte(
+            missing + row.back_bytes, self._leaving, step.hardware
+        )
+        backward_s = self._backward_s(n_buffer, row, missing, fetch_s)
         if not step.hardware.overlaps:
             backward_s += self._leaving * offload_s
         if not self._works:
@@ -99,10 +139,10 @@ class PlacedBound:
 
         # gradients leave one after the other, and the host adds up one after the other
         num_blocks = len(step.layout.blocks)
-        ready_s = step.compute_s(self._first_block, num_blocks, n_checkpoint)
+        ready_s = row.backward[num_blocks] - row.backward[self._first_block]
         arrived_s = ready_s + self._lead_bytes * offload_s
         if self._last_block is not None:
-            last_ready_s = step.compute_s(self._last_block, num_blocks, n_checkpoint)
+            last_ready_s = row.backward[num_blocks] - row.backward[self._last_block]
         else:
             last_ready_s = backward_s
             if not step.hardware.overlaps:
@@ -138,6 +178,21 @@ class PlacedBound:
         else:
             chains.append(micro_batch_s(True, True))
         return first_s + max(chains) + self._norm_s
+
+    def _before_backward_s(self, n_buffer: int, row: Row) -> tuple[float, float]:
+        """From update or backward to backward, of the first micro-batch and others."""
+        step = self._step
+        first_s = self._first_forward_s(n_buffer) + step.outside_s
+        later_s = self._forward_s(n_buffer) + step.outside_s
+        if not row.out_bytes:
+            return first_s, later_s
+        out_s = row.out_bytes / step.hardware.offload_bytes_s
+        if step.hardware.overlaps:
+            # backward waits until all of it has left
+            later_s = max(later_s, step.forward[row.first + 1] + out_s)
+        else:
+            later_s += out_s
+        return max(first_s, self._start_s + later_s), later_s
 
     def _hold(self, held: list[Chunk]) -> None:
         """What gradients take that leave for the host, in their order."""
@@ -237,30 +292,34 @@ class PlacedBound:
             between_s = sum(step.times.forward_s[b] for b in self._blocks[1:-1])
         return max(forward_s, first_s + fetch_s + between_s + last_s)
 
-    def _backward_s(self, n_buffer: int, n_checkpoint: int, fetch_s: float) -> float:
+    def _backward_s(
+        self, n_buffer: int, row: Row, missing: int, second_per_byte: float
+    ) -> float:
         """Of one micro-batch, but for its gradients."""
-        step, num_blocks = self._step, len(self._step.layout.blocks)
-        backward_s = step.compute_s(0, num_blocks, n_checkpoint)
-        if not fetch_s:
-            return backward_s
+        step, before = self._step, row.backward
+        backward_s, fetch_s = before[-1], missing * second_per_byte
+        back_s = row.back_bytes * second_per_byte
         if not step.hardware.overlaps:
-            return backward_s + fetch_s
+            return backward_s + fetch_s + back_s
+        seconds = backward_s
+        if back_s:
+            # one lane, and what swapped first comes last or before the last weights
+            last = min(row.first, self._block_of[0] if fetch_s else row.first)
+            seconds = max(seconds, fetch_s + back_s + before[last + 1])
+        if not fetch_s:
+            return seconds
         low, high = self._block_of[0], self._block_of[-1]
-        first_s = step.compute_s(high, num_blocks, n_checkpoint)
-        last_s = step.compute_s(0, low + 1, n_checkpoint)
+        first_s, last_s = backward_s - before[high], before[low + 1]
         between_s = 0.0
         if self._one_block_at_a_time(n_buffer):
-            between_s = sum(
-                step.compute_s(b, b + 1, n_checkpoint) for b in self._blocks[1:-1]
-            )
-        seconds = max(backward_s, first_s + fetch_s + between_s + last_s)
+            between_s = sum(before[b + 1] - before[b] for b in self._blocks[1:-1])
+        seconds = max(seconds, first_s + fetch_s + between_s + last_s)
         # blocks that keep their tensors come first: they may wait for fetches, and
         # those that recompute not
-        turn = bisect_left(self._block_of, n_checkpoint)
-        missing = max(0, self._num_paged - n_buffer)
-        if turn < missing:
-            kept_s = fetch_s * (1 - self._bytes[turn] / self._bytes[missing])
-            rest_s = step.compute_s(0, self._block_of[turn] + 1, n_checkpoint)
+        turn = bisect_left(self._block_of, row.turn)
+        if turn < self._num_paged - n_buffer:
+            kept_s = fetch_s * (1 - self._bytes[turn] / missing)
+            rest_s = before[self._block_of[turn] + 1]
             seconds = max(seconds, first_s + kept_s + rest_s)
         return seconds
 

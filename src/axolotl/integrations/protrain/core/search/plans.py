@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from ..errors import ConfigError
 from ..layout import check_slots, spread_order
 from ..types import Chunk, Layout, Placement, Plan, Policy
@@ -16,6 +18,7 @@ def make_plan(
     fp32_master: bool,
     outside: Placement = Placement.RESIDENT,
     origin: str = "overrides",
+    swap_interval: int = 1,
 ) -> Plan:
     """The plan that follows from the four knobs.
 
@@ -23,12 +26,12 @@ def make_plan(
         layout: The chunks.
         n_persist: Resident chunks, spread over the blocks.
         n_buffer: Slots.
-        n_swap: Blocks that swap; not available yet.
-        n_checkpoint: Blocks that recompute, the first ones: backward frees the last
-            ones first, so those keep their activations at the least cost.
+        n_swap: Blocks that swap; see `block_policies`.
+        n_checkpoint: Blocks that recompute.
         fp32_master: bf16 weights train through masters, which live on the host.
         outside: Where trainable weights outside the blocks have their state.
         origin: What decided, for the report.
+        swap_interval: Blocks from one that swaps to the next.
 
     Raises:
         ConfigError: A knob is outside its legal range, which the message gives.
@@ -36,7 +39,7 @@ def make_plan(
     blocks = len(layout.blocks)
     _check_range("n_persist", n_persist, len(layout.pageable), "chunks")
     _check_range("n_checkpoint", n_checkpoint, blocks, "blocks")
-    _check_range("n_swap", n_swap, 0, "blocks that may swap in this version")
+    _check_range("n_swap", n_swap, blocks, "blocks")
     placements = place(layout, n_persist, fp32_master, outside)
     check_slots(layout, placements, n_buffer)
     return Plan(
@@ -45,10 +48,39 @@ def make_plan(
         n_swap=n_swap,
         n_checkpoint=n_checkpoint,
         placements=placements,
-        policies=(Policy.RECOMPUTE,) * n_checkpoint
-        + (Policy.KEEP,) * (blocks - n_checkpoint),
+        policies=block_policies(blocks, n_swap, n_checkpoint, swap_interval),
         origin=origin,
     )
+
+
+def block_policies(
+    num_blocks: int, n_swap: int, n_checkpoint: int, swap_interval: int = 1
+) -> tuple[Policy, ...]:
+    """What each block does with its activations.
+
+    Blocks 0, I, 2I, … swap, so that most compute follows them; the first of the others
+    recompute; the last ones keep, because backward frees them first. Where the counts
+    exceed the blocks, so many of the first that swap do both.
+
+    Args:
+        num_blocks: Of the model.
+        n_swap: Of them, blocks that swap.
+        n_checkpoint: Of them, blocks that recompute.
+        swap_interval: I; less if `n_swap` blocks are not there at that distance.
+    """
+    step = swap_interval
+    if n_swap and (n_swap - 1) * step >= num_blocks:
+        step = max(1, num_blocks // n_swap)
+    swapping = range(0, n_swap * step, step)
+    policies = [Policy.KEEP] * num_blocks
+    for block in swapping:
+        policies[block] = Policy.SWAP
+    others = (b for b in range(num_blocks) if policies[b] is Policy.KEEP)
+    for block in islice(others, n_checkpoint):
+        policies[block] = Policy.RECOMPUTE
+    for block in swapping[: max(0, n_swap + n_checkpoint - num_blocks)]:
+        policies[block] = Policy.SWAP_INPUT
+    return tuple(policies)
 
 
 def place(

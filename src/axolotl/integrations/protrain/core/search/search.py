@@ -1,10 +1,14 @@
 """The fastest plan that fits.
 
-For every number of resident chunks and of slots, the fewest recomputed blocks that fit:
-recompute only ever adds compute. Candidates are simulated in the order of a lower bound
-of their time until that bound loses, so the result is the optimum over all of them,
-exactly, and a larger budget never gives a slower plan. Equation 1 of the paper, with a
-simulation for its equations 2 to 7.
+For every number of resident chunks, of slots and of swapping blocks, the fewest
+recomputed blocks that fit: recompute only ever adds compute. Candidates are simulated in
+the order of a lower bound of their time until that bound loses, so the result is the
+optimum over all of them, exactly, and a larger budget never gives a slower plan. Equation
+1 of the paper, with a simulation for its equations 2 to 7.
+
+Numbers of swapping blocks: none, and half and all of the paper's bound, the blocks divided
+by the interval at which their copies hide behind compute; besides, as many where all
+blocks recompute and the swapping ones send their inputs away, and all of these.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import ceil
 from operator import add
 from typing import NamedTuple, NoReturn
 
@@ -27,9 +32,9 @@ from ..cost import (
 )
 from ..errors import BudgetError
 from ..layout import slot_bytes, slot_floor
-from ..types import BlockTimes, Budget, Placement, Plan, Policy
-from .bounds import PlacedBound, StepBound
-from .plans import make_plan, place
+from ..types import BlockTimes, Budget, Moved, Placement, Plan, Policy
+from .bounds import PlacedBound, Row, StepBound
+from .plans import block_policies, make_plan, place
 
 MAX_EXTRA_SLOTS = 2
 """Slots worth trying beyond the fewest that can run with nothing resident. One more lets
@@ -41,13 +46,33 @@ ROUNDING = 1e-9
 """Relative difference of seconds that are taken as equal."""
 
 
+NUM_SWAPS = 2
+"""Numbers of swapping blocks that are tried, besides none, for every plan."""
+
+
 class _Knobs(NamedTuple):
     """What tells one candidate from another; `outside` counts `Search._outside`."""
 
+    n_swap: int
     n_checkpoint: int
     n_buffer: int
     n_persist: int
     outside: int
+
+
+class _Family(NamedTuple):
+    """Candidates with the same number of swapping blocks."""
+
+    n_swap: int
+    checkpoints: range
+
+
+class _Known(NamedTuple):
+    """A row of policies, what it takes and what it moves."""
+
+    policies: tuple[Policy, ...]
+    activations: Activations
+    moved: Moved
 
 
 class Search:
@@ -81,7 +106,8 @@ class Search:
         )
         self._bound = StepBound(self._layout, times, memory.workload, memory.hardware)
         self._placed = lru_cache(maxsize=None)(self._place)
-        self._activations = lru_cache(maxsize=None)(self._walk)
+        self._known = lru_cache(maxsize=None)(self._walk)
+        self._row = lru_cache(maxsize=None)(self._make_row)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
@@ -99,6 +125,7 @@ class Search:
             hardware,
             workload.accumulation,
             workload.fp32_master,
+            self._memory.moved_bytes(plan.policies),
             launches_ahead=hardware.overlaps,
         )
 
@@ -113,14 +140,18 @@ class Search:
         """
         best: Plan | None = None
         best_s = float("inf")
-        # at a tie less recompute and fewer slots come first
-        for bound_s, knobs in sorted(self._candidates(all_resident)):
-            if bound_s >= best_s * (1 - ROUNDING):
-                break
-            plan = self._plan(knobs)
-            step_s = self.simulate(plan).total_s
-            if step_s < best_s * (1 - ROUNDING):
-                best, best_s = plan, step_s
+        for family in self._families:
+            # at a tie less recompute and fewer slots come first
+            candidates = self._candidates(family, all_resident, best_s)
+            for bound_s, knobs in sorted(candidates):
+                if bound_s >= best_s * (1 - ROUNDING):
+                    break
+                plan = self._plan(knobs)
+                if knobs.n_swap and not self._fits_host(plan):
+                    continue
+                step_s = self.simulate(plan).total_s
+                if step_s < best_s * (1 - ROUNDING):
+                    best, best_s = plan, step_s
         if best is None:
             what = (
                 "keeping everything resident" if all_resident else "the smallest plan"
@@ -159,6 +190,7 @@ class Search:
                 n_checkpoint,
                 self._memory.workload.fp32_master,
                 outside,
+                swap_interval=self.swap_interval,
             )
             if self.fits(plan):
                 break
@@ -167,11 +199,14 @@ class Search:
     def nearest(self, all_resident: bool = False) -> Plan:
         """The plan that takes the least of the device or, if that has room for some
         plan, the one among those that takes the least of the host."""
-        fitting = list(self._fitting(all_resident, host=False))
-        if not fitting:
+        most: dict[tuple[_Family, int], _Knobs] = {}
+        for family in self._families:
+            fitting = self._fitting(family, all_resident, host=False)
+            # the more is resident, the less is on the host
+            for knobs in sorted(fitting, key=_num_resident):
+                most[family, knobs.outside] = knobs
+        if not most:
             return self._plan(self._least(all_resident))
-        # the more is resident, the less is on the host
-        most = {knobs.outside: knobs for knobs in sorted(fitting, key=_num_resident)}
         plans = map(self._plan, most.values())
         return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
 
@@ -186,30 +221,69 @@ class Search:
         peak = self._memory.peak_bytes(plan.placements, plan.n_buffer, plan.policies)
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
-    def _candidates(self, all_resident: bool) -> Iterator[tuple[float, _Knobs]]:
-        """Plans that fit, each with a bound of its time; none left out is faster."""
-        for knobs in self._fitting(all_resident):
-            placed = self._placed(knobs.n_persist, knobs.outside)
-            bound_s = placed.bound.seconds(knobs.n_buffer, knobs.n_checkpoint)
-            yield bound_s, knobs
+    @cached_property
+    def swap_interval(self) -> int:
+        """Blocks from one that swaps to the next, so that what one sends away leaves
+        beside the compute of so many."""
+        memory, forward_s = self._memory, sum(self._times.forward_s)
+        offload_s = memory.swappable_bytes / memory.hardware.offload_bytes_s
+        most = max(1, self._num_blocks)
+        if offload_s >= most * forward_s:
+            return most
+        return max(1, ceil(offload_s / forward_s))
 
-    def _fitting(self, all_resident: bool, host: bool = True) -> Iterator[_Knobs]:
-        """Plans that the device, and perhaps the host, has room for."""
+    @cached_property
+    def _families(self) -> list[_Family]:
+        """All policies that are tried: without swaps, with saved tensors that swap, and
+        with inputs that do."""
+        blocks = self._num_blocks
+        most = ceil(blocks / self.swap_interval)
+        counts = {ceil(most * part / NUM_SWAPS) for part in range(1, NUM_SWAPS + 1)}
+        saved = [_Family(n, range(blocks - n + 1)) for n in sorted(counts)]
+        inputs = (_Family(n, range(blocks, blocks + 1)) for n in {*counts, blocks})
+        return [_Family(0, range(blocks + 1)), *saved, *inputs]
+
+    def _candidates(
+        self, family: _Family, all_resident: bool, limit_s: float
+    ) -> Iterator[tuple[float, _Knobs]]:
+        """Plans that fit the device, each with a bound of its time; none left out is
+        faster, unless it takes `limit_s` or longer."""
+        for knobs in self._fitting(family, all_resident, limit_s=limit_s):
+            placed = self._placed(knobs.n_persist, knobs.outside)
+            row = self._row(knobs.n_swap, knobs.n_checkpoint)
+            yield placed.bound.seconds(knobs.n_buffer, row), knobs
+
+    def _fitting(
+        self,
+        family: _Family,
+        all_resident: bool,
+        host: bool = True,
+        limit_s: float = float("inf"),
+    ) -> Iterator[_Knobs]:
+        """Plans that the device, and perhaps the host, has room for, though there not
+        for what is swapped."""
         fewest: dict[int, int] = {}
+        n_swap, checkpoints = family
+        checkpoints = checkpoints[: self._num_faster(family, limit_s)]
+        if not checkpoints:
+            return
+        least = self._least_activations(n_swap, checkpoints)
         for n_buffer, n_persist, outside in self._legal(all_resident, host):
             # without gradients for the host, residents only take transfers away:
             # fewer of them are of use only where they spare recompute
             limit = self._num_blocks + 1
-            if self._frozen and not outside:
+            if self._frozen and not outside and not n_swap:
                 limit = fewest.get(n_buffer, limit)
             if not limit:
                 continue
             placed = self._placed(n_persist, outside)
-            n_checkpoint = self._least_recompute(placed, n_buffer)
+            if n_swap and self._without(placed, n_buffer, checkpoints[0]) >= limit_s:
+                continue
+            n_checkpoint = self._least_recompute(placed, n_buffer, family, least)
             if n_checkpoint is None or n_checkpoint >= limit:
                 continue
             fewest[n_buffer] = n_checkpoint
-            yield _Knobs(n_checkpoint, n_buffer, n_persist, outside)
+            yield _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
 
     def _legal(
         self, all_resident: bool, host: bool = False
@@ -236,81 +310,120 @@ class Search:
         def fits(n_persist: int) -> bool:
             placed = self._placed(n_persist, outside)
             return self._fits_host(
-                self._plan(_Knobs(0, placed.floor, n_persist, outside))
+                self._plan(_Knobs(0, 0, placed.floor, n_persist, outside))
             )
 
         return bisect_left(range(self._num_chunks + 1), True, key=fits)
 
-    def _least_recompute(self, placed: _Placed, n_buffer: int) -> int | None:
+    def _without(self, placed: _Placed, n_buffer: int, n_checkpoint: int) -> float:
+        """The bound if nothing swaps, which no plan that swaps can beat either."""
+        key = n_buffer, n_checkpoint
+        if key not in placed.seconds:
+            row = self._row(0, n_checkpoint)
+            placed.seconds[key] = placed.bound.seconds(n_buffer, row)
+        return placed.seconds[key]
+
+    def _num_faster(self, family: _Family, limit_s: float) -> int:
+        """How many of a family compute for less than `limit_s`; they come first."""
+        n_swap, checkpoints = family
+        times, count = self._times, self._memory.workload.accumulation
+        policies = block_policies(
+            self._num_blocks, n_swap, checkpoints[0], self.swap_interval
+        )
+        seconds = sum(times.forward_s) + sum(times.backward_s)
+        seconds += times.outside_forward_s + times.outside_backward_s
+        again = zip(policies, times.forward_s, strict=True)
+        seconds += sum(s for policy, s in again if policy.recomputes)
+        more = zip(policies, times.forward_s, strict=True)
+        redone = (count * s for policy, s in more if policy is Policy.KEEP)
+        totals = list(accumulate(redone, initial=count * seconds))
+        return bisect_left(totals, limit_s)
+
+    def _least_recompute(
+        self,
+        placed: _Placed,
+        n_buffer: int,
+        family: _Family,
+        least: tuple[list[int], list[int]],
+    ) -> int | None:
         """The fewest recomputed blocks with which the device has room, if any."""
         room = self._budget.usable_bytes - placed.slot_bytes(n_buffer)
-        least, later = self._least_activations
-        start = bisect_left(least, placed.base - room, key=lambda n: -n)
+        first, later = least
+        start = bisect_left(first, placed.base - room, key=lambda n: -n)
         if self._memory.workload.accumulation > 1:
             held = placed.base + placed.gradients
             start = max(start, bisect_left(later, held - room, key=lambda n: -n))
-        if start > self._num_blocks:
+        if start >= len(first):
             return None
         states, segment = placed.parameters, 0
         rest = room - states.base - self._memory.hardware.unseen_bytes
-        for n_checkpoint in range(start, self._num_blocks + 1):
-            first = self._activations(n_checkpoint).first
+        for n_checkpoint in family.checkpoints[start : len(first)]:
+            totals = self._known(family.n_swap, n_checkpoint).activations.first
             # the segment that was too large for one less often is again
-            if first[segment] + states.before[segment] > rest:
+            if totals[segment] + states.before[segment] > rest:
                 continue
-            if self._peak_bytes(placed, n_checkpoint) <= room:
+            if self._peak_bytes(placed, family.n_swap, n_checkpoint) <= room:
                 return n_checkpoint
-            totals = list(map(add, first, states.before))
+            totals = list(map(add, totals, states.before))
             segment = totals.index(max(totals))
         return None
 
     def _least(self, all_resident: bool) -> _Knobs:
         """The plan that takes the least of the device."""
-        best, best_bytes = _Knobs(0, 0, 0, 0), float("inf")
+        best, best_bytes = _Knobs(0, 0, 0, 0, 0), float("inf")
+        rows = [(n, c) for n, counts in self._families for c in reversed(counts)]
+        lowest = min(
+            self._least_activations(*family)[0][-1] for family in self._families
+        )
         bounds = []
-        first, _ = self._least_activations
-        for knobs in self._legal(all_resident):
-            n_buffer, n_persist, outside = knobs
+        for n_buffer, n_persist, outside in self._legal(all_resident):
             placed = self._placed(n_persist, outside)
             states = placed.base + placed.slot_bytes(n_buffer)
-            bounds.append((states + first[-1], *knobs))
+            bounds.append((states + lowest, n_buffer, n_persist, outside))
         for least, n_buffer, n_persist, outside in sorted(bounds):
             if least >= best_bytes:
                 break
             placed = self._placed(n_persist, outside)
-            for n_checkpoint in range(self._num_blocks, -1, -1):
-                nbytes = self._peak_bytes(placed, n_checkpoint)
+            for n_swap, n_checkpoint in rows:
+                nbytes = self._peak_bytes(placed, n_swap, n_checkpoint)
                 nbytes += placed.slot_bytes(n_buffer)
                 if nbytes < best_bytes:
                     best_bytes = nbytes
-                    best = _Knobs(n_checkpoint, n_buffer, n_persist, outside)
+                    best = _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
         return best
 
-    @cached_property
-    def _least_activations(self) -> tuple[list[int], list[int]]:
-        """For each number of recomputed blocks the least that it and fewer take beside
-        the states, in the first micro-batch and in later ones. Gradients of blocks
-        take the least when they leave."""
+    def _least_activations(
+        self, n_swap: int, checkpoints: range
+    ) -> tuple[list[int], list[int]]:
+        """For each number of recomputed blocks the least that it and the fewer take
+        beside the states, in the first micro-batch and in later ones. Gradients of
+        blocks take the least when they leave."""
         gradients = self._placed(0, len(self._outside) - 1).parameters.before
         unseen = self._memory.hardware.unseen_bytes
-        every = [self._activations(number) for number in range(self._num_blocks + 1)]
+        every = [self._known(n_swap, number).activations for number in checkpoints]
         first = (max(map(add, each.first, gradients)) + unseen for each in every)
         later = (max(each.later) + unseen for each in every)
         return list(accumulate(first, min)), list(accumulate(later, min))
 
-    def _peak_bytes(self, placed: _Placed, n_checkpoint: int) -> int:
+    def _peak_bytes(self, placed: _Placed, n_swap: int, n_checkpoint: int) -> int:
         """Of the device, without slots."""
-        if n_checkpoint not in placed.peaks:
-            placed.peaks[n_checkpoint] = self._memory.peak_without_slots(
-                placed.parameters, self._activations(n_checkpoint)
+        key = n_swap, n_checkpoint
+        if key not in placed.peaks:
+            placed.peaks[key] = self._memory.peak_without_slots(
+                placed.parameters, self._known(*key).activations
             )
-        return placed.peaks[n_checkpoint]
+        return placed.peaks[key]
 
-    def _walk(self, n_checkpoint: int) -> Activations:
-        kept = self._num_blocks - n_checkpoint
-        return self._memory.activations(
-            (Policy.RECOMPUTE,) * n_checkpoint + (Policy.KEEP,) * kept
+    def _walk(self, n_swap: int, n_checkpoint: int) -> _Known:
+        policies = block_policies(
+            self._num_blocks, n_swap, n_checkpoint, self.swap_interval
         )
+        activations = self._memory.activations(policies)
+        return _Known(policies, activations, self._memory.moved_bytes(policies))
+
+    def _make_row(self, n_swap: int, n_checkpoint: int) -> Row:
+        known = self._known(n_swap, n_checkpoint)
+        return self._bound.row(known.policies, known.moved)
 
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
@@ -329,11 +442,12 @@ class Search:
             self._layout,
             knobs.n_persist,
             knobs.n_buffer,
-            0,
+            knobs.n_swap,
             knobs.n_checkpoint,
             self._memory.workload.fp32_master,
             self._outside[knobs.outside],
             origin="search",
+            swap_interval=self.swap_interval,
         )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
@@ -367,7 +481,9 @@ class _Placed:
         num_paged: Chunks that pass through them.
         base: Weights and optimizer state on the device, without slots.
         gradients: Of what trains there.
-        peaks: Device peaks known so far, by recomputed blocks, without slots.
+        peaks: Device peaks known so far, by swapping and recomputed blocks, without
+            slots.
+        seconds: Bounds known so far, by slots and recomputed blocks, without swaps.
     """
 
     def __init__(
@@ -382,7 +498,8 @@ class _Placed:
         self.base = self._states.weights + self._states.moments
         self.gradients = self._states.gradients
         self.slot_bytes = lru_cache(maxsize=None)(self._slot_bytes)
-        self.peaks: dict[int, int] = {}
+        self.peaks: dict[tuple[int, int], int] = {}
+        self.seconds: dict[tuple[int, int], float] = {}
 
     @cached_property
     def parameters(self) -> Parameters:
