@@ -291,6 +291,6 @@ def test_interrupted_forwards_leave_nothing(policy: str) -> None:
     assert model(tokens).item() == plain(tokens).item()
     session.close()
     assert hook_counts(model) == before
-    saved = torch.ones(4096, requires_grad=True)
-    saved.exp().sum().backward()
-    assert session.measured().host_swap_bytes == 0
+    taken = session.measured().swapped_out_bytes
+    torch.ones(4096, requires_grad=True).exp().sum().backward()
+    assert session.measured().swapped_out_bytes == taken

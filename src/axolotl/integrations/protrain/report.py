@@ -138,6 +138,18 @@ class RunReport:
                 forecast.step.offloaded_bytes,
                 measured.offloaded_bytes / max(len(self.step_s), 1),
             ),
+            "swapped out bytes a step": (
+                forecast.workload.accumulation * sum(forecast.moved.out),
+                measured.swapped_out_bytes / max(len(self.step_s), 1),
+            ),
+            "swapped in bytes a step": (
+                forecast.workload.accumulation * sum(forecast.moved.back),
+                measured.swapped_in_bytes / max(len(self.step_s), 1),
+            ),
+            "host memory of swapped activations": (
+                sum(forecast.moved.out),
+                measured.host_swap_bytes,
+            ),
             "step seconds": (forecast.step.total_s, step_s),
         }
         return {
@@ -293,7 +305,8 @@ def summary(measured: Measured, report: RunReport) -> str:
     """One line for the end of the run."""
     return (
         f"ProTrain: fetched {format_bytes(measured.fetched_bytes)}, offloaded "
-        f"{format_bytes(measured.offloaded_bytes)}, stalled {measured.stall_s:.2f} s; "
+        f"{format_bytes(measured.offloaded_bytes)}, swapped "
+        f"{format_bytes(measured.swapped_out_bytes)}, stalled {measured.stall_s:.2f} s; "
         f"device peak {format_bytes(measured.device_peak_bytes)} of "
         f"{format_bytes(report.forecast.budget.device_bytes)}"
     )

@@ -107,6 +107,7 @@ class TrainingRun:
                 poison=self.args.protrain_check_races,
                 fp32_master=self.args.protrain_fp32_master,
                 cpu_optimizer=self.args.protrain_cpu_optimizer,
+                swap_bytes=forecast.moved.out,
             ),
         )
         self._logged = {}
@@ -194,7 +195,13 @@ class TrainingRun:
         now = asdict(self.session.measured())
         since = {
             key: now[key] - self._logged.get(key, 0)
-            for key in ("fetched_bytes", "offloaded_bytes", "stall_s")
+            for key in (
+                "fetched_bytes",
+                "offloaded_bytes",
+                "swapped_out_bytes",
+                "swapped_in_bytes",
+                "stall_s",
+            )
         }
         self._logged = now
         since["device_peak_bytes"] = now["device_peak_bytes"]

@@ -15,7 +15,7 @@ from .cost import (
     StepTime,
 )
 from .search import Search
-from .types import BlockTimes, Budget, Hardware, Layout, Plan, Trace, Workload
+from .types import BlockTimes, Budget, Hardware, Layout, Moved, Plan, Trace, Workload
 
 
 def with_measured(
@@ -57,6 +57,7 @@ class Forecast:
     device: DeviceEstimate
     host: HostEstimate
     step: StepTime
+    moved: Moved
 
     @property
     def tokens_per_s(self) -> float:
@@ -146,4 +147,5 @@ class Planner:
             self._memory.device(plan),
             self._memory.host(plan),
             self._search.simulate(plan),
+            self._memory.moved_bytes(plan.policies),
         )

@@ -225,7 +225,7 @@ class Session:
             host_optimizer_bytes=(
                 optimizer.host_bytes() if isinstance(optimizer, PagedAdamW) else 0
             ),
-            host_swap_bytes=self._swap.host_bytes() if self._swap else 0,
+            host_swap_bytes=self._swap.host_bytes if self._swap else 0,
         )
 
     def close(self) -> None:

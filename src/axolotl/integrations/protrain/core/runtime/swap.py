@@ -8,7 +8,7 @@ views of one storage stay views of one storage.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -28,10 +28,14 @@ class SwapRegion:
     Args:
         nbytes: What the plan expects; it grows where a batch is larger.
         device: Whose copies use it.
+        taken: Told the bytes of each piece of host memory.
     """
 
-    def __init__(self, nbytes: int, device: Device) -> None:
+    def __init__(
+        self, nbytes: int, device: Device, taken: Callable[[int], None]
+    ) -> None:
         self._device = device
+        self._taken = taken
         self._buffers: list[Tensor] = []
         self._current = self._used = 0
         self._last_read: Event | None = None
@@ -43,11 +47,6 @@ class SwapRegion:
     def free(self) -> bool:
         """True when nothing in it is wanted any more."""
         return not self._wanted
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(buffer.numel() for buffer in self._buffers)
 
     def claim(self) -> None:
         """Begin to fill it anew."""
@@ -82,6 +81,7 @@ class SwapRegion:
         buffer = host_buffer(nbytes)
         self._device.pin(buffer)
         self._buffers.append(buffer)
+        self._taken(nbytes)
 
 
 class Swapped:
@@ -186,6 +186,7 @@ class Swap:
         fetched_bytes: Brought back so far.
         num_offloads: Storages sent.
         num_fetches: Storages brought back.
+        host_bytes: Host memory taken for them.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Swap:
         self._of_block: dict[int, list[weakref.ref[Swapped]]] = {}
         self._leaving: list[tuple[Event, Tensor]] = []
         self.offloaded_bytes = self.fetched_bytes = 0
-        self.num_offloads = self.num_fetches = 0
+        self.num_offloads = self.num_fetches = self.host_bytes = 0
 
     def saving(self, block: int) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which tensors saved for backward go to the host.
@@ -247,10 +248,6 @@ class Swap:
             self.device.compute.wait(event)
         self._leaving = []
 
-    def host_bytes(self) -> int:
-        """Host memory taken so far."""
-        return sum(r.nbytes for regions in self._regions.values() for r in regions)
-
     def close(self) -> None:
         """Release the host memory; the device is idle."""
         self._leaving = []
@@ -265,10 +262,14 @@ class Swap:
         region = next((region for region in regions if region.free), None)
         if region is None:
             # also a second forward before the first one's backward
-            region = SwapRegion(self._block_bytes.get(block, 0), self.device)
+            expected = self._block_bytes.get(block, 0)
+            region = SwapRegion(expected, self.device, self._take)
             regions.append(region)
         region.claim()
         return region
+
+    def _take(self, nbytes: int) -> None:
+        self.host_bytes += nbytes
 
     def _swaps(self, tensor: Tensor) -> bool:
         return (
