@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
-from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.runtime import (
+    CheckedDevice,
+    CpuDevice,
+    Device,
+)
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -177,6 +181,11 @@ def make_plan(
     )
 
 
+def checked(device: Device | None = None) -> CheckedDevice:
+    """A device, the CPU's unless given, that raises on every race."""
+    return CheckedDevice(device or CpuDevice())
+
+
 def open_session(
     model: nn.Module,
     keep: Collection[str] = (),
@@ -184,10 +193,10 @@ def open_session(
     poison: bool = True,
     **plan: Any,
 ) -> Session:
-    """A poisoned session on a CPU device; `plan` goes to `make_plan`."""
+    """A poisoned session on a checked CPU device; `plan` goes to `make_plan`."""
     layout = build_layout(model, keep)
     options = Options(poison=poison, fp32_master=fp32_master)
-    return Session(model, layout, make_plan(layout, **plan), CpuDevice(), options)
+    return Session(model, layout, make_plan(layout, **plan), checked(), options)
 
 
 def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:

@@ -19,6 +19,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    checked,
     freeze,
     hook_counts,
     make_plan,
@@ -33,7 +34,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.layout import Direction, build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Pager
+from axolotl.integrations.protrain.core.runtime import Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
 
@@ -561,5 +562,5 @@ def test_layout_and_plan_must_fit() -> None:
     before = weights(model)
     layout = build_layout(model)
     with pytest.raises((ValueError, IndexError)):
-        Session(model, layout, make_plan(build_layout(other)), CpuDevice())
+        Session(model, layout, make_plan(build_layout(other)), checked())
     assert_same(model.state_dict(), before)

@@ -135,6 +135,7 @@ class PagedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in the plain AdamW's format; host tensors stay on the host."""
         self._worker.drain()
+        self._device.reads(self._leaves.values())
         self.state.clear()
         host_state = self._host.state()
         for param in self._params():
@@ -161,6 +162,7 @@ class PagedAdamW(torch.optim.Optimizer):
             CheckpointError: It belongs to other parameters or another precision.
         """
         self._worker.drain()
+        self._device.writes(self._leaves.values())
         self._check_names(state_dict["param_groups"])
         super().load_state_dict({**state_dict, "state": {}})
         params = list(self._params())
@@ -210,6 +212,8 @@ class PagedAdamW(torch.optim.Optimizer):
         on_compute = self._device.on_compute()
 
         def norm() -> Tensor:
+            for host in self._chunks:
+                self._device.reads(host.gradients)
             with on_compute:
                 return torch.nn.utils.get_total_norm(gradients)
 
@@ -221,6 +225,7 @@ class PagedAdamW(torch.optim.Optimizer):
         scale = self._clipping()
         if scale is not None:
             for host in self._chunks:
+                self._device.writes(host.gradients)
                 scale(host.leaves)
 
     def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
