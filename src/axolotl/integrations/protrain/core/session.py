@@ -340,16 +340,21 @@ class Session:
         """Every module through which a forward can reach the model's weights.
 
         Ancestors of the blocks, because a fused loss reads the head without calling
-        it, and the owners of weights outside blocks, for direct calls.
+        it, and the owners of weights outside blocks, for direct calls. Nothing inside
+        a block, where a window is open: its weights may be tied to others outside.
         """
+        inside = tuple(f"{block.name}." for block in self.layout.blocks)
         names: dict[str, None] = {}
         for block in self.layout.blocks:
             parts = block.name.split(".")
             names.update((".".join(parts[:depth]), None) for depth in range(len(parts)))
         for chunk in self.layout.chunks:
             if chunk.block is None:
+                owners = (spec.name.rpartition(".")[0] for spec in chunk.tensors)
                 names.update(
-                    (spec.name.rpartition(".")[0], None) for spec in chunk.tensors
+                    (owner, None)
+                    for owner in owners
+                    if not f"{owner}.".startswith(inside)
                 )
         return [self._modules[name] for name in names]
 

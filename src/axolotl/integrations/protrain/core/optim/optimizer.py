@@ -162,7 +162,6 @@ class PagedAdamW(torch.optim.Optimizer):
             CheckpointError: It belongs to other parameters or another precision.
         """
         self._worker.drain()
-        self._device.writes(self._leaves.values())
         self._check_names(state_dict["param_groups"])
         super().load_state_dict({**state_dict, "state": {}})
         params = list(self._params())
@@ -268,6 +267,7 @@ class PagedAdamW(torch.optim.Optimizer):
                 f"protrain_fp32_master: {value}."
             )
         if master is not None:
+            self._device.writes((leaf,))
             leaf.copy_(master)
 
     def _load_device(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
