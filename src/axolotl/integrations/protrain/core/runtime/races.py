@@ -39,13 +39,13 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..errors import RaceError
@@ -290,19 +290,8 @@ class CheckedDevice(Device):
                 part.read[lane] = time
         return memory
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """The operators inside are those of a stream, which has checked them."""
-        self._local.unseen = True
-        try:
-            yield
-        finally:
-            self._local.unseen = False
-
     def is_shut(self, tensor: Tensor) -> bool:
         """True for memory that has windows, none of them open now."""
-        if getattr(self._local, "unseen", False):
-            return False
         with self.lock:
             memory = self._at(tensor.data_ptr())
             return memory is not None and memory.has_windows and not memory.in_use
@@ -408,7 +397,8 @@ class _CheckedStream:
                 self._device.queue(self.lane)
                 self._device.access(self.lane, source, False, not self._to_device)
                 self._device.access(self.lane, target, True, self._to_device)
-            with self._device.unseen():
+            # its operators have been checked
+            with _disable_current_modes():
                 self._inner.copy(target, source)
 
     def fill(self, target: Tensor, byte: int) -> None:
@@ -416,7 +406,8 @@ class _CheckedStream:
             with self._device.lock:
                 self._device.queue(self.lane)
                 self._device.access(self.lane, target, True, True)
-            with self._device.unseen():
+            # its operators have been checked
+            with _disable_current_modes():
                 self._inner.fill(target, byte)
 
 

@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .device import CpuDevice, Event, Stream, _ImmediateStream
 
@@ -234,7 +235,8 @@ class _DeferredCopy:
         self.source = _WeakTensor(ended, source)
 
     def __call__(self) -> None:
-        with torch.no_grad():
+        # a device's copies are no operators of whoever waits for them
+        with torch.no_grad(), _disable_current_modes():
             self.target.get().copy_(self.source.get())
 
 
@@ -244,9 +246,9 @@ class _WeakTensor:
     def __init__(self, ended: list[str], tensor: Tensor) -> None:
         self._dtype = tensor.dtype
         self._strides = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._error = f"a copy of {list(tensor.shape)} outlives its memory"
+        self._error = error = f"a copy of {list(tensor.shape)} outlives its memory"
         storage = tensor.untyped_storage()
-        self._storage = weakref.ref(storage, lambda _: ended.append(self._error))
+        self._storage = weakref.ref(storage, lambda _: ended.append(error))
         self._kept: torch.UntypedStorage | None = None
 
     def keep(self) -> None:
