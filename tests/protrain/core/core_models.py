@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Device
+from axolotl.integrations.protrain.core.runtime import (
+    CheckedDevice,
+    CpuDevice,
+    Device,
+)
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -188,6 +192,11 @@ _POLICY = {
 }
 
 
+def checked(device: Device | None = None) -> CheckedDevice:
+    """A device, the CPU's unless given, that raises on every race."""
+    return CheckedDevice(device or CpuDevice())
+
+
 def open_session(
     model: nn.Module,
     keep: Collection[str] = (),
@@ -196,11 +205,12 @@ def open_session(
     device: Device | None = None,
     **plan: Any,
 ) -> Session:
-    """A poisoned session, on a CPU device by default; `plan` goes to `make_plan`."""
+    """A poisoned session on a checked device, the CPU's unless given; `plan` goes to
+    `make_plan`."""
     layout = build_layout(model, keep)
     options = Options(poison=poison, fp32_master=fp32_master)
-    device = device or CpuDevice()
-    return Session(model, layout, make_plan(layout, **plan), device, options)
+    plan_ = make_plan(layout, **plan)
+    return Session(model, layout, plan_, checked(device), options)
 
 
 def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:

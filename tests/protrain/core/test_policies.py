@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.runtime import (
     CpuDevice,
+    DeferredDevice,
     Device,
     SimulatedDevice,
-    at_random,
     at_rate,
 )
 from axolotl.integrations.protrain.core.types import SMALLEST_SWAP_BYTES
@@ -43,8 +43,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 DELAYS: dict[str, Callable[[], Device]] = {
     "none": CpuDevice,
     "fixed": lambda: SimulatedDevice(at_rate(1e8), at_rate(5e7)),
-    "random": lambda: SimulatedDevice(at_random(1, 2e-4), at_random(2, 2e-4)),
-    "adversarial": lambda: SimulatedDevice(at_rate(1e12), at_rate(1e12), late=True),
+    "random": lambda: DeferredDevice(seed=3),
+    "latest": DeferredDevice,
 }
 LENGTH = 40
 """Tokens of a row; the hidden states of a batch are 10 KB then, enough to be swapped."""

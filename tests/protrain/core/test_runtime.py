@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from core_models import layouts
+from core_models import checked, layouts
 from hypothesis import given, strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from axolotl.integrations.protrain.core.layout import (
 from axolotl.integrations.protrain.core.runtime import (
     Arena,
     CpuDevice,
+    Device,
     HostWorker,
     Pager,
     Slot,
@@ -35,6 +36,7 @@ WAIT_S = 20.0
 class Rig(NamedTuple):
     """A pager with everything that it needs."""
 
+    device: Device
     pager: Pager
     schedule: Schedule
     slots: list[Slot]
@@ -73,7 +75,7 @@ def build(
         torch.full((size,), number + 1, dtype=torch.uint8)
         for number, size in enumerate(sizes)
     ]
-    device = CpuDevice()
+    device = checked()
     slots = [
         Slot(device.allocate(max(sizes[n::num_slots], default=0)), device, poison=True)
         for n in range(num_slots)
@@ -86,7 +88,7 @@ def build(
         wait_update=worker.wait if worker else lambda chunk: None,
         update_pending=worker.pending if worker else lambda chunk: False,
     )
-    return Rig(pager, schedule, slots, sources, len(chunks))
+    return Rig(device, pager, schedule, slots, sources, len(chunks))
 
 
 class Broken(Exception):
@@ -99,7 +101,7 @@ def broken() -> None:
 
 @pytest.fixture
 def worker() -> Iterator[HostWorker]:
-    worker = HostWorker()
+    worker = HostWorker(checked())
     yield worker
     worker.close()
 
@@ -147,6 +149,7 @@ def test_an_open_window_holds_its_bytes(rig: Rig, data: st.DataObject) -> None:
             rig.sources[written].random_(0, 255)
             rig.pager.forget(written)
         else:
+            rig.device.synchronize()
             for source in rig.sources:
                 source.random_(0, 255)
             rig.pager.forget_all()
@@ -353,7 +356,7 @@ def test_a_failed_sum_is_raised_by_its_future(worker: HostWorker) -> None:
 
 def test_close_finishes_the_queue_and_ends_the_thread() -> None:
     before = set(threading.enumerate())
-    worker = HostWorker()
+    worker = HostWorker(checked())
     done: list[int] = []
     for number in range(5):
         worker.submit(lambda number=number: done.append(number), changes=0)

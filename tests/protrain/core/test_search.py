@@ -13,6 +13,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    checked,
     freeze,
     layouts,
     stack,
@@ -32,7 +33,6 @@ from axolotl.integrations.protrain.core.layout import (
     slot_floor,
 )
 from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
-from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.search import Search, make_plan, place
 from axolotl.integrations.protrain.core.search.bounds import StepBound
 from axolotl.integrations.protrain.core.session import Options, Session
@@ -368,7 +368,7 @@ def test_every_plan_of_the_search_runs(frozen: bool) -> None:
         plan = trained.search(budget).fastest()
         plans.add((plan.n_persist, plan.n_buffer, plan.n_checkpoint))
         model = twin(trained.model)
-        session = Session(model, trained.layout, plan, CpuDevice(), Options(True))
+        session = Session(model, trained.layout, plan, checked(), Options(True))
         optimizer = session.wrap_optimizer(adamw(model))
         assert train(model, optimizer, trained.data, session) == trained.numbers
         assert session.measured().device_peak_bytes <= budget

@@ -19,6 +19,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    checked,
     freeze,
     hook_counts,
     make_plan,
@@ -32,8 +33,9 @@ from core_models import (
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import Direction, build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Pager
+from axolotl.integrations.protrain.core.runtime import Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
 
@@ -291,8 +293,22 @@ def test_a_broken_run_does_not_equal_plain(
     optimizer = wrapped(session)
     break_it(model, monkeypatch)
     data = [batches(1, seed) for seed in range(3)]
-    ours = train(model, optimizer, data, session)
+    # not watched: operators outside a window would raise
+    ours = train(model, optimizer, data)
     assert ours != train(plain, adamw(plain), data)
+    session.close()
+
+
+@pytest.mark.parametrize("break_it", [without_forward_window, without_backward_window])
+def test_an_operator_outside_its_window_raises(
+    break_it: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stack()
+    session = open_session(model, freeze(model, ["extra", "embed"]))
+    optimizer = wrapped(session)
+    break_it(model, monkeypatch)
+    with pytest.raises(RaceError, match="outside its window"):
+        train(model, optimizer, [batches(1)] * 2, session)
     session.close()
 
 
@@ -380,16 +396,18 @@ def test_a_second_session_follows_the_first() -> None:
 # unusual blocks
 
 
-def test_a_parameter_of_a_block_that_is_read_outside_it() -> None:
-    """The head is tied to a weight of layer 0."""
+@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
+def test_parameters_of_a_block_that_are_read_outside_it(recompute: Any) -> None:
+    """Head and norm are tied to weights of layer 0, one of them the layer's own."""
 
     def build() -> Stack:
         model = stack(width=16, inner=64)
         model.head.weight = model.layers[0].up.weight
+        model.norm.weight = model.layers[0].extra
         return model
 
     model, plain = build(), build()
-    session = open_session(model, n_buffer=1)
+    session = open_session(model, n_buffer=1, recompute=recompute)
     data = [batches(1, seed) for seed in range(2)]
     ours = train(model, wrapped(session), data, session)
     assert ours == train(plain, adamw(plain), data)
@@ -561,5 +579,5 @@ def test_layout_and_plan_must_fit() -> None:
     before = weights(model)
     layout = build_layout(model)
     with pytest.raises((ValueError, IndexError)):
-        Session(model, layout, make_plan(build_layout(other)), CpuDevice())
+        Session(model, layout, make_plan(build_layout(other)), checked())
     assert_same(model.state_dict(), before)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_models import checked
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import LayoutError
@@ -105,7 +106,7 @@ def open_session(
 ) -> Session:
     layout = build_layout(model)
     plan = make_plan(layout, 0, n_buffer, 0, n_checkpoint, False)
-    return Session(model, layout, plan, device or CpuDevice(), Options(poison=True))
+    return Session(model, layout, plan, checked(device), Options(poison=True))
 
 
 def steps(model: nn.Module, session: Session | None) -> list[float]:
@@ -192,10 +193,10 @@ class ReadingDevice(CpuDevice):
         super().__init__()
         self.model = model
         self.truth = {k: v.clone() for k, v in model.state_dict().items()}
-        self.reads = 0
+        self.num_reads = 0
 
     def read(self) -> None:
-        self.reads += 1
+        self.num_reads += 1
         for name, value in self.model.state_dict().items():
             assert torch.equal(value, self.truth[name]), name
 
@@ -219,10 +220,10 @@ def test_the_state_is_true_while_a_session_opens_and_closes() -> None:
     model.register_buffer("scale", torch.ones(1))
     device = ReadingDevice(model)
     session = open_session(model, 2, device=device)
-    opened = device.reads
+    opened = device.num_reads
     assert opened > 0
     session.close()
-    assert device.reads > opened
+    assert device.num_reads > opened
 
 
 def test_a_session_that_cannot_open_gives_the_model_back() -> None:

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from core_models import HOST_STATE, batches, freeze, layouts, make_plan, stack, train
+from core_models import (
+    HOST_STATE,
+    batches,
+    checked,
+    freeze,
+    layouts,
+    make_plan,
+    stack,
+    train,
+)
 from hypothesis import given, settings, strategies as st
 
 from axolotl.integrations.protrain.core.cost import (
@@ -22,7 +31,6 @@ from axolotl.integrations.protrain.core.cost import (
 from axolotl.integrations.protrain.core.cost.time import LANES, MAX_IN_FLIGHT
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.optim import gradients
-from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -239,7 +247,7 @@ def session_of(trained: Sequence[str] | None, **options: Any) -> Session:
     layout = build_layout(model, keep if trained == LORA else ())
     master = options.pop("fp32_master", False)
     plan = make_plan(layout, **options)
-    return Session(model, layout, plan, CpuDevice(), Options(True, master))
+    return Session(model, layout, plan, checked(), Options(True, master))
 
 
 SESSIONS: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ from .core.profile import (
     measure_blocks,
     meta_twin,
 )
-from .core.runtime import open_device
+from .core.runtime import CheckedDevice, open_device
 from .core.session import Measured, Options, Session
 from .core.types import Hardware
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
@@ -98,11 +98,12 @@ class TrainingRun:
         self._saves_optimizer = saves_optimizer
         require_space(self._output_dir, self.checkpoint_bytes())
         self._log.info("\n" + self.report.table())
+        opened = open_device(device)
         self.session = Session(
             model,
             forecast.layout,
             forecast.plan,
-            open_device(device),
+            CheckedDevice(opened) if self.args.protrain_check_races else opened,
             Options(
                 poison=self.args.protrain_check_races,
                 fp32_master=self.args.protrain_fp32_master,
@@ -125,7 +126,8 @@ class TrainingRun:
 
     def begin_step(self, number: int) -> None:
         """An optimizer step begins, the `number`-th of this run."""
-        if self.session is not None and number < WATCHED_STEPS:
+        watched = number < WATCHED_STEPS or self.args.protrain_check_races
+        if self.session is not None and watched:
             self._watching.enter_context(self.session.watch())
 
     def end_step(self, seconds: float) -> None:

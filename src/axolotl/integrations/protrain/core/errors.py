@@ -10,7 +10,7 @@
      +-- CheckpointError  a checkpoint could not be written or read back
 
 Each message names what is at fault and the way out. A broken invariant of
-ProTrain itself is not in this tree: nobody should handle it.
+ProTrain itself is not in this tree: nobody should handle it. `RaceError` is one.
 """
 
 
@@ -40,3 +40,7 @@ class TraceError(ProTrainError):
 
 class CheckpointError(ProTrainError):
     """A checkpoint is incomplete, does not match the model, or cannot be written."""
+
+
+class RaceError(RuntimeError):
+    """Two lanes use the same bytes and nothing orders them: a fault of ProTrain."""

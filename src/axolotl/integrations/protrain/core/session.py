@@ -6,7 +6,7 @@ The model's modules, names and parameters stay the objects they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -115,7 +115,7 @@ class Session:
         on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
         trained = tuple(c for c in on_host if c.trainable)
         self._numbers = {index: n for n, index in enumerate(plan.paged)}
-        self._worker = HostWorker(device.host_threads)
+        self._worker = HostWorker(device)
         self._arena = Arena(tuple(on_host))
         self._gradient_arena = Arena(
             tuple(c for c in trained if not c.has_masters(options.fp32_master))
@@ -237,6 +237,7 @@ class Session:
             self._worker.drain()
         finally:
             self._worker.close()
+            self._pager.close_any()
             self.device.synchronize()
             _remove(self._handles)
             self._residence.move_out()
@@ -266,6 +267,7 @@ class Session:
                 self._arena,
                 self._gradient_arena,
                 self._options.fp32_master,
+                self.device,
             )
             for chunk in _needed_first(trained)
         ]
@@ -365,17 +367,18 @@ class Session:
                 if id(param) in host
             }
             if own:
+                tensors = {
+                    name: self._arena.tensor(chunk.index, spec)
+                    for name, spec in own.items()
+                }
                 self._state_handles += self._residence.attach_side_state(
                     module, chunk, [spec.name for spec in own.values()]
                 )
                 self._state_handles += attach_state_dict(
                     module,
-                    {
-                        name: self._arena.tensor(chunk.index, spec)
-                        for name, spec in own.items()
-                    },
-                    before_read=self.settle,
-                    before_write=self._before_load,
+                    tensors,
+                    before_read=partial(self._before_read, tensors.values()),
+                    before_write=partial(self._before_load, tensors.values()),
                     written=partial(self._after_load, chunk),
                 )
 
@@ -383,16 +386,21 @@ class Session:
         """Every module through which a forward can reach the model's weights.
 
         Ancestors of the blocks, because a fused loss reads the head without calling
-        it, and the owners of weights outside blocks, for direct calls.
+        it, and the owners of weights outside blocks, for direct calls. Nothing inside
+        a block, where a window is open: its weights may be tied to others outside.
         """
+        inside = tuple(f"{block.name}." for block in self.layout.blocks)
         names: dict[str, None] = {}
         for block in self.layout.blocks:
             parts = block.name.split(".")
             names.update((".".join(parts[:depth]), None) for depth in range(len(parts)))
         for chunk in self.layout.chunks:
             if chunk.block is None:
+                owners = (spec.name.rpartition(".")[0] for spec in chunk.tensors)
                 names.update(
-                    (spec.name.rpartition(".")[0], None) for spec in chunk.tensors
+                    (owner, None)
+                    for owner in owners
+                    if not f"{owner}.".startswith(inside)
                 )
         return [self._modules[name] for name in names]
 
@@ -413,10 +421,15 @@ class Session:
         else:
             self._stale.add(index)
 
-    def _before_load(self) -> None:
+    def _before_read(self, host: Collection[Tensor]) -> None:
+        self.settle()
+        self.device.reads(host)
+
+    def _before_load(self, host: Collection[Tensor]) -> None:
         """Nobody may still read or write the arena."""
         self.settle()
         self.device.synchronize()
+        self.device.writes(host)
 
     def _after_load(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""

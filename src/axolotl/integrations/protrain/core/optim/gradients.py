@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..runtime import Device, HostWorker, Removable, host_buffer
+from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
 from .host_chunks import HostChunk
 
@@ -48,7 +47,7 @@ class GradientOffload:
         self._of_block: dict[int | None, list[_Arriving]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._staging: list[Tensor] = []
-        self._staging_users: list[Future[None] | None] = [None] * MAX_IN_FLIGHT
+        self._staging_users: list[HostTask[None] | None] = [None] * MAX_IN_FLIGHT
         self._next_staging = 0
         self.offloaded_bytes = 0
 
@@ -94,6 +93,7 @@ class GradientOffload:
             if gradient is None:
                 return
             param.grad = None
+            self._device.writes((gradient,), self._device.compute)
             if index in arriving.gradients:
                 # the next micro-batch: sums keep the order of the plain run
                 self._send(arriving)

@@ -92,6 +92,7 @@ class HostAdamW:
             ) -> None:
                 # a fetch ahead may still be reading these weights
                 fetches.synchronize()
+                host.changes()
                 if prepare is not None:
                     prepare(host.leaves)
                 for group, index in zip(optimizer.param_groups, indices, strict=True):

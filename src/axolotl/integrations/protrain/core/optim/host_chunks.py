@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..runtime import Arena
+from ..runtime import Arena, Device
 from ..types import Chunk
 
 
@@ -21,6 +21,7 @@ class HostChunk:
         gradients: Holds buffers for its gradients, unless it has masters: those add
             up in fp32, in memory of their own.
         fp32_master: Update 16-bit weights through fp32 masters.
+        device: Is told what is read and written.
 
     The optimizer never reaches a weight through `param.data`, which a fetch may be
     filling; it owns views of the arena.
@@ -40,7 +41,9 @@ class HostChunk:
         arena: Arena,
         gradients: Arena,
         fp32_master: bool,
+        device: Device,
     ) -> None:
+        self._device = device
         buffered = chunk.index in gradients
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
@@ -56,8 +59,19 @@ class HostChunk:
             for leaf, spec in zip(self.leaves, chunk.tensors, strict=True)
         ]
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those that have arrived since the last clear."""
+        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+    def changes(self) -> None:
+        """Weights, leaves and gradients are about to be written by this thread."""
+        self._device.writes((*self.weights, *self.leaves, *self.gradients))
+
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to that of leaf `index`."""
+        self._device.reads((gradient,))
+        self._device.writes((self._grads[index],))
         leaf = self.leaves[index]
         if leaf.grad is None:
             leaf.grad = self._grads[index].copy_(gradient)
@@ -91,6 +105,7 @@ class HostChunk:
 
     def reload(self) -> None:
         """The weights were loaded from outside: renew the masters."""
+        self.changes()
         for leaf, weight in zip(self.leaves, self.weights, strict=True):
             if leaf is not weight:
                 leaf.copy_(weight)

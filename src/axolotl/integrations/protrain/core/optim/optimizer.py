@@ -135,6 +135,7 @@ class PagedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in the plain AdamW's format; host tensors stay on the host."""
         self._worker.drain()
+        self._device.reads(self._leaves.values())
         self.state.clear()
         host_state = self._host.state()
         for param in self._params():
@@ -210,6 +211,8 @@ class PagedAdamW(torch.optim.Optimizer):
         on_compute = self._device.on_compute()
 
         def norm() -> Tensor:
+            for host in self._chunks:
+                self._device.reads(host.gradients)
             with on_compute:
                 return torch.nn.utils.get_total_norm(gradients)
 
@@ -221,6 +224,7 @@ class PagedAdamW(torch.optim.Optimizer):
         scale = self._clipping()
         if scale is not None:
             for host in self._chunks:
+                self._device.writes(host.gradients)
                 scale(host.leaves)
 
     def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
@@ -263,6 +267,7 @@ class PagedAdamW(torch.optim.Optimizer):
                 f"protrain_fp32_master: {value}."
             )
         if master is not None:
+            self._device.writes((leaf,))
             leaf.copy_(master)
 
     def _load_device(self, states: Mapping[Tensor, dict[str, Any]]) -> None:

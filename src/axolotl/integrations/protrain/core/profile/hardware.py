@@ -64,7 +64,7 @@ def measure_hardware(
         flops_32 = _matmul_rate(device.torch_device, size, torch.float32)
         memory_bytes_s = _elementwise_rate(device.torch_device, nbytes)
     kernel_s = _kernel_s(device.torch_device)
-    adam_bytes_s = _adam_rate(device.host_threads, nbytes // 2, weight_dtype)
+    adam_bytes_s = _adam_rate(device, nbytes // 2, weight_dtype)
     if kind == "cuda":
         torch.cuda.empty_cache()
     return Hardware(
@@ -218,11 +218,11 @@ def _kernel_s(torch_device: torch.device) -> float:
         return median_s(torch_device, launch) / _NUM_KERNELS
 
 
-def _adam_rate(threads: int | None, nbytes: int, dtype: torch.dtype) -> float:
+def _adam_rate(device: Device, nbytes: int, dtype: torch.dtype) -> float:
     weights = nn.Parameter(torch.full((nbytes // dtype.itemsize,), 0.5, dtype=dtype))
     weights.grad = torch.full_like(weights, 0.1)
     optimizer = torch.optim.AdamW([weights], fused=True)
-    worker = HostWorker(threads)
+    worker = HostWorker(device)
     try:
         step = worker.submit(lambda: median_s(weights.device, optimizer.step))
         return weights.nbytes / step.result()

@@ -7,18 +7,22 @@ from .arena import Arena, host_buffer
 from .device import CpuDevice, CudaDevice, Device, open_device
 from .hooks import Removable, attach_block, attach_entry, attach_state_dict
 from .pager import Pager
+from .races import CheckedDevice
 from .recompute import Recompute
 from .residence import Residence
-from .simulated import SimulatedDevice, at_random, at_rate
+from .simulated import DeferredDevice, SimulatedDevice, at_random, at_rate
 from .slots import Slot
 from .swap import Swap, SwapBlock
-from .updates import HostWorker
+from .updates import HostTask, HostWorker
 
 __all__ = [
     "Arena",
+    "CheckedDevice",
     "CpuDevice",
     "CudaDevice",
+    "DeferredDevice",
     "Device",
+    "HostTask",
     "HostWorker",
     "Pager",
     "Recompute",

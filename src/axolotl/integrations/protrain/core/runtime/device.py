@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -50,7 +50,26 @@ class Stream(Protocol):
         """Queue a fill of a uint8 tensor."""
 
 
-class Device(ABC):
+class Accesses:
+    """What the owners of memory say to `CheckedDevice`; other devices do not listen."""
+
+    def reads(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
+        """A stream, or else the calling thread, reads this memory now."""
+
+    def writes(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
+        """A stream, or else the calling thread, writes this memory now."""
+
+    def begin_use(self, buffer: Tensor) -> None:
+        """Compute reads a buffer from here on."""
+
+    def end_use(self, buffer: Tensor) -> None:
+        """It has queued the last of these reads."""
+
+    def free(self, buffer: Tensor) -> None:
+        """Nobody uses what `allocate` gave any more."""
+
+
+class Device(Accesses, ABC):
     """Memory and streams of one device.
 
     Attributes:
@@ -93,6 +112,10 @@ class Device(ABC):
     @abstractmethod
     def unpin(self, host: Tensor) -> None:
         """Undo `pin`. No copy may be in flight."""
+
+    def mark(self) -> Event:
+        """A point of the calling thread: who waits for it has seen its work so far."""
+        return _DONE
 
     @abstractmethod
     def wait_stalled(self, event: Event) -> None:

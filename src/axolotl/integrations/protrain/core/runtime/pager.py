@@ -94,6 +94,8 @@ class Pager:
                 self.num_misses += 1
                 self._wait_update(chunk)
                 self._fetch(chunk, slot)
+        # once nothing can fail any more: a window is open whole or not at all
+        for _chunk, slot in self._needed[block]:
             slot.begin_use()
         self._window = block
         self._forward_runs = direction is not Direction.BACKWARD
@@ -126,8 +128,7 @@ class Pager:
         """Something wrote through the parameters into the slots."""
         self.close_any()
         for slot in self._slots:
-            slot.end_use()
-            slot.forget()
+            slot.overwritten()
 
     def _fetch_ahead(self, block: int, direction: Direction) -> None:
         self._held_back = False

@@ -26,16 +26,15 @@ class Slot:
         self._device = device
         self._poison = poison
         self._arrival: Event | None = None
-        self._last_use: Event | None = None
         self._targets: dict[int, Tensor] = {}
         # a block that is read without being called must not find plausible bytes
         device.compute.fill(buffer, POISON_BYTE)
+        self._last_use = device.compute.record()
 
     def fetch(self, chunk: int, source: Tensor) -> None:
         """Queue the copy of a chunk's bytes (uint8, host) into the slot."""
         stream = self._device.fetch
-        if self._last_use is not None:
-            stream.wait(self._last_use)
+        stream.wait(self._last_use)
         if self._poison:
             stream.fill(self.buffer, POISON_BYTE)
         stream.copy(self._target(chunk, source), source)
@@ -44,6 +43,7 @@ class Slot:
 
     def release(self) -> None:
         """Let go of the device memory; the slot cannot be used again."""
+        self._device.free(self.buffer)
         self._targets.clear()
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
@@ -62,7 +62,15 @@ class Slot:
         """Order the reads that follow after the copy."""
         if self._arrival is not None:
             self._device.wait_stalled(self._arrival)
+        self._device.begin_use(self.buffer)
 
     def end_use(self) -> None:
         """Order the next `fetch` after the reads so far."""
+        self._device.end_use(self.buffer)
         self._last_use = self._device.compute.record()
+
+    def overwritten(self) -> None:
+        """Compute has written through the parameters; order the next `fetch` after."""
+        self._device.writes([self.buffer], self._device.compute)
+        self._last_use = self._device.compute.record()
+        self.forget()

@@ -151,6 +151,8 @@ class Swapped:
         self.fetch()
         self._await()
         assert self._here is not None
+        device = self._device
+        device.reads([_bytes(self._here, device.torch_device)], device.compute)
         return self._here
 
     def _await(self) -> None:

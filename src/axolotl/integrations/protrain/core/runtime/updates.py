@@ -1,71 +1,107 @@
 """One background thread for host work on chunks: gradient sums and optimizer updates.
 
 Work runs in the order it was queued. A failed update is raised on the caller's thread
-by the next wait for its chunk or by `drain`, a failed sum by its future.
+by the next wait for its chunk or by `drain`, a failed sum by its task.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from .device import Device, Event
+
 Result = TypeVar("Result")
+
+
+class HostTask(Generic[Result]):
+    """Work queued on the host thread. Who waits for it has seen what it did."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, device: Device, work: Callable[[], Result]
+    ) -> None:
+        self._end = queued = device.mark()
+        self._future = pool.submit(self._run, device, queued, work)
+
+    def _run(self, device: Device, queued: Event, work: Callable[[], Result]) -> Result:
+        queued.synchronize()
+        try:
+            return work()
+        finally:
+            self._end = device.mark()
+
+    def done(self) -> bool:
+        """True once it has run."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until it has run, whether or not it failed."""
+        self._future.exception(timeout_s)
+        self._end.synchronize()
+
+    def result(self, timeout_s: float | None = None) -> Result:
+        """Block until it has run; raise what it raised."""
+        self.wait(timeout_s)
+        return self._future.result()
 
 
 class HostWorker:
     """Runs one task after another and remembers the last update of each chunk.
 
     Args:
-        threads: Intra-op threads of its tasks; None leaves torch's own number.
+        device: Whose `host_threads` its tasks may use.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, device: Device) -> None:
+        threads = device.host_threads
+        self._device = device
         self._pool = ThreadPoolExecutor(
             1,
             thread_name_prefix="protrain-host",
             initializer=partial(torch.set_num_threads, threads) if threads else None,
         )
-        self._last: dict[int, Future[Any]] = {}
+        self._last: dict[int, HostTask[Any]] = {}
+        self._newest: HostTask[Any] | None = None
         self.waited_s = 0.0
 
     def submit(
         self, task: Callable[[], Result], changes: int | None = None
-    ) -> Future[Result]:
+    ) -> HostTask[Result]:
         """Queue work; `changes` names the chunk whose weights it changes, if any."""
         if changes is not None:
             self.wait(changes)
-        future = self._pool.submit(task)
+        queued = self._newest = HostTask(self._pool, self._device, task)
         if changes is not None:
-            self._last[changes] = future
-        return future
+            self._last[changes] = queued
+        return queued
 
     def pending(self, chunk: int) -> bool:
         """True while an update of the chunk is queued or running; raise its failure."""
-        future = self._last.get(chunk)
-        if future is None:
+        update = self._last.get(chunk)
+        if update is None:
             return False
-        if future.done():
+        if update.done():
             self.wait(chunk)
             return False
         return True
 
     def wait(self, chunk: int) -> None:
         """Block until the chunk's update is done; raise what it raised."""
-        future = self._last.get(chunk)
-        if future is None:
+        update = self._last.get(chunk)
+        if update is None:
             return
-        if not future.done():
+        if not update.done():
             start = time.perf_counter()
-            future.exception()
+            update.wait()
             self.waited_s += time.perf_counter() - start
         # forgotten only now: a signal handler may wait for the same chunk meanwhile
         self._last.pop(chunk, None)
-        future.result()
+        update.result()
 
     def drain(self) -> None:
         """Block until all updates are done; raise the first failure."""
@@ -75,3 +111,5 @@ class HostWorker:
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown(wait=True)
+        if self._newest is not None:
+            self._newest.wait()

@@ -1,0 +1,454 @@
+"""A device that proves: no byte is read before it arrives or overwritten while in use.
+
+`CheckedDevice` wraps any device and keeps a vector clock for each *lane*: compute,
+fetch, offload and every host thread. Queueing work hands the thread's clock to the
+stream, an event keeps the stream's, whoever waits for it takes that over. Each access
+is compared with the last write and the last reads of the same bytes; two that nothing
+orders raise `RaceError`, also when timing happened to be kind.
+
+How memory becomes known, by address:
+
+* `Device.allocate` (until `free` or the end of its storage): counts as written by
+  compute until now, which may have used the same addresses before;
+* `Device.pin` (until `unpin`);
+* any other tensor at its first access (until the end of its storage); on the device it
+  counts as written by the latest known work of compute.
+
+How accesses become known:
+
+* `Stream.copy` and `Stream.fill` say it themselves;
+* kernels of the model: `begin_use(buffer)` .. `end_use(buffer)` for what was allocated,
+  `reads([tensor], device.compute)` and `writes(…)` for anything else, at the moment at
+  which the kernels have been queued;
+* host threads: `reads([tensor])` and `writes([tensor])`, `HostWorker` for the order.
+
+Memory may end once what was queued on it is done for the thread that lets go or, on the
+device, for compute: the allocator gives it to later work of compute. The end of a
+storage cannot raise, so its race is raised by the next call.
+
+Inside `watch`, operators are looked at too: none may touch a buffer that has windows
+while none is open.
+
+All compute streams of the caller count as one lane, and autograd's threads as the
+caller's, who waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ..errors import RaceError
+from .device import Device, Event, Stream
+
+
+class _Lane:
+    """What runs in order. Its clock holds the newest access of each lane it knows of."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: dict[_Lane, int] = {self: 0}
+
+    def join(self, clock: _Clock) -> None:
+        for lane, time in clock.items():
+            if time > self.clock.get(lane, 0):
+                self.clock[lane] = time
+
+    def tick(self) -> int:
+        self.clock[self] += 1
+        return self.clock[self]
+
+
+_Clock = dict[_Lane, int]
+
+
+class _Part:
+    """Consecutive bytes with the same history: their last write, the reads since."""
+
+    def __init__(self, start: int, written: _Clock, read: _Clock) -> None:
+        self.start = start
+        self.written = written
+        self.read = read
+
+    def check(self, clock: _Clock, act: str, writes: bool, memory: _Memory) -> None:
+        """Raise unless whoever has this clock knows of the write, and of the reads."""
+        for what, access in (("write", self.written), ("read", self.read)):
+            for lane, time in access.items():
+                if (what == "write" or writes) and clock.get(lane, 0) < time:
+                    raise RaceError(
+                        f"{memory.name}, from byte {self.start - memory.start}: {act}, "
+                        f"but nothing orders this after the last {what} by {lane.name}. "
+                        f"Missing is a wait for a point of {lane.name} after it."
+                    )
+
+
+class _Memory:
+    """A range of addresses, in parts that split where accesses begin and end."""
+
+    def __init__(
+        self, start: int, end: int, name: str, on_device: bool, written: _Clock
+    ) -> None:
+        self.start = start
+        self.end = end
+        self.name = name
+        self.on_device = on_device
+        self.has_windows = False
+        self.in_use = False
+        self._parts = [_Part(start, written, {})]
+
+    def parts(self, start: int, end: int) -> list[_Part]:
+        """Those from address `start` to `end`, which become bounds."""
+        first = self._bound(start)
+        return self._parts[first : self._bound(end)]
+
+    def check_end(self, clock: _Clock, act: str) -> None:
+        if self.in_use:
+            raise RaceError(f"{self.name}: {act}, but compute has not ended its use")
+        for part in self._parts:
+            part.check(clock, act, True, self)
+
+    def _bound(self, address: int) -> int:
+        if address == self.end:
+            return len(self._parts)
+        at = bisect_left(self._parts, address, key=_start)
+        if at == len(self._parts) or self._parts[at].start != address:
+            before = self._parts[at - 1]
+            self._parts.insert(at, _Part(address, before.written, dict(before.read)))
+        return at
+
+
+def _start(range_: _Part | _Memory) -> int:
+    return range_.start
+
+
+class CheckedDevice(Device):
+    """Another device with every access checked. Costs microseconds a call.
+
+    Raises:
+        RaceError: From any method, and from those of its streams.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.torch_device = device.torch_device
+        self.host_threads = device.host_threads
+        self.lock = threading.RLock()
+        self._local = threading.local()
+        self._caller = self._local.lane = _Lane("the calling thread")
+        self._compute = _Lane("compute")
+        self._lanes = (self._compute, _Lane("fetch"), _Lane("offload"))
+        self.fetch = _CheckedStream(self, device.fetch, self._lanes[1])
+        self.offload = _CheckedStream(self, device.offload, self._lanes[2])
+        self._known: list[_Memory] = []
+        self._ended: deque[tuple[_Memory, _Clock]] = deque()
+        self._num_buffers = 0
+
+    @property
+    def stall_s(self) -> float:  # type: ignore[override]
+        return self._device.stall_s
+
+    @property
+    def compute(self) -> Stream:
+        return _CheckedStream(self, self._device.compute, self._compute)
+
+    def on_compute(self) -> AbstractContextManager[Any]:
+        return self._device.on_compute()
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return self._device.place(tensor)
+
+    def watch(self, already: int) -> AbstractContextManager[Any]:
+        both = ExitStack()
+        both.enter_context(self._device.watch(already))
+        both.enter_context(_Operators(self))
+        return both
+
+    def used_bytes(self) -> int:
+        return self._device.used_bytes()
+
+    def peak_bytes(self) -> int:
+        return self._device.peak_bytes()
+
+    # memory
+
+    def allocate(self, nbytes: int) -> Tensor:
+        buffer = self._device.allocate(nbytes)
+        with self.lock:
+            self._raise_ended()
+            self.queue(self._compute)
+            self._compute.tick()
+            if nbytes:
+                self._new(buffer, self._name("device"), on_device=True)
+        return buffer
+
+    def free(self, buffer: Tensor) -> None:
+        if buffer.numel():
+            self._end(buffer, "frees")
+        self._device.free(buffer)
+
+    def pin(self, host: Tensor) -> None:
+        self._device.pin(host)
+        with self.lock:
+            self._raise_ended()
+            self._add(_Memory(*_span(host), self._name("pinned"), False, {}))
+
+    def unpin(self, host: Tensor) -> None:
+        self._end(host, "unpins")
+        self._device.unpin(host)
+
+    # order
+
+    def mark(self) -> Event:
+        with self.lock:
+            return _CheckedEvent(self, self._device.mark(), dict(self.thread().clock))
+
+    def wait_stalled(self, event: Event) -> None:
+        assert isinstance(event, _CheckedEvent)
+        self._device.wait_stalled(event.inner)
+        with self.lock:
+            self.queue(self._compute)
+            self._compute.join(event.clock)
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+        with self.lock:
+            self._raise_ended()
+            for lane in self._lanes:
+                self.thread().join(lane.clock)
+
+    def thread(self) -> _Lane:
+        """The lane of the calling thread."""
+        if torch._C._current_graph_task_id() != -1:
+            return self._caller
+        if not hasattr(self._local, "lane"):
+            self._local.lane = _Lane(f"the thread {threading.current_thread().name}")
+        return self._local.lane
+
+    def queue(self, lane: _Lane) -> None:
+        """The calling thread queues something on the stream of a lane."""
+        self._raise_ended()
+        lane.join(self.thread().clock)
+
+    def learn(self, event: _CheckedEvent) -> None:
+        """The calling thread has waited for an event."""
+        with self.lock:
+            self._raise_ended()
+            self.thread().join(event.clock)
+
+    # accesses
+
+    def reads(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
+        self._declared(memory, stream, writes=False)
+
+    def writes(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
+        self._declared(memory, stream, writes=True)
+
+    def begin_use(self, buffer: Tensor) -> None:
+        with self.lock:
+            self.queue(self._compute)
+            memory = self.access(self._compute, buffer, False, True)
+            if memory.in_use:
+                raise RaceError(f"{memory.name}: its use begins a second time")
+            memory.in_use = memory.has_windows = True
+
+    def end_use(self, buffer: Tensor) -> None:
+        with self.lock:
+            self.queue(self._compute)
+            memory = self.access(self._compute, buffer, False, True)
+            if not memory.in_use:
+                raise RaceError(f"{memory.name}: its use ends but has not begun")
+            memory.in_use = False
+
+    def access(
+        self, lane: _Lane, tensor: Tensor, writes: bool, on_device: bool
+    ) -> _Memory:
+        """A lane reads or writes memory on the device or the host."""
+        start, end = _span(tensor)
+        memory = self._at(start)
+        if memory is None:
+            name = f"a tensor {list(tensor.shape)} of {tensor.dtype}"
+            memory = self._new(tensor, name, on_device)
+        act = f"{lane.name} {'writes' if writes else 'reads'} it"
+        if writes and memory.in_use:
+            raise RaceError(f"{memory.name}: {act}, but compute has not ended its use")
+        time = lane.tick()
+        for part in memory.parts(start, end):
+            part.check(lane.clock, act, writes, memory)
+            if writes:
+                part.written, part.read = {lane: time}, {}
+            else:
+                part.read[lane] = time
+        return memory
+
+    def is_shut(self, tensor: Tensor) -> bool:
+        """True for memory that has windows, none of them open now."""
+        with self.lock:
+            memory = self._at(tensor.data_ptr())
+            return memory is not None and memory.has_windows and not memory.in_use
+
+    def _declared(
+        self, memory: Iterable[Tensor], stream: Stream | None, writes: bool
+    ) -> None:
+        assert stream is None or isinstance(stream, _CheckedStream)
+        with self.lock:
+            self._raise_ended()
+            lane = self.thread() if stream is None else stream.lane
+            if stream is not None:
+                self.queue(lane)
+            for tensor in filter(Tensor.numel, memory):
+                self.access(lane, tensor, writes, on_device=stream is not None)
+
+    def _at(self, address: int) -> _Memory | None:
+        at = bisect_right(self._known, address, key=_start) - 1
+        found = self._known[at] if at >= 0 else None
+        return found if found is not None and address < found.end else None
+
+    def _new(self, tensor: Tensor, name: str, on_device: bool) -> _Memory:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        # an allocator hands out what compute may just have used
+        written = {self._compute: self._compute.clock[self._compute]}
+        memory = _Memory(
+            start,
+            start + storage.nbytes(),
+            name,
+            on_device,
+            written if on_device else {},
+        )
+        self._add(memory)
+        weakref.finalize(storage, self._storage_ends, memory).atexit = False
+        return memory
+
+    def _add(self, memory: _Memory) -> None:
+        self._known = [
+            other
+            for other in self._known
+            if other.end <= memory.start or memory.end <= other.start
+        ]
+        insort(self._known, memory, key=_start)
+
+    def _storage_ends(self, memory: _Memory) -> None:
+        # runs in the middle of anything: only note it, with what is known now
+        self._ended.append((memory, self._known_by(memory)))
+
+    def _known_by(self, memory: _Memory) -> _Clock:
+        """The clock of whoever gets the memory next."""
+        heir = _Lane("")
+        heir.join(dict(self.thread().clock))
+        if memory.on_device:
+            heir.join(dict(self._compute.clock))
+        return heir.clock
+
+    def _raise_ended(self) -> None:
+        while self._ended:
+            memory, clock = self._ended.popleft()
+            if memory in self._known:
+                self._known.remove(memory)
+                memory.check_end(clock, "its storage ends")
+
+    def _end(self, tensor: Tensor, verb: str) -> None:
+        with self.lock:
+            self._raise_ended()
+            memory = self._at(tensor.data_ptr())
+            name = self.thread().name
+            if memory is None:
+                raise RaceError(f"{name} {verb} memory that nobody has taken")
+            memory.check_end(self._known_by(memory), f"{name} {verb} it")
+            self._known.remove(memory)
+
+    def _name(self, kind: str) -> str:
+        self._num_buffers += 1
+        return f"{kind} buffer {self._num_buffers - 1}"
+
+
+class _CheckedStream:
+    def __init__(self, device: CheckedDevice, inner: Stream, lane: _Lane) -> None:
+        self._device = device
+        self._inner = inner
+        self.lane = lane
+        self._to_device = lane.name != "offload"
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CheckedEvent)
+        self._inner.wait(event.inner)
+        with self._device.lock:
+            self._device.queue(self.lane)
+            self.lane.join(event.clock)
+
+    def record(self) -> Event:
+        inner = self._inner.record()
+        with self._device.lock:
+            self._device.queue(self.lane)
+            return _CheckedEvent(self._device, inner, dict(self.lane.clock))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        if target.numel():
+            with self._device.lock:
+                self._device.queue(self.lane)
+                self._device.access(self.lane, source, False, not self._to_device)
+                self._device.access(self.lane, target, True, self._to_device)
+            # its operators have been checked
+            with _disable_current_modes():
+                self._inner.copy(target, source)
+
+    def fill(self, target: Tensor, byte: int) -> None:
+        if target.numel():
+            with self._device.lock:
+                self._device.queue(self.lane)
+                self._device.access(self.lane, target, True, True)
+            # its operators have been checked
+            with _disable_current_modes():
+                self._inner.fill(target, byte)
+
+
+class _CheckedEvent:
+    def __init__(self, device: CheckedDevice, inner: Event, clock: _Clock) -> None:
+        self._device = device
+        self.inner = inner
+        self.clock = clock
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+        self._device.learn(self)
+
+    def query(self) -> bool:
+        done = self.inner.query()
+        if done:
+            self._device.learn(self)
+        return done
+
+
+class _Operators(TorchDispatchMode):
+    """Looks at the memory of every operator, on autograd's threads too."""
+
+    def __init__(self, device: CheckedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and self._device.is_shut(tensor):
+                    raise RaceError(f"{func} touches a buffer outside its window")
+        return func(*args, **(kwargs or {}))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First address and the one after the last."""
+    start = tensor.data_ptr()
+    last = sum(
+        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * tensor.element_size()

@@ -1,0 +1,285 @@
+"""Random schedules on queues that are carried out at any moment, the last one included.
+
+The real pager, slots, host thread and gradient offload, with kernels in place of a
+model: each checks that it reads exactly the bytes that its block should have by then.
+One failing schedule is run again with `Schedules(seed).run()`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from axolotl.integrations.protrain.core.layout import Direction, Schedule
+from axolotl.integrations.protrain.core.optim import GradientOffload, HostChunk
+from axolotl.integrations.protrain.core.runtime import (
+    Arena,
+    CheckedDevice,
+    DeferredDevice,
+    HostWorker,
+    Pager,
+    Slot,
+)
+from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
+
+FORWARD, BACKWARD, INFERENCE = Direction
+
+
+class Leaf:
+    """A parameter without autograd: `arrive` does what an accumulated gradient does."""
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+        self.hook: Callable[[Leaf], None] = lambda leaf: None
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Leaf], None]) -> None:
+        self.hook = hook
+
+    def arrive(self, gradient: Tensor) -> None:
+        self.grad = gradient
+        self.hook(self)
+
+
+class Schedules:
+    """One random model, device and run, all drawn from a seed.
+
+    Every tensor is full of one number. `values` has what it should be, `sums` the
+    gradients since the last update. Whatever else travels (activations) can be added
+    to `forward` and `backward`, which see each block in order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        moments = draw.choice([None, seed, seed])
+        self.queues = DeferredDevice(moments, queue_compute=True)
+        self.device = CheckedDevice(self.queues)
+        self.wrong: list[str] = []
+        sizes = [draw.randint(0, 3) for _ in range(draw.randint(1, 5))]
+        sizes[draw.randrange(len(sizes))] = draw.randint(1, 3)
+        self.num_blocks, num_chunks = len(sizes), sum(sizes)
+        block_of = [block for block, size in enumerate(sizes) for _ in range(size)]
+        self.chunks = tuple(self._chunk(n, block) for n, block in enumerate(block_of))
+        trained = tuple(chunk for chunk in self.chunks if chunk.trainable)
+        self.values = {s.name: float(n) for n, s in enumerate(self._specs())}
+        self.sums: dict[str, float] = {}
+        self.leaves = {spec.name: Leaf() for spec in self._specs()}
+
+        self.arena, self.gradient_arena = Arena(self.chunks), Arena(trained)
+        whole = (self.arena.whole(), self.gradient_arena.whole())
+        self.pinned = [memory for memory in whole if memory is not None]
+        for memory in self.pinned:
+            self.device.pin(memory)
+        self._write_arena()
+        self.worker = HostWorker(self.device)
+        self.offload = GradientOffload(self.device, self.worker)
+        self.hosts: list[Any] = [
+            HostChunk(
+                c, self.leaves, self.arena, self.gradient_arena, False, self.device
+            )  # type: ignore[arg-type]
+            for c in trained
+        ]
+        self.offload.attach(self.hosts)
+        num_slots = draw.randint(max(sizes), num_chunks)
+        self.slots = [
+            Slot(
+                self.device.allocate(max(c.nbytes for c in self.chunks[n::num_slots])),
+                self.device,
+                poison=draw.random() < 0.5,
+            )
+            for n in range(num_slots)
+        ]
+        ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+        schedule = Schedule(
+            [range(end - size, end) for end, size in zip(ends, sizes, strict=True)],
+            num_slots,
+        )
+        self.slot_of = schedule.slot_of
+        self.pager = Pager(
+            schedule,
+            self.slots,
+            [self.arena.chunk(c.index) for c in self.chunks],
+            wait_update=self.worker.wait,
+            update_pending=self.worker.pending,
+        )
+
+    def run(self) -> None:
+        """Some steps, each with its micro-batches, updates and interludes."""
+        try:
+            for _ in range(self.draw.randint(1, 3)):
+                for _ in range(self.draw.randint(1, 3)):
+                    self.micro_batch()
+                    self.interlude()
+                self.update()
+                self.interlude()
+        finally:
+            self.close()
+        assert not self.wrong, self.wrong
+
+    def micro_batch(self) -> None:
+        drop = self.draw.random() < 0.2
+        blocks = [
+            block
+            for block in range(self.num_blocks)
+            if not drop or self.draw.random() < 0.7
+        ]
+        for block in blocks:
+            self.forward(block, FORWARD)
+        self.pager.close_any()
+        for block in reversed(blocks):
+            self.backward(block)
+
+    def interlude(self) -> None:
+        act = self.draw.random()
+        if act < 0.3:
+            self.pager.close_any()
+            for block in range(self.num_blocks):
+                self.forward(block, INFERENCE)
+        elif act < 0.4:
+            self.load()
+        elif act < 0.5:
+            self.settle()
+
+    def forward(self, block: int, direction: Direction) -> None:
+        self.pager.open(block, direction)
+        self.launch(block)
+        self.pager.close(block, direction)
+
+    def backward(self, block: int) -> None:
+        before = self.pager.window
+        self.pager.open(block, BACKWARD)
+        if before is not None and before != block:
+            self.offload.send_left(before)
+        self.launch(block)
+        for host in self.hosts:
+            if host.chunk.block == block:
+                for spec in host.chunk.tensors:
+                    # what the loss does not depend on never arrives
+                    if self.draw.random() < 0.9:
+                        self.gradient(spec)
+
+    def launch(self, block: int) -> None:
+        """A kernel that reads all chunks of a block when it is carried out."""
+        expected = [
+            (self.slots[self.slot_of(chunk.index)].buffer, spec, self.values[spec.name])
+            for chunk in self.chunks
+            if chunk.block == block
+            for spec in chunk.tensors
+        ]
+
+        def kernel() -> None:
+            for buffer, spec, value in expected:
+                read = buffer[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
+                if not bool((read == value).all()):
+                    self.wrong.append(f"{spec.name}: {read.tolist()}, not {value}")
+
+        self.queues.launch(kernel)
+
+    def gradient(self, spec: TensorSpec) -> None:
+        value = float(self.draw.randint(1, 9))
+        gradient = torch.full(spec.shape, float("nan"))
+        self.queues.launch(lambda: gradient.fill_(value))
+        self.sums[spec.name] = self.sums.get(spec.name, 0.0) + value
+        self.leaves[spec.name].arrive(gradient)
+
+    def update(self) -> None:
+        """Each weight loses its gradient, on the host thread."""
+        self.offload.settle()
+        fetches = self.device.fetch.record()
+        for host in self.hosts:
+            names = [s.name for s in host.chunk.tensors if s.name in self.sums]
+            if names:
+                sums = [self.sums.pop(name) for name in names]
+                for name, total in zip(names, sums, strict=True):
+                    self.values[name] -= total
+                self.pager.close_any()
+                self.pager.forget(host.chunk.index)
+                self.worker.submit(
+                    self._task(host, fetches, sums), changes=host.chunk.index
+                )
+
+    def _task(self, host: HostChunk, fetches: Any, sums: list[float]) -> Any:
+        def update() -> None:
+            fetches.synchronize()
+            host.changes()
+            for gradient, total in zip(host.gradients, sums, strict=True):
+                if not bool((gradient == total).all()):
+                    self.wrong.append(f"a sum of {gradient.tolist()}, not {total}")
+            for leaf in host.leaves:
+                if leaf.grad is not None:
+                    leaf.sub_(leaf.grad)
+            host.clear()
+
+        return update
+
+    def settle(self) -> None:
+        """As a reader of the state does."""
+        self.worker.drain()
+        self.device.reads(self._tensors())
+        for spec, tensor in zip(self._specs(), self._tensors(), strict=True):
+            if not bool((tensor == self.values[spec.name]).all()):
+                self.wrong.append(f"{spec.name} on the host: {tensor.tolist()}")
+
+    def load(self) -> None:
+        """As `load_state_dict` does."""
+        self.worker.drain()
+        self.device.synchronize()
+        for name in self.values:
+            self.values[name] = float(self.draw.randint(10, 99))
+        self._write_arena()
+        self.pager.forget_all()
+
+    def close(self) -> None:
+        self.worker.drain()
+        self.worker.close()
+        self.pager.close_any()
+        self.device.synchronize()
+        self.offload.close()
+        for memory in self.pinned:
+            self.device.unpin(memory)
+        for slot in self.slots:
+            slot.release()
+
+    def _chunk(self, index: int, block: int) -> Chunk:
+        specs = tuple(
+            TensorSpec(
+                f"{index}.{n}", (self.draw.randint(1, 9),), torch.float32, n * 256
+            )
+            for n in range(self.draw.randint(1, 2))
+        )
+        last = specs[-1]
+        trainable = self.draw.random() < 0.5
+        return Chunk(index, block, trainable, specs, last.offset + last.nbytes)
+
+    def _specs(self) -> list[TensorSpec]:
+        return [spec for chunk in self.chunks for spec in chunk.tensors]
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.arena.tensor(c.index, s) for c in self.chunks for s in c.tensors]
+
+    def _write_arena(self) -> None:
+        self.device.writes(self._tensors())
+        for spec, tensor in zip(self._specs(), self._tensors(), strict=True):
+            tensor.fill_(self.values[spec.name])
+
+
+def run_all(seeds: range) -> None:
+    """Raise with the first schedule that fails, saying its seed."""
+    for seed in seeds:
+        try:
+            Schedules(seed).run()
+        except Exception as error:
+            raise AssertionError(f"Schedules({seed}).run() fails") from error
+
+
+def test_schedules() -> None:
+    run_all(range(1_000))
+
+
+@pytest.mark.full
+def test_many_schedules() -> None:
+    run_all(range(1_000, 10_000))
