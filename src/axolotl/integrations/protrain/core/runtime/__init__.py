@@ -4,7 +4,7 @@ Decides nothing: imports neither cost nor search nor profile.
 """
 
 from .arena import Arena, host_buffer
-from .device import CpuDevice, CudaDevice, Device, open_device
+from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import Removable, attach_block, attach_entry, attach_state_dict
 from .pager import Pager
 from .recompute import Recompute
@@ -25,6 +25,7 @@ __all__ = [
     "Residence",
     "SimulatedDevice",
     "Slot",
+    "asked_bytes",
     "at_random",
     "at_rate",
     "attach_block",
