@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
-from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.runtime import CpuDevice, Device
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -182,12 +182,15 @@ def open_session(
     keep: Collection[str] = (),
     fp32_master: bool = False,
     poison: bool = True,
+    device: Device | None = None,
     **plan: Any,
 ) -> Session:
-    """A poisoned session on a CPU device; `plan` goes to `make_plan`."""
+    """A poisoned session, on a CPU device if no other; `plan` goes to `make_plan`."""
     layout = build_layout(model, keep)
     options = Options(poison=poison, fp32_master=fp32_master)
-    return Session(model, layout, make_plan(layout, **plan), CpuDevice(), options)
+    return Session(
+        model, layout, make_plan(layout, **plan), device or CpuDevice(), options
+    )
 
 
 def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:

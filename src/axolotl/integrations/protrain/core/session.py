@@ -28,6 +28,7 @@ from .runtime import (
     attach_block,
     attach_entry,
     attach_state_dict,
+    drop_ended_backward,
 )
 from .types import Chunk, Layout, Placement, Plan
 
@@ -216,6 +217,7 @@ class Session:
         """Undo the forward and backward passes since the last update."""
         for recompute in self._recomputes:
             recompute.unwind()
+        drop_ended_backward()
         self._pager.close_any()
         self._gradients.discard()
         self._worker.drain()
@@ -283,6 +285,7 @@ class Session:
             undo.callback(_remove, self._state_handles)
             undo.callback(self._residence.move_out)
             undo.callback(_remove, self._handles)
+            undo.callback(drop_ended_backward)
             undo.callback(self.device.synchronize)
             undo.callback(self._worker.close)
             self._worker.drain()

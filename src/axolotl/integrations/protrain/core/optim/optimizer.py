@@ -313,7 +313,8 @@ class PagedAdamW(torch.optim.Optimizer):
 
 
 def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    # a copy on the CPU device too, whose bytes are counted apart
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

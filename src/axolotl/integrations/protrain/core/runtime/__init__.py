@@ -5,7 +5,13 @@ Decides nothing: imports neither cost nor search nor profile.
 
 from .arena import Arena, host_buffer
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
-from .hooks import Removable, attach_block, attach_entry, attach_state_dict
+from .hooks import (
+    Removable,
+    attach_block,
+    attach_entry,
+    attach_state_dict,
+    drop_ended_backward,
+)
 from .pager import Pager
 from .recompute import Recompute
 from .residence import Residence
@@ -31,6 +37,7 @@ __all__ = [
     "attach_block",
     "attach_entry",
     "attach_state_dict",
+    "drop_ended_backward",
     "host_buffer",
     "open_device",
 ]
