@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 from axolotl_jobs import (
     LORA,
+    PAGED,
     PROTRAIN,
     SEEDING,
     Job,
     Pair,
     Result,
     assert_equal,
+    job,
     overrides,
     pair,
 )
@@ -60,9 +62,20 @@ def test_training_goes_on(run: Run, jobs: Pair) -> None:
     assert "ProTrain plan (notch)" in paged.log
 
 
-@pytest.mark.parametrize("jobs", [lora("update", {})], ids=["lora"])
-def test_half_an_update_is_an_error(run: Run, jobs: Pair) -> None:
-    result = run(jobs.paged)
-    assert "DeviceMemoryError" in result.error
-    assert f"Step {STEP}" in result.error and "half done" in result.error
-    assert not result.report["notches"]
+ERRORS = {
+    "FailInUpdate": ("in update", "half done", 0),
+    "FailTwice": ("in forward", "under a smaller plan already", 1),
+    "FailWithoutMeasure": ("in backward", "no smaller plan", 0),
+}
+
+
+@pytest.mark.parametrize("plugin", ERRORS)
+def test_what_cannot_be_repeated_is_an_error(run: Run, plugin: str) -> None:
+    """It says when, how much, why not again, what is largest, and what to do."""
+    phase, why, num_notches = ERRORS[plugin]
+    plugins = {"plugins": [PROTRAIN, SEEDING, f"failing_plugin.{plugin}"]}
+    result = run(job("llama", LORA, STEPS, PAGED, plugins))
+    message = result.error[result.error.rindex("DeviceMemoryError") :]
+    for part in (f"Step {STEP}", phase, why, "largest part is", "micro_batch_size"):
+        assert part in message
+    assert len(result.report["notches"]) == num_notches

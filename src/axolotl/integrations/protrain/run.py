@@ -39,7 +39,7 @@ from .core.profile import (
     meta_twin,
 )
 from .core.runtime import open_device
-from .core.session import Measured, Options, Session
+from .core.session import Options, Session
 from .core.types import Hardware
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
@@ -123,17 +123,16 @@ class TrainingRun:
 
     def close(self) -> None:
         """Give the model back and write the report; does nothing when not open."""
-        self._recovery = None
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._watching.close()
         session, self.session = self.session, None
-        if session is None or self.report is None:
-            return
-        try:
-            session.close()
-        finally:
-            self._finish(session.measured(), self.report)
+        self._recovery = None
+        # the last one first, and each of them whatever the others raise
+        with ExitStack() as undo:
+            if session is not None and self.report is not None:
+                undo.callback(self._finish, session, self.report)
+                undo.callback(session.close)
+            undo.callback(self._watching.close)
+            while self._hooks:
+                undo.callback(self._hooks.pop().remove)
 
     def begin_step(self, number: int, state: TrainerState) -> None:
         """An optimizer step begins, the `number`-th of this run."""
@@ -187,12 +186,12 @@ class TrainingRun:
         """
         if self.report is None:
             return
-        phase, why = "update", "the update was half done, so it cannot be repeated"
-        if not self._step:
-            phase = "evaluation or saving" if self.session else "loading"
-            why = "only a training step can be repeated"
-        elif not self._updating:
-            phase, why = "forward", "the step was under a smaller plan already"
+        phase, why = "forward", "the step was under a smaller plan already"
+        if self._updating:
+            phase, why = "update", "the update was half done, so it cannot be repeated"
+        elif not self._repeated:
+            phase = "loading" if self.session is None else "what is no training step"
+            why = "only forward, backward and update can be repeated"
         shortage = self._shortage(error, phase)
         # they hold what the device has no room for
         traceback.clear_frames(error.__traceback__)
@@ -290,7 +289,8 @@ class TrainingRun:
                 report.notes.append(line)
                 self._log.warning(f"ProTrain's prediction is off. {line}")
 
-    def _finish(self, measured: Measured, report: RunReport) -> None:
+    def _finish(self, session: Session, report: RunReport) -> None:
+        measured = session.measured()
         self._log.info(summary(measured, report))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
