@@ -9,7 +9,12 @@ from hypothesis import given, strategies as st
 from search_cases import PLENTY, Case, cases, missing_bytes
 
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
-from axolotl.integrations.protrain.core.planner import Knobs, Planner, with_measured
+from axolotl.integrations.protrain.core.planner import (
+    Forecast,
+    Knobs,
+    Planner,
+    with_measured,
+)
 from axolotl.integrations.protrain.core.types import BlockTimes, Budget
 
 NOTHING = -1
@@ -100,3 +105,45 @@ def test_measured_times_replace_computed_ones() -> None:
         computed, forward_s=(), backward_s=(), measured=True
     )
     assert with_measured(computed, {}) == computed
+
+
+@given(cases(), st.data())
+def test_a_notch_is_the_fastest_plan_that_can_be_reached(
+    case: Case, data: st.DataObject
+) -> None:
+    """Against all plans: lower by what was asked for, with room for the unplanned."""
+    judged = case.plans()
+    before = data.draw(st.sampled_from(judged))
+    device_bytes = before.device_bytes + data.draw(st.integers(0, 500))
+    unplanned = data.draw(st.integers(-200, 500))
+    asked = data.draw(st.integers(1, 300))
+    movable = data.draw(st.sets(st.integers(0, 20)))
+    room = device_bytes - max(unplanned, 0)
+
+    def reached(below: int) -> list[float]:
+        return [
+            plan.step.total_s
+            for plan in judged
+            if plan.device_bytes <= min(room, below)
+            and all(
+                old.on_host == new.on_host or (new.on_host and index in movable)
+                for index, (old, new) in enumerate(
+                    zip(before.plan.placements, plan.plan.placements, strict=True)
+                )
+            )
+        ]
+
+    lower = reached(before.device_bytes - asked) or reached(before.device_bytes - 1)
+
+    def notch() -> Forecast:
+        return planner(case, device_bytes).notch(before.plan, unplanned, asked, movable)
+
+    if not lower:
+        with pytest.raises(BudgetError):
+            notch()
+        return
+    forecast = notch()
+    assert forecast.step.total_s == pytest.approx(min(lower), rel=1e-6)
+    assert forecast.device.peak_bytes < before.device_bytes
+    assert forecast.plan.origin == "notch"
+    assert forecast.budget.usable_bytes == device_bytes

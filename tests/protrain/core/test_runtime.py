@@ -25,6 +25,7 @@ from axolotl.integrations.protrain.core.runtime import (
     HostWorker,
     Pager,
     Slot,
+    asked_bytes,
     open_device,
 )
 from axolotl.integrations.protrain.core.types import Chunk, Layout, TensorSpec
@@ -374,7 +375,8 @@ def test_close_finishes_the_queue_and_ends_the_thread() -> None:
 
 @given(layouts())
 def test_arena_keeps_chunks_apart(layout: Layout) -> None:
-    arena = Arena(layout.chunks)
+    arena = Arena()
+    memory = arena.add(layout.chunks)
     for chunk in layout.chunks:
         arena.chunk(chunk.index).fill_(chunk.index + 1)
     for chunk in layout.chunks:
@@ -386,7 +388,6 @@ def test_arena_keeps_chunks_apart(layout: Layout) -> None:
             assert tensor.shape == spec.shape and tensor.dtype == spec.dtype
             assert tensor.data_ptr() == whole.data_ptr() + spec.offset
             assert tensor.untyped_storage().nbytes() == spec.nbytes
-    memory = arena.whole()
     if memory is None:
         assert arena.nbytes == 0 and not layout.chunks
     else:
@@ -406,7 +407,7 @@ def test_an_arena_lives_as_long_as_its_tensors() -> None:
 
 def test_the_cpu_device_counts_its_peak() -> None:
     device = CpuDevice()
-    device.allocate(100)
+    buffer = device.allocate(100)
     placed = device.place(torch.zeros(10))
     unseen = torch.zeros(1000)
     with device.watch(already=60):
@@ -421,6 +422,38 @@ def test_the_cpu_device_counts_its_peak() -> None:
     del made, view
     assert device.used_bytes() == 200
     assert device.peak_bytes() == 280
+    del buffer, placed
+    assert device.used_bytes() == 60
+
+
+def test_a_cpu_device_keeps_to_its_capacity() -> None:
+    """What did not fit is not there: as much as before still fits."""
+    device = CpuDevice(capacity_bytes=1000)
+    buffer = device.allocate(600)
+    with pytest.raises(torch.OutOfMemoryError, match="600 of 1000") as raised:
+        device.place(torch.zeros(101))
+    assert asked_bytes(raised.value) == 404
+    with device.watch(already=0):
+        ones = torch.ones(50)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(100)
+        device.probe(200)
+        with pytest.raises(torch.OutOfMemoryError):
+            device.probe(201)
+    assert device.used_bytes() == buffer.nbytes + ones.nbytes == 800
+
+
+@pytest.mark.parametrize(
+    "said, nbytes",
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 * 2**20),
+        ("Tried to allocate 1.50 GiB.", 3 * 2**29),
+        ("Tried to allocate 512 bytes.", 512),
+        ("out of memory", 0),
+    ],
+)
+def test_what_was_asked_for_is_read_off_the_error(said: str, nbytes: int) -> None:
+    assert asked_bytes(torch.OutOfMemoryError(said)) == nbytes
 
 
 def test_only_known_devices_open() -> None:

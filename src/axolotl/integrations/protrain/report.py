@@ -17,6 +17,7 @@ from rich.table import Table
 
 from .core.planner import Forecast
 from .core.session import Measured
+from .core.types import Plan
 
 WATCHED_STEPS = 2
 """First steps in which the CPU device counts every allocation, which slows them: the
@@ -51,11 +52,12 @@ def policy_row(policies: Sequence[str]) -> str:
             re.match(rf"(.{{{n}}})\1*", rest) for n in range(1, len(rest) // 2 + 1)
         )
         again = [run for run in runs_of if run and run[0] != run[1]]
-        run = max(again, key=lambda run: run.end(), default=re.match("(.)", rest))
-        unit, number = run[1], run.end() // len(run[1])
+        run = max(again, key=lambda run: run.end(), default=None)
+        unit, length = (run[1], run.end()) if run else (rest[0], 1)
+        number = length // len(unit)
         name = unit if len(unit) == 1 else f"({unit})"
         parts.append(f"{number}{name}" if number > 1 else name)
-        rest = rest[run.end() :]
+        rest = rest[length:]
     legend = (
         f"{POLICY_LETTERS[policy]} {policy}" for policy in dict.fromkeys(policies)
     )
@@ -70,10 +72,23 @@ class RunReport:
     device: str
     notes: list[str]
     step_s: list[float] = field(default_factory=list)
+    notches: list[dict[str, Any]] = field(default_factory=list)
 
     def table(self) -> str:
         """The plan and its prediction in one short table."""
         return "\n".join([forecast_table(self.forecast, self.device), *self.notes])
+
+    def notch(self, step: int, shortage: Mapping[str, Any], forecast: Forecast) -> None:
+        """A step ran out of memory and goes on under another forecast's plan."""
+        self.notches.append(
+            {
+                "step": step,
+                **shortage,
+                "from": _knobs_dict(self.forecast.plan),
+                "to": _knobs_dict(forecast.plan),
+            }
+        )
+        self.forecast = forecast
 
     def write(self, output_dir: Path, measured: Measured, host_peak: int) -> Path:
         """Write report.json under `output_dir` and return its path."""
@@ -96,6 +111,7 @@ class RunReport:
                 "step_s": step_s,
             },
             "device": self.device,
+            "notches": self.notches,
             "notes": self.notes,
         }
 
@@ -224,10 +240,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
     plan, layout, step = forecast.plan, forecast.layout, forecast.step
     return {
         "plan": {
-            "n_persist": plan.n_persist,
-            "n_buffer": plan.n_buffer,
-            "n_swap": plan.n_swap,
-            "n_checkpoint": plan.n_checkpoint,
+            **_knobs_dict(plan),
             "mode": plan.mode,
             "origin": plan.origin,
             "num_blocks": len(layout.blocks),
@@ -260,6 +273,13 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "tokens_per_s": forecast.tokens_per_s,
             "measured_blocks": forecast.times.measured,
         },
+    }
+
+
+def _knobs_dict(plan: Plan) -> dict[str, int]:
+    return {
+        knob: getattr(plan, knob)
+        for knob in ("n_persist", "n_buffer", "n_swap", "n_checkpoint")
     }
 
 

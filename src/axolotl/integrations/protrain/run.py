@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import resource
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerState
 
 from .args import ProTrainArgs, overrides
 from .batches import autocast_dtype, sample_batch
 from .core.checkpoint import checkpoint_bytes, require_space
 from .core.cost import block_times
-from .core.errors import ConfigError, ProTrainError
+from .core.errors import BudgetError, ConfigError, DeviceMemoryError, ProTrainError
 from .core.layout import build_layout, find_blocks
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
@@ -36,10 +39,11 @@ from .core.profile import (
     meta_twin,
 )
 from .core.runtime import CheckedDevice, open_device
-from .core.session import Measured, Options, Session
+from .core.session import Options, Session
 from .core.types import Hardware
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
-from .report import WATCHED_STEPS, RunReport, summary
+from .recovery import Result, Shortage, StepRecovery
+from .report import WATCHED_STEPS, RunReport, format_bytes, summary
 from .stand_ins import make_experts_traceable
 
 CHECKED_STEP = 4
@@ -70,6 +74,11 @@ class TrainingRun:
         self._log = log
         self._logged: dict[str, float] = {}
         self._watching = ExitStack()
+        self._planner: Planner | None = None
+        self._recovery: StepRecovery | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._number = self._step = 0
+        self._repeated = self._updating = False
         self._is_adapter = False
         self._saves_optimizer = False
 
@@ -112,32 +121,153 @@ class TrainingRun:
             ),
         )
         self._logged = {}
+        self._recovery = StepRecovery(device, self._shortage, self._lower)
 
     def close(self) -> None:
         """Give the model back and write the report; does nothing when not open."""
-        self._watching.close()
         session, self.session = self.session, None
-        if session is None or self.report is None:
-            return
-        try:
-            session.close()
-        finally:
-            self._finish(session.measured(), self.report)
+        self._recovery = None
+        # the last one first, and each of them whatever the others raise
+        with ExitStack() as undo:
+            if session is not None and self.report is not None:
+                undo.callback(self._finish, session, self.report)
+                undo.callback(session.close)
+            undo.callback(self._watching.close)
+            while self._hooks:
+                undo.callback(self._hooks.pop().remove)
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self, number: int, state: TrainerState) -> None:
         """An optimizer step begins, the `number`-th of this run."""
-        watched = number < WATCHED_STEPS or self.args.protrain_check_races
-        if self.session is not None and watched:
-            self._watching.enter_context(self.session.watch())
+        if self.session is None or self._recovery is None:
+            return
+        self._number, self._step = number, state.global_step + 1
+        self._repeated = False
+        self._recovery.begin(state)
+        self._watch()
 
     def end_step(self, seconds: float) -> None:
         """It has ended."""
         self._watching.close()
-        if self.session is None or self.report is None:
+        self._step = 0
+        if self.session is None or self.report is None or self._recovery is None:
             return
+        self._recovery.begin(None)
         self.report.step_s.append(seconds)
         if len(self.report.step_s) == CHECKED_STEP:
             self._compare(self.report)
+
+    def attempt(self, act: Callable[[], Result], phase: str) -> Result:
+        """Do a part of a step, under a smaller plan if the device has no room.
+
+        Raises:
+            DeviceMemoryError: The step cannot be repeated.
+            torch.OutOfMemoryError: It failed again; see `explain`.
+        """
+        return self._recovery.attempt(act, phase) if self._recovery else act()
+
+    def guard_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for room before an update, not while it changes weights."""
+
+        def before(*_: Any) -> None:
+            self.attempt(self._probe_update, "update")
+            self._updating = True
+
+        def after(*_: Any) -> None:
+            self._updating = False
+
+        self._hooks = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    def explain(self, error: torch.OutOfMemoryError) -> None:
+        """Raise what an error means that no smaller plan has averted.
+
+        Raises:
+            DeviceMemoryError: There was a plan.
+        """
+        if self.report is None:
+            return
+        phase, why = "forward", "the step was under a smaller plan already"
+        if self._updating:
+            phase, why = "update", "the update was half done, so it cannot be repeated"
+        elif not self._repeated:
+            phase = "loading" if self.session is None else "what is no training step"
+            why = "only forward, backward and update can be repeated"
+        shortage = self._shortage(error, phase)
+        # they hold what the device has no room for
+        traceback.clear_frames(error.__traceback__)
+        raise self._refusal(shortage, why) from error
+
+    def _probe_update(self) -> None:
+        assert self.session is not None and self.report is not None
+        update = next(
+            point
+            for point in self.report.forecast.device.timeline
+            if point.phase == "update"
+        )
+        made = self.session.measured().device_optimizer_bytes
+        self.session.device.probe(max(update.moments - made, 0) + update.working)
+
+    def _shortage(self, error: torch.OutOfMemoryError, phase: str) -> Shortage:
+        assert self.report is not None
+        in_use = self.session.device.used_bytes() if self.session else 0
+        return Shortage.of(error, self.report.forecast, in_use, phase)
+
+    def _lower(self, shortage: Shortage) -> None:
+        """Take the fastest plan that has room for what was missing.
+
+        Raises:
+            DeviceMemoryError: There is none, or the step has been repeated before.
+        """
+        session, report, planner = self.session, self.report, self._planner
+        assert session is not None and report is not None and planner is not None
+        if self._repeated:
+            raise self._refusal(shortage, "the step was under a smaller plan already")
+        if (self._cfg.world_size or 1) > 1:
+            raise self._refusal(
+                shortage, "a step of several ranks cannot be repeated by one of them"
+            )
+        force = self.args.protrain_force_all_persistent
+        before = report.forecast.plan
+        try:
+            forecast = planner.notch(
+                before,
+                shortage.unplanned_bytes,
+                shortage.asked_bytes,
+                frozenset() if force else session.movable,
+            )
+        except BudgetError as error:
+            raise self._refusal(shortage, "no smaller plan leaves that room") from error
+        self._repeated = True
+        # what moves now is not the step's
+        self._watching.close()
+        session.replan(forecast.plan, forecast.moved.out)
+        report.notch(self._step, asdict(shortage), forecast)
+        self._log.warning(
+            f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
+            + report.table()
+        )
+        self._watch()
+
+    def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
+        assert self.report is not None
+        forecast = self.report.forecast
+        terms = forecast.device.terms
+        largest = max(terms, key=lambda name: terms[name])
+        missing = max(shortage.unplanned_bytes, shortage.asked_bytes, 1)
+        where = f"Step {self._step}" if self._step else "Outside the steps"
+        return DeviceMemoryError(
+            f"protrain_capacity_bytes: {where}: {shortage}, and {why}. The largest part "
+            f"is {largest}, {format_bytes(terms[largest])}. Set protrain_capacity_bytes "
+            f"to {forecast.budget.device_bytes - missing:,} or less, or lower "
+            "micro_batch_size, sequence_len or the adapter's rank."
+        )
+
+    def _watch(self) -> None:
+        watched = self._number < WATCHED_STEPS or self.args.protrain_check_races
+        if self.session is not None and watched:
+            self._watching.enter_context(self.session.watch())
 
     def _compare(self, report: RunReport) -> None:
         """Say once how far the first steps are from their prediction."""
@@ -162,7 +292,8 @@ class TrainingRun:
                 report.notes.append(line)
                 self._log.warning(f"ProTrain's prediction is off. {line}")
 
-    def _finish(self, measured: Measured, report: RunReport) -> None:
+    def _finish(self, session: Session, report: RunReport) -> None:
+        measured = session.measured()
         self._log.info(summary(measured, report))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
@@ -236,7 +367,7 @@ class TrainingRun:
             block_times(subject.traced.trace, layout, hardware), measured
         )
         budget = budget_of(args, subject, hardware.device_bytes, hardware.host_bytes)
-        planner = Planner(
+        planner = self._planner = Planner(
             layout, subject.traced.trace, workload, hardware, times, budget
         )
         notes += [*subject.assumptions, *assumed]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
@@ -40,6 +41,9 @@ class ProTrainTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
+        except torch.OutOfMemoryError as error:
+            self.protrain.explain(error)
+            raise
         finally:
             self.protrain.close()
 
@@ -66,16 +70,32 @@ class ProTrainTrainerMixin:
         trainer.optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self.protrain.session is not None:
             trainer.optimizer = self.protrain.session.wrap_optimizer(trainer.optimizer)
+            self.protrain.guard_update(trainer.optimizer)
         return trainer.optimizer
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = partial(super().training_step, *args, **kwargs)  # type: ignore[misc]
+        return self.protrain.attempt(step, "forward")
+
     def _clip_grad_norm(self, model: Any) -> Any:
-        norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)  # type: ignore[attr-defined]
-        return norm if norm is not None else super()._clip_grad_norm(model)  # type: ignore[misc]
+        plain = super()._clip_grad_norm  # type: ignore[misc]
+
+        def clip() -> Any:
+            norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)  # type: ignore[attr-defined]
+            return norm if norm is not None else plain(model)
+
+        return self.protrain.attempt(clip, "update")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None:
-            grad_norm = self.protrain.clip_grad_norm(float("inf"))
-        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        plain = super()._get_grad_norm  # type: ignore[misc]
+
+        def norm() -> Any:
+            known = grad_norm
+            if known is None:
+                known = self.protrain.clip_grad_norm(float("inf"))
+            return plain(model, grad_norm=known)
+
+        return self.protrain.attempt(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -105,8 +125,10 @@ class RunCallback(TrainerCallback):
         self._started = 0.0
         self._num_steps = 0
 
-    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        self._run.begin_step(self._num_steps)
+    def on_step_begin(
+        self, args: Any, state: TrainerState, *_args: Any, **_kwargs: Any
+    ) -> None:
+        self._run.begin_step(self._num_steps, state)
         self._started = time.perf_counter()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:

@@ -5,6 +5,7 @@
     ProTrainError
      +-- ConfigError      (also a ValueError) a YAML key, or two that exclude each other
      +-- BudgetError      no plan fits the memory of this machine
+ +-- DeviceMemoryError  the device ran out of memory and the step cannot be repeated
      +-- LayoutError      no repeated blocks were recognised in the model
      +-- TraceError       the model could not be run without weights
      +-- CheckpointError  a checkpoint could not be written or read back
@@ -28,6 +29,10 @@ class ConfigError(ProTrainError, ValueError):
 
 class BudgetError(ProTrainError):
     """The model does not fit, with any plan, in the memory that may be used."""
+
+
+class DeviceMemoryError(ProTrainError):
+    """The device ran out of memory, and no smaller plan could finish the step."""
 
 
 class LayoutError(ProTrainError):

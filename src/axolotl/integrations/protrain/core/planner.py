@@ -5,7 +5,7 @@ The one planner: training and the dry run both ask it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from .cost import (
@@ -14,8 +14,19 @@ from .cost import (
     MemoryModel,
     StepTime,
 )
+from .errors import BudgetError
 from .search import Search
-from .types import BlockTimes, Budget, Hardware, Layout, Moved, Plan, Trace, Workload
+from .types import (
+    BlockTimes,
+    Budget,
+    Hardware,
+    Layout,
+    Moved,
+    Placement,
+    Plan,
+    Trace,
+    Workload,
+)
 
 
 def with_measured(
@@ -138,6 +149,45 @@ class Planner:
                 knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
             )
         )
+
+    def notch(
+        self, plan: Plan, unplanned_bytes: int, asked_bytes: int, movable: Set[int]
+    ) -> Forecast:
+        """The fastest plan that leaves room for what `plan` did not foresee.
+
+        Its peak is lower by what was asked for, else by as much as is possible, and
+        what was unplanned comes on top of it.
+
+        Args:
+            plan: What ran.
+            unplanned_bytes: What the step took beyond the plan's predicted peak.
+            asked_bytes: What could not be allocated.
+            movable: Chunks that may go from the device to the host; none comes back.
+
+        Raises:
+            BudgetError: None is lower.
+        """
+
+        def reachable(placements: Sequence[Placement]) -> bool:
+            pairs = zip(plan.placements, placements, strict=True)
+            return all(
+                old.on_host == new.on_host or (new.on_host and index in movable)
+                for index, (old, new) in enumerate(pairs)
+            )
+
+        _, _, _, _, times, budget = self._given
+        peak = self._memory.device(plan).peak_bytes
+        room = budget.usable_bytes - max(unplanned_bytes, 0)
+
+        def fastest(below: int) -> Plan:
+            smaller = Budget(min(room, below), 0, budget.host_bytes)
+            return Search(self._memory, times, smaller, reachable).fastest()
+
+        try:
+            lower = fastest(peak - asked_bytes)
+        except BudgetError:
+            lower = fastest(peak - 1)
+        return self.forecast(replace(lower, origin="notch"))
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""

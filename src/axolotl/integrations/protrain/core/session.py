@@ -6,8 +6,8 @@ The model's modules, names and parameters stay the objects they were.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +31,7 @@ from .runtime import (
     attach_block,
     attach_entry,
     attach_state_dict,
+    drop_ended_backward,
 )
 from .types import Chunk, Layout, Placement, Plan, Policy
 
@@ -111,33 +112,24 @@ class Session:
         self._state_handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock] = []
         self._pinned: list[Tensor] = []
-
-        on_host = [c for c in layout.chunks if plan.placements[c.index].on_host]
-        trained = tuple(c for c in on_host if c.trainable)
-        self._numbers = {index: n for n, index in enumerate(plan.paged)}
-        self._worker = HostWorker(device)
-        self._arena = Arena(tuple(on_host))
-        self._gradient_arena = Arena(
-            tuple(c for c in trained if not c.has_masters(options.fp32_master))
-        )
-        self._slots = [
-            Slot(device.allocate(nbytes), device, options.poison)
-            for nbytes in slot_bytes(layout, plan.placements, plan.n_buffer)
-        ]
-        self._residence = Residence(
-            model,
-            on_host,
-            self._arena,
-            {chunk.index: self._device_bytes(chunk) for chunk in on_host},
-            device,
-            announce=self._attach_state,
-        )
+        self._numbers: dict[int, int] = {}
+        self._slots: list[Slot] = []
         self._swap: Swap | None = None
-        self._pager = self._build_pager()
         self._host_chunks: list[HostChunk] = []
+        self._worker = HostWorker(device)
+        self._arena = Arena()
+        self._gradient_arena = Arena()
+        self._residence = Residence(
+            model, self._arena, device, announce=self._attach_state
+        )
         self._gradients = GradientOffload(device, self._worker)
+        self._swap_bytes = options.swap_bytes
+        self._pager = self._build_pager()
         try:
-            self._open(trained)
+            self._open()
+            self._pager = self._build_pager()
+            self._attach()
+            self._placed_bytes = device.used_bytes()
         except BaseException:
             self.close()
             raise
@@ -183,6 +175,77 @@ class Session:
             return None
         self._pager.close_any()
         return self._optimizer.clip_grad_norm(list(self._params.values()), max_norm)
+
+    @property
+    def movable(self) -> frozenset[int]:
+        """Chunks that `replan` may move to the host.
+
+        What trains may only if the optimizer has a side there from the start.
+        """
+        trains = isinstance(self._optimizer, PagedAdamW)
+        return frozenset(
+            c.index for c in self.layout.chunks if trains or not c.trainable
+        )
+
+    def replan(self, plan: Plan, swap_bytes: tuple[int, ...] = ()) -> None:
+        """Go on under another plan, before a step or in the middle of one.
+
+        Gradients so far are forgotten. What is on the host stays there, where it is.
+        After an error the session can only be closed.
+
+        Args:
+            plan: The other plan.
+            swap_bytes: As in `Options`, under it.
+
+        Raises:
+            ValueError: The plan moves a chunk that may not move.
+        """
+        pairs = zip(self.plan.placements, plan.placements, strict=True)
+        for index, (old, new) in enumerate(pairs):
+            if old.on_host != new.on_host and (
+                old.on_host or index not in self.movable
+            ):
+                raise ValueError(f"chunk {index} cannot go from {old} to {new}")
+        self.forget_gradients()
+        self.settle()
+        self.device.synchronize()
+        used_bytes = self.device.used_bytes()
+        _remove(self._handles)
+        self._running.clear()
+        swap, self._swap = self._swap, None
+        if swap is not None:
+            swap.close()
+        self._residence.unload(self.plan.paged)
+        for slot in self._slots:
+            slot.release()
+        self._gradients.close()
+        pager, gradients, old_plan = self._pager, self._gradients, self.plan
+        self.plan, self._swap_bytes = plan, swap_bytes
+        self._open(old_plan)
+        self._pager = self._build_pager()
+        for counter in ("fetched_bytes", "num_fetches", "num_misses"):
+            setattr(self._pager, counter, getattr(pager, counter))
+        self._gradients = GradientOffload(self.device, self._worker)
+        self._gradients.offloaded_bytes = gradients.offloaded_bytes
+        self._attach()
+        if swap is not None and self._swap is not None:
+            self._swap.count_on(swap)
+        self._placed_bytes += self.device.used_bytes() - used_bytes
+        if isinstance(self._optimizer, PagedAdamW):
+            self._optimizer.rehost(self._host_chunks, self._gradients)
+
+    def forget_gradients(self) -> None:
+        """Undo the forward and backward passes since the last update."""
+        for block in self._running:
+            block.unwind()
+        drop_ended_backward()
+        self._pager.close_any()
+        self._gradients.discard()
+        self._worker.drain()
+        if isinstance(self._optimizer, PagedAdamW):
+            self._optimizer.zero_grad()
+        for param in self._params.values():
+            param.grad = None
 
     def ready(self) -> None:
         """Make weights that stay on the device current after a host update."""
@@ -233,50 +296,74 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        try:
-            self._worker.drain()
-        finally:
-            self._worker.close()
-            self._pager.close_any()
-            self.device.synchronize()
-            _remove(self._handles)
-            self._residence.move_out()
-            # last: until here a reader of the state had to be told where it is
-            _remove(self._state_handles)
-            self._gradients.close()
-            if self._swap is not None:
-                self._swap.close()
-            while self._pinned:
-                self.device.unpin(self._pinned.pop())
+        # the last one first, and each of them whatever the others raise
+        with ExitStack() as undo:
             for slot in self._slots:
-                slot.release()
+                undo.callback(slot.release)
+            while self._pinned:
+                undo.callback(self.device.unpin, self._pinned.pop())
+            if self._swap is not None:
+                undo.callback(self._swap.close)
+            for host in self._host_chunks:
+                undo.callback(host.clear)
+            undo.callback(self._gradients.close)
+            # until they are back a reader of the state had to be told where weights are
+            undo.callback(_remove, self._state_handles)
+            undo.callback(self._residence.move_out)
+            undo.callback(_remove, self._handles)
+            undo.callback(drop_ended_backward)
+            undo.callback(self.device.synchronize)
+            undo.callback(self._pager.close_any)
+            undo.callback(self._worker.close)
+            self._worker.drain()
 
     # opening
 
-    def _open(self, trained: Sequence[Chunk]) -> None:
-        self._residence.move_in()
-        for arena in (self._arena, self._gradient_arena):
-            memory = arena.whole()
-            if memory is not None:
-                self.device.pin(memory)
-                self._pinned.append(memory)
-        self._host_chunks = [
-            HostChunk(
-                chunk,
-                self._params,
-                self._arena,
-                self._gradient_arena,
-                self._options.fp32_master,
-                self.device,
-            )
-            for chunk in _needed_first(trained)
+    def _open(self, before: Plan | None = None) -> None:
+        """Move the model to where the plan has it; `before` is where it was."""
+        plan, masters = self.plan, self._options.fp32_master
+        on_host = [c for c in self.layout.chunks if plan.placements[c.index].on_host]
+        new = [chunk for chunk in on_host if chunk.index not in self._arena]
+        trained = [chunk for chunk in new if chunk.trainable]
+        self._numbers = {index: n for n, index in enumerate(plan.paged)}
+        self._slots = [
+            Slot(self.device.allocate(nbytes), self.device, self._options.poison)
+            for nbytes in slot_bytes(self.layout, plan.placements, plan.n_buffer)
         ]
-        for chunk in self.layout.chunks:
-            if self.plan.placements[chunk.index] is Placement.HOST_STATE:
+        regions = [
+            self._arena.add(new),
+            self._gradient_arena.add(
+                [chunk for chunk in trained if not chunk.has_masters(masters)]
+            ),
+        ]
+        state = Placement.HOST_STATE
+        moving = [
+            chunk
+            for chunk in on_host
+            if plan.placements[chunk.index] is not state
+            or before is None
+            or before.placements[chunk.index] is not state
+        ]
+        self._residence.move_in(moving, self._device_bytes)
+        for region in regions:
+            if region is not None:
+                # not before: pages are committed as chunks move in
+                self.device.pin(region)
+                self._pinned.append(region)
+        arenas = self._arena, self._gradient_arena
+        self._host_chunks = _needed_first(
+            [
+                *self._host_chunks,
+                *(
+                    HostChunk(c, self._params, *arenas, masters, self.device)
+                    for c in trained
+                ),
+            ]
+        )
+        for chunk in moving:
+            if plan.placements[chunk.index] is state:
                 self._residence.refresh(chunk)
         self.device.synchronize()
-        self._placed_bytes = self.device.used_bytes()
-        self._attach()
 
     def _device_bytes(self, chunk: Chunk) -> Tensor:
         number = self._numbers.get(chunk.index)
@@ -296,7 +383,7 @@ class Session:
         return Pager(
             schedule,
             self._slots,
-            [self._arena.chunk(index) for index in paged],
+            [self._arena.chunk(index) for index in self._numbers],
             wait_update=lambda number: self._worker.wait(paged[number]),
             update_pending=lambda number: self._worker.pending(paged[number]),
             before_ahead=self._open_backward if self._swaps else None,
@@ -316,7 +403,7 @@ class Session:
         return Swap(
             self.device,
             [*weights, *self.model.buffers()],
-            dict(enumerate(self._options.swap_bytes)),
+            dict(enumerate(self._swap_bytes)),
         )
 
     def _attach(self) -> None:
@@ -444,6 +531,6 @@ def _remove(handles: list[Removable]) -> None:
         handles.pop().remove()
 
 
-def _needed_first(chunks: Sequence[Chunk]) -> list[Chunk]:
+def _needed_first(chunks: Iterable[HostChunk]) -> list[HostChunk]:
     """Order of host updates: weights outside blocks are read before the first block."""
-    return sorted(chunks, key=lambda c: (c.block is not None, c.index))
+    return sorted(chunks, key=lambda h: (h.chunk.block is not None, h.chunk.index))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -77,15 +78,29 @@ class GradientOffload:
                 self._send(arriving)
         while self._in_flight:
             self._retire()
-        for user in self._staging_users:
-            if user is not None:
-                user.result()
+        for slot in range(MAX_IN_FLIGHT):
+            self._wait_staging(slot)
+
+    def discard(self) -> None:
+        """Forget what has not been sent; return once nothing is on its way."""
+        for arriving in self._arriving:
+            arriving.gradients.clear()
+        self.settle()
 
     def close(self) -> None:
-        """Release the staging memory; no copy may be in flight."""
-        for buffer in self._staging:
-            self._device.unpin(buffer)
-        self._staging = []
+        """Release gradients and staging memory; no copy may be in flight.
+
+        Raises:
+            Exception: What the sum of a gradient raised, unless `settle` has.
+        """
+        self._in_flight.clear()
+        for arriving in self._arriving:
+            arriving.gradients.clear()
+        with ExitStack() as rest:
+            while self._staging:
+                rest.callback(self._device.unpin, self._staging.pop())
+            for slot in range(MAX_IN_FLIGHT):
+                rest.callback(self._wait_staging, slot)
 
     def _hook(self, arriving: _Arriving, index: int) -> Callable[[Tensor], None]:
         def on_gradient(param: Tensor) -> None:
@@ -143,10 +158,17 @@ class GradientOffload:
             )
             self._device.pin(buffer)
             self._staging.append(buffer)
+        self._wait_staging(slot)
+        return slot, self._staging[slot]
+
+    def _wait_staging(self, slot: int) -> None:
+        """Return once nobody reads a staging buffer; raise the failure of a sum once."""
         user = self._staging_users[slot]
         if user is not None:
+            user.wait()
+            # forgotten only now: an interrupt must not free what is being read
+            self._staging_users[slot] = None
             user.result()
-        return slot, self._staging[slot]
 
     def _retire(self) -> None:
         event, _gradients = self._in_flight.popleft()

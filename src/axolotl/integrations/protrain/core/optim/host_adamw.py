@@ -112,23 +112,26 @@ class HostAdamW:
             for leaf, state in optimizer.state.items()
         }
 
-    def load(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Replace the state of all leaves, by `id(leaf)`; moments take the leaf's dtype."""
+    def load(self, state: Mapping[int, dict[str, Any]], copy: bool = True) -> None:
+        """Replace the state of all leaves, by `id(leaf)`; moments take the leaf's dtype.
+
+        Without `copy`, moments on the host are taken over as they are.
+        """
         for host, optimizer in zip(self._chunks, self._optimizers, strict=True):
             optimizer.state.clear()
             for leaf in host.leaves:
                 if id(leaf) in state:
                     optimizer.state[leaf] = {
-                        key: self._own(key, value, leaf)
+                        key: self._own(key, value, leaf, copy)
                         for key, value in state[id(leaf)].items()
                     }
 
-    def _own(self, key: str, value: Any, leaf: Tensor) -> Any:
+    def _own(self, key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
         if key == "step":
             count = float(value)
             return int(count) if self._kind == "deepspeed" else torch.tensor(count)
         if isinstance(value, Tensor):
-            return value.detach().to(device="cpu", dtype=leaf.dtype, copy=True)
+            return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
         return value
 
     def state_bytes(self) -> int:

@@ -71,13 +71,8 @@ class PagedAdamW(torch.optim.Optimizer):
         self._leaves = leaves_by_param(chunks)
         self._resident = _restrict(plain, lambda p: id(p) not in self._leaves)
         self._check_grouped(chunks)
-        group_of = {
-            id(self._leaves[id(p)]): index
-            for index, group in enumerate(self.param_groups)
-            for p in group["params"]
-            if id(p) in self._leaves
-        }
-        self._host = HostAdamW(chunks, group_of, self._hyperparameters(), kind, worker)
+        self._kind = kind
+        self._host = self._host_optimizer()
         self._clip: tuple[float, Tensor] | None = None
 
     def clip_grad_norm(
@@ -179,6 +174,36 @@ class PagedAdamW(torch.optim.Optimizer):
         self._host.load(on_host)
         self._load_device(on_device)
 
+    def rehost(self, chunks: Sequence[HostChunk], gradients: GradientOffload) -> None:
+        """Go on with more chunks on the host; no gradient and no update is pending.
+
+        State comes along without a second copy of what is on the host.
+
+        Args:
+            chunks: As at construction; those known already are the same objects.
+            gradients: Brings their gradients to the host from now on.
+        """
+        state = self._host.state()
+        self._chunks, self._gradients = chunks, gradients
+        self._leaves = leaves_by_param(chunks)
+        self._check_grouped(chunks)
+        if self._resident is not None:
+            for group in self._resident.param_groups:
+                moved = [p for p in group["params"] if id(p) in self._leaves]
+                group["params"] = [
+                    p for p in group["params"] if id(p) not in self._leaves
+                ]
+                for param in moved:
+                    # popped: its device memory goes tensor by tensor
+                    own = self._resident.state.pop(param, {})
+                    state[id(self._leaves[id(param)])] = {
+                        key: _on_host(own.pop(key)) for key in list(own)
+                    }
+            if not any(group["params"] for group in self._resident.param_groups):
+                self._resident = None
+        self._host = self._host_optimizer()
+        self._host.load({leaf: own for leaf, own in state.items() if own}, copy=False)
+
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and moments."""
         own = sum(host.host_bytes() for host in self._chunks)
@@ -196,6 +221,17 @@ class PagedAdamW(torch.optim.Optimizer):
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in self.param_groups
         ]
+
+    def _host_optimizer(self) -> HostAdamW:
+        group_of = {
+            id(self._leaves[id(p)]): index
+            for index, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if id(p) in self._leaves
+        }
+        return HostAdamW(
+            self._chunks, group_of, self._hyperparameters(), self._kind, self._worker
+        )
 
     def _check_grouped(self, chunks: Sequence[HostChunk]) -> None:
         grouped = {id(p) for p in self._params()}
@@ -279,6 +315,11 @@ class PagedAdamW(torch.optim.Optimizer):
             index: states[p] for index, p in enumerate(params) if p in states
         }
         self._resident.load_state_dict(packed)
+
+
+def _on_host(value: Any) -> Any:
+    # a copy on the CPU device too, whose bytes are counted apart
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

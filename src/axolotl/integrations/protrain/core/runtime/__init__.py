@@ -4,8 +4,14 @@ Decides nothing: imports neither cost nor search nor profile.
 """
 
 from .arena import Arena, host_buffer
-from .device import CpuDevice, CudaDevice, Device, open_device
-from .hooks import Removable, attach_block, attach_entry, attach_state_dict
+from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
+from .hooks import (
+    Removable,
+    attach_block,
+    attach_entry,
+    attach_state_dict,
+    drop_ended_backward,
+)
 from .pager import Pager
 from .races import CheckedDevice
 from .recompute import Recompute
@@ -32,11 +38,13 @@ __all__ = [
     "Slot",
     "Swap",
     "SwapBlock",
+    "asked_bytes",
     "at_random",
     "at_rate",
     "attach_block",
     "attach_entry",
     "attach_state_dict",
+    "drop_ended_backward",
     "host_buffer",
     "open_device",
 ]

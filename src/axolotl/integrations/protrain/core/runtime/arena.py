@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,47 +15,53 @@ from ..types import Chunk, TensorSpec
 
 
 class Arena:
-    """One anonymous mapping of exactly the bytes asked for.
+    """Anonymous mappings of exactly the bytes asked for.
 
     Pages are committed when they are first written, so filling it chunk by chunk
     while the original tensors are freed never holds two copies. Tensors handed out
     have storages of their own: to `safetensors` and `torch.save` they look like
-    independent tensors, and the mapping lives as long as any of them.
+    independent tensors, and a mapping lives as long as any of them.
 
     Args:
-        chunks: The chunks to hold, each at an offset of its own.
+        chunks: The chunks to hold from the start, each at an offset of its own.
     """
 
-    def __init__(self, chunks: tuple[Chunk, ...]) -> None:
-        self._offsets: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
-        end = 0
-        for chunk in chunks:
-            self._offsets[chunk.index] = end
-            self._sizes[chunk.index] = chunk.nbytes
-            end += aligned(chunk.nbytes)
-        self.nbytes = end
-        self._memory = _map_private(end) if end else None
+    def __init__(self, chunks: Sequence[Chunk] = ()) -> None:
+        self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self.nbytes = 0
+        self.add(chunks)
 
     def __contains__(self, index: int) -> bool:
-        return index in self._offsets
+        return index in self._places
+
+    def add(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Hold further chunks; what is there stays where it is.
+
+        Returns:
+            Their mapping as one uint8 tensor, None when it is empty.
+        """
+        nbytes = sum(aligned(chunk.nbytes) for chunk in chunks)
+        if not nbytes:
+            return None
+        memory, start = _map_private(nbytes), 0
+        for chunk in chunks:
+            self._places[chunk.index] = (memory, start, chunk.nbytes)
+            start += aligned(chunk.nbytes)
+        self.nbytes += nbytes
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def chunk(self, index: int) -> Tensor:
         """All bytes of a chunk, uint8 of shape [chunk.nbytes]."""
-        return self._view(torch.uint8, self._sizes[index], self._offsets[index])
+        memory, start, nbytes = self._places[index]
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
-        start = self._offsets[index] + spec.offset
-        return self._view(spec.dtype, spec.numel, start).view(spec.shape)
-
-    def whole(self) -> Tensor | None:
-        """The mapping as one uint8 tensor, None when it is empty."""
-        return self._view(torch.uint8, self.nbytes, 0) if self.nbytes else None
-
-    def _view(self, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-        assert self._memory is not None
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+        memory, start, _ = self._places[index]
+        flat = torch.frombuffer(
+            memory, dtype=spec.dtype, count=spec.numel, offset=start + spec.offset
+        )
+        return flat.view(spec.shape)
 
 
 def host_buffer(nbytes: int) -> Tensor:

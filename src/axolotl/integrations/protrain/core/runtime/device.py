@@ -8,6 +8,7 @@ streams and pinned memory. The runtime knows nothing else about where it runs.
 from __future__ import annotations
 
 import os
+import re
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -130,6 +131,10 @@ class Device(Accesses, ABC):
         """
 
     @abstractmethod
+    def probe(self, nbytes: int) -> None:
+        """Raise `torch.OutOfMemoryError` unless there is room for so many more bytes."""
+
+    @abstractmethod
     def used_bytes(self) -> int:
         """Device bytes in use now."""
 
@@ -180,10 +185,9 @@ class _Watch(TorchDispatchMode):
     Host work runs on a thread of its own, where no mode is active.
     """
 
-    def __init__(self, count: Callable[[int], None]) -> None:
+    def __init__(self, follow: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
-        self._count = count
-        self._live: set[int] = set()
+        self._follow = follow
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -195,17 +199,6 @@ class _Watch(TorchDispatchMode):
                 if _is_plain(tensor) and _storage(tensor) not in given:
                     self._follow(tensor.untyped_storage())
         return output
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key not in self._live:
-            self._live.add(key)
-            self._count(nbytes)
-            weakref.finalize(storage, self._gone, key, nbytes).atexit = False
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._live.discard(key)
-        self._count(-nbytes)
 
 
 def _is_plain(value: Any) -> bool:
@@ -221,10 +214,15 @@ class CpuDevice(Device):
 
     Its peak counts what the plugin places on it, and what operators allocate while it
     is watched; watching takes microseconds an operator.
+
+    Args:
+        capacity_bytes: More than that raises `torch.OutOfMemoryError`; None counts only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__()
+        self._capacity_bytes = capacity_bytes
+        self._live: set[int] = set()
         self.torch_device = torch.device("cpu")
         self.fetch = _ImmediateStream(self)
         self.offload = _ImmediateStream(self)
@@ -240,13 +238,15 @@ class CpuDevice(Device):
         return nullcontext()
 
     def allocate(self, nbytes: int) -> Tensor:
-        self._count(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._follow(buffer.untyped_storage())
+        return buffer
 
     def place(self, tensor: Tensor) -> Tensor:
-        self._count(tensor.nbytes)
         # memory of its own, as on any device: a view of a mapped shard keeps it mapped
-        return tensor.clone()
+        placed = tensor.clone()
+        self._follow(placed.untyped_storage())
+        return placed
 
     def pin(self, host: Tensor) -> None:
         pass
@@ -259,10 +259,31 @@ class CpuDevice(Device):
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
         self._count(already)
-        return _Watch(self._count)
+        return _Watch(self._follow)
+
+    def probe(self, nbytes: int) -> None:
+        capacity = self._capacity_bytes
+        if capacity is not None and self._used + nbytes > capacity:
+            raise torch.OutOfMemoryError(
+                f"CPU device out of memory. Tried to allocate {nbytes} bytes. "
+                f"{self._used} of {capacity} bytes are in use."
+            )
 
     def used_bytes(self) -> int:
         return self._used
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is gone."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self.probe(nbytes)
+            self._live.add(key)
+            self._count(nbytes)
+            weakref.finalize(storage, self._gone, key, nbytes).atexit = False
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._live.discard(key)
+        self._count(-nbytes)
 
     def _count(self, nbytes: int) -> None:
         self._used += nbytes
@@ -354,6 +375,10 @@ class CudaDevice(Device):
     def watch(self, already: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def probe(self, nbytes: int) -> None:
+        # the allocator keeps it for what comes next
+        self.allocate(nbytes)
+
     def used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
@@ -379,6 +404,15 @@ def _check_cuda(status: Any, what: str) -> None:
             f"CUDA: {name} while {what}. The limit on locked memory (ulimit -l) or the "
             "host itself may be too small; protrain_cpu_capacity_bytes bounds the use."
         )
+
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def asked_bytes(error: torch.OutOfMemoryError) -> int:
+    """What could not be allocated, as the error words it; 0 if it does not say."""
+    said = re.search(r"allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
+    return round(float(said[1]) * _UNITS[said[2]]) if said else 0
 
 
 def open_device(torch_device: torch.device) -> Device:

@@ -132,6 +132,18 @@ def attach_state_dict(
     ]
 
 
+def drop_ended_backward() -> None:
+    """Let go of the graph of a backward pass that an error ended.
+
+    torch keeps its nodes that were ready, in a queue of the calling thread, until some
+    backward comes past them: here one whose only node sorts last.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        end = torch.zeros((), requires_grad=True) * 1
+    end.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+    end.backward()
+
+
 def _direction() -> Direction:
     if _inside_backward():
         return Direction.BACKWARD

@@ -173,6 +173,9 @@ class CheckedDevice(Device):
         both.enter_context(_Operators(self))
         return both
 
+    def probe(self, nbytes: int) -> None:
+        self._device.probe(nbytes)
+
     def used_bytes(self) -> int:
         return self._device.used_bytes()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,10 +20,7 @@ class Residence:
     Args:
         model: Its parameters keep their identity; only `.data` is bound anew, and the
             tensors in the quant state of quantised ones.
-        chunks: The host-kept chunks.
-        arena: Holds their bytes.
-        device_bytes: For each of them, by index, the device buffer (uint8) that its
-            parameters are views of: a slot, or memory of its own.
+        arena: Holds the bytes of host-kept chunks.
         device: Everything else moves there.
         announce: Called for each chunk once its bytes are in the arena and before its
             parameters point elsewhere: from here on readers must be told.
@@ -32,43 +29,45 @@ class Residence:
     def __init__(
         self,
         model: nn.Module,
-        chunks: Sequence[Chunk],
         arena: Arena,
-        device_bytes: Mapping[int, Tensor],
         device: Device,
         announce: Callable[[Chunk], None],
     ) -> None:
         self._model = model
         self._bindings = model_bindings(model)
-        self._chunks = chunks
         self._arena = arena
-        self._device_bytes = device_bytes
         self._device = device
         self._announce = announce
-        self._moved: list[Chunk] = []
-        self._held: list[nn.Module] = []
+        self._moved: dict[int, Chunk] = {}
+        self._held: list[nn.Module] | None = None
         self.refreshed_bytes = 0
 
-    def move_in(self) -> None:
-        """Bind every parameter to its place, one chunk at a time."""
-        self._held = hold_packing(self._model)
-        on_host = {spec.name for chunk in self._chunks for spec in chunk.tensors}
-        # first: one small view would keep a whole mapped shard of the file alive
-        for name, binding in self._bindings.items():
-            if name not in on_host:
-                binding.bind(self._device.place(binding.tensor))
-        for buffer in self._model.buffers():
-            buffer.data = self._device.place(buffer.data)
-        for chunk in self._chunks:
-            self._move_chunk(chunk)
+    def move_in(
+        self, chunks: Sequence[Chunk], buffer_of: Callable[[Chunk], Tensor]
+    ) -> None:
+        """Bind every parameter to its place, one chunk at a time.
+
+        Args:
+            chunks: The host-kept chunks; a later call names those that move again.
+            buffer_of: Gives the device buffer (uint8) that the parameters of a chunk
+                become views of: a slot, or memory of its own.
+        """
+        if self._held is None:
+            self._held = hold_packing(self._model)
+            self._place_others({s.name for chunk in chunks for s in chunk.tensors})
+        for chunk in chunks:
+            self._move_chunk(chunk, buffer_of)
+
+    def unload(self, chunks: Iterable[int]) -> None:
+        """Bind host-kept chunks to the arena, so that their buffers may go."""
+        for index in chunks:
+            for spec in self._moved[index].tensors:
+                self._bindings[spec.name].bind(self._arena.tensor(index, spec))
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
-        for chunk in self._moved:
-            for spec in chunk.tensors:
-                self._bindings[spec.name].bind(self._arena.tensor(chunk.index, spec))
-        self._moved = []
-        self._device_bytes = {}
+        self.unload(self._moved)
+        self._moved = {}
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
@@ -76,7 +75,7 @@ class Residence:
             binding.bind(binding.tensor.cpu())
         for buffer in self._model.buffers():
             buffer.data = buffer.data.cpu()
-        release_packing(self._held)
+        release_packing(self._held or [])
         self._held = []
 
     def refresh(self, chunk: Chunk) -> None:
@@ -125,16 +124,25 @@ class Residence:
             owner.register_state_dict_post_hook(show_device),
         ]
 
-    def _move_chunk(self, chunk: Chunk) -> None:
-        buffer = self._device_bytes[chunk.index]
-        for spec in chunk.tensors:
-            self._arena.tensor(chunk.index, spec).copy_(
-                self._bindings[spec.name].tensor
-            )
-        self._announce(chunk)
-        self._moved.append(chunk)
+    def _place_others(self, on_host: set[str]) -> None:
+        # first: one small view would keep a whole mapped shard of the file alive
+        for name, binding in self._bindings.items():
+            if name not in on_host:
+                binding.bind(self._device.place(binding.tensor))
+        for buffer in self._model.buffers():
+            buffer.data = self._device.place(buffer.data)
+
+    def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
+        buffer = buffer_of(chunk)
+        if chunk.index not in self._moved:
+            for spec in chunk.tensors:
+                self._arena.tensor(chunk.index, spec).copy_(
+                    self._bindings[spec.name].tensor
+                )
+            self._announce(chunk)
+            self._moved[chunk.index] = chunk
         for spec in chunk.tensors:
             view = buffer[spec.offset : spec.offset + spec.nbytes]
-            # the only rebinding until `move_out`; frees the original
+            # the only rebinding under a plan; frees the original
             self._bindings[spec.name].bind(view.view(spec.dtype).view(spec.shape))
         return_freed_memory()

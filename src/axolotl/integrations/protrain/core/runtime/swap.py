@@ -250,6 +250,13 @@ class Swap:
             self.device.compute.wait(event)
         self._leaving = []
 
+    def count_on(self, before: Swap) -> None:
+        """Go on from the counters of one that has been closed."""
+        self.offloaded_bytes += before.offloaded_bytes
+        self.fetched_bytes += before.fetched_bytes
+        self.num_offloads += before.num_offloads
+        self.num_fetches += before.num_fetches
+
     def close(self) -> None:
         """Release the host memory; the device is idle."""
         self._leaving = []

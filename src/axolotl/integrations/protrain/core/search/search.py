@@ -14,7 +14,7 @@ blocks recompute and the swapping ones send their inputs away, and all of these.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -82,9 +82,17 @@ class Search:
         memory: Peaks of its plans.
         times: What its blocks take to compute.
         budget: What may be used.
+        reachable: Whether the chunks may sit so; None where they may sit anyhow.
     """
 
-    def __init__(self, memory: MemoryModel, times: BlockTimes, budget: Budget) -> None:
+    def __init__(
+        self,
+        memory: MemoryModel,
+        times: BlockTimes,
+        budget: Budget,
+        reachable: Callable[[Sequence[Placement]], bool] | None = None,
+    ) -> None:
+        self._reachable = reachable
         self._memory = memory
         self._times = times
         self._budget = budget
@@ -295,6 +303,8 @@ class Search:
                 least = max(least, self._num_chunks)
             for n_persist in range(self._num_chunks, least - 1, -1):
                 placed = self._placed(n_persist, outside)
+                if self._reachable and not self._reachable(placed.placements):
+                    continue
                 most = min(placed.num_paged, self._most_slots)
                 for n_buffer in range(placed.floor, most + 1):
                     yield n_buffer, n_persist, outside
@@ -479,6 +489,7 @@ class _Placed:
     Attributes:
         floor: Fewest slots that can run.
         num_paged: Chunks that pass through them.
+        placements: Where each chunk sits.
         base: Weights and optimizer state on the device, without slots.
         gradients: Of what trains there.
         peaks: Device peaks known so far, by swapping and recomputed blocks, without
@@ -491,7 +502,7 @@ class _Placed:
     ) -> None:
         self._memory = memory
         self._bound = bound
-        self._placements = placements
+        self.placements = placements
         self.floor = slot_floor(memory.layout, placements)
         self.num_paged = placements.count(Placement.PAGED)
         self._states = memory.states(placements)
@@ -503,14 +514,14 @@ class _Placed:
 
     @cached_property
     def parameters(self) -> Parameters:
-        return self._memory.parameters(self._placements, self._states)
+        return self._memory.parameters(self.placements, self._states)
 
     @cached_property
     def bound(self) -> PlacedBound:
-        return self._bound.under(self._placements)
+        return self._bound.under(self.placements)
 
     def _slot_bytes(self, n_buffer: int) -> int:
-        return sum(slot_bytes(self._memory.layout, self._placements, n_buffer))
+        return sum(slot_bytes(self._memory.layout, self.placements, n_buffer))
 
 
 def _num_resident(knobs: _Knobs) -> int:

@@ -1,0 +1,492 @@
+"""Failures everywhere: the same training, or one error, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    before_host_updates,
+    hook_counts,
+    make_plan,
+    stack,
+    train,
+    twin,
+    weights,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from axolotl.integrations.protrain.core.errors import CheckpointError
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.runtime import CpuDevice, asked_bytes
+from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.recovery import Shortage, StepRecovery
+
+DATA = [batches(2, seed) for seed in range(3)]
+
+
+class FaultyDevice(CpuDevice):
+    """Raises where it is armed, and counts what is page-locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[int] = []
+        self._armed: dict[str, tuple[int, BaseException]] = {}
+        self.fetch = FaultyStream(self, "fetch", self.fetch)
+        self.offload = FaultyStream(self, "offload", self.offload)
+
+    def arm(self, action: str, nth: int, error: BaseException) -> None:
+        """The `nth` action from now on raises."""
+        self._armed[action] = (nth, error)
+
+    def act(self, action: str) -> None:
+        left, error = self._armed.pop(action, (0, None))
+        if left == 1 and error is not None:
+            raise error
+        if error is not None:
+            self._armed[action] = (left - 1, error)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.act("allocate")
+        return super().allocate(nbytes)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        self.act("place")
+        return super().place(tensor)
+
+    def probe(self, nbytes: int) -> None:
+        self.act("probe")
+
+    def pin(self, host: Tensor) -> None:
+        self.act("pin")
+        self.pinned.append(host.data_ptr())
+
+    def unpin(self, host: Tensor) -> None:
+        self.pinned.remove(host.data_ptr())
+        self.act("unpin")
+
+    def synchronize(self) -> None:
+        self.act("synchronize")
+
+
+class FaultyStream:
+    """A stream of a `FaultyDevice`."""
+
+    def __init__(self, device: FaultyDevice, name: str, stream: Any) -> None:
+        self._device = device
+        self._name = name
+        self.wait, self.fill = stream.wait, stream.fill
+        self._copy = stream.copy
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._device.act(self._name)
+        self._copy(target, source)
+
+    def record(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self._device.act(f"{self._name} event")
+
+
+class FaultyOperators(TorchDispatchMode):
+    """The first operators of a name raise, from inside backward if they are to."""
+
+    def __init__(
+        self, name: str, errors: list[BaseException], backward: bool = False
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._errors = errors
+        self._backward = backward
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        inside = torch._C._current_graph_task_id() != -1
+        if func.overloadpacket.__name__ == self._name and inside is self._backward:
+            if self._errors:
+                raise self._errors.pop()
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Run:
+    """A session between its first step and the one that fails."""
+
+    model: nn.Module
+    device: FaultyDevice
+    session: Session
+    optimizer: torch.optim.Optimizer
+    faults: ExitStack
+    loss: Callable[[Tensor], Tensor] = torch.clone
+
+    def micro_batch(self, tokens: Tensor) -> float:
+        loss = self.loss(self.model(tokens)) / len(DATA[0])
+        loss.backward()
+        return loss.item()
+
+    def step(self, data: list[Tensor], after: Any) -> list[float]:
+        """As the trainer's loop; `after` are the plans to go on with."""
+        recovery = StepRecovery(
+            torch.device("cpu"),
+            lambda error, phase: Shortage(phase, 0, asked_bytes(error), 0),
+            lambda _: self.session.replan(
+                make_plan(self.session.layout, **next(after))
+            ),
+        )
+        numbers = [
+            recovery.attempt(partial(self.micro_batch, tokens), "forward")
+            for tokens in data
+        ]
+        clip = partial(self.session.clip_grad_norm, 0.5)
+        numbers.append(recovery.attempt(clip, "update").item())
+        recovery.attempt(partial(self.device.probe, 1), "update")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return numbers
+
+
+def no_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("Tried to allocate 4096 bytes.")
+
+
+def broken() -> RuntimeError:
+    return RuntimeError("on purpose")
+
+
+def stopped() -> KeyboardInterrupt:
+    return KeyboardInterrupt("on purpose")
+
+
+Arm = Callable[[Run], None]
+
+
+def device(action: str, nth: int, error: Callable[[], BaseException]) -> Arm:
+    return lambda run: run.device.arm(action, nth, error())
+
+
+def operator(
+    name: str,
+    error: Callable[[], BaseException],
+    backward: bool = False,
+    times: int = 1,
+) -> Arm:
+    def arm(run: Run) -> None:
+        errors = [error() for _ in range(times)]
+        run.faults.enter_context(FaultyOperators(name, errors, backward))
+
+    return arm
+
+
+def both(*arms: Arm) -> Arm:
+    def arm(run: Run) -> None:
+        for each in arms:
+            each(run)
+
+    return arm
+
+
+def raises(error: Callable[[], BaseException]) -> Callable[..., Any]:
+    def act(*_: Any) -> Any:
+        raise error()
+
+    return act
+
+
+def host_update(run: Run) -> None:
+    errors = iter([broken()])
+
+    def fail() -> None:
+        for error in errors:
+            raise error
+
+    run.faults.enter_context(before_host_updates(fail))
+
+
+def forward_hook(run: Run) -> None:
+    handle = run.model.layers[2].register_forward_hook(raises(broken))
+    run.faults.callback(handle.remove)
+
+
+def gradient_hook(run: Run) -> None:
+    handle = run.model.layers[2].up.weight.register_hook(raises(broken))
+    run.faults.callback(handle.remove)
+
+
+def loss_function(run: Run) -> None:
+    run.loss = raises(broken)
+
+
+PAGED: dict[str, Any] = {"resident": [1, 4], "outside": HOST_STATE}
+RECOMPUTED: dict[str, Any] = {**PAGED, "recompute": ALL}
+NOTCHED: dict[str, Any] = {"resident": [4], "recompute": [0], "outside": HOST_STATE}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that goes wrong in the second step."""
+
+    arm: Arm
+    plan: dict[str, Any]
+
+
+SURVIVED = {
+    "forward": Failure(operator("gelu", no_memory), PAGED),
+    "backward": Failure(operator("gelu_backward", no_memory, True), PAGED),
+    "recompute": Failure(operator("gelu", no_memory, True), RECOMPUTED),
+    "fetch": Failure(device("fetch", 2, no_memory), PAGED),
+    "fetch-backward": Failure(device("fetch", 4, no_memory), PAGED),
+    "offload": Failure(device("offload", 9, no_memory), PAGED),
+    "staging": Failure(device("offload", 60, no_memory), PAGED),
+    "clipping": Failure(operator("_foreach_mul_", no_memory), PAGED),
+    "update": Failure(device("probe", 1, no_memory), PAGED),
+}
+
+FATAL = {
+    "out-of-memory-twice": Failure(operator("gelu", no_memory, times=2), PAGED),
+    "no-room-for-the-notch": Failure(
+        both(operator("gelu", no_memory), device("allocate", 2, no_memory)), PAGED
+    ),
+    "no-pin-for-the-notch": Failure(
+        both(operator("gelu", no_memory), device("pin", 1, broken)), PAGED
+    ),
+    "fetch": Failure(device("fetch", 2, broken), PAGED),
+    "fetch-backward": Failure(device("fetch", 4, broken), PAGED),
+    "offload": Failure(device("offload", 9, broken), PAGED),
+    "gradient-sum": Failure(device("offload event", 1, broken), PAGED),
+    "forward-hook": Failure(forward_hook, PAGED),
+    "gradient-hook": Failure(gradient_hook, RECOMPUTED),
+    "loss": Failure(loss_function, PAGED),
+    "interrupt-forward": Failure(operator("gelu", stopped), RECOMPUTED),
+    "interrupt-backward": Failure(operator("gelu_backward", stopped, True), PAGED),
+    "interrupt-recompute": Failure(operator("gelu", stopped, True), RECOMPUTED),
+    "interrupt-fetch": Failure(device("fetch", 3, stopped), PAGED),
+    "interrupt-offload": Failure(device("offload", 9, stopped), PAGED),
+    "interrupt-probe": Failure(device("probe", 1, stopped), PAGED),
+}
+
+HALF_DONE = {
+    "host-update": Failure(host_update, PAGED),
+    "device-update": Failure(operator("_fused_adamw_", no_memory), PAGED),
+    "interrupt-update": Failure(operator("_fused_adamw_", stopped), PAGED),
+}
+
+LOADING = {
+    "slot": Failure(device("allocate", 2, no_memory), PAGED),
+    "own-memory": Failure(device("allocate", 3, no_memory), PAGED),
+    "weight": Failure(device("place", 5, no_memory), PAGED),
+    "pin": Failure(device("pin", 2, broken), PAGED),
+    "interrupt": Failure(device("place", 5, stopped), PAGED),
+    "copies": Failure(device("synchronize", 1, broken), PAGED),
+}
+
+CLOSING = {
+    "copies": Failure(device("synchronize", 1, broken), PAGED),
+    "unpin": Failure(device("unpin", 1, broken), PAGED),
+}
+
+
+def caught(act: Callable[[], object]) -> str:
+    """Name of what `act` raised; the exception and its frames are gone."""
+    try:
+        act()
+    except (Exception, KeyboardInterrupt) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No error of a thread, finalizer or generator goes unheard."""
+    unheard: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unheard.append)
+    monkeypatch.setattr(threading, "excepthook", unheard.append)
+    yield
+    gc.collect()
+    assert not unheard
+
+
+class Census:
+    """What must be the same before a session and after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._count()
+
+    def _count(self) -> Any:
+        # again for what autograd's nodes let go of: the first pass cannot see through them
+        gc.collect()
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+        return {
+            "hooks": hook_counts(self._model),
+            "threads": set(threading.enumerate()),
+            "graphs": [type(t.grad_fn) for t in tensors if t.grad_fn is not None],
+            "gradients": [t.shape for t in tensors if t.is_leaf and t.grad is not None],
+            "modes": torch.utils._python_dispatch._len_torch_dispatch_stack(),
+            "saved": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        }
+
+    def check(self, device: FaultyDevice, session: weakref.ref[Session]) -> None:
+        assert self._count() == self._before
+        assert not device.pinned
+        assert session() is None
+
+
+def opened(failure: Failure, model: nn.Module, device: FaultyDevice) -> Run:
+    layout = build_layout(model)
+    plan = make_plan(layout, **failure.plan)
+    session = Session(model, layout, plan, device, Options(poison=True))
+    optimizer = session.wrap_optimizer(adamw(model))
+    return Run(model, device, session, optimizer, ExitStack())
+
+
+@pytest.mark.parametrize("failure", SURVIVED.values(), ids=SURVIVED.keys())
+def test_training_goes_on(failure: Failure) -> None:
+    model, faulty = stack(), FaultyDevice()
+    plain = twin(model)
+    theirs = train(plain, adamw(plain), DATA, clip=0.5)
+    census = Census(model)
+    run = opened(failure, model, faulty)
+    plans = iter([NOTCHED])
+    ours = run.step(DATA[0], plans)
+    with run.faults:
+        failure.arm(run)
+        ours += run.step(DATA[1], plans)
+    ours += run.step(DATA[2], plans)
+    assert ours == theirs
+    assert not list(plans), "nothing failed"
+    run.session.close()
+    assert_same(model.state_dict(), plain.state_dict())
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)
+
+
+@pytest.mark.parametrize("failure", FATAL.values(), ids=FATAL.keys())
+def test_training_ends(failure: Failure) -> None:
+    """With the error itself and the weights of the last step that was whole."""
+    model, faulty = stack(), FaultyDevice()
+    plain = twin(model)
+    train(plain, adamw(plain), DATA[:1], clip=0.5)
+    census = Census(model)
+    run = opened(failure, model, faulty)
+    plans = iter([NOTCHED])
+    run.step(DATA[0], plans)
+    with run.faults:
+        failure.arm(run)
+        raised = caught(partial(run.step, DATA[1], plans))
+    assert raised in ("OutOfMemoryError", "RuntimeError", "KeyboardInterrupt")
+    assert caught(run.session.close) == ""
+    assert caught(run.session.close) == ""
+    assert_same(model.state_dict(), plain.state_dict())
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)
+
+
+@pytest.mark.parametrize("failure", HALF_DONE.values(), ids=HALF_DONE.keys())
+def test_an_update_ends_half_done(failure: Failure) -> None:
+    """It is raised once, by the step or by what waits for it."""
+    model, faulty = stack(), FaultyDevice()
+    census = Census(model)
+    run = opened(failure, model, faulty)
+    run.step(DATA[0], iter(()))
+    run.session.settle()
+    with run.faults:
+        failure.arm(run)
+        raised = [
+            caught(partial(run.step, DATA[1], iter(()))),
+            caught(run.session.settle),
+            caught(run.session.close),
+        ]
+    assert len([name for name in raised if name]) == 1
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)
+
+
+@pytest.mark.parametrize("failure", LOADING.values(), ids=LOADING.keys())
+def test_a_model_that_could_not_be_loaded_is_untouched(failure: Failure) -> None:
+    model, faulty = stack(), FaultyDevice()
+    before = weights(model)
+    census = Census(model)
+    failure.arm(Run(model, faulty, None, None, ExitStack()))
+    assert caught(lambda: opened(failure, model, faulty)) != ""
+    assert_same(model.state_dict(), before)
+    census.check(faulty, lambda: None)
+    opened(failure, model, faulty).session.close()
+
+
+@pytest.mark.parametrize("failure", CLOSING.values(), ids=CLOSING.keys())
+def test_closing_goes_on_after_an_error(failure: Failure) -> None:
+    model, faulty = stack(), FaultyDevice()
+    before = hook_counts(model)
+    census = Census(model)
+    run = opened(failure, model, faulty)
+    with run.faults:
+        failure.arm(run)
+        run.step(DATA[0], iter(()))
+        assert caught(run.session.close) == "RuntimeError"
+    assert caught(run.session.close) == ""
+    assert hook_counts(model) == before
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)
+
+
+def test_an_interrupted_save_changes_nothing() -> None:
+    model, faulty = stack(), FaultyDevice()
+    census = Census(model)
+    run = opened(Failure(host_update, PAGED), model, faulty)
+    run.step(DATA[0], iter(()))
+    before = weights(model)
+    handle = model.layers[3].register_state_dict_pre_hook(raises(stopped))
+    assert caught(model.state_dict) == "KeyboardInterrupt"
+    handle.remove()
+    run.session.close()
+    assert_same(model.state_dict(), before)
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)
+
+
+def test_state_that_does_not_fit_is_not_taken() -> None:
+    """Training goes on as if nobody had tried to load it."""
+    model, faulty = stack(), FaultyDevice()
+    plain = twin(model)
+    theirs = train(plain, adamw(plain), DATA, clip=0.5)
+    census = Census(model)
+    run = opened(Failure(host_update, PAGED), model, faulty)
+    ours = run.step(DATA[0], iter(()))
+    state = run.optimizer.state_dict()
+    state["param_groups"][0]["param_names"][0] = "other"
+    raised = caught(partial(run.optimizer.load_state_dict, state))
+    assert raised == CheckpointError.__name__
+    del state
+    ours += run.step(DATA[1], iter(())) + run.step(DATA[2], iter(()))
+    assert ours == theirs
+    run.session.close()
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)

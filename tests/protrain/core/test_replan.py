@@ -1,0 +1,170 @@
+"""Another plan in the middle of a step: what was moves along, and the numbers stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    hook_counts,
+    make_plan,
+    open_session,
+    stack,
+    train,
+    twin,
+    weights,
+    wrapped,
+)
+from torch import nn
+
+from axolotl.integrations.protrain.core.runtime import SimulatedDevice, at_random
+from axolotl.integrations.protrain.core.session import Session
+
+NOTCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "recompute": ({"resident": [1, 4]}, {"resident": [1, 4], "recompute": [0, 1, 2]}),
+    "chunk": ({"resident": [1, 4]}, {"resident": [4], "n_buffer": 3}),
+    "all": ({"resident": [0, 1, 3]}, {"n_buffer": 1, "recompute": ALL}),
+    "state": (
+        {"resident": [0, 1], "inside": HOST_STATE},
+        {"resident": [1], "inside": HOST_STATE, "outside": HOST_STATE},
+    ),
+    "slots": ({"n_buffer": 4}, {"n_buffer": 2}),
+}
+"""Plans before and after, as `make_plan` takes them."""
+
+
+def interrupted(
+    session: Session, optimizer: torch.optim.Optimizer, data: list[Any], after: Any
+) -> list[float]:
+    """Half of the second step, another plan, then all of that step and two more."""
+    model = session.model
+    numbers = train(model, optimizer, data[:1], session, clip=0.5)
+    (model(data[1][0]) / 2).backward()
+    model(data[1][1])
+    session.replan(make_plan(session.layout, **after))
+    return numbers + train(model, optimizer, data[1:], session, clip=0.5)
+
+
+DATA = [batches(2, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("before, after", NOTCHES.values(), ids=NOTCHES.keys())
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+def test_training_goes_on_under_another_plan(
+    frozen: bool, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    model = stack()
+    # a frozen block has two chunks, so that its positions are other ones
+    keep = freeze(model, ["extra"]) if frozen else ()
+    plain = twin(model)
+    hooks = hook_counts(model)
+    reference = adamw(plain)
+    theirs = train(plain, reference, DATA, clip=0.5)
+    session = open_session(model, keep, **before)
+    optimizer = wrapped(session)
+    assert interrupted(session, optimizer, DATA, after) == theirs
+    assert_same(model.state_dict(), plain.state_dict())
+    states = (own.state_dict()["state"] for own in (optimizer, reference))
+    for ours, expected in zip(*(s.values() for s in states), strict=True):
+        assert_same(ours, expected)
+    session.close()
+    assert hook_counts(model) == hooks
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_may_be_under_way(seed: int) -> None:
+    model = stack()
+    plain = twin(model)
+    theirs = train(plain, adamw(plain), DATA, clip=0.5)
+    device = SimulatedDevice(at_random(seed, 0.003), at_random(seed + 9, 0.003))
+    before, after = NOTCHES["chunk"]
+    session = open_session(model, device=device, **before)
+    assert interrupted(session, wrapped(session), DATA, after) == theirs
+    session.close()
+    device.close()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])
+def test_what_is_on_the_host_stays_where_it_is(master: bool) -> None:
+    model = stack(dtype=torch.bfloat16)
+    session = open_session(
+        model, fp32_master=master, resident=[1, 4], inside=HOST_STATE
+    )
+    train(model, wrapped(session), DATA[:1], session)
+    chunks = session.layout.chunks
+    hosted = [s.name for c in chunks if c.block == 0 for s in c.tensors]
+    before = {name: session.host_weight(name).data_ptr() for name in hosted}
+    arena, used = session.measured().host_arena_bytes, session.device.used_bytes()
+    session.replan(make_plan(session.layout, resident=[4], inside=HOST_STATE))
+    assert {name: session.host_weight(name).data_ptr() for name in hosted} == before
+    assert session.measured().host_arena_bytes == arena
+    assert session.device.used_bytes() == used - chunks[1].nbytes
+    session.close()
+
+
+def test_memory_follows_the_plan() -> None:
+    """Device bytes are those of a session that began with the second plan."""
+    first, second = stack(), stack()
+    session = open_session(first, resident=[0, 1, 3])
+    train(first, wrapped(session), DATA[:1], session)
+    session.replan(make_plan(session.layout, resident=[3], n_buffer=2))
+    other = open_session(second, resident=[3], n_buffer=2)
+    train(second, wrapped(other), DATA[:1], other)
+    for each in (session, other):
+        each.settle()
+    ours, theirs = session.measured(), other.measured()
+    assert ours.device_placed_bytes == theirs.device_placed_bytes
+    assert ours.device_optimizer_bytes == theirs.device_optimizer_bytes
+    assert ours.host_optimizer_bytes == theirs.host_optimizer_bytes
+    assert session.device.used_bytes() == other.device.used_bytes()
+    # what was counted under the first plan is still counted
+    assert ours.fetched_bytes > 0 and ours.offloaded_bytes > 0
+    session.close()
+    other.close()
+
+
+def test_adapters_may_move_only_what_is_frozen() -> None:
+    model = stack()
+    keep = freeze(model, ["extra", "head"])
+    session = open_session(model, keep - {"head.weight"}, resident=range(6))
+    optimizer = wrapped(session)
+    (head,) = (c.index for c in session.layout.chunks if c.trainable)
+    assert session.movable == set(range(len(session.layout.chunks))) - {head}
+    with pytest.raises(ValueError, match=f"chunk {head} "):
+        session.replan(make_plan(session.layout, outside=HOST_STATE))
+    before = weights(model)
+    session.replan(make_plan(session.layout))
+    assert_same(model.state_dict(), before)
+    train(model, optimizer, DATA[:1], session)
+    with pytest.raises(ValueError, match="chunk 2 "):
+        session.replan(make_plan(session.layout, resident=[2]))
+    session.close()
+
+
+def test_a_plan_that_does_not_fit_leaves_the_model(monkeypatch: Any) -> None:
+    """The session cannot go on after that, but it closes."""
+    model = stack()
+    session = open_session(model, resident=[1])
+    train(model, wrapped(session), DATA[:1], session)
+    before = weights(model)
+
+    def full(nbytes: int) -> None:
+        raise torch.OutOfMemoryError("nothing left")
+
+    monkeypatch.setattr(session.device, "allocate", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        session.replan(make_plan(session.layout))
+    session.close()
+    assert_same(model.state_dict(), before)
+    assert all(
+        isinstance(p, nn.Parameter) and p.grad is None for p in model.parameters()
+    )
