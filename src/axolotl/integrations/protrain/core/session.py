@@ -259,7 +259,6 @@ class Session:
         for chunk in self.layout.chunks:
             if self.plan.placements[chunk.index] is Placement.HOST_STATE:
                 self._residence.refresh(chunk)
-        self.device.synchronize()
         self._placed_bytes = self.device.used_bytes()
         self._attach()
 
