@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -15,10 +16,13 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    before_host_updates,
     checked,
     freeze,
     make_plan,
+    slowly,
     stack,
+    train,
     twin,
     weights,
 )
@@ -26,7 +30,9 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.optim import GradientOffload, HostChunk
 from axolotl.integrations.protrain.core.runtime import (
+    Arena,
     CheckedDevice,
     CpuDevice,
     DeferredDevice,
@@ -34,6 +40,7 @@ from axolotl.integrations.protrain.core.runtime import (
     Slot,
 )
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
 
 
 def bytes_of(value: int, size: int = 8) -> Tensor:
@@ -316,7 +323,8 @@ def trained(
     numbers = []
     torch.manual_seed(11)
     for step in range(3):
-        for tokens in batches(2, step):
+        # a second micro-batch is added by the host, which waits for the copies itself
+        for tokens in batches(2 - step % 2, step):
             loss = model(tokens) / 2
             loss.backward()
             numbers.append(loss.item())
@@ -396,3 +404,67 @@ def test_loading_while_weights_are_fetched_ahead() -> None:
         model(batches(1)[0])
         model.load_state_dict(other.state_dict())
         assert model(batches(1)[0]) == other(batches(1)[0])
+
+
+def test_loading_the_optimizer_waits_for_updates() -> None:
+    model = stack()
+    plain = twin(model)
+    layout = build_layout(model)
+    session = Session(model, layout, make_plan(layout), checked())
+    data = [[batches(1, seed)] for seed in range(3)]
+    with closing(session), before_host_updates(slowly):
+        losses = []
+        for own, optimizer in (
+            (model, session.wrap_optimizer(adamw(model))),
+            (plain, adamw(plain)),
+        ):
+            losses.append(train(own, optimizer, data[0]))
+            saved = copy.deepcopy(optimizer.state_dict())
+            losses[-1] += train(own, optimizer, data[1])
+            optimizer.load_state_dict(saved)
+            losses[-1] += train(own, optimizer, data[2])
+    assert losses[0] == losses[1]
+    assert_same(weights(model), weights(plain))
+
+
+def test_settling_waits_for_sums_on_the_host() -> None:
+    device = checked()
+    spec = TensorSpec("w", (4,), torch.float32, 0)
+    chunk = Chunk(0, 0, True, (spec,), spec.nbytes)
+    param = nn.Parameter(torch.ones(4))
+    host = HostChunk(
+        chunk, {"w": param}, Arena((chunk,)), Arena((chunk,)), False, device
+    )
+    worker, gate = HostWorker(device), threading.Event()
+    offload = GradientOffload(device, worker)
+    with closing(worker), closing(offload):
+        offload.attach([host])
+        worker.submit(lambda: gate.wait(20))
+        for _ in range(2):
+            (3 * param).sum().backward()
+        timer = threading.Timer(0.05, gate.set)
+        timer.start()
+        offload.settle()
+        assert host.gradients[0].tolist() == [6.0] * 4
+        timer.join()
+
+
+def test_zero_grad_forgets_what_is_not_sent_yet() -> None:
+    """Chunk 0 still waits for a gradient that never comes."""
+    model = stack()
+    plain = twin(model)
+    layout = build_layout(model)
+    session = Session(model, layout, make_plan(layout), checked())
+    losses = []
+    with closing(session):
+        for own, optimizer in (
+            (model, session.wrap_optimizer(adamw(model))),
+            (plain, adamw(plain)),
+        ):
+            own.layers[0].use_extra = False
+            own(batches(1, 1)[0]).backward()
+            optimizer.zero_grad()
+            own.layers[0].use_extra = True
+            losses.append(train(own, optimizer, [batches(1, 2), batches(1, 3)]))
+    assert losses[0] == losses[1]
+    assert_same(weights(model), weights(plain))

@@ -203,8 +203,9 @@ class ProTrainArgs(BaseModel):
     )
     protrain_check_races: Flag = Field(
         default=False,
-        description="Fill a slot with NaN when its chunk leaves, so that a stale read "
-        "shows; slow, exact, for doubts.",
+        description="Fill a slot with NaN when its chunk leaves, and check every read "
+        "and write against the waits that should order it, even when timing is kind. "
+        "For doubts: tens of microseconds an operator.",
     )
     protrain_cache_dir: Folder | None = Field(
         default=None,

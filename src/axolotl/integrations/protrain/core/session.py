@@ -363,7 +363,6 @@ class Session:
         for chunk in moving:
             if plan.placements[chunk.index] is state:
                 self._residence.refresh(chunk)
-        self.device.synchronize()
 
     def _device_bytes(self, chunk: Chunk) -> Tensor:
         number = self._numbers.get(chunk.index)

@@ -157,6 +157,8 @@ class PagedAdamW(torch.optim.Optimizer):
             CheckpointError: It belongs to other parameters or another precision.
         """
         self._worker.drain()
+        # their moments are replaced, which no update may be using
+        self._device.reads(self._leaves.values())
         self._check_names(state_dict["param_groups"])
         super().load_state_dict({**state_dict, "state": {}})
         params = list(self._params())

@@ -1,0 +1,323 @@
+"""Take one wait, record or release away at a time: some test must notice each.
+
+Run by `make mutants`. A mutant is a text of the package and what stands in its place;
+the tests run in a copy of the package that differs in this text alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = "axolotl/integrations/protrain/core"
+TESTS = ROOT / "tests/protrain/core"
+SLOWEST_S = 300
+"""A mutant that takes longer hangs, which somebody would notice too."""
+
+QUEUES = ("test_schedules.py", "test_races.py")
+SESSIONS = ("test_races.py", "test_state.py", "test_simulated.py")
+WORKER = ("test_runtime.py",)
+
+
+class Mutant(NamedTuple):
+    """`source` must stand in `file` exactly once."""
+
+    meaning: str
+    file: str
+    source: str
+    replacement: str
+    tests: tuple[str, ...] = QUEUES
+
+
+SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
+UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
+GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
+OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
+
+MUTANTS = (
+    Mutant(
+        "a fetch does not wait for the last use of its slot",
+        SLOTS,
+        "        stream.wait(self._last_use)\n",
+        "",
+    ),
+    Mutant(
+        "a fetch does not wait for the first poison of its slot",
+        SLOTS,
+        "        device.compute.fill(buffer, POISON_BYTE)\n"
+        "        self._last_use = device.compute.record()\n",
+        "        self._last_use = device.compute.record()\n"
+        "        device.compute.fill(buffer, POISON_BYTE)\n",
+    ),
+    Mutant(
+        "compute does not wait for the copy into a slot",
+        SLOTS,
+        "            self._device.wait_stalled(self._arrival)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the arrival is recorded before the copy",
+        SLOTS,
+        "        stream.copy(self._target(chunk, source), source)\n"
+        "        self._arrival = stream.record()\n",
+        "        self._arrival = stream.record()\n"
+        "        stream.copy(self._target(chunk, source), source)\n",
+    ),
+    Mutant(
+        "the end of a use is not recorded",
+        SLOTS,
+        "        self._device.end_use(self.buffer)\n"
+        "        self._last_use = self._device.compute.record()\n",
+        "        self._device.end_use(self.buffer)\n",
+    ),
+    Mutant(
+        "a load through the parameters is not recorded",
+        SLOTS,
+        "        self._last_use = self._device.compute.record()\n        self.forget()\n",
+        "        self.forget()\n",
+    ),
+    Mutant(
+        "a load through the parameters leaves a slot current",
+        SLOTS,
+        "        self._last_use = self._device.compute.record()\n        self.forget()\n",
+        "        self._last_use = self._device.compute.record()\n",
+    ),
+    Mutant(
+        "a window closes without the end of its uses",
+        PAGER,
+        "            slot.end_use()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a missing chunk does not wait for its update",
+        PAGER,
+        "                self._wait_update(chunk)\n",
+        "",
+    ),
+    Mutant(
+        "a chunk is fetched ahead of its update",
+        PAGER,
+        "            if self._update_pending(chunk):\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "an open window is not closed before the next",
+        PAGER,
+        "            self.close(self._window)\n        for chunk, slot",
+        "            pass\n        for chunk, slot",
+    ),
+    Mutant(
+        "a load finds a window open",
+        PAGER,
+        "        self.close_any()\n        for slot in self._slots:\n",
+        "        for slot in self._slots:\n",
+        (*QUEUES, "test_runtime.py"),
+    ),
+    Mutant(
+        "gradients are sent before compute has made them",
+        GRADIENTS,
+        "        stream.wait(self._device.compute.record())\n",
+        "",
+    ),
+    Mutant(
+        "gradients are let go of before they are sent",
+        GRADIENTS,
+        "        event, _gradients = self._in_flight.popleft()\n"
+        "        event.synchronize()\n",
+        "        event, _gradients = self._in_flight.popleft()\n",
+    ),
+    Mutant(
+        "staged gradients are added before they have arrived",
+        GRADIENTS,
+        "        event.synchronize()\n        for index, gradient in staged:\n",
+        "        for index, gradient in staged:\n",
+    ),
+    Mutant(
+        "a staging buffer is filled again while it is added",
+        GRADIENTS,
+        "        if user is not None:\n            user.result()\n        return slot",
+        "        return slot",
+    ),
+    Mutant(
+        "a step does not wait for gradients on their way",
+        GRADIENTS,
+        "        while self._in_flight:\n            self._retire()\n",
+        "",
+    ),
+    Mutant(
+        "a step does not wait for sums on the host",
+        GRADIENTS,
+        "            if user is not None:\n                user.result()\n",
+        "            pass\n",
+        ("test_races.py::test_settling_waits_for_sums_on_the_host",),
+    ),
+    Mutant(
+        "the host updates weights that are being fetched",
+        ADAMW,
+        "                fetches.synchronize()\n",
+        "",
+        SESSIONS,
+    ),
+    Mutant(
+        "weights are refreshed before their update",
+        SESSION,
+        "            self._worker.wait(index)\n",
+        "",
+        SESSIONS,
+    ),
+    Mutant(
+        "a load does not wait for copies",
+        SESSION,
+        "        self.settle()\n        self.device.synchronize()\n",
+        "        self.settle()\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "a load does not wait for updates",
+        SESSION,
+        "        self.settle()\n        self.device.synchronize()\n",
+        "        self.device.synchronize()\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "a reader of the state does not wait for updates",
+        SESSION,
+        "        self.settle()\n        self.device.reads(host)\n",
+        "        self.device.reads(host)\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "memory is unpinned under a copy",
+        SESSION,
+        "            self._pager.close_any()\n            self.device.synchronize()\n",
+        "            self._pager.close_any()\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "slots are released in a window",
+        SESSION,
+        "            self._pager.close_any()\n            self.device.synchronize()\n",
+        "            self.device.synchronize()\n",
+        ("test_faults.py",),
+    ),
+    Mutant(
+        "an update leaves its slot current",
+        SESSION,
+        "            self._pager.forget(self._numbers[index])\n",
+        "            pass\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "the optimizer's state is read during updates",
+        OPTIMIZER,
+        "        self._worker.drain()\n        self._device.reads",
+        "        self._device.reads",
+        SESSIONS,
+    ),
+    Mutant(
+        "the optimizer's state is loaded during updates",
+        OPTIMIZER,
+        "        self._worker.drain()\n        # their moments",
+        "        # their moments",
+        ("test_races.py::test_loading_the_optimizer_waits_for_updates",),
+    ),
+    Mutant(
+        "norms are taken of gradients on their way",
+        OPTIMIZER,
+        "        self._gradients.settle()\n        self._apply_clipping()\n",
+        "        self._apply_clipping()\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "a step without clipping does not settle",
+        OPTIMIZER,
+        "        self._gradients.settle()\n        hyperparameters",
+        "        hyperparameters",
+        (*SESSIONS, "test_optimizer.py"),
+    ),
+    Mutant(
+        "gradients on their way survive zero_grad",
+        OPTIMIZER,
+        "        self._gradients.settle()\n        self._clip = None\n",
+        "        self._clip = None\n",
+        ("test_races.py::test_zero_grad_forgets_what_is_not_sent_yet",),
+    ),
+    Mutant(
+        "an update does not wait for the chunk's last one",
+        UPDATES,
+        "        if changes is not None:\n            self.wait(changes)\n",
+        "",
+        WORKER,
+    ),
+    Mutant(
+        "a block's forward leaves its window open",
+        HOOKS,
+        "        pager.close(index, Direction.FORWARD)\n",
+        "",
+        SESSIONS,
+    ),
+)
+
+
+def run(mutant: Mutant) -> tuple[str, float]:
+    """The test that notices, empty if none does, and seconds."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        overlay = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", overlay)
+        file = overlay / CORE / mutant.file
+        text = file.read_text("utf-8")
+        if text.count(mutant.source) != 1:
+            raise SystemExit(
+                f"{mutant.meaning}: its source stands {text.count(mutant.source)} "
+                f"times in {mutant.file}; change the list in {Path(__file__).name}"
+            )
+        file.write_text(text.replace(mutant.source, mutant.replacement), "utf-8")
+        tests = [str(TESTS / name) for name in mutant.tests]
+        env = {**os.environ, "PYTHONPATH": str(overlay), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        try:
+            result = subprocess.run(
+                [*command, *tests, "-k", "not predicted"],
+                cwd=ROOT,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=SLOWEST_S,
+            )
+        except subprocess.TimeoutExpired:
+            return "hangs", time.perf_counter() - start
+    failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
+    caught = failed[0].split("::")[1].split(" - ")[0] if failed else ""
+    if result.returncode > 1 or (result.returncode == 1 and not failed):
+        raise SystemExit(f"{mutant.meaning}: pytest did not run\n{result.stdout}")
+    return caught, time.perf_counter() - start
+
+
+def main() -> int:
+    """Exit code: 1 if a mutant survives. Arguments select mutants by words."""
+    chosen = [m for m in MUTANTS if all(w in m.meaning for w in sys.argv[1:])]
+    survivors = 0
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2))) as pool:
+        for mutant, (caught, seconds) in zip(
+            chosen, pool.map(run, chosen), strict=True
+        ):
+            survivors += not caught
+            print(
+                f"{mutant.meaning:58} {caught or 'SURVIVES':60} {seconds:4.0f} s",
+                flush=True,
+            )
+    print(f"{len(chosen)} mutants, {survivors} survive")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
