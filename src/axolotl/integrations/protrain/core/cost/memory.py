@@ -445,7 +445,7 @@ class MemoryModel:
             elif not as_input and segment > end:
                 redone.append(segment)
         if not waits:
-            return _Life(end, None, redone, None, None)
+            return _Life(end, None, [s for s in redone if s > end], None, None)
         out, (home, _) = min(waits)[0], max(waits)
         end = max(end, self._dropped.get(out, 0))
         start, stop = self._opened[home], max(segment for _, segment in waits)
