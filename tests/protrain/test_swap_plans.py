@@ -15,13 +15,18 @@ from axolotl.integrations.protrain.core.profile import (
     trace_step,
 )
 from axolotl.integrations.protrain.core.search import Search
-from axolotl.integrations.protrain.core.types import Budget, Policy, Workload
+from axolotl.integrations.protrain.core.types import (
+    BlockTimes,
+    Budget,
+    Policy,
+    Workload,
+)
 from axolotl.integrations.protrain.report import policy_row
 
 NUM_BLOCKS, SEQUENCE_LEN, HOST_BYTES = 16, 16384, 1 << 40
 
 
-def search(gpu: str, gib: int) -> Search:
+def traced(gpu: str) -> tuple[MemoryModel, BlockTimes]:
     """Blocks of a Llama-3 70B with small adapters on a card and PCIe 4 x16."""
     config = LlamaConfig(
         hidden_size=8192,
@@ -46,12 +51,11 @@ def search(gpu: str, gib: int) -> Search:
     layout = build_layout(model, adapters, trace.blocks)
     card = gpu_hardware(gpu, "pcie4x16", HOST_BYTES)
     memory = MemoryModel(layout, trace, Workload(), card)
-    budget = Budget(gib << 30, 0, HOST_BYTES)
-    return Search(memory, block_times(trace, layout, card), budget)
+    return memory, block_times(trace, layout, card)
 
 
 def test_long_sequences_swap_where_recompute_costs_more() -> None:
-    chosen = search("A100-80GB", 40)
+    chosen = Search(*traced("A100-80GB"), Budget(40 << 30, 0, HOST_BYTES))
     plan = chosen.fastest()
     assert chosen.swap_interval == 2
     assert plan.n_swap == 8 and plan.policies[:4] == (
@@ -69,12 +73,16 @@ def test_long_sequences_swap_where_recompute_costs_more() -> None:
 
 
 def test_inputs_alone_that_do_not_fit_wait_on_the_host() -> None:
-    small = search("RTX 4090", 16)
-    nothing_kept = small.asked(0, 1, 0, NUM_BLOCKS)
-    assert not small.fits(nothing_kept)
-    plan = small.fastest()
-    assert plan.policies == (Policy.SWAP_INPUT,) * NUM_BLOCKS
-    assert (plan.n_swap, plan.n_checkpoint) == (NUM_BLOCKS, NUM_BLOCKS)
+    memory, times = traced("RTX 4090")
+    smallest = Search(memory, times, Budget(1, 0, HOST_BYTES)).nearest()
+    assert smallest.policies == (Policy.SWAP_INPUT,) * NUM_BLOCKS
+    assert (smallest.n_swap, smallest.n_checkpoint) == (NUM_BLOCKS, NUM_BLOCKS)
+    least = memory.device(smallest).peak_bytes
+    tight = Search(memory, times, Budget(least, 0, HOST_BYTES))
+    assert tight.fastest() == smallest
+    kept = tight.asked(0, smallest.n_buffer, 0, NUM_BLOCKS)
+    hidden_bytes = SEQUENCE_LEN * 8192 * 2
+    assert memory.device(kept).peak_bytes > least + (NUM_BLOCKS - 4) * hidden_bytes
 
 
 @pytest.mark.parametrize(
