@@ -33,7 +33,13 @@ from axolotl.integrations.protrain.core.layout import (
     slot_floor,
 )
 from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
-from axolotl.integrations.protrain.core.search import Search, make_plan, place
+from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.search import (
+    Search,
+    block_policies,
+    make_plan,
+    place,
+)
 from axolotl.integrations.protrain.core.search.bounds import StepBound
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
@@ -42,6 +48,7 @@ from axolotl.integrations.protrain.core.types import (
     Chunk,
     Layout,
     Placement,
+    Policy,
     TensorSpec,
     Workload,
 )
@@ -92,6 +99,52 @@ def test_one_more_resident_chunk_moves_no_other(
         assert len(moved) == 1
         assert moved[0][0] is PAGED
         fewer = more
+
+
+# what blocks do
+
+
+rows = st.integers(1, 40).flatmap(
+    lambda blocks: st.tuples(
+        st.just(blocks), st.integers(0, blocks), st.integers(0, blocks)
+    )
+)
+
+
+@given(rows, st.integers(1, 50))
+def test_a_row_has_the_policies_asked_for(
+    knobs: tuple[int, int, int], interval: int
+) -> None:
+    num_blocks, n_swap, n_checkpoint = knobs
+    row = block_policies(num_blocks, n_swap, n_checkpoint, interval)
+    assert len(row) == num_blocks
+    assert sum(policy.swaps for policy in row) == n_swap
+    assert sum(policy.recomputes for policy in row) == n_checkpoint
+    swapping = [block for block, policy in enumerate(row) if policy.swaps]
+    if n_swap and (n_swap - 1) * interval >= num_blocks:
+        interval = max(1, num_blocks // n_swap)
+    assert swapping == list(range(0, n_swap * interval, interval))
+    # both only where there is no other room, and then the first ones
+    both = [block for block in swapping if row[block] is Policy.SWAP_INPUT]
+    assert both == swapping[: max(0, n_swap + n_checkpoint - num_blocks)]
+    others = [policy for policy in row if not policy.swaps]
+    assert others == sorted(others, key=[Policy.RECOMPUTE, Policy.KEEP].index)
+
+
+def test_rows_of_ten_blocks() -> None:
+    def row(*knobs: int) -> str:
+        letters = {"swap-input": "I"}
+        return "".join(
+            letters.get(policy.value, policy.value[0].upper())
+            for policy in block_policies(10, *knobs)
+        )
+
+    assert row(0, 4, 3) == "RRRRKKKKKK"
+    assert row(2, 4, 3) == "SRRSRRKKKK"
+    assert row(4, 6, 3) == "SRRSRRSRRS"
+    assert row(5, 0, 3) == "SKSKSKSKSK"
+    assert row(4, 8, 3) == "IRRIRRSRRS"
+    assert row(10, 10, 3) == "I" * 10
 
 
 # plans by hand

@@ -89,7 +89,8 @@ def names(segment: Segment) -> list[str]:
 def fates(trace: Trace) -> Counter:
     bytes_of: Counter = Counter()
     for holding in trace.holdings:
-        fate = holding.made, holding.forgotten, frozenset(holding.holds)
+        holds = frozenset(holding.holds)
+        fate = holding.made, holding.forgotten, holds, holding.large
         bytes_of[fate] += holding.nbytes
     return bytes_of
 
@@ -712,3 +713,45 @@ def test_attention_keeps_what_torch_keeps(
             F.scaled_dot_product_attention(q, k, v, given, **settings).sum()
         found.append((mode.made, sorted(saved)))
     assert found[0] == found[1]
+
+
+class Positions(nn.Module):
+    """Blocks that get one tensor by position, one by name, and one both ways."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, both: Tensor, *, again: Tensor, named: Tensor):
+            small = x[:1, :1].sin().cos()
+            return self.linear(x + both + again + named).sin() * small
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, both, named = x + 1, x + 2, x + 3
+        for layer in self.layers:
+            x = layer(x, both, again=both, named=named)
+        return x.sum()
+
+
+def test_what_can_be_swapped_is_told() -> None:
+    with torch.device("meta"):
+        model = Positions()
+        rows = torch.ones(64, 32)
+    trace = trace_step(model, find_blocks(model), lambda: model(rows)).trace
+    inputs = [h for holding in trace.holdings for h in holding.holds if h.as_input]
+    assert Counter((h.block, h.by_position) for h in inputs) == {
+        (0, True): 1,
+        (0, False): 1,
+        (1, True): 1,
+        (1, False): 1,
+    }
+    assert {holding.large for holding in trace.holdings} == {True, False}
+    whole = rows.numel() * 4
+    assert all(h.large == (h.nbytes >= whole) for h in trace.holdings)
+    forward = next(s for s in trace.segments if s.block == 1)
+    assert forward.dropped_peak_bytes < forward.swapped_peak_bytes < forward.peak_bytes

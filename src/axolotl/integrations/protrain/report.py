@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,21 +46,25 @@ def policy_row(policies: Sequence[str]) -> str:
         return ", ".join(runs)
     rest, parts = "".join(POLICY_LETTERS[policy] for policy in policies), []
     while rest:
-        # what comes again and again and reaches furthest, else one letter
-        runs_of = (
-            re.match(rf"(.{{{n}}})\1*", rest) for n in range(1, len(rest) // 2 + 1)
-        )
-        again = [run for run in runs_of if run and run[0] != run[1]]
-        run = max(again, key=lambda run: run.end(), default=None)
-        unit, length = (run[1], run.end()) if run else (rest[0], 1)
-        number = length // len(unit)
-        name = unit if len(unit) == 1 else f"({unit})"
-        parts.append(f"{number}{name}" if number > 1 else name)
-        rest = rest[length:]
+        # what comes again and reaches furthest, else one letter
+        sizes = range(1, len(rest) // 2 + 1)
+        size = max(sizes, key=lambda size: _reach(rest, size), default=1)
+        number = max(1, _reach(rest, size) // size)
+        unit = rest[:size] if size == 1 else f"({rest[:size]})"
+        parts.append(f"{number}{unit}" if number > 1 else unit)
+        rest = rest[number * size :]
     legend = (
         f"{POLICY_LETTERS[policy]} {policy}" for policy in dict.fromkeys(policies)
     )
     return f"{' '.join(parts)}; {', '.join(legend)}"
+
+
+def _reach(text: str, size: int) -> int:
+    """How far the first `size` letters come again and again; 0 if not at all."""
+    number = 1
+    while text.startswith(text[:size], number * size):
+        number += 1
+    return number * size if number > 1 else 0
 
 
 @dataclass

@@ -347,6 +347,7 @@ class MemoryModel:
         self._policies = (Policy.KEEP,) * trace.num_blocks
         self._swaps = False
         self._dropped: dict[int, int] = {}
+        self._lives: dict[int, _Life] = {}
         # by block
         self._out, self._home = [0] * trace.num_blocks, [0] * trace.num_blocks
         size = len(trace.segments) + 2
@@ -410,7 +411,9 @@ class MemoryModel:
             The segments in which it is made again.
         """
         made, nbytes = holding.made, sign * holding.nbytes
-        end, back, redone, out, home = self._life(holding)
+        if sign > 0:
+            self._lives[id(holding)] = self._life(holding)
+        end, back, redone, out, home = self._lives[id(holding)]
         if end > made:
             self._change[made + 1] += nbytes
             self._change[end + 1] -= nbytes
@@ -445,7 +448,7 @@ class MemoryModel:
             elif not as_input and segment > end:
                 redone.append(segment)
         if not waits:
-            return _Life(end, None, redone, None, None)
+            return _Life(end, None, [s for s in redone if s > end], None, None)
         out, (home, _) = min(waits)[0], max(waits)
         end = max(end, self._dropped.get(out, 0))
         start, stop = self._opened[home], max(segment for _, segment in waits)

@@ -116,6 +116,7 @@ class Search:
         self._placed = lru_cache(maxsize=None)(self._place)
         self._known = lru_cache(maxsize=None)(self._walk)
         self._row = lru_cache(maxsize=None)(self._make_row)
+        self._legal = lru_cache(maxsize=None)(self._list_legal)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
@@ -275,8 +276,15 @@ class Search:
         checkpoints = checkpoints[: self._num_faster(family, limit_s)]
         if not checkpoints:
             return
+        places = self._legal(all_resident, host)
+        if n_swap:
+            lowest = checkpoints[0]
+            places = [at for at in places if self._without(*at, lowest) < limit_s]
+        # nothing need be walked for
+        if not places:
+            return
         least = self._least_activations(n_swap, checkpoints)
-        for n_buffer, n_persist, outside in self._legal(all_resident, host):
+        for n_buffer, n_persist, outside in places:
             # without gradients for the host, residents only take transfers away:
             # fewer of them are of use only where they spare recompute
             limit = self._num_blocks + 1
@@ -285,18 +293,17 @@ class Search:
             if not limit:
                 continue
             placed = self._placed(n_persist, outside)
-            if n_swap and self._without(placed, n_buffer, checkpoints[0]) >= limit_s:
-                continue
             n_checkpoint = self._least_recompute(placed, n_buffer, family, least)
             if n_checkpoint is None or n_checkpoint >= limit:
                 continue
             fewest[n_buffer] = n_checkpoint
             yield _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
 
-    def _legal(
+    def _list_legal(
         self, all_resident: bool, host: bool = False
-    ) -> Iterator[tuple[int, int, int]]:
+    ) -> list[tuple[int, int, int]]:
         """Slots, resident chunks and `outside` of every plan, the most resident first."""
+        legal: list[tuple[int, int, int]] = []
         for outside in range(len(self._outside)):
             least = self._least_persist(outside) if host else 0
             if all_resident:
@@ -306,8 +313,9 @@ class Search:
                 if self._reachable and not self._reachable(placed.placements):
                     continue
                 most = min(placed.num_paged, self._most_slots)
-                for n_buffer in range(placed.floor, most + 1):
-                    yield n_buffer, n_persist, outside
+                slots = range(placed.floor, most + 1)
+                legal += [(n_buffer, n_persist, outside) for n_buffer in slots]
+        return legal
 
     @cached_property
     def _most_slots(self) -> int:
@@ -325,9 +333,11 @@ class Search:
 
         return bisect_left(range(self._num_chunks + 1), True, key=fits)
 
-    def _without(self, placed: _Placed, n_buffer: int, n_checkpoint: int) -> float:
+    def _without(
+        self, n_buffer: int, n_persist: int, outside: int, n_checkpoint: int
+    ) -> float:
         """The bound if nothing swaps, which no plan that swaps can beat either."""
-        key = n_buffer, n_checkpoint
+        placed, key = self._placed(n_persist, outside), (n_buffer, n_checkpoint)
         if key not in placed.seconds:
             row = self._row(0, n_checkpoint)
             placed.seconds[key] = placed.bound.seconds(n_buffer, row)
