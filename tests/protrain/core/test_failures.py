@@ -23,10 +23,12 @@ from core_models import (
     before_host_updates,
     hook_counts,
     make_plan,
+    open_session,
     stack,
     train,
     twin,
     weights,
+    wrapped,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,7 +136,7 @@ class Run:
     """A session between its first step and the one that fails."""
 
     model: nn.Module
-    device: FaultyDevice
+    device: Any
     session: Session
     optimizer: torch.optim.Optimizer
     faults: ExitStack
@@ -490,3 +492,22 @@ def test_state_that_does_not_fit_is_not_taken() -> None:
     session = weakref.ref(run.session)
     del run
     census.check(faulty, session)
+
+
+def test_a_budget_that_the_plan_exceeds() -> None:
+    """One byte less than the plan takes, on a device that keeps to its capacity."""
+    roomy, model = stack(inner=256), stack(inner=256)
+    session = open_session(roomy, **PAGED)
+    theirs = train(roomy, wrapped(session), DATA[:1], session, clip=0.5)
+    peak_bytes = session.measured().device_peak_bytes
+    session.close()
+    small = CpuDevice(capacity_bytes=peak_bytes - 1)
+    session = open_session(model, device=small, **PAGED)
+    run = Run(model, small, session, wrapped(session), ExitStack())
+    plans = iter([RECOMPUTED])
+    with session.watch():
+        assert run.step(DATA[0], plans) == theirs
+    assert not list(plans)
+    assert session.measured().device_peak_bytes < peak_bytes
+    session.close()
+    assert_same(model.state_dict(), roomy.state_dict())

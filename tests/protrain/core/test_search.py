@@ -33,7 +33,6 @@ from axolotl.integrations.protrain.core.layout import (
     slot_floor,
 )
 from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
-from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.search import (
     Search,
     block_policies,
