@@ -1,6 +1,6 @@
 """Random schedules on queues that are carried out at any moment, the last one included.
 
-The real pager, slots, host thread and gradient offload, with kernels in place of a
+The real pager, slots, host thread, gradient offload and swap, with kernels in place of a
 model: each checks that it reads exactly the bytes that its block should have by then.
 One failing schedule is run again with `Schedules(seed).run()`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from axolotl.integrations.protrain.core.runtime import (
     HostWorker,
     Pager,
     Slot,
+    Swap,
 )
 from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
 
@@ -49,8 +51,8 @@ class Schedules:
     """One random model, device and run, all drawn from a seed.
 
     Every tensor is full of one number. `values` has what it should be, `sums` the
-    gradients since the last update. Whatever else travels (activations) can be added
-    to `forward` and `backward`, which see each block in order.
+    gradients since the last update, `saved` for each block that swaps what autograd
+    would keep and what it should be.
     """
 
     def __init__(self, seed: int) -> None:
@@ -69,8 +71,8 @@ class Schedules:
         self.sums: dict[str, float] = {}
         self.leaves = {spec.name: Leaf() for spec in self._specs()}
 
-        self.arena, self.gradient_arena = Arena(self.chunks), Arena(trained)
-        whole = (self.arena.whole(), self.gradient_arena.whole())
+        self.arena, self.gradient_arena = Arena(), Arena()
+        whole = (self.arena.add(self.chunks), self.gradient_arena.add(trained))
         self.pinned = [memory for memory in whole if memory is not None]
         for memory in self.pinned:
             self.device.pin(memory)
@@ -99,12 +101,19 @@ class Schedules:
             num_slots,
         )
         self.slot_of = schedule.slot_of
+        swapping = draw.random() < 0.7
+        self.swapping = {
+            b for b in range(len(sizes)) if swapping and draw.random() < 0.6
+        }
+        self.swap = Swap(self.device, [], {})
+        self.saved: dict[int, list[tuple[Callable[[], Tensor], float]]] = {}
         self.pager = Pager(
             schedule,
             self.slots,
             [self.arena.chunk(c.index) for c in self.chunks],
             wait_update=self.worker.wait,
             update_pending=self.worker.pending,
+            before_ahead=self.swap.open_backward if self.swapping else None,
         )
 
     def run(self) -> None:
@@ -127,9 +136,18 @@ class Schedules:
             for block in range(self.num_blocks)
             if not drop or self.draw.random() < 0.7
         ]
+        # what several blocks save
+        shared = self.activation()
         for block in blocks:
             self.forward(block, FORWARD)
+            if block in self.swapping:
+                self.save(block, shared)
+        del shared
         self.pager.close_any()
+        if self.draw.random() < 0.1:
+            # nobody asks for the gradient of this one
+            self.saved.clear()
+            return
         for block in reversed(blocks):
             self.backward(block)
 
@@ -155,6 +173,7 @@ class Schedules:
         if before is not None and before != block:
             self.offload.send_left(before)
         self.launch(block)
+        self.read_saved(block)
         for host in self.hosts:
             if host.chunk.block == block:
                 for spec in host.chunk.tensors:
@@ -178,6 +197,33 @@ class Schedules:
                     self.wrong.append(f"{spec.name}: {read.tolist()}, not {value}")
 
         self.queues.launch(kernel)
+
+    def activation(self) -> tuple[Tensor, float]:
+        """A storage that a kernel fills, just large enough to be swapped."""
+        value = float(self.draw.randint(1, 99))
+        tensor = torch.full((1024,), float("nan"))
+        self.queues.launch(partial(torch.Tensor.fill_, tensor, value))
+        return tensor, value
+
+    def save(self, block: int, shared: tuple[Tensor, float]) -> None:
+        hooks = self.swap.saving(block)
+        own = [self.activation() for _ in range(self.draw.randint(0, 2))]
+        saved = [shared, *own] if self.draw.random() < 0.5 else own
+        self.saved[block] = [
+            # a view, as autograd keeps many
+            (partial(hooks.unpack_hook, hooks.pack_hook(tensor[8:])), value)
+            for tensor, value in saved
+        ]
+
+    def read_saved(self, block: int) -> None:
+        """Kernels that read what comes back; some of it is never asked for."""
+        for unpack, value in self.saved.pop(block, ()):
+            if self.draw.random() < 0.9:
+                self.queues.launch(partial(self.check_saved, unpack(), value))
+
+    def check_saved(self, tensor: Tensor, value: float) -> None:
+        if tensor.shape != (1016,) or not bool((tensor == value).all()):
+            self.wrong.append(f"saved: {tensor[:2].tolist()}, not {value}")
 
     def gradient(self, spec: TensorSpec) -> None:
         value = float(self.draw.randint(1, 9))
@@ -239,6 +285,8 @@ class Schedules:
         self.pager.close_any()
         self.device.synchronize()
         self.offload.close()
+        self.saved.clear()
+        self.swap.close()
         for memory in self.pinned:
             self.device.unpin(memory)
         for slot in self.slots:

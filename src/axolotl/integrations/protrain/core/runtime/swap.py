@@ -22,8 +22,9 @@ from .device import Device, Event
 class SwapRegion:
     """Pinned host memory for the storages of one block in one micro-batch.
 
-    A slot the other way round: it is written only after the last read, and read after
-    the write. It is free again when no storage in it is wanted any more.
+    A slot the other way round. It is free again when no storage in it is wanted any
+    more; compute has waited for all copies out of it then, and what is copied into it
+    next waits for compute.
 
     Args:
         nbytes: What the plan expects; it grows where a batch is larger.
@@ -38,7 +39,6 @@ class SwapRegion:
         self._taken = taken
         self._buffers: list[Tensor] = []
         self._current = self._used = 0
-        self._last_read: Event | None = None
         self._wanted: weakref.WeakSet[Swapped] = weakref.WeakSet()
         if nbytes:
             self._grow(nbytes)
@@ -51,9 +51,6 @@ class SwapRegion:
     def claim(self) -> None:
         """Begin to fill it anew."""
         self._current = self._used = 0
-        if self._last_read is not None:
-            self._device.offload.wait(self._last_read)
-            self._last_read = None
 
     def reserve(self, nbytes: int, owner: Swapped) -> Tensor:
         """The next bytes, uint8 of shape [nbytes], as long as `owner` lives."""
@@ -67,10 +64,6 @@ class SwapRegion:
         self._grow(nbytes)
         self._used = nbytes
         return self._buffers[self._current]
-
-    def was_read(self, event: Event) -> None:
-        """A copy out of it has been queued, up to `event`."""
-        self._last_read = event
 
     def close(self) -> None:
         """Give the memory back. No copy may be in flight."""
@@ -104,7 +97,6 @@ class Swapped:
         self._arrival: Event | None = None
         self._device = device = swap.device
         self._swap = swap
-        self._region = region
         self._nbytes = storage.nbytes()
         self._original = weakref.ref(storage)
         self._version = version
@@ -141,7 +133,6 @@ class Swapped:
         device.fetch.wait(self._written)
         device.fetch.copy(target, self._host)
         self._arrival = device.fetch.record()
-        self._region.was_read(self._arrival)
         self._here = target.untyped_storage()
         self._swap.fetched_bytes += self._nbytes
         self._swap.num_fetches += 1
