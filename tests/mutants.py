@@ -41,6 +41,7 @@ SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
 UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
 GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
 OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
+SWAP = "runtime/swap.py"
 
 MUTANTS = (
     Mutant(
@@ -249,6 +250,63 @@ MUTANTS = (
         "        self._gradients.settle()\n        self._clip = None\n",
         "        self._clip = None\n",
         ("test_races.py::test_zero_grad_forgets_what_is_not_sent_yet",),
+    ),
+    Mutant(
+        "saved tensors are sent before compute has made them",
+        SWAP,
+        "        device.offload.wait(device.compute.record())\n",
+        "",
+    ),
+    Mutant(
+        "saved tensors are let go of before they are sent",
+        SWAP,
+        "            self._leaving.append((event, source))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "memory of saved tensors is given back while they are sent",
+        SWAP,
+        "            self.device.compute.wait(event)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "saved tensors come back into memory that compute uses",
+        SWAP,
+        "        device.fetch.wait(device.compute.record())\n",
+        "",
+    ),
+    Mutant(
+        "saved tensors come back before they have left",
+        SWAP,
+        "        device.fetch.wait(self._written)\n",
+        "",
+    ),
+    Mutant(
+        "compute does not wait for saved tensors",
+        SWAP,
+        "        self.fetch()\n        self._await()\n",
+        "        self.fetch()\n",
+    ),
+    Mutant(
+        "memory of saved tensors ends under the copy into it",
+        SWAP,
+        "        # the memory may be given to a kernel next, and the copy may not be done\n"
+        "        self._await()\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "a region is filled again while its tensors are wanted",
+        SWAP,
+        "        return not self._wanted\n",
+        "        return True\n",
+        (*QUEUES, "test_policies.py"),
+    ),
+    Mutant(
+        "a storage that has changed is not sent again",
+        SWAP,
+        "        return self._original() is storage and self._version == version\n",
+        "        return self._original() is storage\n",
+        ("test_policies.py::test_a_storage_that_changes_is_sent_again",),
     ),
     Mutant(
         "an update does not wait for the chunk's last one",
