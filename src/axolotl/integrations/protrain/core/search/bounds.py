@@ -29,13 +29,16 @@ class Row(NamedTuple):
     """A row of policies, as far as time depends on it.
 
     Attributes:
-        backward: Seconds of the blocks before each, and of all, recomputation included.
+        forward_s: All of forward, waiting for what leaves.
+        backward: Seconds of the blocks before each, and of all: recomputation, and the
+            copy of what the block before swapped, which does not begin earlier.
         turn: The first block from which on none recomputes.
         first: The first block that swaps.
         out_bytes: What leaves in forward.
         back_bytes: What comes back in backward.
     """
 
+    forward_s: float
     backward: list[float]
     turn: int
     first: int
@@ -79,15 +82,26 @@ class StepBound:
 
     def row(self, policies: tuple[Policy, ...], moved: Moved) -> Row:
         """What the bounds need of these policies."""
+        times, hardware = self.times, self.hardware
         redone = [policy.recomputes for policy in policies]
-        seconds = (
-            backward_s + again * forward_s
-            for backward_s, forward_s, again in zip(
-                self.times.backward_s, self.times.forward_s, redone, strict=True
-            )
-        )
         swaps = [policy.swaps for policy in policies]
+        pairs = zip(times.backward_s, times.forward_s, redone, strict=True)
+        seconds = [backward + forward * again for backward, forward, again in pairs]
+        forward_s = self.forward[-1] + self.outside_s
+        if any(swaps) and hardware.overlaps:
+            copies = (nbytes / hardware.fetch_bytes_s for nbytes in moved.back[:-1])
+            seconds[1:] = map(max, seconds[1:], copies)
+            forward_s = left_s = 0.0
+            for block, seconds_s in enumerate(times.forward_s):
+                if swaps[block]:
+                    # the room for it is free when the one before has left
+                    forward_s = max(forward_s, left_s)
+                forward_s += seconds_s
+                if moved.out[block]:
+                    left_s = forward_s + moved.out[block] / hardware.offload_bytes_s
+            forward_s = max(forward_s + self.outside_s, left_s)
         return Row(
+            forward_s,
             list(accumulate(seconds, initial=0.0)),
             len(redone) - redone[::-1].index(True) if True in redone else 0,
             swaps.index(True) if True in swaps else 0,
@@ -186,12 +200,10 @@ class PlacedBound:
         later_s = self._forward_s(n_buffer) + step.outside_s
         if not row.out_bytes:
             return first_s, later_s
-        out_s = row.out_bytes / step.hardware.offload_bytes_s
         if step.hardware.overlaps:
-            # backward waits until all of it has left
-            later_s = max(later_s, step.forward[row.first + 1] + out_s)
+            later_s = max(later_s, row.forward_s)
         else:
-            later_s += out_s
+            later_s += row.out_bytes / step.hardware.offload_bytes_s
         return max(first_s, self._start_s + later_s), later_s
 
     def _hold(self, held: list[Chunk]) -> None:

@@ -249,7 +249,9 @@ class Search:
         most = ceil(blocks / self.swap_interval)
         counts = {ceil(most * part / NUM_SWAPS) for part in range(1, NUM_SWAPS + 1)}
         saved = [_Family(n, range(blocks - n + 1)) for n in sorted(counts)]
-        inputs = (_Family(n, range(blocks, blocks + 1)) for n in {*counts, blocks})
+        inputs = (
+            _Family(n, range(blocks, blocks + 1)) for n in sorted({*counts, blocks})
+        )
         return [_Family(0, range(blocks + 1)), *saved, *inputs]
 
     def _candidates(
