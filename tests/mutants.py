@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         "a staging buffer is filled again while it is added",
         GRADIENTS,
-        "        if user is not None:\n            user.result()\n        return slot",
+        "        self._wait_staging(slot)\n        return slot",
         "        return slot",
     ),
     Mutant(
@@ -156,8 +156,9 @@ MUTANTS = (
     Mutant(
         "a step does not wait for sums on the host",
         GRADIENTS,
-        "            if user is not None:\n                user.result()\n",
-        "            pass\n",
+        "            self._retire()\n        for slot in range(MAX_IN_FLIGHT):\n"
+        "            self._wait_staging(slot)\n",
+        "            self._retire()\n",
         ("test_races.py::test_settling_waits_for_sums_on_the_host",),
     ),
     Mutant(
@@ -177,15 +178,15 @@ MUTANTS = (
     Mutant(
         "a load does not wait for copies",
         SESSION,
-        "        self.settle()\n        self.device.synchronize()\n",
-        "        self.settle()\n",
+        "        self.settle()\n        self.device.synchronize()\n        self.device.writes",
+        "        self.settle()\n        self.device.writes",
         SESSIONS,
     ),
     Mutant(
         "a load does not wait for updates",
         SESSION,
-        "        self.settle()\n        self.device.synchronize()\n",
-        "        self.device.synchronize()\n",
+        "        self.settle()\n        self.device.synchronize()\n        self.device.writes",
+        "        self.device.synchronize()\n        self.device.writes",
         SESSIONS,
     ),
     Mutant(
@@ -198,15 +199,15 @@ MUTANTS = (
     Mutant(
         "memory is unpinned under a copy",
         SESSION,
-        "            self._pager.close_any()\n            self.device.synchronize()\n",
-        "            self._pager.close_any()\n",
+        "            undo.callback(self.device.synchronize)\n",
+        "",
         SESSIONS,
     ),
     Mutant(
         "slots are released in a window",
         SESSION,
-        "            self._pager.close_any()\n            self.device.synchronize()\n",
-        "            self.device.synchronize()\n",
+        "            undo.callback(self._pager.close_any)\n",
+        "",
         ("test_faults.py",),
     ),
     Mutant(

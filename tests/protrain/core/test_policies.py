@@ -194,9 +194,9 @@ class Views(nn.Module):
 
 
 class Odd(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: type[Views] = Views) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Views() for _ in range(4))
+        self.layers = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(64, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,6 +221,31 @@ def test_views_come_back_as_they_were(policy: str, device: Device) -> None:
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert ours.grad is not None
             assert torch.equal(ours.grad, theirs.grad)
+
+
+class Changing(Views):
+    """Saves a tensor for a result that nobody uses, changes it and saves it again."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.mix(x)
+        self.kept = hidden.sin()
+        hidden.mul_(self.scale)
+        return hidden.cos()
+
+
+def test_a_storage_that_changes_is_sent_again(device: Device) -> None:
+    torch.manual_seed(0)
+    model = Odd(Changing)
+    plain = twin(model)
+    x = torch.randn(40, 64)
+    plain(x).backward()
+    with closing(open_session(model, device=device, swap=range(4))):
+        model(x).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+        assert any(p.grad is not None for p in model.parameters())
 
 
 def test_two_graphs_at_once(device: Device) -> None:
