@@ -120,7 +120,7 @@ class Schedules:
         """Some steps, each with its micro-batches, updates and interludes."""
         try:
             for _ in range(self.draw.randint(1, 2)):
-                for _ in range(self.draw.randint(1, 3)):
+                for _ in range(self.draw.randint(1, 2)):
                     self.micro_batch()
                     self.interlude()
                 self.update()
