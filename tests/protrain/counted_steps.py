@@ -129,6 +129,7 @@ class Step:
         length: Of a row.
         resident: Pageable chunks that stay on the device: none, half or all.
         recompute: Blocks that recompute: none, half or all.
+        swap: Blocks that send activations to the host: none, half or all.
         accumulation: Micro-batches of a step.
         precision: fp32; bf16 under autocast, adapters in fp32; fp32 under autocast
             ("mixed"); bf16 throughout ("pure").
@@ -144,6 +145,7 @@ class Step:
     length: int = 64
     resident: str = "none"
     recompute: str = "none"
+    swap: str = "none"
     accumulation: int = 1
     precision: str = "fp32"
     dropout: float = 0.0
@@ -157,6 +159,7 @@ class Step:
             "dropout": self.dropout,
             "padding": self.padding,
             "masters": self.fp32_master,
+            f"swap-{self.swap}": self.swap != "none",
             self.outside.value: self.outside is not Placement.RESIDENT,
         }
         return " ".join(
@@ -203,7 +206,7 @@ def peaks(step: Step) -> Peaks:
         layout,
         n_persist=round(PORTIONS[step.resident] * len(layout.pageable)),
         n_buffer=0 if step.resident == "all" else 2,
-        n_swap=0,
+        n_swap=round(PORTIONS[step.swap] * len(layout.blocks)),
         n_checkpoint=round(PORTIONS[step.recompute] * len(layout.blocks)),
         fp32_master=step.fp32_master,
         outside=step.outside,
