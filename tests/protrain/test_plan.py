@@ -407,8 +407,8 @@ def test_what_does_not_fit_is_told_the_way_out(plans: Plans) -> None:
     assert shorter["verdict"] == "fits"
     assert shorter["device_peak_bytes"] <= GIB
     assert any(o["change"] == "--gpu 'RTX 3060 12GB'" for o in others)
-    plans.add("shorter", SMALL, LORA | {"sequence_len": 512}, *SMALL_CARD, "--json")
-    assert shorter["change"] == "sequence_len 8192 -> 512"
+    plans.add("shorter", SMALL, LORA | {"sequence_len": 1024}, *SMALL_CARD, "--json")
+    assert shorter["change"] == "sequence_len 8192 -> 1024"
     answer = fitting(plans, "shorter")
     assert answer["device_bytes"]["peak"] == shorter["device_peak_bytes"]
     assert answer["step_s"]["total"] == shorter["step_s"]
