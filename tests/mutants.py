@@ -277,12 +277,6 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "saved tensors come back before they have left",
-        SWAP,
-        "        device.fetch.wait(self._written)\n",
-        "",
-    ),
-    Mutant(
         "compute does not wait for saved tensors",
         SWAP,
         "        self.fetch()\n        self._await()\n",

@@ -239,8 +239,12 @@ def loss_function(run: Run) -> None:
     run.loss = raises(broken)
 
 
+WIDTH = 48
+"""What blocks save is large enough to be swapped then."""
+
 PAGED: dict[str, Any] = {"resident": [1, 4], "outside": HOST_STATE}
 RECOMPUTED: dict[str, Any] = {**PAGED, "recompute": ALL}
+SWAPPED: dict[str, Any] = {**PAGED, "swap": [0, 2, 3], "recompute": [3]}
 NOTCHED: dict[str, Any] = {"resident": [4], "recompute": [0], "outside": HOST_STATE}
 
 
@@ -260,6 +264,9 @@ SURVIVED = {
     "fetch-backward": Failure(device("fetch", 4, no_memory), PAGED),
     "offload": Failure(device("offload", 9, no_memory), PAGED),
     "staging": Failure(device("offload", 60, no_memory), PAGED),
+    "swap-out": Failure(device("offload", 3, no_memory), SWAPPED),
+    "swap-in": Failure(operator("empty", no_memory, True), SWAPPED),
+    "swapped-backward": Failure(operator("gelu_backward", no_memory, True), SWAPPED),
     "clipping": Failure(operator("_foreach_mul_", no_memory), PAGED),
     "update": Failure(device("probe", 1, no_memory), PAGED),
 }
@@ -284,6 +291,10 @@ FATAL = {
     "interrupt-recompute": Failure(operator("gelu", stopped, True), RECOMPUTED),
     "interrupt-fetch": Failure(device("fetch", 3, stopped), PAGED),
     "interrupt-offload": Failure(device("offload", 9, stopped), PAGED),
+    "swap-out": Failure(device("offload", 3, broken), SWAPPED),
+    "swap-in": Failure(operator("empty", broken, True), SWAPPED),
+    "interrupt-swap": Failure(device("offload", 3, stopped), SWAPPED),
+    "interrupt-swapped": Failure(operator("gelu", stopped), SWAPPED),
     "interrupt-probe": Failure(device("probe", 1, stopped), PAGED),
 }
 
@@ -299,7 +310,6 @@ LOADING = {
     "weight": Failure(device("place", 5, no_memory), PAGED),
     "pin": Failure(device("pin", 2, broken), PAGED),
     "interrupt": Failure(device("place", 5, stopped), PAGED),
-    "copies": Failure(device("synchronize", 1, broken), PAGED),
 }
 
 CLOSING = {
@@ -365,7 +375,7 @@ def opened(failure: Failure, model: nn.Module, device: FaultyDevice) -> Run:
 
 @pytest.mark.parametrize("failure", SURVIVED.values(), ids=SURVIVED.keys())
 def test_training_goes_on(failure: Failure) -> None:
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     plain = twin(model)
     theirs = train(plain, adamw(plain), DATA, clip=0.5)
     census = Census(model)
@@ -388,7 +398,7 @@ def test_training_goes_on(failure: Failure) -> None:
 @pytest.mark.parametrize("failure", FATAL.values(), ids=FATAL.keys())
 def test_training_ends(failure: Failure) -> None:
     """With the error itself and the weights of the last step that was whole."""
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     plain = twin(model)
     train(plain, adamw(plain), DATA[:1], clip=0.5)
     census = Census(model)
@@ -410,7 +420,7 @@ def test_training_ends(failure: Failure) -> None:
 @pytest.mark.parametrize("failure", HALF_DONE.values(), ids=HALF_DONE.keys())
 def test_an_update_ends_half_done(failure: Failure) -> None:
     """It is raised once, by the step or by what waits for it."""
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     census = Census(model)
     run = opened(failure, model, faulty)
     run.step(DATA[0], iter(()))
@@ -430,7 +440,7 @@ def test_an_update_ends_half_done(failure: Failure) -> None:
 
 @pytest.mark.parametrize("failure", LOADING.values(), ids=LOADING.keys())
 def test_a_model_that_could_not_be_loaded_is_untouched(failure: Failure) -> None:
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     before = weights(model)
     census = Census(model)
     failure.arm(Run(model, faulty, None, None, ExitStack()))
@@ -442,7 +452,7 @@ def test_a_model_that_could_not_be_loaded_is_untouched(failure: Failure) -> None
 
 @pytest.mark.parametrize("failure", CLOSING.values(), ids=CLOSING.keys())
 def test_closing_goes_on_after_an_error(failure: Failure) -> None:
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     before = hook_counts(model)
     census = Census(model)
     run = opened(failure, model, faulty)
@@ -458,7 +468,7 @@ def test_closing_goes_on_after_an_error(failure: Failure) -> None:
 
 
 def test_an_interrupted_save_changes_nothing() -> None:
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     census = Census(model)
     run = opened(Failure(host_update, PAGED), model, faulty)
     run.step(DATA[0], iter(()))
@@ -475,7 +485,7 @@ def test_an_interrupted_save_changes_nothing() -> None:
 
 def test_state_that_does_not_fit_is_not_taken() -> None:
     """Training goes on as if nobody had tried to load it."""
-    model, faulty = stack(), FaultyDevice()
+    model, faulty = stack(width=WIDTH), FaultyDevice()
     plain = twin(model)
     theirs = train(plain, adamw(plain), DATA, clip=0.5)
     census = Census(model)

@@ -105,8 +105,7 @@ class Swapped:
         source = _bytes(storage, device.torch_device)
         device.offload.wait(device.compute.record())
         device.offload.copy(self._host, source)
-        self._written = device.offload.record()
-        swap.left(self._written, source)
+        swap.left(device.offload.record(), source)
 
     def __del__(self) -> None:
         # the memory may be given to a kernel next, and the copy may not be done
@@ -128,9 +127,9 @@ class Swapped:
         target = torch.empty(
             self._nbytes, dtype=torch.uint8, device=device.torch_device
         )
-        # kernels before this moment may still use that memory
+        # kernels before this moment may still use that memory; and compute has waited
+        # for the copy out, or the original would be here
         device.fetch.wait(device.compute.record())
-        device.fetch.wait(self._written)
         device.fetch.copy(target, self._host)
         self._arrival = device.fetch.record()
         self._here = target.untyped_storage()
