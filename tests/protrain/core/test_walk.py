@@ -121,11 +121,10 @@ class life:
 
 
 def given_up(trace: Trace, policies: Policies, block: int) -> int:
-    """Before the next block that swaps begins, or before the blocks' backward."""
+    """Before the next block that swaps begins, or after the last block's forward."""
     later = (b for b in range(block + 1, trace.num_blocks) if policies[b].swaps)
     following = next(later, None)
-    num = trace.num_blocks
-    return num + 2 if following is None else following
+    return trace.num_blocks if following is None else following
 
 
 def rises(case: Case, policies: Policies, lives: dict[Holding, life]) -> list[int]:

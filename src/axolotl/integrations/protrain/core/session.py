@@ -407,7 +407,11 @@ class Session:
 
     def _attach(self) -> None:
         if self._swaps:
-            self._swap = self._build_swap()
+            self._swap = swap = self._build_swap()
+            last = self._modules[self.layout.blocks[-1].name]
+            # what follows the blocks is often the peak of a step
+            settle = last.register_forward_hook(lambda *_: swap.settle())
+            self._handles.append(settle)
         needs_windows = (
             bool(self.plan.paged)
             or any(host.chunk.pageable for host in self._host_chunks)

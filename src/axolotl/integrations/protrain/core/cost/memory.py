@@ -466,7 +466,6 @@ class MemoryModel:
             if segment.block is not None:
                 seen = backward if segment.backward else self._begun
                 seen.setdefault(segment.block, index)
-        self._turn = min(backward.values(), default=len(trace.segments))
         # the block after it in forward brings back what it swapped
         self._opened = {
             block: min(index, backward.get(block + 1, index))
@@ -475,12 +474,14 @@ class MemoryModel:
 
     def _drops(self, policies: tuple[Policy, ...]) -> dict[int, int]:
         """The last segment in which what each swapping block sends to the host may
-        still be on the device: it is given up when the next one begins."""
+        still be on the device: it is given up when the next one begins or the last
+        block's forward ends."""
         if not self.hardware.overlaps:
             return {}
         swapping = [block for block in self._begun if policies[block] in _SWAPPING]
         ends = [self._begun[block] - 1 for block in swapping[1:]]
-        return dict(zip(swapping, [*ends, self._turn - 1], strict=False))
+        ends.append(max(self._begun.values(), default=0))
+        return dict(zip(swapping, ends, strict=False))
 
     @cached_property
     def _redone(self) -> dict[int | None, int]:

@@ -433,6 +433,7 @@ class _Step:
             self._mark_use(start, stop)
             if d.moved.out[block]:
                 self._gone = self._offload(d.moved.out[block] * link.offload_s)
+        self._await(self._gone, "offload")
         self._run(d.outside_s)
 
     def backward(self, first: bool) -> None:
@@ -442,7 +443,6 @@ class _Step:
         missing = d.missing_backward[:]
         for gradients in d.outside[1:]:
             self._send(gradients, first)
-        self._await(self._gone, "offload")
         there: float | None = None
         for block in range(len(d.bounds) - 1, -1, -1):
             start, stop = d.bounds[block]
