@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 # Each process imports torch and axolotl: more of them than this only take memory.
-PARALLEL := -n auto --maxprocesses 4 --dist loadgroup
+PARALLEL := -n auto --maxprocesses 4
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq

@@ -15,14 +15,6 @@ from axolotl_jobs import Job, Pair, Result, Workers
 SELECTED_JOBS = pytest.StashKey[list[Job]]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes: all trainings in one, which shares its workers; files whole."""
-    for item in items:
-        trains = "run" in getattr(item, "fixturenames", ())
-        group = "trainings" if trains else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[SELECTED_JOBS] = [
         job
