@@ -99,14 +99,13 @@ class Case:
                         )
 
     def _rows(self, interval: int) -> Iterator[tuple[int, int]]:
-        """Swapping and recomputed blocks: half and all of the paper's bound with every
-        number that leaves each block one of both, or with all; and all with all."""
+        """Swapping and recomputed blocks: none and the paper's bound with every number
+        that leaves each block one of both; half of it, it and all with all."""
         blocks = len(self.layout.blocks)
         most = -(-blocks // interval)
-        counts = {0, -(-most // 2), most}
-        for swapping in counts:
+        for swapping in (0, most):
             yield from ((swapping, number) for number in range(blocks - swapping + 1))
-        yield from ((swapping, blocks) for swapping in {*counts, blocks} - {0})
+        yield from ((swapping, blocks) for swapping in {-(-most // 2), most, blocks})
 
 
 @dataclass(frozen=True)

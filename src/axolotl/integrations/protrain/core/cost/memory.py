@@ -153,7 +153,8 @@ class Parameters(NamedTuple):
 
 class _Holding(NamedTuple):
     """A `Holding`, its latest reason first: segment, block, whether only recomputing
-    keeps it, and whether it can wait on the host as an input."""
+    keeps it, and whether it can wait on the host as an input; `large` if it can at
+    all."""
 
     made: int
     forgotten: int
@@ -178,6 +179,13 @@ class _Life(NamedTuple):
     redone: list[int]
     out: int | None
     home: int | None
+
+
+class _Part(NamedTuple):
+    """What some holdings add to which totals, and the segments that make one again."""
+
+    changes: list[tuple[list[int], int, int]]
+    redone: set[int]
 
 
 class MemoryModel:
@@ -298,6 +306,46 @@ class MemoryModel:
         )
 
     @cached_property
+    def least(self) -> Activations:
+        """No policies take less at any moment: blocks hold nothing."""
+        trace = self.trace
+        change = [0] * (len(trace.segments) + 2)
+        for holding in trace.holdings:
+            holds = (h.segment for h in holding.holds if h.block is None)
+            change[holding.made + 1] += holding.nbytes
+            change[max(holding.forgotten, *holds, 0) + 1] -= holding.nbytes
+        live = list(accumulate(change, initial=trace.batch_bytes))
+        start, after = live[1:-2], live[-2]
+        rises = [
+            s.peak_bytes
+            if s.backward or s.block is None
+            else min(s.peak_bytes, s.dropped_peak_bytes, s.swapped_peak_bytes)
+            for s in trace.segments
+        ]
+        piles = [
+            s.first_peak_bytes if s.backward else rise
+            for s, rise in zip(trace.segments, rises, strict=True)
+        ]
+        first, later = (list(map(add, start, more)) for more in (piles, rises))
+        return Activations(start, first, later, after)
+
+    def kept_bytes(self, segment: int) -> list[int]:
+        """What each block that keeps its tensors adds to `least` at a segment."""
+        return [
+            sum(
+                holding.nbytes
+                for holding in held
+                if holding.made < segment
+                and holding.forgotten < segment
+                and any(at >= segment and not inp for at, _, inp, _ in holding.holds)
+                and not any(
+                    at >= segment and by is None for at, by, _, _ in holding.holds
+                )
+            )
+            for held in self._held_by
+        ]
+
+    @cached_property
     def swappable_bytes(self) -> int:
         """What leaves when every block swaps."""
         return sum(
@@ -315,6 +363,15 @@ class MemoryModel:
         self._change_policies(policies)
         return Moved(tuple(self._out), tuple(self._home))
 
+    def surely_moved(self, policies: tuple[Policy, ...]) -> tuple[Moved, int]:
+        """The same of what one block alone holds, whatever those that do not swap do;
+        and how much more could come back of what several hold."""
+        self._change_policies(policies)
+        self._add(self._parts[-1], -1)
+        moved = Moved(tuple(self._out), tuple(self._home))
+        self._add(self._parts[-1])
+        return moved, sum(holding.nbytes for holding in self._shared if holding.large)
+
     def _follow(self, trace: Trace) -> None:
         """Begin the walk with every block keeping its tensors."""
         self._holdings = [
@@ -322,7 +379,8 @@ class MemoryModel:
                 holding.made,
                 holding.forgotten,
                 holding.nbytes,
-                holding.large,
+                holding.large
+                and any(h.by_position or not h.as_input for h in holding.holds),
                 sorted(
                     (
                         (h.segment, h.block, h.as_input, h.by_position)
@@ -339,23 +397,32 @@ class MemoryModel:
         for index, segment in enumerate(trace.segments):
             if segment.block is not None:
                 self._run_by[segment.block].append(index)
-        self._held_by: list[list[_Holding]] = [[] for _ in blocks]
+        # by the block that holds them, or none or several
+        own: list[list[_Holding]] = [[] for _ in blocks]
+        shared: list[_Holding] = []
+        unheld: list[_Holding] = []
         for holding in self._holdings:
-            for block in {hold[1] for hold in holding.holds if hold[1] is not None}:
-                self._held_by[block].append(holding)
+            by = {hold[1] for hold in holding.holds if hold[1] is not None}
+            group = unheld if not by else own[min(by)] if len(by) == 1 else shared
+            group.append(holding)
+        self._held_by = own
+        self._shared = shared
         self._follow_swaps(trace)
         self._policies = (Policy.KEEP,) * trace.num_blocks
         self._swaps = False
         self._dropped: dict[int, int] = {}
-        self._lives: dict[int, _Life] = {}
         # by block
         self._out, self._home = [0] * trace.num_blocks, [0] * trace.num_blocks
         size = len(trace.segments) + 2
         # by segment: bytes that its start has more than the one before, and bytes
         # that come back in it because they were not kept
         self._change, self._regained = [0] * size, [0] * size
-        for holding in self._holdings:
-            self._count(holding, 1)
+        self._part_of = lru_cache(maxsize=None)(self._block_part)
+        self._add(self._part(unheld))
+        self._parts = [self._part_of(b, Policy.KEEP, None) for b in blocks]
+        self._parts.append(self._part(shared))
+        for part in self._parts:
+            self._add(part)
         rises = [self._rise(index) for index in range(len(trace.segments))]
         self._rises = [rise for rise, _ in rises]
         self._piles = [piled for _, piled in rises]
@@ -376,15 +443,22 @@ class MemoryModel:
         """Look again only at what is held by blocks whose policy is another."""
         pairs = zip(self._policies, policies, strict=True)
         blocks = [block for block, (old, new) in enumerate(pairs) if old is not new]
-        dropped = self._drops(policies)
-        changed = {b for b, _ in self._dropped.items() ^ dropped.items()}.union(blocks)
-        holdings = {id(h): h for b in changed for h in self._held_by[b]}.values()
-        before = [self._count(holding, -1) for holding in holdings]
-        self._policies, self._dropped = policies, dropped
+        if not blocks:
+            return
         self._swaps = any(policy in _SWAPPING for policy in policies)
-        after = [self._count(holding, 1) for holding in holdings]
+        dropped = self._drops(policies) if self._swaps else {}
+        changed = {b for b, _ in self._dropped.items() ^ dropped.items()}.union(blocks)
+        self._policies, self._dropped = policies, dropped
+        parts = [(b, self._part_of(b, policies[b], dropped.get(b))) for b in changed]
+        # the last one is of what several blocks hold
+        parts.append((-1, self._part(self._shared)))
         segments = {segment for block in blocks for segment in self._run_by[block]}
-        segments.update(*map(set.symmetric_difference, before, after))
+        for group, part in parts:
+            before = self._parts[group]
+            self._add(before, -1)
+            self._add(part)
+            self._parts[group] = part
+            segments.update(before.redone, part.redone)
         for segment in segments:
             self._rises[segment], self._piles[segment] = self._rise(segment)
 
@@ -404,29 +478,35 @@ class MemoryModel:
             rise, piled = max(back + rise, redone), max(back + piled, redone)
         return rise, piled
 
-    def _count(self, holding: _Holding, sign: int) -> set[int]:
-        """Add or take away what a holding takes under the policies of now.
+    def _add(self, part: _Part, sign: int = 1) -> None:
+        for totals, index, nbytes in part.changes:
+            totals[index] += sign * nbytes
 
-        Returns:
-            The segments in which it is made again.
-        """
-        made, nbytes = holding.made, sign * holding.nbytes
-        if sign > 0:
-            self._lives[id(holding)] = self._life(holding)
-        end, back, redone, out, home = self._lives[id(holding)]
-        if end > made:
-            self._change[made + 1] += nbytes
-            self._change[end + 1] -= nbytes
-        if back is not None:
-            self._change[back[0]] += nbytes
-            self._change[back[1] + 1] -= nbytes
-        for segment in redone:
-            self._regained[segment] += nbytes
-        if out is not None:
-            self._out[out] += nbytes
-        if home is not None:
-            self._home[home] += nbytes
-        return set(redone)
+    def _block_part(self, block: int, policy: Policy, dropped: int | None) -> _Part:
+        """Of what this block alone holds; the arguments are all that it depends on."""
+        assert (self._policies[block], self._dropped.get(block)) == (policy, dropped)
+        return self._part(self._held_by[block])
+
+    def _part(self, holdings: list[_Holding]) -> _Part:
+        """What holdings take under the policies of now."""
+        changes: list[tuple[list[int], int, int]] = []
+        again: set[int] = set()
+        for holding in holdings:
+            made, nbytes = holding.made, holding.nbytes
+            end, back, redone, out, home = self._life(holding)
+            if end > made:
+                changes.append((self._change, made + 1, nbytes))
+                changes.append((self._change, end + 1, -nbytes))
+            if back is not None:
+                changes.append((self._change, back[0], nbytes))
+                changes.append((self._change, back[1] + 1, -nbytes))
+            changes += [(self._regained, segment, nbytes) for segment in redone]
+            again.update(redone)
+            if out is not None:
+                changes.append((self._out, out, nbytes))
+            if home is not None:
+                changes.append((self._home, home, nbytes))
+        return _Part(changes, again)
 
     def _life(self, holding: _Holding) -> _Life:
         """From the latest reason to keep it to the earliest."""
@@ -510,6 +590,9 @@ class MemoryModel:
             self.trace.segments, self._gradients, strict=True
         ):
             before.append(kept + way)
+            if not gradients:
+                extra.append(way)
+                continue
             left = 0
             for chunk, nbytes in gradients.items():
                 if leaves.get(chunk):

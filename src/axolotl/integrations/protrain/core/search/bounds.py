@@ -32,18 +32,22 @@ class Row(NamedTuple):
         forward_s: All of forward, waiting for what leaves.
         backward: Seconds of the blocks before each, and of all: recomputation, and the
             copy of what the block before swapped, which does not begin earlier.
+        alone: Seconds of each block without such copies.
         turn: The first block from which on none recomputes.
         first: The first block that swaps.
         out_bytes: What leaves in forward.
         back_bytes: What comes back in backward.
+        more_bytes: What may come back besides: the more, the fewer copies meet others.
     """
 
     forward_s: float
     backward: list[float]
+    alone: list[float]
     turn: int
     first: int
     out_bytes: int
     back_bytes: int
+    more_bytes: int
 
 
 class StepBound:
@@ -80,13 +84,16 @@ class StepBound:
         """Bounds of the plans with these placements."""
         return PlacedBound(self, placements)
 
-    def row(self, policies: tuple[Policy, ...], moved: Moved) -> Row:
+    def row(
+        self, policies: tuple[Policy, ...], moved: Moved, more_bytes: int = 0
+    ) -> Row:
         """What the bounds need of these policies."""
         times, hardware = self.times, self.hardware
         redone = [policy.recomputes for policy in policies]
         swaps = [policy.swaps for policy in policies]
         pairs = zip(times.backward_s, times.forward_s, redone, strict=True)
-        seconds = [backward + forward * again for backward, forward, again in pairs]
+        alone = [backward + forward * again for backward, forward, again in pairs]
+        seconds = alone[:]
         forward_s = self.forward[-1] + self.outside_s
         if any(swaps) and hardware.overlaps:
             copies = (nbytes / hardware.fetch_bytes_s for nbytes in moved.back[:-1])
@@ -103,10 +110,12 @@ class StepBound:
         return Row(
             forward_s,
             list(accumulate(seconds, initial=0.0)),
+            alone,
             len(redone) - redone[::-1].index(True) if True in redone else 0,
             swaps.index(True) if True in swaps else 0,
             sum(moved.out),
             sum(moved.back),
+            more_bytes,
         )
 
 
@@ -142,9 +151,11 @@ class PlacedBound:
         step, more = self._step, self._step.accumulation - 1
         first_s, later_s = self._before_backward_s(n_buffer, row)
         missing = self._bytes[max(0, self._num_paged - n_buffer)]
-        fetch_s, offload_s = seconds_per_byte(
-            missing + row.back_bytes, self._leaving, step.hardware
-        )
+        fetched = missing + row.back_bytes
+        fetch_s, offload_s = seconds_per_byte(fetched, self._leaving, step.hardware)
+        if row.more_bytes:
+            fetched += row.more_bytes
+            fetch_s, _ = seconds_per_byte(fetched, self._leaving, step.hardware)
         backward_s = self._backward_s(n_buffer, row, missing, fetch_s)
         if not step.hardware.overlaps:
             backward_s += self._leaving * offload_s
@@ -152,11 +163,10 @@ class PlacedBound:
             return first_s + more * later_s + (more + 1) * backward_s
 
         # gradients leave one after the other, and the host adds up one after the other
-        num_blocks = len(step.layout.blocks)
-        ready_s = row.backward[num_blocks] - row.backward[self._first_block]
+        ready_s = _done_s(row, self._first_block)
         arrived_s = ready_s + self._lead_bytes * offload_s
         if self._last_block is not None:
-            last_ready_s = row.backward[num_blocks] - row.backward[self._last_block]
+            last_ready_s = _done_s(row, self._last_block)
         else:
             last_ready_s = backward_s
             if not step.hardware.overlaps:
@@ -263,10 +273,14 @@ class PlacedBound:
             self._start_s = updated_s + chunk.nbytes * fetch_s
         self._fetch_from_s = arrived_s = self._start_s if stale else 0.0
         self._forward_end_s = self._start_s + forward_s
+        ends = [self._forward_end_s]
         for chunk in paged:
-            arrived_s = max(arrived_s, done[chunk.index]) + chunk.nbytes * fetch_s
-            end_s = arrived_s + forward_s - step.forward[chunk.block or 0]
-            self._forward_end_s = max(self._forward_end_s, end_s)
+            done_s = done[chunk.index]
+            if done_s > arrived_s:
+                arrived_s = done_s
+            arrived_s += chunk.nbytes * fetch_s
+            ends.append(arrived_s + forward_s - step.forward[chunk.block or 0])
+        self._forward_end_s = max(ends)
 
     def _first_forward_s(self, n_buffer: int) -> float:
         """From the update on; what slots hold of trained chunks is fetched again."""
@@ -342,3 +356,11 @@ class PlacedBound:
     def _one_block_at_a_time(self, n_buffer: int) -> bool:
         """Whether each block needs all slots, so that nothing is fetched ahead."""
         return self._num_paged == n_buffer * len(self._blocks)
+
+
+def _done_s(row: Row, block: int) -> float:
+    """From the begin of backward until a block is done, and 0 for one past the last.
+    The copy that begins with it only holds up the next."""
+    if block == len(row.alone):
+        return 0.0
+    return row.backward[-1] - row.backward[block + 1] + row.alone[block]

@@ -6,19 +6,20 @@ the order of a lower bound of their time until that bound loses, so the result i
 optimum over all of them, exactly, and a larger budget never gives a slower plan. Equation
 1 of the paper, with a simulation for its equations 2 to 7.
 
-Numbers of swapping blocks: none, and half and all of the paper's bound, the blocks divided
-by the interval at which their copies hide behind compute; besides, as many where all
-blocks recompute and the swapping ones send their inputs away, and all of these.
+Numbers of swapping blocks: none; the paper's bound, the blocks divided by the interval
+at which their copies hide behind compute, with any number of the others recomputing;
+and half the bound, the bound and all blocks where every block recomputes and the
+swapping ones send their inputs away.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
-from math import ceil
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain, compress
+from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
 
@@ -44,10 +45,6 @@ would save two."""
 
 ROUNDING = 1e-9
 """Relative difference of seconds that are taken as equal."""
-
-
-NUM_SWAPS = 2
-"""Numbers of swapping blocks that are tried, besides none, for every plan."""
 
 
 class _Knobs(NamedTuple):
@@ -117,6 +114,7 @@ class Search:
         self._known = lru_cache(maxsize=None)(self._walk)
         self._row = lru_cache(maxsize=None)(self._make_row)
         self._legal = lru_cache(maxsize=None)(self._list_legal)
+        self._least_s = lru_cache(maxsize=None)(self._least_seconds)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
@@ -148,10 +146,14 @@ class Search:
             BudgetError: None fits; names the nearest and what it lacks.
         """
         best: Plan | None = None
-        best_s = float("inf")
-        for family in self._families:
+        best_s = inf
+        # what swaps has to beat the best that does not
+        for families in (self._families[:1], self._families[1:]):
             # at a tie less recompute and fewer slots come first
-            candidates = self._candidates(family, all_resident, best_s)
+            limit_s = best_s * (1 - ROUNDING)
+            candidates = chain.from_iterable(
+                self._candidates(family, all_resident, limit_s) for family in families
+            )
             for bound_s, knobs in sorted(candidates):
                 if bound_s >= best_s * (1 - ROUNDING):
                     break
@@ -215,7 +217,7 @@ class Search:
             for knobs in sorted(fitting, key=_num_resident):
                 most[family, knobs.outside] = knobs
         if not most:
-            return self._plan(self._least(all_resident))
+            return self._plan(self._smallest(all_resident))
         plans = map(self._plan, most.values())
         return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
 
@@ -247,12 +249,10 @@ class Search:
         with inputs that do."""
         blocks = self._num_blocks
         most = ceil(blocks / self.swap_interval)
-        counts = {ceil(most * part / NUM_SWAPS) for part in range(1, NUM_SWAPS + 1)}
-        saved = [_Family(n, range(blocks - n + 1)) for n in sorted(counts)]
-        inputs = (
-            _Family(n, range(blocks, blocks + 1)) for n in sorted({*counts, blocks})
-        )
-        return [_Family(0, range(blocks + 1)), *saved, *inputs]
+        all_redo = range(blocks, blocks + 1)
+        inputs = [_Family(n, all_redo) for n in sorted({ceil(most / 2), most, blocks})]
+        saved = _Family(most, range(blocks - most + 1))
+        return [_Family(0, range(blocks + 1)), *inputs, saved]
 
     def _candidates(
         self, family: _Family, all_resident: bool, limit_s: float
@@ -269,19 +269,29 @@ class Search:
         family: _Family,
         all_resident: bool,
         host: bool = True,
-        limit_s: float = float("inf"),
+        limit_s: float = inf,
     ) -> Iterator[_Knobs]:
         """Plans that the device, and perhaps the host, has room for, though there not
         for what is swapped."""
         fewest: dict[int, int] = {}
         n_swap, checkpoints = family
-        checkpoints = checkpoints[: self._num_faster(family, limit_s)]
+        places = self._legal(all_resident, True, host)
+        if n_swap and limit_s < inf:
+            places = [at for at in places if self._least_s(at) < limit_s]
+        states = min(map(self._state_bytes, places), default=0)
+        room = self._budget.usable_bytes - states
+        kept = self._least_kept(family)
+        start = bisect_left(kept, -room, key=lambda n: -n)
+        checkpoints = checkpoints[start : self._num_faster(family, limit_s)]
         if not checkpoints:
             return
-        places = self._legal(all_resident, host)
-        if n_swap:
-            lowest = checkpoints[0]
-            places = [at for at in places if self._without(*at, lowest) < limit_s]
+        if n_swap and len(checkpoints) > 1:
+            row = self._least_row(n_swap, checkpoints[0])
+            bounds = (
+                self._placed(n_persist, outside).bound.seconds(n_buffer, row)
+                for n_buffer, n_persist, outside in places
+            )
+            places = list(compress(places, (bound_s < limit_s for bound_s in bounds)))
         # nothing need be walked for
         if not places:
             return
@@ -295,29 +305,48 @@ class Search:
             if not limit:
                 continue
             placed = self._placed(n_persist, outside)
-            n_checkpoint = self._least_recompute(placed, n_buffer, family, least)
+            n_checkpoint = self._least_recompute(
+                placed, n_buffer, n_swap, checkpoints, least
+            )
             if n_checkpoint is None or n_checkpoint >= limit:
                 continue
             fewest[n_buffer] = n_checkpoint
             yield _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
 
     def _list_legal(
-        self, all_resident: bool, host: bool = False
+        self, all_resident: bool, device: bool = False, host: bool = False
     ) -> list[tuple[int, int, int]]:
-        """Slots, resident chunks and `outside` of every plan, the most resident first."""
+        """Slots, resident chunks and `outside` of every plan, the most resident first;
+        perhaps only of those that device or host could have room for."""
         legal: list[tuple[int, int, int]] = []
+        room = self._budget.usable_bytes if device else inf
         for outside in range(len(self._outside)):
             least = self._least_persist(outside) if host else 0
             if all_resident:
                 least = max(least, self._num_chunks)
-            for n_persist in range(self._num_chunks, least - 1, -1):
+            persists = range(least, self._num_chunks + 1)
+            takes = partial(self._least_bytes, outside)
+            stop = bisect_right(persists, room, key=takes)
+            for n_persist in reversed(persists[:stop]):
                 placed = self._placed(n_persist, outside)
                 if self._reachable and not self._reachable(placed.placements):
                     continue
                 most = min(placed.num_paged, self._most_slots)
-                slots = range(placed.floor, most + 1)
-                legal += [(n_buffer, n_persist, outside) for n_buffer in slots]
+                for n_buffer in range(placed.floor, most + 1):
+                    if takes(n_persist) + placed.slot_bytes(n_buffer) <= room:
+                        legal.append((n_buffer, n_persist, outside))
         return legal
+
+    def _least_bytes(self, outside: int, n_persist: int) -> float:
+        """What no plan takes less than of the device, slots excepted."""
+        (first,), (later,) = self._least
+        placed = self._placed(n_persist, outside)
+        return max(placed.base + first, placed.held + later)
+
+    @cached_property
+    def _least(self) -> tuple[list[int], list[int]]:
+        """Of activations, under any policies."""
+        return self._beside_states([self._memory.least])
 
     @cached_property
     def _most_slots(self) -> int:
@@ -333,17 +362,10 @@ class Search:
                 self._plan(_Knobs(0, 0, placed.floor, n_persist, outside))
             )
 
+        # most often it has
+        if fits(0):
+            return 0
         return bisect_left(range(self._num_chunks + 1), True, key=fits)
-
-    def _without(
-        self, n_buffer: int, n_persist: int, outside: int, n_checkpoint: int
-    ) -> float:
-        """The bound if nothing swaps, which no plan that swaps can beat either."""
-        placed, key = self._placed(n_persist, outside), (n_buffer, n_checkpoint)
-        if key not in placed.seconds:
-            row = self._row(0, n_checkpoint)
-            placed.seconds[key] = placed.bound.seconds(n_buffer, row)
-        return placed.seconds[key]
 
     def _num_faster(self, family: _Family, limit_s: float) -> int:
         """How many of a family compute for less than `limit_s`; they come first."""
@@ -365,48 +387,49 @@ class Search:
         self,
         placed: _Placed,
         n_buffer: int,
-        family: _Family,
+        n_swap: int,
+        checkpoints: range,
         least: tuple[list[int], list[int]],
     ) -> int | None:
         """The fewest recomputed blocks with which the device has room, if any."""
         room = self._budget.usable_bytes - placed.slot_bytes(n_buffer)
         first, later = least
         start = bisect_left(first, placed.base - room, key=lambda n: -n)
-        if self._memory.workload.accumulation > 1:
-            held = placed.base + placed.gradients
-            start = max(start, bisect_left(later, held - room, key=lambda n: -n))
+        start = max(start, bisect_left(later, placed.held - room, key=lambda n: -n))
         if start >= len(first):
             return None
         states, segment = placed.parameters, 0
         rest = room - states.base - self._memory.hardware.unseen_bytes
-        for n_checkpoint in family.checkpoints[start : len(first)]:
-            totals = self._known(family.n_swap, n_checkpoint).activations.first
+        for n_checkpoint in checkpoints[start:]:
+            totals = self._known(n_swap, n_checkpoint).activations.first
             # the segment that was too large for one less often is again
             if totals[segment] + states.before[segment] > rest:
                 continue
-            if self._peak_bytes(placed, family.n_swap, n_checkpoint) <= room:
+            if self._peak_bytes(placed, n_swap, n_checkpoint) <= room:
                 return n_checkpoint
             totals = list(map(add, totals, states.before))
             segment = totals.index(max(totals))
         return None
 
-    def _least(self, all_resident: bool) -> _Knobs:
+    def _smallest(self, all_resident: bool) -> _Knobs:
         """The plan that takes the least of the device."""
-        best, best_bytes = _Knobs(0, 0, 0, 0, 0), float("inf")
-        rows = [(n, c) for n, counts in self._families for c in reversed(counts)]
-        lowest = min(
-            self._least_activations(*family)[0][-1] for family in self._families
-        )
-        bounds = []
-        for n_buffer, n_persist, outside in self._legal(all_resident):
+        best, best_bytes = _Knobs(0, 0, 0, 0, 0), inf
+        rows = [
+            (least, family.n_swap, n_checkpoint)
+            for family in self._families
+            for n_checkpoint, least in zip(
+                family.checkpoints, self._least_kept(family), strict=True
+            )
+        ]
+        # most often what recomputes most takes the least
+        rows.sort(key=lambda row: (row[0], -row[2]))
+        places = self._legal(all_resident)
+        for states, at in sorted((self._state_bytes(at), at) for at in places):
+            n_buffer, n_persist, outside = at
             placed = self._placed(n_persist, outside)
-            states = placed.base + placed.slot_bytes(n_buffer)
-            bounds.append((states + lowest, n_buffer, n_persist, outside))
-        for least, n_buffer, n_persist, outside in sorted(bounds):
-            if least >= best_bytes:
-                break
-            placed = self._placed(n_persist, outside)
-            for n_swap, n_checkpoint in rows:
+            for least, n_swap, n_checkpoint in rows:
+                if states + least >= best_bytes:
+                    break
                 nbytes = self._peak_bytes(placed, n_swap, n_checkpoint)
                 nbytes += placed.slot_bytes(n_buffer)
                 if nbytes < best_bytes:
@@ -414,15 +437,46 @@ class Search:
                     best = _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
         return best
 
+    def _least_kept(self, family: _Family) -> list[int]:
+        """For each number of recomputed blocks less than any plan takes beside the
+        states, found without a walk."""
+        kept, least = self._kept
+        n_swap, checkpoints = family
+        policies = block_policies(
+            self._num_blocks, n_swap, checkpoints[0], self.swap_interval
+        )
+        keeping = [n for n, p in zip(kept, policies, strict=True) if p is Policy.KEEP]
+        totals = list(accumulate(reversed(keeping), initial=least))
+        return totals[::-1]
+
+    @cached_property
+    def _kept(self) -> tuple[list[int], int]:
+        """What each block that keeps its tensors takes at the turn from forward to
+        backward, and the peak there under any policies, beside the states."""
+        gradients = self._placed(0, len(self._outside) - 1).parameters.before
+        totals = list(map(add, self._memory.least.first, gradients))
+        turn = [segment.backward for segment in self._memory.trace.segments].index(True)
+        at = max(turn - 1, turn, key=totals.__getitem__)
+        least = totals[at] + self._memory.hardware.unseen_bytes
+        return self._memory.kept_bytes(at), least
+
+    def _state_bytes(self, at: tuple[int, int, int]) -> int:
+        n_buffer, n_persist, outside = at
+        placed = self._placed(n_persist, outside)
+        return placed.base + placed.slot_bytes(n_buffer)
+
     def _least_activations(
         self, n_swap: int, checkpoints: range
     ) -> tuple[list[int], list[int]]:
         """For each number of recomputed blocks the least that it and the fewer take
         beside the states, in the first micro-batch and in later ones. Gradients of
         blocks take the least when they leave."""
+        every = [self._known(n_swap, number).activations for number in checkpoints]
+        return self._beside_states(every)
+
+    def _beside_states(self, every: list[Activations]) -> tuple[list[int], list[int]]:
         gradients = self._placed(0, len(self._outside) - 1).parameters.before
         unseen = self._memory.hardware.unseen_bytes
-        every = [self._known(n_swap, number).activations for number in checkpoints]
         first = (max(map(add, each.first, gradients)) + unseen for each in every)
         later = (max(each.later) + unseen for each in every)
         return list(accumulate(first, min)), list(accumulate(later, min))
@@ -446,6 +500,26 @@ class Search:
     def _make_row(self, n_swap: int, n_checkpoint: int) -> Row:
         known = self._known(n_swap, n_checkpoint)
         return self._bound.row(known.policies, known.moved)
+
+    def _least_seconds(self, at: tuple[int, int, int]) -> float:
+        """What no policies beat there: nothing is done again, and nothing moves but to
+        take the link from copies that go the other way."""
+        n_buffer, n_persist, outside = at
+        row = self._row(0, 0)._replace(more_bytes=self._large_bytes)
+        return self._placed(n_persist, outside).bound.seconds(n_buffer, row)
+
+    @cached_property
+    def _large_bytes(self) -> int:
+        """No policies move more."""
+        holdings = self._memory.trace.holdings
+        return sum(holding.nbytes for holding in holdings if holding.large)
+
+    def _least_row(self, n_swap: int, n_checkpoint: int) -> Row:
+        """Where more blocks that do not swap recompute, no plan takes less."""
+        policies = block_policies(
+            self._num_blocks, n_swap, n_checkpoint, self.swap_interval
+        )
+        return self._bound.row(policies, *self._memory.surely_moved(policies))
 
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
@@ -503,10 +577,10 @@ class _Placed:
         num_paged: Chunks that pass through them.
         placements: Where each chunk sits.
         base: Weights and optimizer state on the device, without slots.
-        gradients: Of what trains there.
+        held: The same with gradients of what trains there, for later micro-batches;
+            minus infinity where there are none.
         peaks: Device peaks known so far, by swapping and recomputed blocks, without
             slots.
-        seconds: Bounds known so far, by slots and recomputed blocks, without swaps.
     """
 
     def __init__(
@@ -519,10 +593,10 @@ class _Placed:
         self.num_paged = placements.count(Placement.PAGED)
         self._states = memory.states(placements)
         self.base = self._states.weights + self._states.moments
-        self.gradients = self._states.gradients
+        again = memory.workload.accumulation > 1
+        self.held: float = self.base + self._states.gradients if again else -inf
         self.slot_bytes = lru_cache(maxsize=None)(self._slot_bytes)
         self.peaks: dict[tuple[int, int], int] = {}
-        self.seconds: dict[tuple[int, int], float] = {}
 
     @cached_property
     def parameters(self) -> Parameters:
