@@ -252,7 +252,7 @@ def a_budget(data: st.DataObject, plans: list[Judged]) -> tuple[int, int]:
     return device, data.draw(st.sampled_from([*hosts, PLENTY]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.one_of(cases(), cases(trained=False), cases(trained=True)), st.data())
 def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
     plans = case.plans()
@@ -271,7 +271,7 @@ def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
     assert search.simulate(plan).total_s <= best_s * ALMOST
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(cases(), st.data())
 def test_more_budget_is_never_slower(case: Case, data: st.DataObject) -> None:
     plans = case.plans()
@@ -285,7 +285,7 @@ def test_more_budget_is_never_slower(case: Case, data: st.DataObject) -> None:
     assert large_s <= small.simulate(small.fastest()).total_s * ALMOST
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(cases())
 def test_bounds_are_not_above_any_plan(case: Case) -> None:
     bound = StepBound(case.layout, case.times, case.workload, case.hardware)
@@ -316,7 +316,7 @@ def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
 # nothing fits
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(cases(), st.booleans())
 def test_the_plan_named_lacks_the_least_of_the_device(
     case: Case, all_resident: bool
@@ -333,7 +333,7 @@ def test_the_plan_named_lacks_the_least_of_the_device(
     case.search(least).fastest(all_resident)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(cases(), st.data())
 def test_the_plan_named_lacks_the_least_of_the_host(
     case: Case, data: st.DataObject

@@ -275,6 +275,7 @@ def load_benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_predicted_steps_are_those_measured() -> None:
     """Each within 15 %, and in the right order; a busy machine has a second try."""
     for _ in range(2):

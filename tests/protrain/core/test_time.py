@@ -148,7 +148,7 @@ def at_most(ours: float, theirs: float) -> bool:
     return ours <= theirs * (1 + 1e-9) + 1e-9
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(cases(), modes, st.booleans())
 def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
     case: Case, mode: dict[str, bool], overlaps: bool
@@ -163,7 +163,7 @@ def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
         assert at_most(case.lower_bound_s(), step.total_s)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(cases(), modes)
 def test_every_second_of_a_step_is_compute_or_exposed(
     case: Case, mode: dict[str, bool]
@@ -198,7 +198,7 @@ def test_without_compute_a_frozen_base_takes_as_long_as_its_copies(
     assert step.limiter == "fetch" or not step.total_s
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(cases(), st.sampled_from(["fetch", "offload", "adam"]), st.floats(1, 8))
 def test_a_faster_link_or_host_is_never_slower(
     case: Case, what: str, factor: float
@@ -214,7 +214,7 @@ def test_a_faster_link_or_host_is_never_slower(
 
 # Not with swapped blocks: a chunk fetched far ahead can stand in the one queue before
 # the activations that the next block needs.
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(cases(frozen=True, swaps=False), modes)
 def test_one_more_slot_is_never_slower_for_a_frozen_base(
     case: Case, mode: dict[str, bool]

@@ -52,7 +52,7 @@ def walks(draw: st.DrawFn) -> tuple[Case, list[Policies]]:
     return replace(case, trace=trace), draw(st.lists(rows, min_size=1, max_size=4))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(walks())
 def test_every_moment_is_what_its_holdings_take(
     walk: tuple[Case, list[Policies]],
