@@ -523,7 +523,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("precision", PRECISION)
+@pytest.mark.parametrize(
+    "precision", ["bf16", pytest.param("fp32", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", SAME)
 def test_the_model_is_the_one_that_axolotl_loads(
     name: str, precision: str, weights: Path, tmp_path: Path

@@ -327,6 +327,15 @@ def caught(act: Callable[[], object]) -> str:
     return ""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_own_objects() -> Iterator[None]:
+    """A census need not look through what other tests have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No error of a thread, finalizer or generator goes unheard."""
