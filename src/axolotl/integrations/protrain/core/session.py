@@ -131,6 +131,7 @@ class Session:
             self._attach()
             self._placed_bytes = device.used_bytes()
         except BaseException:
+            # an interrupt too must leave a plain model; raised again as it is
             self.close()
             raise
 
