@@ -1,0 +1,41 @@
+"""The cells of docs/compatibility.md: what is trained for each, and what must come out.
+
+Every `matrix_….py` beside this file gives its cells as `CELLS`. A cell trains the same
+YAML paged and plain and compares them, or trains it paged and expects a refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axolotl_jobs import Job, Pair
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A statement about one combination, and the trainings that prove it.
+
+    Attributes:
+        table: Heading in the document: "Model families", "Adapters", …
+        row: What is combined, in a reader's words: "Qwen3-MoE", "DoRA", …
+        column: With what: "full", "LoRA", "QLoRA", …
+        trainings: Paged and plain; None for a refusal.
+        tolerance: Largest relative difference of losses, norms and weights; 0 for bits.
+        refused: Ends with one message; None where the combination works.
+        reason: For people: why it is refused, or why bits cannot be equal.
+        message: Part of the refusal's text.
+    """
+
+    table: str
+    row: str
+    column: str
+    trainings: Pair | None = None
+    tolerance: float = 0.0
+    refused: Job | None = None
+    reason: str = ""
+    message: str = ""
+
+    @property
+    def name(self) -> str:
+        """Unique, for tests and for the record of results."""
+        return f"{self.table}/{self.row}/{self.column}"
