@@ -144,15 +144,12 @@ class Policy(Enum):
     SWAP_INPUT = "swap-input"
     """As RECOMPUTE, and the inputs passed by position go to the host meanwhile."""
 
-    @property
-    def recomputes(self) -> bool:
+    def __init__(self, value: str) -> None:
+        # plain attributes: a search asks thousands of times
+        self.recomputes = value in ("recompute", "swap-input")
         """True when backward computes the block again."""
-        return self in (Policy.RECOMPUTE, Policy.SWAP_INPUT)
-
-    @property
-    def swaps(self) -> bool:
+        self.swaps = value in ("swap", "swap-input")
         """True when tensors of the block wait on the host for backward."""
-        return self in (Policy.SWAP, Policy.SWAP_INPUT)
 
 
 SMALLEST_SWAP_BYTES = 4096

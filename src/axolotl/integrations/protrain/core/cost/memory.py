@@ -25,9 +25,6 @@ from .states import (
 )
 
 _SWAP, _SWAP_INPUT = Policy.SWAP, Policy.SWAP_INPUT
-# looked up much oftener than their properties may take
-_REDOING = (Policy.RECOMPUTE, _SWAP_INPUT)
-_SWAPPING = (_SWAP, _SWAP_INPUT)
 
 
 @dataclass(frozen=True)
@@ -222,7 +219,6 @@ class MemoryModel:
             {chunk for made in self._gradients for chunk in made if chunk is not None}
         )
         self._follow(trace)
-        self.activations = lru_cache(maxsize=None)(self._walk)
         self._kept_gradients = lru_cache(maxsize=None)(self._gradient_walk)
 
     def peak_bytes(
@@ -358,19 +354,18 @@ class MemoryModel:
     def moved_bytes(self, policies: tuple[Policy, ...]) -> Moved:
         """What swapping moves under these policies; `out` is also what each block's
         region on the host must hold."""
-        if not any(policy in _SWAPPING for policy in policies):
+        if not any(policy.swaps for policy in policies):
             return Moved((0,) * len(policies), (0,) * len(policies))
         self._change_policies(policies)
         return Moved(tuple(self._out), tuple(self._home))
 
-    def surely_moved(self, policies: tuple[Policy, ...]) -> tuple[Moved, int]:
-        """The same of what one block alone holds, whatever those that do not swap do;
-        and how much more could come back of what several hold."""
+    def surely_moved(self, policies: tuple[Policy, ...]) -> Moved:
+        """The same of what one block alone holds, whatever those that do not swap do."""
         self._change_policies(policies)
         self._add(self._parts[-1], -1)
         moved = Moved(tuple(self._out), tuple(self._home))
         self._add(self._parts[-1])
-        return moved, sum(holding.nbytes for holding in self._shared if holding.large)
+        return moved
 
     def _follow(self, trace: Trace) -> None:
         """Begin the walk with every block keeping its tensors."""
@@ -427,7 +422,8 @@ class MemoryModel:
         self._rises = [rise for rise, _ in rises]
         self._piles = [piled for _, piled in rises]
 
-    def _walk(self, policies: tuple[Policy, ...]) -> Activations:
+    def activations(self, policies: tuple[Policy, ...]) -> Activations:
+        """Of one choice of policies; cheap for one that differs little from the last."""
         self._change_policies(policies)
         size = len(self.trace.segments)
         live = list(accumulate(self._change, initial=self.trace.batch_bytes))
@@ -445,7 +441,7 @@ class MemoryModel:
         blocks = [block for block, (old, new) in enumerate(pairs) if old is not new]
         if not blocks:
             return
-        self._swaps = any(policy in _SWAPPING for policy in policies)
+        self._swaps = any(policy.swaps for policy in policies)
         dropped = self._drops(policies) if self._swaps else {}
         changed = {b for b, _ in self._dropped.items() ^ dropped.items()}.union(blocks)
         self._policies, self._dropped = policies, dropped
@@ -468,12 +464,12 @@ class MemoryModel:
         rise, piled, block = segment.peak_bytes, segment.first_peak_bytes, segment.block
         policy = Policy.KEEP if block is None else self._policies[block]
         if not segment.backward:
-            if policy in _REDOING:
+            if policy.recomputes:
                 rise = segment.dropped_peak_bytes
             elif policy is Policy.SWAP and not self.hardware.overlaps:
                 rise = segment.swapped_peak_bytes
             return rise, rise
-        if policy in _REDOING:
+        if policy.recomputes:
             back, redone = self._regained[index], self._redone[block]
             rise, piled = max(back + rise, redone), max(back + piled, redone)
         return rise, piled
@@ -518,8 +514,8 @@ class MemoryModel:
         for segment, block, as_input, by_position in holding.holds:
             if segment <= end and not large:
                 break
-            policy = None if block is None else policies[block]
-            if block is None or (policy in _REDOING) is as_input:
+            policy = Policy.KEEP if block is None else policies[block]
+            if block is None or policy.recomputes is as_input:
                 moves = policy is _SWAP or policy is _SWAP_INPUT and by_position
                 if large and moves and block is not None and block in self._opened:
                     waits.append((block, segment))
@@ -558,7 +554,7 @@ class MemoryModel:
         block's forward ends."""
         if not self.hardware.overlaps:
             return {}
-        swapping = [block for block in self._begun if policies[block] in _SWAPPING]
+        swapping = [block for block in self._begun if policies[block].swaps]
         ends = [self._begun[block] - 1 for block in swapping[1:]]
         ends.append(max(self._begun.values(), default=0))
         return dict(zip(swapping, ends, strict=False))

@@ -9,10 +9,18 @@ two before it.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..cost import MAX_IN_FLIGHT, host_work, seconds_per_byte, update_seconds
+from ..cost import (
+    MAX_IN_FLIGHT,
+    HostWork,
+    host_work,
+    seconds_per_byte,
+    update_seconds,
+)
 from ..types import (
     BlockTimes,
     Chunk,
@@ -37,7 +45,6 @@ class Row(NamedTuple):
         first: The first block that swaps.
         out_bytes: What leaves in forward.
         back_bytes: What comes back in backward.
-        more_bytes: What may come back besides: the more, the fewer copies meet others.
     """
 
     forward_s: float
@@ -47,7 +54,6 @@ class Row(NamedTuple):
     first: int
     out_bytes: int
     back_bytes: int
-    more_bytes: int
 
 
 class StepBound:
@@ -73,6 +79,7 @@ class StepBound:
         self.accumulation = workload.accumulation
         # seconds of the blocks before each, and of all
         self.forward = list(accumulate(times.forward_s, initial=0.0))
+        self.backward = list(accumulate(times.backward_s, initial=0.0))
         self.outside_s = times.outside_forward_s + times.outside_backward_s
         self.work = {
             chunk.index: host_work(chunk, hardware, workload.fp32_master)
@@ -84,9 +91,7 @@ class StepBound:
         """Bounds of the plans with these placements."""
         return PlacedBound(self, placements)
 
-    def row(
-        self, policies: tuple[Policy, ...], moved: Moved, more_bytes: int = 0
-    ) -> Row:
+    def row(self, policies: tuple[Policy, ...], moved: Moved) -> Row:
         """What the bounds need of these policies."""
         times, hardware = self.times, self.hardware
         redone = [policy.recomputes for policy in policies]
@@ -115,8 +120,41 @@ class StepBound:
             swaps.index(True) if True in swaps else 0,
             sum(moved.out),
             sum(moved.back),
-            more_bytes,
         )
+
+
+class _Gradients(NamedTuple):
+    """Gradients that leave for the host, in their order.
+
+    Attributes:
+        works: Of each chunk.
+        first_block: After whose backward the first ones leave.
+        last_block: The same of the last chunk; None for one outside the blocks.
+        lead_bytes: From the first one to the first large one.
+        every: Bytes, and seconds of first and later sums, from that one on.
+        awaited: The same without those that the trainer does not wait for.
+    """
+
+    works: list[HostWork]
+    first_block: int
+    last_block: int | None
+    lead_bytes: int
+    every: tuple[int, float, float]
+    awaited: tuple[int, float, float]
+
+
+class _Updates(NamedTuple):
+    """How the host's updates delay the first forward.
+
+    Attributes:
+        start_s: When it can begin.
+        fetch_from_s: When the first chunk can be fetched.
+        end_s: When it can end.
+    """
+
+    start_s: float
+    fetch_from_s: float
+    end_s: float
 
 
 class PlacedBound:
@@ -125,69 +163,123 @@ class PlacedBound:
     def __init__(self, step: StepBound, placements: tuple[Placement, ...]) -> None:
         self._step = step
         in_slots, resident = Placement.PAGED, Placement.RESIDENT
-        paged: list[Chunk] = []
-        stale: list[Chunk] = []
-        held: list[Chunk] = []
-        self._update_s = step.times.update_s
+        self._paged: list[Chunk] = []
+        # trained on the host, and of those what stays on the device nevertheless
+        self._held: list[Chunk] = []
+        self._stale: list[Chunk] = []
+        updated = 0
         for chunk, placement in zip(step.layout.chunks, placements, strict=True):
             if placement is in_slots:
-                paged.append(chunk)
+                self._paged.append(chunk)
             if chunk.trainable and placement is resident:
-                self._update_s += update_seconds(chunk.nbytes, step.hardware)
+                updated += chunk.nbytes
             elif chunk.trainable:
-                held.append(chunk)
+                self._held.append(chunk)
                 if placement is not in_slots:
-                    stale.append(chunk)
-        self._num_paged = len(paged)
-        self._trains = [chunk.trainable for chunk in paged]
-        self._bytes = list(accumulate((c.nbytes for c in paged), initial=0))
-        self._block_of = [chunk.block or 0 for chunk in paged]
-        self._blocks = sorted(set(self._block_of))
-        self._hold(held)
-        self._update(held, stale, [chunk for chunk in paged if chunk.trainable])
+                    self._stale.append(chunk)
+        self._update_s = step.times.update_s + update_seconds(updated, step.hardware)
+        self._num_paged = len(self._paged)
+        self._bytes = list(accumulate((c.nbytes for c in self._paged), initial=0))
+        works = [step.work[chunk.index] for chunk in self._held]
+        self._leaving = sum(work.nbytes for work in works)
+        self._norm_s = sum(work.norm_s for work in works)
+
+    def least_seconds(
+        self, n_buffer: int, backward_s: float, out_bytes: int, back_bytes: int
+    ) -> float:
+        """The same from totals alone: each phase takes as long as its busiest lane.
+
+        Args:
+            n_buffer: Slots.
+            backward_s: Compute of a micro-batch's backward, recomputation included.
+            out_bytes: What at least leaves in forward.
+            back_bytes: What at least comes back in backward.
+        """
+        step, hardware = self._step, self._step.hardware
+        fetch_s, offload_s = 1 / hardware.fetch_bytes_s, 1 / hardware.offload_bytes_s
+        fetched_s = (self._backward_bytes(n_buffer) + back_bytes) * fetch_s
+        out_s = out_bytes * offload_s
+        forward_s = self._forward_s(n_buffer)
+        if hardware.overlaps:
+            later_s = max(forward_s, out_s)
+            backward_s = max(backward_s, fetched_s)
+        else:
+            later_s = forward_s + out_s
+            backward_s += fetched_s
+        first_s = self._first_forward_s(n_buffer)
+        if self._held:
+            first_s = max(first_s, self._updates.start_s + later_s)
+        return self._together(
+            first_s + step.outside_s,
+            later_s + step.outside_s,
+            backward_s,
+            offload_s,
+            lambda block: step.backward[-1] - step.backward[block],
+        )
 
     def seconds(self, n_buffer: int, row: Row) -> float:
         """No plan with so many slots and these policies takes less."""
+        missing = self._backward_bytes(n_buffer)
+        fetch_s, offload_s = seconds_per_byte(
+            missing + row.back_bytes, self._leaving, self._step.hardware
+        )
+        return self._together(
+            *self._before_backward_s(n_buffer, row),
+            self._backward_s(n_buffer, row, missing, fetch_s),
+            offload_s,
+            partial(_done_s, row),
+        )
+
+    def _together(
+        self,
+        first_s: float,
+        later_s: float,
+        backward_s: float,
+        offload_s: float,
+        done_s: Callable[[int], float],
+    ) -> float:
+        """All micro-batches.
+
+        Args:
+            first_s: Until backward, of the first one.
+            later_s: Until backward, of another one.
+            backward_s: Of one, but for its gradients.
+            offload_s: A byte's way to the host.
+            done_s: From the begin of backward until that of a block is done.
+        """
         step, more = self._step, self._step.accumulation - 1
-        first_s, later_s = self._before_backward_s(n_buffer, row)
-        missing = self._bytes[max(0, self._num_paged - n_buffer)]
-        fetched = missing + row.back_bytes
-        fetch_s, offload_s = seconds_per_byte(fetched, self._leaving, step.hardware)
-        if row.more_bytes:
-            fetched += row.more_bytes
-            fetch_s, _ = seconds_per_byte(fetched, self._leaving, step.hardware)
-        backward_s = self._backward_s(n_buffer, row, missing, fetch_s)
         if not step.hardware.overlaps:
             backward_s += self._leaving * offload_s
-        if not self._works:
+        if not self._held:
             return first_s + more * later_s + (more + 1) * backward_s
 
         # gradients leave one after the other, and the host adds up one after the other
-        ready_s = _done_s(row, self._first_block)
-        arrived_s = ready_s + self._lead_bytes * offload_s
-        if self._last_block is not None:
-            last_ready_s = _done_s(row, self._last_block)
+        works, first_block, last_block, lead_bytes, every, awaited = self._gradients
+        ready_s = done_s(first_block)
+        arrived_s = ready_s + lead_bytes * offload_s
+        if last_block is not None:
+            last_ready_s = done_s(last_block)
         else:
             last_ready_s = backward_s
             if not step.hardware.overlaps:
-                last_ready_s -= self._works[-1].nbytes * offload_s
+                last_ready_s -= works[-1].nbytes * offload_s
 
         def micro_batch_s(first: bool, last: bool) -> float:
-            nbytes, *sums = self._all if last else self._all_but_some
+            nbytes, *sums = every if last else awaited
             if not nbytes:
                 return backward_s
             sums_s = sums[0] if first else sums[1]
             seconds = max(backward_s, arrived_s + sums_s)
             if not last:
                 return max(seconds, ready_s + nbytes * offload_s)
-            work = self._works[-1]
+            work = works[-1]
             offloaded_s = max(
                 last_ready_s + work.nbytes * offload_s, ready_s + nbytes * offload_s
             )
             sum_s = work.first_sum_s if first else work.later_sum_s
             return max(seconds, offloaded_s + sum_s)
 
-        nbytes, first_sums_s, later_sums_s = self._all
+        nbytes, first_sums_s, later_sums_s = every
         chains = [
             # a lane that never rests
             ready_s + (more + 1) * nbytes * offload_s,
@@ -214,93 +306,83 @@ class PlacedBound:
             later_s = max(later_s, row.forward_s)
         else:
             later_s += row.out_bytes / step.hardware.offload_bytes_s
-        return max(first_s, self._start_s + later_s), later_s
+        return max(first_s, self._updates.start_s + later_s), later_s
 
-    def _hold(self, held: list[Chunk]) -> None:
-        """What gradients take that leave for the host, in their order."""
+    @cached_property
+    def _block_of(self) -> list[int]:
+        return [chunk.block or 0 for chunk in self._paged]
+
+    @cached_property
+    def _blocks(self) -> list[int]:
+        return sorted(set(self._block_of))
+
+    @cached_property
+    def _between_s(self) -> float:
+        """Forward of all blocks that page but the first and the last."""
+        return sum(self._step.times.forward_s[b] for b in self._blocks[1:-1])
+
+    @cached_property
+    def _gradients(self) -> _Gradients:
         step = self._step
-        inside = [chunk for chunk in held if chunk.block is not None]
+        inside = [chunk for chunk in self._held if chunk.block is not None]
         inside.sort(key=lambda chunk: -(chunk.block or 0))
-        outside = [chunk for chunk in held if chunk.block is None]
+        outside = [chunk for chunk in self._held if chunk.block is None]
         # the first one outside is the embedding, whose gradient comes last
         chunks = [*outside[1:], *inside, *outside[:1]]
-        self._works = works = [step.work[chunk.index] for chunk in chunks]
+        works = [step.work[chunk.index] for chunk in chunks]
         # the host is busy from the first large one on
         together = works[: len(outside) - 1] if len(outside) > 1 else works[:1]
         lead = max(range(len(together)), key=lambda k: together[k].nbytes, default=0)
-        self._lead_bytes = sum(work.nbytes for work in together[: lead + 1])
         nbytes = [work.nbytes for work in works]
-        sums_s = (
-            [work.first_sum_s for work in works[lead:] if work.first_sum_s],
-            [work.later_sum_s for work in works[lead:] if work.later_sum_s],
-        )
+        first_sums_s = [w.first_sum_s for w in works[lead:] if w.first_sum_s]
+        later_sums_s = [w.later_sum_s for w in works[lead:] if w.later_sum_s]
         # the trainer waits for all at the update, before that for all but these
-        self._all, self._all_but_some = (
-            (sum(nbytes[:stop]), sum(sums_s[0][:stop]), sum(sums_s[1][:stop]))
+        every, awaited = (
+            (sum(nbytes[:stop]), sum(first_sums_s[:stop]), sum(later_sums_s[:stop]))
             for stop in (None, -MAX_IN_FLIGHT)
         )
-        self._leaving, _, _ = self._all
-        self._norm_s = sum(work.norm_s for work in works)
-        self._last_block = chunks[-1].block if chunks else None
-        self._first_block = len(step.layout.blocks)
-        if len(outside) < 2 and inside:
-            self._first_block = inside[0].block or 0
-        elif len(outside) < 2:
-            self._first_block = 0
+        first_block = len(step.layout.blocks)
+        if len(outside) < 2:
+            first_block = inside[0].block or 0 if inside else 0
+        last_block = chunks[-1].block
+        lead_bytes = sum(nbytes[: lead + 1])
+        return _Gradients(works, first_block, last_block, lead_bytes, every, awaited)
 
-    def _update(
-        self, held: list[Chunk], stale: list[Chunk], paged: list[Chunk]
-    ) -> None:
-        """How the host's updates delay the first forward.
-
-        Args:
-            held: What is updated there.
-            stale: What of it stays on the device, and is refreshed before forward.
-            paged: What of it is fetched.
-        """
+    @cached_property
+    def _updates(self) -> _Updates:
         step = self._step
         fetch_s = 1 / step.hardware.fetch_bytes_s
         forward_s = step.forward[-1]
         seconds = 0.0 if step.hardware.overlaps else self._update_s
         done: dict[int, float] = {}
         # what is outside the blocks comes first
-        for chunk in sorted(held, key=lambda chunk: chunk.block is not None):
+        for chunk in sorted(self._held, key=lambda chunk: chunk.block is not None):
             seconds += step.work[chunk.index].update_s
             done[chunk.index] = seconds
-        self._start_s = self._update_s
-        for chunk in stale:
-            updated_s = max(self._start_s, done[chunk.index])
-            self._start_s = updated_s + chunk.nbytes * fetch_s
-        self._fetch_from_s = arrived_s = self._start_s if stale else 0.0
-        self._forward_end_s = self._start_s + forward_s
-        ends = [self._forward_end_s]
-        for chunk in paged:
-            done_s = done[chunk.index]
-            if done_s > arrived_s:
-                arrived_s = done_s
-            arrived_s += chunk.nbytes * fetch_s
-            ends.append(arrived_s + forward_s - step.forward[chunk.block or 0])
-        self._forward_end_s = max(ends)
+        start_s = self._update_s
+        for chunk in self._stale:
+            start_s = max(start_s, done[chunk.index]) + chunk.nbytes * fetch_s
+        fetch_from_s = arrived_s = start_s if self._stale else 0.0
+        ends = [start_s + forward_s]
+        for chunk in self._paged:
+            if chunk.trainable:
+                arrived_s = max(arrived_s, done[chunk.index]) + chunk.nbytes * fetch_s
+                ends.append(arrived_s + forward_s - step.forward[chunk.block or 0])
+        return _Updates(start_s, fetch_from_s, max(ends))
 
     def _first_forward_s(self, n_buffer: int) -> float:
         """From the update on; what slots hold of trained chunks is fetched again."""
-        step = self._step
-        again = [
-            self._bytes[number + 1] - self._bytes[number]
-            for number in range(min(n_buffer, self._num_paged))
-            if self._trains[number]
-        ]
+        step, (start_s, fetch_from_s, end_s) = self._step, self._updates
+        again = sum(chunk.nbytes for chunk in self._paged[:n_buffer] if chunk.trainable)
         if not again:
-            seconds = self._start_s + self._forward_s(n_buffer)
-            return max(self._forward_end_s, seconds)
-        fetched = self._missing_bytes(n_buffer) + sum(again)
-        fetch_s = fetched / step.hardware.fetch_bytes_s
+            return max(end_s, start_s + self._forward_s(n_buffer))
+        fetch_s = (self._missing_bytes(n_buffer) + again) / step.hardware.fetch_bytes_s
         if step.hardware.overlaps:
             last_s = step.forward[-1] - step.forward[self._block_of[-1]]
-            seconds = self._fetch_from_s + fetch_s + last_s
+            seconds = fetch_from_s + fetch_s + last_s
         else:
-            seconds = self._start_s + step.forward[-1] + fetch_s
-        return max(self._forward_end_s, seconds)
+            seconds = start_s + step.forward[-1] + fetch_s
+        return max(end_s, seconds)
 
     def _forward_s(self, n_buffer: int) -> float:
         """Of a later micro-batch."""
@@ -315,7 +397,7 @@ class PlacedBound:
         last_s = forward_s - step.forward[self._block_of[-1]]
         between_s = 0.0
         if self._one_block_at_a_time(n_buffer):
-            between_s = sum(step.times.forward_s[b] for b in self._blocks[1:-1])
+            between_s = self._between_s
         return max(forward_s, first_s + fetch_s + between_s + last_s)
 
     def _backward_s(
@@ -348,6 +430,10 @@ class PlacedBound:
             rest_s = before[self._block_of[turn] + 1]
             seconds = max(seconds, first_s + kept_s + rest_s)
         return seconds
+
+    def _backward_bytes(self, n_buffer: int) -> int:
+        """What backward fetches: all but what forward leaves in the slots."""
+        return self._bytes[max(0, self._num_paged - n_buffer)]
 
     def _missing_bytes(self, n_buffer: int) -> int:
         """What forward fetches beside what its slots hold."""

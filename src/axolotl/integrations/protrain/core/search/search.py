@@ -1,8 +1,9 @@
 """The fastest plan that fits.
 
 For every number of resident chunks, of slots and of swapping blocks, the fewest
-recomputed blocks that fit: recompute only ever adds compute. Candidates are simulated in
-the order of a lower bound of their time until that bound loses, so the result is the
+recomputed blocks that fit: recompute only ever adds compute. Candidates wait in the order
+of a lower bound of their time, which is raised step by step; what comes first with its
+last bound is simulated, until no bound is below the best time. So the result is the
 optimum over all of them, exactly, and a larger budget never gives a slower plan. Equation
 1 of the paper, with a simulation for its equations 2 to 7.
 
@@ -14,11 +15,13 @@ swapping ones send their inputs away.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, compress
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, product
 from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
@@ -33,7 +36,7 @@ from ..cost import (
 )
 from ..errors import BudgetError
 from ..layout import slot_bytes, slot_floor
-from ..types import BlockTimes, Budget, Moved, Placement, Plan, Policy
+from ..types import BlockTimes, Budget, Placement, Plan, Policy
 from .bounds import PlacedBound, Row, StepBound
 from .plans import block_policies, make_plan, place
 
@@ -47,13 +50,12 @@ ROUNDING = 1e-9
 """Relative difference of seconds that are taken as equal."""
 
 
-class _Knobs(NamedTuple):
-    """What tells one candidate from another; `outside` counts `Search._outside`."""
+class _Place(NamedTuple):
+    """A candidate but for its policies: slots, pageable chunks that are not resident,
+    and what of `Search._outside` applies."""
 
-    n_swap: int
-    n_checkpoint: int
     n_buffer: int
-    n_persist: int
+    num_paged: int
     outside: int
 
 
@@ -64,12 +66,31 @@ class _Family(NamedTuple):
     checkpoints: range
 
 
-class _Known(NamedTuple):
-    """A row of policies, what it takes and what it moves."""
+class _Known(IntEnum):
+    """How much went into a bound: totals; their order too; and what really fits."""
 
-    policies: tuple[Policy, ...]
-    activations: Activations
-    moved: Moved
+    TOTALS, ORDER, FIT = range(3)
+
+
+class _Candidate(NamedTuple):
+    """A place and the fewest recomputed blocks that may fit there.
+
+    In the order in which they are looked at: at a tie those first that recompute less,
+    have fewer slots or page less.
+
+    Attributes:
+        bound_s: No such plan takes less.
+        family: Number in `Search._families`.
+        step: Of the family's `checkpoints`.
+        at: The place.
+        known: How much went into `bound_s`.
+    """
+
+    bound_s: float
+    family: int
+    step: int
+    at: _Place
+    known: _Known
 
 
 class Search:
@@ -111,10 +132,10 @@ class Search:
         )
         self._bound = StepBound(self._layout, times, memory.workload, memory.hardware)
         self._placed = lru_cache(maxsize=None)(self._place)
-        self._known = lru_cache(maxsize=None)(self._walk)
+        self._policies = lru_cache(maxsize=None)(self._list_policies)
         self._row = lru_cache(maxsize=None)(self._make_row)
-        self._legal = lru_cache(maxsize=None)(self._list_legal)
-        self._least_s = lru_cache(maxsize=None)(self._least_seconds)
+        self._least_kept = lru_cache(maxsize=None)(self._list_least_kept)
+        self._activations = lru_cache(maxsize=None)(self._walk)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
@@ -148,17 +169,15 @@ class Search:
         best: Plan | None = None
         best_s = inf
         # what swaps has to beat the best that does not
-        for families in (self._families[:1], self._families[1:]):
-            # at a tie less recompute and fewer slots come first
-            limit_s = best_s * (1 - ROUNDING)
-            candidates = chain.from_iterable(
-                self._candidates(family, all_resident, limit_s) for family in families
-            )
-            for bound_s, knobs in sorted(candidates):
-                if bound_s >= best_s * (1 - ROUNDING):
+        every = range(len(self._families))
+        for families in (every[:1], every[1:]):
+            for candidate in self._by_bound(families, all_resident, best_s):
+                if candidate.bound_s >= best_s * (1 - ROUNDING):
                     break
-                plan = self._plan(knobs)
-                if knobs.n_swap and not self._fits_host(plan):
+                if candidate.known is not _Known.FIT:
+                    continue
+                plan = self._plan(candidate.family, candidate.step, candidate.at)
+                if plan.n_swap and not self._fits_host(plan):
                     continue
                 step_s = self.simulate(plan).total_s
                 if step_s < best_s * (1 - ROUNDING):
@@ -210,15 +229,18 @@ class Search:
     def nearest(self, all_resident: bool = False) -> Plan:
         """The plan that takes the least of the device or, if that has room for some
         plan, the one among those that takes the least of the host."""
-        most: dict[tuple[_Family, int], _Knobs] = {}
-        for family in self._families:
-            fitting = self._fitting(family, all_resident, host=False)
+        places = self._places(all_resident, device=True)
+        families = range(len(self._families))
+        plans = []
+        for family, outside in product(families, range(len(self._outside))):
             # the more is resident, the less is on the host
-            for knobs in sorted(fitting, key=_num_resident):
-                most[family, knobs.outside] = knobs
-        if not most:
-            return self._plan(self._smallest(all_resident))
-        plans = map(self._plan, most.values())
+            for at in (at for at in places if at.outside == outside):
+                step = self._first_that_fits(family, at)
+                if step is not None:
+                    plans.append(self._plan(family, step, at))
+                    break
+        if not plans:
+            return self._smallest(all_resident)
         return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
 
     def plain(self, n_checkpoint: int) -> Plan:
@@ -254,197 +276,197 @@ class Search:
         saved = _Family(most, range(blocks - most + 1))
         return [_Family(0, range(blocks + 1)), *inputs, saved]
 
-    def _candidates(
-        self, family: _Family, all_resident: bool, limit_s: float
-    ) -> Iterator[tuple[float, _Knobs]]:
-        """Plans that fit the device, each with a bound of its time; none left out is
-        faster, unless it takes `limit_s` or longer."""
-        for knobs in self._fitting(family, all_resident, limit_s=limit_s):
-            placed = self._placed(knobs.n_persist, knobs.outside)
-            row = self._row(knobs.n_swap, knobs.n_checkpoint)
-            yield placed.bound.seconds(knobs.n_buffer, row), knobs
-
-    def _fitting(
-        self,
-        family: _Family,
-        all_resident: bool,
-        host: bool = True,
-        limit_s: float = inf,
-    ) -> Iterator[_Knobs]:
-        """Plans that the device, and perhaps the host, has room for, though there not
-        for what is swapped."""
-        fewest: dict[int, int] = {}
-        n_swap, checkpoints = family
-        places = self._legal(all_resident, True, host)
-        if n_swap and limit_s < inf:
+    def _by_bound(
+        self, families: Iterable[int], all_resident: bool, limit_s: float
+    ) -> Iterator[_Candidate]:
+        """What the device may have room for, the lowest bound first, and again when its
+        bound is raised; the host may lack room for what is swapped."""
+        places = self._places(all_resident, device=True, host=True)
+        if limit_s < inf:
             places = [at for at in places if self._least_s(at) < limit_s]
-        states = min(map(self._state_bytes, places), default=0)
-        room = self._budget.usable_bytes - states
-        kept = self._least_kept(family)
-        start = bisect_left(kept, -room, key=lambda n: -n)
-        checkpoints = checkpoints[start : self._num_faster(family, limit_s)]
-        if not checkpoints:
-            return
-        if n_swap and len(checkpoints) > 1:
-            row = self._least_row(n_swap, checkpoints[0])
-            bounds = (
-                self._placed(n_persist, outside).bound.seconds(n_buffer, row)
-                for n_buffer, n_persist, outside in places
-            )
-            places = list(compress(places, (bound_s < limit_s for bound_s in bounds)))
-        # nothing need be walked for
-        if not places:
-            return
-        least = self._least_activations(n_swap, checkpoints)
-        for n_buffer, n_persist, outside in places:
-            # without gradients for the host, residents only take transfers away:
-            # fewer of them are of use only where they spare recompute
-            limit = self._num_blocks + 1
-            if self._frozen and not outside and not n_swap:
-                limit = fewest.get(n_buffer, limit)
-            if not limit:
+        waiting = list(self._roughly(families, places))
+        heapify(waiting)
+        fitting: list[_Candidate] = []
+        while waiting:
+            candidate = heappop(waiting)
+            if self._frozen and any(_spares(other, candidate) for other in fitting):
                 continue
-            placed = self._placed(n_persist, outside)
-            n_checkpoint = self._least_recompute(
-                placed, n_buffer, n_swap, checkpoints, least
-            )
-            if n_checkpoint is None or n_checkpoint >= limit:
+            yield candidate
+            if candidate.known is _Known.FIT:
                 continue
-            fewest[n_buffer] = n_checkpoint
-            yield _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
+            closer = self._closer(candidate)
+            if closer is not None:
+                heappush(waiting, closer)
+                if closer.known is _Known.FIT:
+                    fitting.append(closer)
 
-    def _list_legal(
+    def _roughly(
+        self, families: Iterable[int], places: Iterable[_Place]
+    ) -> Iterator[_Candidate]:
+        """Candidates with what totals say of their time and of their memory."""
+        for family in families:
+            backward_s = self._backward_s(family)
+            moved = self._surely_moved(family)
+            for at in places:
+                step = self._first_to_try(family, at)
+                if step < len(backward_s):
+                    least_s = self._least_s(at, backward_s[step], *moved)
+                    yield _Candidate(least_s, family, step, at, _Known.TOTALS)
+
+    def _least_s(
+        self,
+        at: _Place,
+        backward_s: float = 0.0,
+        out_bytes: int = 0,
+        back_bytes: int = 0,
+    ) -> float:
+        bound = self._placed(at.num_paged, at.outside).bound
+        backward_s = backward_s or sum(self._times.backward_s)
+        return bound.least_seconds(at.n_buffer, backward_s, out_bytes, back_bytes)
+
+    def _closer(self, candidate: _Candidate) -> _Candidate | None:
+        """The same with a higher bound; None if it does not fit."""
+        bound_s, family, step, at, known = candidate
+        if known is _Known.ORDER:
+            first = self._first_that_fits(family, at)
+            if first is None:
+                return None
+            if first == step:
+                return candidate._replace(known=_Known.FIT)
+            step = first
+        bound = self._placed(at.num_paged, at.outside).bound
+        bound_s = max(bound_s, bound.seconds(at.n_buffer, self._row(family, step)))
+        return _Candidate(bound_s, family, step, at, _Known(known + 1))
+
+    def _places(
         self, all_resident: bool, device: bool = False, host: bool = False
-    ) -> list[tuple[int, int, int]]:
-        """Slots, resident chunks and `outside` of every plan, the most resident first;
-        perhaps only of those that device or host could have room for."""
-        legal: list[tuple[int, int, int]] = []
+    ) -> list[_Place]:
+        """All legal ones, the most resident first; perhaps only those that device or
+        host could have room for."""
+        places: list[_Place] = []
         room = self._budget.usable_bytes if device else inf
         for outside in range(len(self._outside)):
-            least = self._least_persist(outside) if host else 0
+            most = self._most_paged(outside) if host else self._num_chunks
             if all_resident:
-                least = max(least, self._num_chunks)
-            persists = range(least, self._num_chunks + 1)
+                most = min(most, 0)
+            # what is paged takes less of the device
+            paged = range(most + 1)
             takes = partial(self._least_bytes, outside)
-            stop = bisect_right(persists, room, key=takes)
-            for n_persist in reversed(persists[:stop]):
-                placed = self._placed(n_persist, outside)
+            first = bisect_left(paged, True, key=lambda n: takes(n) <= room)
+            for num_paged in paged[first:]:
+                placed = self._placed(num_paged, outside)
                 if self._reachable and not self._reachable(placed.placements):
                     continue
-                most = min(placed.num_paged, self._most_slots)
-                for n_buffer in range(placed.floor, most + 1):
-                    if takes(n_persist) + placed.slot_bytes(n_buffer) <= room:
-                        legal.append((n_buffer, n_persist, outside))
-        return legal
+                most_slots = min(placed.num_in_slots, self._most_slots)
+                for n_buffer in range(placed.floor, most_slots + 1):
+                    if takes(num_paged) + placed.slot_bytes(n_buffer) <= room:
+                        places.append(_Place(n_buffer, num_paged, outside))
+        return places
 
-    def _least_bytes(self, outside: int, n_persist: int) -> float:
+    def _least_bytes(self, outside: int, num_paged: int) -> float:
         """What no plan takes less than of the device, slots excepted."""
-        (first,), (later,) = self._least
-        placed = self._placed(n_persist, outside)
+        placed = self._placed(num_paged, outside)
+        first, later = self._least
         return max(placed.base + first, placed.held + later)
 
     @cached_property
-    def _least(self) -> tuple[list[int], list[int]]:
-        """Of activations, under any policies."""
-        return self._beside_states([self._memory.least])
+    def _least(self) -> tuple[int, int]:
+        """What no policies take less than beside the states, in the first micro-batch
+        and in later ones."""
+        least, unseen = self._memory.least, self._memory.hardware.unseen_bytes
+        first = max(map(add, least.first, self._least_gradients))
+        return first + unseen, max(least.later) + unseen
+
+    @cached_property
+    def _least_gradients(self) -> list[int]:
+        """Beside each segment's own in the first micro-batch. Those of blocks take the
+        least when they leave."""
+        return self._placed(self._num_chunks, len(self._outside) - 1).parameters.before
 
     @cached_property
     def _most_slots(self) -> int:
-        return self._placed(0, 0).floor + MAX_EXTRA_SLOTS
+        return self._placed(self._num_chunks, 0).floor + MAX_EXTRA_SLOTS
 
-    def _least_persist(self, outside: int) -> int:
-        """The fewest resident chunks with which the host has room; they only relieve
-        it. One more than there are if none."""
+    def _most_paged(self, outside: int) -> int:
+        """The most paged chunks with which the host has room; they only burden it. Less
+        than none if it has room for no plan."""
 
-        def fits(n_persist: int) -> bool:
-            placed = self._placed(n_persist, outside)
-            return self._fits_host(
-                self._plan(_Knobs(0, 0, placed.floor, n_persist, outside))
+        def lacks(num_paged: int) -> bool:
+            floor = self._placed(num_paged, outside).floor
+            return not self._fits_host(
+                self._plan(0, 0, _Place(floor, num_paged, outside))
             )
 
         # most often it has
-        if fits(0):
-            return 0
-        return bisect_left(range(self._num_chunks + 1), True, key=fits)
+        if not lacks(self._num_chunks):
+            return self._num_chunks
+        return bisect_left(range(self._num_chunks + 1), True, key=lacks) - 1
 
-    def _num_faster(self, family: _Family, limit_s: float) -> int:
-        """How many of a family compute for less than `limit_s`; they come first."""
-        n_swap, checkpoints = family
-        times, count = self._times, self._memory.workload.accumulation
-        policies = block_policies(
-            self._num_blocks, n_swap, checkpoints[0], self.swap_interval
-        )
-        seconds = sum(times.forward_s) + sum(times.backward_s)
-        seconds += times.outside_forward_s + times.outside_backward_s
-        again = zip(policies, times.forward_s, strict=True)
-        seconds += sum(s for policy, s in again if policy.recomputes)
-        more = zip(policies, times.forward_s, strict=True)
-        redone = (count * s for policy, s in more if policy is Policy.KEEP)
-        totals = list(accumulate(redone, initial=count * seconds))
-        return bisect_left(totals, limit_s)
+    def _backward_s(self, family: int) -> list[float]:
+        """Compute of a micro-batch's backward for each number of recomputed blocks."""
+        times, policies = self._times, self._policies(family, 0)
+        again = list(zip(policies, times.forward_s, strict=True))
+        seconds = sum(times.backward_s) + sum(s for p, s in again if p.recomputes)
+        more = (s for policy, s in again if policy is Policy.KEEP)
+        return list(accumulate(more, initial=seconds))
 
-    def _least_recompute(
-        self,
-        placed: _Placed,
-        n_buffer: int,
-        n_swap: int,
-        checkpoints: range,
-        least: tuple[list[int], list[int]],
-    ) -> int | None:
-        """The fewest recomputed blocks with which the device has room, if any."""
-        room = self._budget.usable_bytes - placed.slot_bytes(n_buffer)
-        first, later = least
-        start = bisect_left(first, placed.base - room, key=lambda n: -n)
-        start = max(start, bisect_left(later, placed.held - room, key=lambda n: -n))
-        if start >= len(first):
-            return None
+    def _surely_moved(self, family: int) -> tuple[int, int]:
+        """Bytes that leave and come back however many of the others recompute."""
+        if not self._families[family].n_swap:
+            return 0, 0
+        moved = self._memory.surely_moved(self._policies(family, 0))
+        return sum(moved.out), sum(moved.back)
+
+    def _first_to_try(self, family: int, at: _Place) -> int:
+        """No step before it can fit."""
+        room = self._budget.usable_bytes - self._state_bytes(at)
+        return bisect_left(self._least_kept(family), -room, key=lambda n: -n)
+
+    def _first_that_fits(self, family: int, at: _Place) -> int | None:
+        """The first step for which the device has room, if any."""
+        placed = self._placed(at.num_paged, at.outside)
+        room = self._budget.usable_bytes - placed.slot_bytes(at.n_buffer)
         states, segment = placed.parameters, 0
         rest = room - states.base - self._memory.hardware.unseen_bytes
-        for n_checkpoint in checkpoints[start:]:
-            totals = self._known(n_swap, n_checkpoint).activations.first
+        steps = range(len(self._families[family].checkpoints))
+        for step in steps[self._first_to_try(family, at) :]:
+            totals = self._activations(family, step).first
             # the segment that was too large for one less often is again
             if totals[segment] + states.before[segment] > rest:
                 continue
-            if self._peak_bytes(placed, n_swap, n_checkpoint) <= room:
-                return n_checkpoint
+            if self._peak_bytes(placed, family, step) <= room:
+                return step
             totals = list(map(add, totals, states.before))
             segment = totals.index(max(totals))
         return None
 
-    def _smallest(self, all_resident: bool) -> _Knobs:
+    def _smallest(self, all_resident: bool) -> Plan:
         """The plan that takes the least of the device."""
-        best, best_bytes = _Knobs(0, 0, 0, 0, 0), inf
+        best, best_bytes = (0, 0, _Place(0, 0, 0)), inf
         rows = [
-            (least, family.n_swap, n_checkpoint)
-            for family in self._families
-            for n_checkpoint, least in zip(
-                family.checkpoints, self._least_kept(family), strict=True
-            )
+            (least, -step, family)
+            for family in range(len(self._families))
+            for step, least in enumerate(self._least_kept(family))
         ]
         # most often what recomputes most takes the least
-        rows.sort(key=lambda row: (row[0], -row[2]))
-        places = self._legal(all_resident)
+        rows.sort()
+        places = self._places(all_resident)
         for states, at in sorted((self._state_bytes(at), at) for at in places):
-            n_buffer, n_persist, outside = at
-            placed = self._placed(n_persist, outside)
-            for least, n_swap, n_checkpoint in rows:
+            placed = self._placed(at.num_paged, at.outside)
+            for least, minus_step, family in rows:
                 if states + least >= best_bytes:
                     break
-                nbytes = self._peak_bytes(placed, n_swap, n_checkpoint)
-                nbytes += placed.slot_bytes(n_buffer)
+                nbytes = self._peak_bytes(placed, family, -minus_step)
+                nbytes += placed.slot_bytes(at.n_buffer)
                 if nbytes < best_bytes:
-                    best_bytes = nbytes
-                    best = _Knobs(n_swap, n_checkpoint, n_buffer, n_persist, outside)
-        return best
+                    best, best_bytes = (family, -minus_step, at), nbytes
+        return self._plan(*best)
 
-    def _least_kept(self, family: _Family) -> list[int]:
-        """For each number of recomputed blocks less than any plan takes beside the
-        states, found without a walk."""
+    def _list_least_kept(self, family: int) -> list[int]:
+        """For each step less than any plan takes beside the states, found without a
+        walk."""
         kept, least = self._kept
-        n_swap, checkpoints = family
-        policies = block_policies(
-            self._num_blocks, n_swap, checkpoints[0], self.swap_interval
-        )
+        policies = self._policies(family, 0)
         keeping = [n for n, p in zip(kept, policies, strict=True) if p is Policy.KEEP]
         totals = list(accumulate(reversed(keeping), initial=least))
         return totals[::-1]
@@ -453,95 +475,59 @@ class Search:
     def _kept(self) -> tuple[list[int], int]:
         """What each block that keeps its tensors takes at the turn from forward to
         backward, and the peak there under any policies, beside the states."""
-        gradients = self._placed(0, len(self._outside) - 1).parameters.before
-        totals = list(map(add, self._memory.least.first, gradients))
+        totals = list(map(add, self._memory.least.first, self._least_gradients))
         turn = [segment.backward for segment in self._memory.trace.segments].index(True)
         at = max(turn - 1, turn, key=totals.__getitem__)
         least = totals[at] + self._memory.hardware.unseen_bytes
         return self._memory.kept_bytes(at), least
 
-    def _state_bytes(self, at: tuple[int, int, int]) -> int:
-        n_buffer, n_persist, outside = at
-        placed = self._placed(n_persist, outside)
-        return placed.base + placed.slot_bytes(n_buffer)
+    def _state_bytes(self, at: _Place) -> int:
+        placed = self._placed(at.num_paged, at.outside)
+        return placed.base + placed.slot_bytes(at.n_buffer)
 
-    def _least_activations(
-        self, n_swap: int, checkpoints: range
-    ) -> tuple[list[int], list[int]]:
-        """For each number of recomputed blocks the least that it and the fewer take
-        beside the states, in the first micro-batch and in later ones. Gradients of
-        blocks take the least when they leave."""
-        every = [self._known(n_swap, number).activations for number in checkpoints]
-        return self._beside_states(every)
-
-    def _beside_states(self, every: list[Activations]) -> tuple[list[int], list[int]]:
-        gradients = self._placed(0, len(self._outside) - 1).parameters.before
-        unseen = self._memory.hardware.unseen_bytes
-        first = (max(map(add, each.first, gradients)) + unseen for each in every)
-        later = (max(each.later) + unseen for each in every)
-        return list(accumulate(first, min)), list(accumulate(later, min))
-
-    def _peak_bytes(self, placed: _Placed, n_swap: int, n_checkpoint: int) -> int:
+    def _peak_bytes(self, placed: _Placed, family: int, step: int) -> int:
         """Of the device, without slots."""
-        key = n_swap, n_checkpoint
-        if key not in placed.peaks:
-            placed.peaks[key] = self._memory.peak_without_slots(
-                placed.parameters, self._known(*key).activations
+        if (family, step) not in placed.peaks:
+            placed.peaks[family, step] = self._memory.peak_without_slots(
+                placed.parameters, self._activations(family, step)
             )
-        return placed.peaks[key]
+        return placed.peaks[family, step]
 
-    def _walk(self, n_swap: int, n_checkpoint: int) -> _Known:
-        policies = block_policies(
-            self._num_blocks, n_swap, n_checkpoint, self.swap_interval
+    def _list_policies(self, family: int, step: int) -> tuple[Policy, ...]:
+        n_swap, checkpoints = self._families[family]
+        return block_policies(
+            self._num_blocks, n_swap, checkpoints[step], self.swap_interval
         )
-        activations = self._memory.activations(policies)
-        return _Known(policies, activations, self._memory.moved_bytes(policies))
 
-    def _make_row(self, n_swap: int, n_checkpoint: int) -> Row:
-        known = self._known(n_swap, n_checkpoint)
-        return self._bound.row(known.policies, known.moved)
+    def _walk(self, family: int, step: int) -> Activations:
+        return self._memory.activations(self._policies(family, step))
 
-    def _least_seconds(self, at: tuple[int, int, int]) -> float:
-        """What no policies beat there: nothing is done again, and nothing moves but to
-        take the link from copies that go the other way."""
-        n_buffer, n_persist, outside = at
-        row = self._row(0, 0)._replace(more_bytes=self._large_bytes)
-        return self._placed(n_persist, outside).bound.seconds(n_buffer, row)
-
-    @cached_property
-    def _large_bytes(self) -> int:
-        """No policies move more."""
-        holdings = self._memory.trace.holdings
-        return sum(holding.nbytes for holding in holdings if holding.large)
-
-    def _least_row(self, n_swap: int, n_checkpoint: int) -> Row:
-        """Where more blocks that do not swap recompute, no plan takes less."""
-        policies = block_policies(
-            self._num_blocks, n_swap, n_checkpoint, self.swap_interval
-        )
-        return self._bound.row(policies, *self._memory.surely_moved(policies))
+    def _make_row(self, family: int, step: int) -> Row:
+        policies = self._policies(family, step)
+        return self._bound.row(policies, self._memory.moved_bytes(policies))
 
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
-    def _place(self, n_persist: int, outside: int) -> _Placed:
+    def _place(self, num_paged: int, outside: int) -> _Placed:
         placements = place(
             self._layout,
-            n_persist,
+            self._num_chunks - num_paged,
             self._memory.workload.fp32_master,
             self._outside[outside],
         )
         return _Placed(self._memory, self._bound, placements)
 
-    def _plan(self, knobs: _Knobs) -> Plan:
+    def _plan(self, family: int, step: int, at: _Place) -> Plan:
+        n_swap, checkpoints = self._families[family]
         return make_plan(
             self._layout,
-            knobs.n_persist,
-            knobs.n_buffer,
-            knobs.n_swap,
-            knobs.n_checkpoint,
+            self._num_chunks - at.num_paged,
+            at.n_buffer,
+            n_swap,
+            checkpoints[step],
             self._memory.workload.fp32_master,
-            self._outside[knobs.outside],
+            self._outside[at.outside],
             origin="search",
             swap_interval=self.swap_interval,
         )
@@ -574,13 +560,12 @@ class _Placed:
 
     Attributes:
         floor: Fewest slots that can run.
-        num_paged: Chunks that pass through them.
+        num_in_slots: Chunks that pass through them.
         placements: Where each chunk sits.
         base: Weights and optimizer state on the device, without slots.
         held: The same with gradients of what trains there, for later micro-batches;
             minus infinity where there are none.
-        peaks: Device peaks known so far, by swapping and recomputed blocks, without
-            slots.
+        peaks: Device peaks known so far, by family and step, without slots.
     """
 
     def __init__(
@@ -590,7 +575,7 @@ class _Placed:
         self._bound = bound
         self.placements = placements
         self.floor = slot_floor(memory.layout, placements)
-        self.num_paged = placements.count(Placement.PAGED)
+        self.num_in_slots = placements.count(Placement.PAGED)
         self._states = memory.states(placements)
         self.base = self._states.weights + self._states.moments
         again = memory.workload.accumulation > 1
@@ -610,8 +595,16 @@ class _Placed:
         return sum(slot_bytes(self._memory.layout, self.placements, n_buffer))
 
 
-def _num_resident(knobs: _Knobs) -> int:
-    return knobs.n_persist
+def _spares(one: _Candidate, other: _Candidate) -> bool:
+    """Whether `one` takes no longer because it only has less to fetch: where nothing
+    trains on the host, fewer residents are of use only where they spare recompute."""
+    return (
+        one.family == other.family == 0
+        and one.at.outside == other.at.outside == 0
+        and one.at.n_buffer == other.at.n_buffer
+        and one.at.num_paged < other.at.num_paged
+        and one.step <= other.step
+    )
 
 
 def _largest(terms: Mapping[str, int]) -> str:
