@@ -432,8 +432,13 @@ class _Loader(ModelLoader):
         return model
 
     def _load_adapters(self) -> Any:
-        with _META:
+        # values that nothing will read take a third of the time
+        with _META, replaced(nn.init, "kaiming_uniform_", _same):
             return super()._load_adapters()
+
+
+def _same(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -144,7 +144,7 @@ def plan(
     try:
         _check_files(config, html, largest)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with _silence():
+        with _silence(), _lean_imports():
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             # imported here: `axolotl --help` reads this module
@@ -202,6 +202,28 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def _lean_imports() -> Iterator[None]:
+    """Leave out what libraries prepare while they are imported and a plan never runs.
+
+    bitsandbytes compiles functions, which imports a compiler, and transformers looks for
+    sklearn: for seconds each.
+    """
+    import torch
+    from transformers import utils
+
+    from .stand_ins import replaced
+
+    def uncompiled(function: Any = None, **_options: Any) -> Any:
+        return function if function is not None else uncompiled
+
+    with (
+        replaced(torch, "compile", uncompiled),
+        replaced(utils, "is_sklearn_available", lambda: False),
+    ):
+        yield
 
 
 @protrain.command()

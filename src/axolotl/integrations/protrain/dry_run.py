@@ -388,7 +388,10 @@ class DryRun:
             blueprint = self._blueprint
             with _changed(blueprint, change) as (model, batch):
                 target = Target(self._device_type, autocast_dtype(blueprint.cfg))
-                subject = trace_model(model, batch, target, self._args)
+                layout = None
+                if change and "lora_r" not in change:
+                    layout = self._subject({})[0].layout
+                subject = trace_model(model, batch, target, self._args, layout)
                 workload, assumed = workload_of(
                     blueprint.cfg, self._args, batch, self._device_type
                 )

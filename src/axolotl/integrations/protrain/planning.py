@@ -50,10 +50,18 @@ def trace_model(
     batch: Mapping[str, Tensor],
     target: Target,
     args: ProTrainArgs,
+    layout: Layout | None = None,
 ) -> Subject:
     """Trace one micro-batch of a model on the meta device.
 
     A model with a vision tower that cannot be traced is traced with text alone.
+
+    Args:
+        model: As it will be trained.
+        batch: The micro-batch.
+        target: Where it will run.
+        args: The YAML's keys.
+        layout: Of the same model, if it is known from another batch.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -80,10 +88,12 @@ def trace_model(
             "no images in the batch: protrain_vision_headroom_bytes reserves "
             f"{format_bytes(headroom)} for the vision tower"
         )
-    adapters = adapter_names(model)
+    order = traced.trace.blocks
+    if layout is None or tuple(block.name for block in layout.blocks) != order:
+        layout = build_layout(model, adapter_names(model), order)
     return Subject(
         traced=traced,
-        layout=build_layout(model, adapters, traced.trace.blocks),
+        layout=layout,
         headroom_bytes=headroom,
         assumptions=(*assumptions, *used),
     )

@@ -48,21 +48,24 @@ def build_layout(
     if order:
         modules = dict(blocks)
         blocks = [(name, modules[name]) for name in order]
-    check_quantised(model)
-    held = {id(p): bindings(name, p) for name, p in model.named_parameters()}
-    kept = beside_quantised(model) | {
+    # walked once: a walk over a large model takes as long as the rest
+    named = dict(model.named_parameters())
+    inside = [list(module.parameters()) for _, module in blocks]
+    check_quantised(named)
+    held = {id(p): bindings(name, p) for name, p in named.items()}
+    kept = beside_quantised(model, named) | {
         key
         for key, own in held.items()
         if own[0].name in keep_resident or not all(map(_fits_in_chunk, own))
     }
-    shared = _shared_parameters(model, blocks)
+    shared = _shared_parameters(model, [name for name, _ in blocks], inside)
     chunks: list[Chunk] = []
     chunked: set[int] = set()
     placed_blocks = []
-    for block_index, (block_name, module) in enumerate(blocks):
-        own = [
-            p for p in module.parameters() if id(p) not in shared and id(p) not in kept
-        ]
+    for block_index, ((block_name, _), params) in enumerate(
+        zip(blocks, inside, strict=True)
+    ):
+        own = [p for p in params if id(p) not in shared and id(p) not in kept]
         block_chunks = []
         for trainable in (False, True):
             members = [p for p in own if p.requires_grad is trainable]
@@ -75,7 +78,7 @@ def build_layout(
 
     fixed = {False: 0, True: 0}
     num_fixed_trainable = 0
-    for p in model.parameters():
+    for p in named.values():
         if id(p) in chunked:
             continue
         if p.requires_grad and id(p) not in kept:
@@ -94,11 +97,10 @@ def build_layout(
 
 
 def _shared_parameters(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+    model: nn.Module, blocks: Sequence[str], inside: Sequence[Sequence[nn.Parameter]]
 ) -> set[int]:
     """Ids of parameters that more than one block, or a block and the rest, use."""
-    inside = [{id(p) for p in module.parameters()} for _, module in blocks]
-    prefixes = tuple(f"{name}." for name, _ in blocks)
+    prefixes = tuple(f"{name}." for name in blocks)
     outside = {
         id(p)
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -106,7 +108,7 @@ def _shared_parameters(
     }
     seen: set[int] = set()
     shared: set[int] = set()
-    for members in (*inside, outside):
+    for members in (*({id(p) for p in params} for params in inside), outside):
         shared |= seen & members
         seen |= members
     return shared

@@ -9,7 +9,7 @@ them once to a slot is enough. This module is the only place that knows the stru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def model_bindings(model: nn.Module) -> dict[str, Binding]:
     }
 
 
-def check_quantised(model: nn.Module) -> None:
+def check_quantised(named: Mapping[str, nn.Parameter]) -> None:
     """Refuse quantised weights whose side tensors cannot follow their data.
 
     Raises:
@@ -80,7 +80,7 @@ def check_quantised(model: nn.Module) -> None:
             repacked for evaluation.
     """
     seen: dict[int, str] = {}
-    for name, param in model.named_parameters():
+    for name, param in named.items():
         if not is_quantised(param):
             continue
         state = getattr(param, _STATE)
@@ -103,17 +103,19 @@ def check_quantised(model: nn.Module) -> None:
         seen[id(state)] = name
 
 
-def beside_quantised(model: nn.Module) -> set[int]:
+def beside_quantised(model: nn.Module, named: Mapping[str, nn.Parameter]) -> set[int]:
     """Ids of other parameters of modules with a quantised weight: their biases.
 
     bitsandbytes casts a bias to the compute dtype by binding `bias.data` anew.
     """
-    beside: set[int] = set()
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if any(map(is_quantised, own)):
-            beside |= {id(param) for param in own if not is_quantised(param)}
-    return beside
+    quantised = (name for name, param in named.items() if is_quantised(param))
+    owners = {name.rpartition(".")[0] for name in quantised}
+    return {
+        id(param)
+        for owner in owners
+        for param in model.get_submodule(owner).parameters(recurse=False)
+        if not is_quantised(param)
+    }
 
 
 def hold_packing(model: nn.Module) -> list[nn.Module]:

@@ -135,22 +135,19 @@ def _build(item: Any, inputs: Sequence[Tensor], sources: Sequence[Tensor]) -> An
     return item
 
 
+_PLAIN = {bool, int, float, str, type(None)}
+
+
 def _static(block: nn.Module, position: int | None) -> Any:
     """Everything plain that a block knows, but for its own number in the list."""
-
-    def plain(value: Any) -> Any:
-        if type(value) is int and value == position:
-            return "position"
-        return value
 
     modules = []
     for name, module in block.named_modules():
         attributes = tuple(
-            sorted(
-                (key, repr(plain(value)))
-                for key, value in vars(module).items()
-                if isinstance(value, (bool, int, float, str, type(None)))
-            )
+            # 1 and True are equal, their types are not
+            (key, kind, None if kind is int and value == position else value)
+            for key, value in vars(module).items()
+            if (kind := type(value)) in _PLAIN
         )
         modules.append((name, type(module), attributes))
     tensors = tuple(

@@ -458,6 +458,9 @@ class _Recorder(MetaMode):
     def _fill_in(self, segments: Sequence[_Open]) -> None:
         """Give skipped blocks what the block of their kind has shown."""
         after = dict(zip(segments, segments[1:], strict=False))
+        made: dict[_Open, list[_Record]] = {}
+        for record in self._all:
+            made.setdefault(record.made, []).append(record)
         for skipped, ran in self._copies:
             assert skipped.block is not None and ran.block is not None
             old, new = self._blocks[ran.block][0], self._blocks[skipped.block][0]
@@ -472,17 +475,21 @@ class _Recorder(MetaMode):
                 back.final.copy(back_ran.final, rename)
                 moved[back_ran.final] = back.final
                 moved[after.get(back_ran.final)] = after.get(back.final)
-            self._copy_records(skipped, ran, moved)
+            self._copy_records(made.get(ran, []), skipped, ran, moved)
 
     def _copy_records(
-        self, skipped: _Open, ran: _Open, moved: Mapping[_Open | None, _Open | None]
+        self,
+        records: Sequence[_Record],
+        skipped: _Open,
+        ran: _Open,
+        moved: Mapping[_Open | None, _Open | None],
     ) -> None:
         def place(segment: _Open | None) -> _Open | None:
             final = segment.final if segment is not None else None
             return moved.get(final, final)
 
         passed = {id(record) for record in ran.outputs}
-        for record in [r for r in self._all if r.made is ran]:
+        for record in records:
             if id(record) in passed:
                 continue
             twin = _Record(record.nbytes, skipped, alive=record.alive)
