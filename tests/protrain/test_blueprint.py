@@ -464,6 +464,7 @@ def test_liger_has_no_logits(fresh: ProcessPoolExecutor, tmp_path: Path) -> None
     assert (BATCH, LENGTH, VOCABULARY) not in patched.run.made
 
 
+@pytest.mark.full
 def test_seventy_billion_parameters(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
     patched = fresh.submit(report_patched, tmp_path, LLAMA_70B, QLORA).result()
     assert patched.peak_bytes < 2.5e9

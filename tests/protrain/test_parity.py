@@ -3,7 +3,7 @@
 Every cell of the grid trains a tiny model twice with Axolotl, paged and plain, and
 compares all of it bit by bit. Freed slots are poisoned with NaN bytes, so a weight that
 is read too early or too late does not go unnoticed. The unmarked cells hold each
-combination of values of any three axes; the rest of the grid is marked `full`.
+combination of values of any two axes; the rest of the grid is marked `full`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "recompute": ("off", "reentrant", "non-reentrant"),
 }
-STRENGTH = 3
+STRENGTH = 2
 CONV1D_LORA = {
     # GPT-2 keeps its weights transposed, in a class that lora_target_linear skips
     "lora_target_linear": False,
@@ -187,9 +187,13 @@ def plan_pair(adapter: str, plan: tuple[int, int, int]) -> Pair:
 @pytest.mark.parametrize(
     "trainings",
     [
-        pytest.param(plan_pair(adapter, plan), id=f"{adapter}-{plan}")
-        for adapter in ("lora", "full")
-        for plan in PLANS
+        pytest.param(
+            plan_pair(adapter, plan),
+            id=f"{adapter}-{plan}",
+            marks=() if number % 2 == full else pytest.mark.full,
+        )
+        for full, adapter in enumerate(("lora", "full"))
+        for number, plan in enumerate(PLANS)
     ],
 )
 def test_every_plan_gives_the_same_weights(run: Run, trainings: Pair) -> None:

@@ -3,14 +3,11 @@ that `simulate_step` predicts what a session really takes."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -262,27 +259,3 @@ def test_delays_change_no_number(delays: str, run: str) -> None:
 
 
 # What the time model predicts is what a session takes.
-
-
-def load_benchmark() -> ModuleType:
-    """`benchmarks/step_time.py`, with nothing measured yet."""
-    path = ROOT / "benchmarks/step_time.py"
-    spec = importlib.util.spec_from_file_location("step_time", path)
-    assert spec is not None and spec.loader is not None
-    # dataclasses look their module up by name
-    module = sys.modules["step_time"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.full
-def test_predicted_steps_are_those_measured() -> None:
-    """Each within 15 %, and in the right order; a busy machine has a second try."""
-    for _ in range(2):
-        step_time = load_benchmark()
-        results = [step_time.run(case) for case in step_time.CASES[::3]]
-        off = {r.case.name: r.error for r in results if abs(r.error) > 0.15}
-        correlation = step_time.rank_correlation(results)
-        if not off and correlation >= 0.9:
-            return
-    pytest.fail(f"off by more than 15 %: {off}, rank correlation {correlation:.2f}")
