@@ -102,6 +102,8 @@ QWEN_VL_7B: dict[str, Any] = {
     },
 }
 NO_KERNELS = {f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")}
+IMPORTS = "import axolotl.cli.main, axolotl.loaders.model, axolotl.utils.config"
+"""What no answer can be without, as long as Axolotl builds the model."""
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3-70B QLoRA": (LLAMA_70B, {"adapter": "qlora", "load_in_4bit": True}),
     "Qwen3-32B LoRA": (QWEN3_32B, {"adapter": "lora"}),
@@ -173,6 +175,15 @@ def plan(path: Path, gpu: str) -> tuple[float, float, int, dict[str, Any]]:
     return seconds, busy, usage.ru_maxrss * 1024, answer
 
 
+def import_seconds() -> float:
+    """Of a process that only imports Axolotl."""
+    start = time.perf_counter()
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    command = [sys.executable, "-c", IMPORTS]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    return time.perf_counter() - start
+
+
 def search_times(full: bool, rounds: int) -> list[float]:
     """Seconds of searches for an 80-block model over cards, budgets and accumulation.
 
@@ -234,6 +245,7 @@ def main() -> None:
             f"search, 80 blocks, {name}: median {statistics.median(seconds):.3f} s, "
             f"longest of {len(seconds)} {max(seconds):.3f} s"
         )
+    print(f"importing Axolotl alone: {import_seconds():.1f} s")
     for name, (config, settings) in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
             wall, busy, peak, answer = plan(
