@@ -6,7 +6,7 @@ from typing import Any
 
 from axolotl_jobs import LORA, Pair, overrides, pair
 from matrix import Cell
-from tiny_models import CHATS
+from tiny_models import CHATS, PREFERENCES, STEPS
 
 QLORA = LORA | {"adapter": "qlora", "load_in_4bit": True}
 COLUMNS: dict[str, dict[str, Any]] = {"full": {}, "LoRA": LORA, "QLoRA": QLORA}
@@ -62,6 +62,31 @@ VISION = {
 }
 
 
+# Axolotl's lora_target_linear would name the head too, which trains as it is
+NO_HEAD: dict[str, Any] = {
+    "lora_target_linear": False,
+    "lora_target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+}
+REWARD: dict[str, Any] = {
+    "reward_model": True,
+    "chat_template": "chatml",
+    "datasets": [
+        {"path": str(PREFERENCES), "ds_type": "json", "type": "bradley_terry.chat_template"}
+    ],
+    "sequence_len": 128,
+    "remove_unused_columns": False,
+}
+STEPWISE: dict[str, Any] = {
+    "process_reward_model": True,
+    "datasets": [{"path": str(STEPS), "ds_type": "json", "type": "stepwise_supervised"}],
+    "remove_unused_columns": False,
+}
+HEADS = {
+    "Llama, reward_model": ("llama-reward", REWARD),
+    "Qwen3, process_reward_model": ("qwen3-steps", STEPWISE),
+}
+
+
 def trainings(family: str, column: dict[str, Any]) -> Pair:
     settings: dict[str, Any] = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}
     return pair(family, settings, column, plan=PAGED_AND_MIXED)
@@ -73,12 +98,18 @@ CELLS: tuple[Cell, ...] = tuple(
     for column, keys in COLUMNS.items()
 ) + tuple(
     Cell(
-        "Vision-language models",
+        table,
         row,
         column,
-        pair(family, keys, settings, more, plan=PAGED_AND_MIXED),
+        pair(
+            family,
+            keys,
+            settings,
+            NO_HEAD if rows is HEADS and "adapter" in keys else {},
+            plan=PAGED_AND_MIXED,
+        ),
     )
-    for row, (family, settings) in VISION.items()
+    for table, rows in {"Vision-language models": VISION, "Other heads": HEADS}.items()
+    for row, (family, settings) in rows.items()
     for column, keys in COLUMNS.items()
-    for more in ({},)
 )

@@ -24,6 +24,8 @@ IMAGE_SIDE = 8
 TOKENIZER = Path("tokenizer")
 DATA = Path("data.jsonl")
 CHATS = Path("chats.jsonl")
+PREFERENCES = Path("preferences.jsonl")
+STEPS = Path("steps.jsonl")
 MODELS = Path("models")
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1}
@@ -290,8 +292,18 @@ _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
     **{name: partial(_other, name) for name in _OTHER},
+    "llama-reward": partial(_llama, num_labels=1),
+    "qwen3-steps": _qwen3,
     **{f"{name}-vision": partial(_vision, name) for name in _VISION},
 }
+
+
+_KINDS = {
+    "vision": "ImageTextToText",
+    "reward": "SequenceClassification",
+    "steps": "TokenClassification",
+}
+"""The last word of a family's name, where it is no causal language model."""
 
 
 def model_path(family: str) -> Path:
@@ -312,11 +324,11 @@ def build_model(root: Path, family: str) -> None:
 
 def random_model(family: str) -> Any:
     """A model in fp32 with the same weights every time."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
     torch.manual_seed(0)
-    with_images = family.endswith("-vision")
-    loader = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    kind = _KINDS.get(family.rpartition("-")[2], "CausalLM")
+    loader = getattr(transformers, f"AutoModelFor{kind}")
     return loader.from_config(_ALL[family]())
 
 
@@ -390,7 +402,22 @@ def build_inputs(root: Path) -> None:
         for _ in range(48)
     ]
     _write_rows(root / CHATS, _chats(root, chance, words))
+    _write_rows(root / PREFERENCES, [_preference(chance, words) for _ in range(24)])
+    _write_rows(root / STEPS, [_judged_steps(chance, words) for _ in range(24)])
     _write_rows(root / DATA, rows)
+
+
+def _preference(chance: random.Random, words: list[str]) -> dict[str, Any]:
+    names = ("input", "chosen", "rejected")
+    return {"system": ""} | {n: " ".join(chance.choices(words, k=3)) for n in names}
+
+
+def _judged_steps(chance: random.Random, words: list[str]) -> dict[str, Any]:
+    return {
+        "prompt": " ".join(chance.choices(words, k=3)),
+        "completions": [" ".join(chance.choices(words, k=2)) for _ in range(3)],
+        "labels": chance.choices([True, False], k=3),
+    }
 
 
 def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:

@@ -115,7 +115,8 @@ def _loss(
             ) from error
         if target.autocast_dtype is not None:
             outputs = outputs_as_fp32(outputs)
-        return outputs["loss"]
+        # the loss of a reward model is made of its few logits
+        return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
     return loss_of
 
