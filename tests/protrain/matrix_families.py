@@ -45,6 +45,9 @@ EAGER: Settings = {"attn_implementation": "eager"}
 STATE_SPACE = targets("in_proj", "q_proj", "v_proj", "down_proj")
 # GPT-2 keeps its weights transposed, in a class that lora_target_linear skips
 CONV1D = targets("c_attn", "c_proj", "c_fc") | {"lora_fan_in_fan_out": True}
+SEQ2SEQ: Settings = {"type_of_model": "AutoModelForSeq2SeqLM"}
+T5_PARTS = targets("q", "v", "wi_0", "wo")
+BART_PARTS = targets("q_proj", "v_proj", "fc1", "fc2")
 
 TEXT_MODELS = {
     "Llama": Row("llama"),
@@ -79,6 +82,8 @@ TEXT_MODELS = {
     "Falcon-H1 (hybrid)": Row("falcon_h1", adapters=STATE_SPACE),
     "LFM2 (hybrid)": Row("lfm2"),
     "Mamba-2": Row("mamba2", EAGER, STATE_SPACE),
+    "T5 (encoder and decoder)": Row("t5-seq2seq", SEQ2SEQ, T5_PARTS),
+    "BART (encoder and decoder)": Row("bart-seq2seq", SEQ2SEQ, BART_PARTS),
 }
 
 # images in every second row: the tower of most micro-batches of a step is not used

@@ -288,10 +288,38 @@ def _vision(model_type: str) -> Any:
     )
 
 
+def _t5() -> Any:
+    from transformers import T5Config
+
+    return T5Config(
+        **_TOKENS,
+        d_model=36,
+        d_kv=12,
+        d_ff=56,
+        num_layers=NUM_BLOCKS - 1,
+        num_decoder_layers=NUM_BLOCKS,
+        num_heads=3,
+        decoder_start_token_id=0,
+        feed_forward_proj="gated-gelu",
+    )
+
+
+def _bart() -> Any:
+    from transformers import BartConfig
+
+    stacks: dict[str, int] = {}
+    for stack in ("encoder", "decoder"):
+        stacks |= {f"{stack}_attention_heads": 3, f"{stack}_ffn_dim": 56}
+        stacks[f"{stack}_layers"] = NUM_BLOCKS
+    return BartConfig(**_TOKENS, d_model=36, max_position_embeddings=256, **stacks)
+
+
 _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
     **{name: partial(_other, name) for name in _OTHER},
+    "bart-seq2seq": _bart,
+    "t5-seq2seq": _t5,
     "llama-reward": partial(_llama, num_labels=1),
     "qwen3-steps": _qwen3,
     **{f"{name}-vision": partial(_vision, name) for name in _VISION},
@@ -302,6 +330,7 @@ _KINDS = {
     "vision": "ImageTextToText",
     "reward": "SequenceClassification",
     "steps": "TokenClassification",
+    "seq2seq": "Seq2SeqLM",
 }
 """The last word of a family's name, where it is no causal language model."""
 

@@ -76,6 +76,9 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
         batch["mm_token_type_ids"] = torch.zeros_like(ids)
     if cfg.reward_model:
         del batch["labels"]
+    if "decoder_attention_mask" in _forward_parameters(model):
+        # without it BART makes one of floats, whose values a trace does not know
+        batch["decoder_attention_mask"] = torch.ones_like(ids)
     assumptions.append(f"rows as long as sequence_len allows: {rows} x {length} tokens")
     return batch
 
