@@ -40,6 +40,7 @@ class Row:
     columns: tuple[str, ...] = tuple(COLUMNS)
 
 
+UNQUANTISED = ("full", "LoRA")
 EAGER: Settings = {"attn_implementation": "eager"}
 # PEFT refuses `out_proj` of state-space layers
 STATE_SPACE = targets("in_proj", "q_proj", "v_proj", "down_proj")
@@ -61,7 +62,8 @@ TEXT_MODELS = {
     "Phi-3": Row("phi3"),
     "GPT-2": Row("gpt2", adapters=CONV1D),
     "GPT-NeoX": Row("gpt_neox"),
-    "Falcon": Row("falcon"),
+    # bitsandbytes does not take Falcon's own class of linear layers for one
+    "Falcon": Row("falcon", columns=UNQUANTISED),
     "Cohere": Row("cohere"),
     "OLMo 2": Row("olmo2"),
     "Granite": Row("granite"),
@@ -79,7 +81,8 @@ TEXT_MODELS = {
     "Qwen3-Next (hybrid)": Row("qwen3_next"),
     "Qwen3.5 (hybrid)": Row("qwen3_5_text"),
     "Jamba (hybrid)": Row("jamba"),
-    "Falcon-H1 (hybrid)": Row("falcon_h1", adapters=STATE_SPACE),
+    # a plain QLoRA run fails too, in the CPU kernel of bitsandbytes
+    "Falcon-H1 (hybrid)": Row("falcon_h1", adapters=STATE_SPACE, columns=UNQUANTISED),
     "LFM2 (hybrid)": Row("lfm2"),
     "Mamba-2": Row("mamba2", EAGER, STATE_SPACE),
     "T5 (encoder and decoder)": Row("t5-seq2seq", SEQ2SEQ, T5_PARTS),
@@ -107,13 +110,13 @@ LANGUAGE: Settings = {
 VISION_MODELS = {
     "LLaVA": Row("llava-vision", IMAGES),
     "LLaVA, two images or none": Row(
-        "llava-vision", IMAGES | {"micro_batch_size": 2}, columns=("full", "LoRA")
+        "llava-vision", IMAGES | {"micro_batch_size": 2}, columns=UNQUANTISED
     ),
     "LLaVA, adapters on the text": Row(
         "llava-vision", IMAGES, LANGUAGE, ("LoRA", "QLoRA")
     ),
     "LLaVA, `freeze_mm_modules`": Row(
-        "llava-vision", IMAGES | FREEZE, columns=("full", "LoRA")
+        "llava-vision", IMAGES | FREEZE, columns=UNQUANTISED
     ),
     "Gemma 3": Row("gemma3-vision", IMAGES),
     "Gemma 3, `freeze_mm_modules`": Row(
@@ -156,7 +159,9 @@ PREFERRED: Settings = {
 }
 JUDGED: Settings = {
     "process_reward_model": True,
-    "datasets": [{"path": str(STEPS), "ds_type": "json", "type": "stepwise_supervised"}],
+    "datasets": [
+        {"path": str(STEPS), "ds_type": "json", "type": "stepwise_supervised"}
+    ],
 }
 HEAD: Settings = {"remove_unused_columns": False, "max_steps": 2}
 # Axolotl's lora_target_linear names the head too, which PEFT trains as it is
@@ -164,7 +169,7 @@ BODY = targets("q_proj", "v_proj", "up_proj", "down_proj")
 HEADS = {
     "Llama, `reward_model`": Row("llama-reward", HEAD | PREFERRED, BODY),
     "Qwen3, `process_reward_model`": Row(
-        "qwen3-steps", HEAD | JUDGED, BODY, ("full", "LoRA")
+        "qwen3-steps", HEAD | JUDGED, BODY, UNQUANTISED
     ),
 }
 

@@ -217,8 +217,6 @@ _OTHER: dict[str, dict[str, Any]] = {
 }
 """More model types of transformers, and what their configurations need."""
 
-OTHER_FAMILIES = tuple(_OTHER)
-
 
 def _other(model_type: str) -> Any:
     from transformers import AutoConfig

@@ -51,7 +51,10 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     if cfg.processor_type and cfg.is_multimodal:
         return _image_batch(cfg, model, assumptions)
     # a reward is compared with another: chosen and rejected text are one micro-batch
-    rows, length = cfg.micro_batch_size * (2 if cfg.reward_model else 1), cfg.sequence_len
+    rows, length = (
+        cfg.micro_batch_size * (2 if cfg.reward_model else 1),
+        cfg.sequence_len,
+    )
     if cfg.pad_to_sequence_len is not False:
         multiple = cfg.pad_to_multiple_of or 64
         length = math.ceil(length / multiple) * multiple

@@ -89,7 +89,7 @@ def trace_model(
     )
 
 
-_FOREIGN = (
+FOREIGN_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -98,7 +98,7 @@ _FOREIGN = (
     TypeError,
     ValueError,
 )
-"""What a model's own code raises on a batch or a device that it was not made for."""
+"""What a model's own code raises where it was not made for a batch or its own sizes."""
 
 
 def _loss(
@@ -108,7 +108,7 @@ def _loss(
         try:
             with Emulation(target):
                 outputs = model(**batch)
-        except _FOREIGN as error:
+        except FOREIGN_ERRORS as error:
             raise TraceError(
                 f"{type(model).__name__} does not run without weights: "
                 f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
