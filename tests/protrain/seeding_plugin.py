@@ -13,6 +13,11 @@ from transformers import TrainerCallback
 class SeedingPlugin(BasePlugin):
     """Seeds the adapters, allows bf16 on a CPU, and writes the Trainer's log."""
 
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        # in plain runs too: Axolotl 0.19 cannot read its own mappings there
+        if cfg.role_boundaries:
+            cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
+
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         # Axolotl initialises adapters before anything is seeded
         torch.manual_seed(11)

@@ -357,8 +357,6 @@ REFUSED_IN_AXOLOTL = [
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
     ("rl: dpo", {"rl": "dpo"}),
     ("rl: orpo", {"rl": "orpo"}),
-    ("reward_model", {"reward_model": True}),
-    ("process_reward_model", {"process_reward_model": True}),
     ("auto_find_batch_size", {"auto_find_batch_size": True}),
     ("optimizer: muon", {"optimizer": "muon"}),
     ("optimizer: adamw_bnb_8bit", {"optimizer": "adamw_bnb_8bit"}),

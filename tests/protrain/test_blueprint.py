@@ -25,6 +25,7 @@ from tiny_models import (
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.blueprint import Blueprint, load_blueprint
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.profile.emulation import (
@@ -33,6 +34,7 @@ from axolotl.integrations.protrain.core.profile.emulation import (
     outputs_as_fp32,
 )
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.planning import trace_model
 from axolotl.integrations.protrain.stand_ins import planning_stand_ins
 
 BATCH, LENGTH = 2, 128
@@ -593,6 +595,48 @@ def test_a_bad_base_model_is_named(tmp_path: Path) -> None:
     (empty / "config.json").write_text("[")
     with pytest.raises(ConfigError, match="base_model: .*no model configuration"):
         load_blueprint(config, "cuda")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pad_token_id": 999},
+        {"hidden_act": "no such function"},
+        {"num_attention_heads": 0},
+        {"hidden_size": "large"},
+        {"hidden_size": 35},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_contradicts_itself(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = configuration_of(tmp_path, "llama")
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(whole | keys))
+    with pytest.raises(ConfigError, match="base_model: config.json of") as caught:
+        load_blueprint(write_yaml(tmp_path, folder, {}), "cuda")
+    assert "\n" not in str(caught.value)
+
+
+REWARDS = {
+    "reward_model": ("llama-reward", 2 * BATCH),
+    "process_reward_model": ("qwen3-steps", BATCH),
+}
+
+
+@pytest.mark.parametrize("key", REWARDS)
+def test_reward_models_are_built(key: str, tmp_path: Path) -> None:
+    """The rows of a preference are two; a head has no weights to look at."""
+    family, rows = REWARDS[key]
+    blueprint = blueprint_of(tmp_path, family, {key: True})
+    assert blueprint.batch["input_ids"].shape == (rows, LENGTH)
+    trace_model(
+        blueprint.model,
+        blueprint.batch,
+        Target("cuda", blueprint.autocast_dtype),
+        ProTrainArgs(),
+    )
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

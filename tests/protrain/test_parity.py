@@ -32,7 +32,7 @@ from axolotl_jobs import (
     weight_differences,
 )
 from safetensors.torch import save_file
-from tiny_models import FAMILIES, NUM_BLOCKS, OTHER_FAMILIES
+from tiny_models import FAMILIES, NUM_BLOCKS
 
 Run = Callable[[Job], Result]
 
@@ -199,36 +199,6 @@ def plan_pair(adapter: str, plan: tuple[int, int, int]) -> Pair:
 def test_every_plan_gives_the_same_weights(run: Run, trainings: Pair) -> None:
     """All numbers of resident chunks and slots that the model allows."""
     assert_equal(run(trainings.paged), run(trainings.plain))
-
-
-QUICK_OTHERS = {"deepseek_v3", "granitemoe", "qwen3_next"}
-RECOMPUTED = {"gradient_checkpointing": True, "max_grad_norm": 0.1}
-
-
-@pytest.mark.parametrize(
-    "trainings",
-    [
-        pytest.param(
-            pair(
-                family,
-                RECOMPUTED,
-                {"gradient_accumulation_steps": 2},
-                base,
-                plan=overrides(1, 2, 2),
-                plain={"gradient_checkpointing_kwargs": {"use_reentrant": False}},
-            ),
-            id=f"{family}-{adapter}",
-            marks=() if family in QUICK_OTHERS else pytest.mark.full,
-        )
-        for family in OTHER_FAMILIES
-        for adapter, base in {"lora": LORA, "full": {}}.items()
-    ],
-)
-def test_other_families(run: Run, trainings: Pair) -> None:
-    """Parallel residuals, linear attention, state spaces, latent attention, experts."""
-    paged, plain = run(trainings.paged), run(trainings.plain)
-    assert_equal(paged, plain)
-    assert paged.report["measured"]["fetched_bytes"] > 0
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,13 @@ import torch
 
 NUM_BLOCKS = 4
 VOCABULARY = 288
+IMAGE_TOKEN = 261
+IMAGE_SIDE = 8
 TOKENIZER = Path("tokenizer")
 DATA = Path("data.jsonl")
+CHATS = Path("chats.jsonl")
+PREFERENCES = Path("preferences.jsonl")
+STEPS = Path("steps.jsonl")
 MODELS = Path("models")
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1}
@@ -127,6 +132,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 SKIPPING = "opt-skipping-layers"
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_HYBRID = {
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _OTHER: dict[str, dict[str, Any]] = {
     "cohere": {},
     "deepseek_v3": {
@@ -144,10 +156,25 @@ _OTHER: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"head_dim": 12},
     "falcon": {"new_decoder_architecture": False},
+    "falcon_h1": {
+        "head_dim": 12,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12},
     "glm4": {"head_dim": 12},
     "gpt_neox": {},
+    "gpt_oss": {
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+    },
     "granite": {},
     "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "jamba": {
@@ -158,6 +185,13 @@ _OTHER: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * (NUM_BLOCKS // 2)},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 12,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "nemotron": {},
     "olmo2": {},
     "phi": {},
@@ -167,23 +201,21 @@ _OTHER: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
     },
+    "qwen3_5_text": {
+        **_HYBRID,
+        "layer_types": ["linear_attention", "full_attention"] * (NUM_BLOCKS // 2),
+    },
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 12},
     "qwen3_next": {
         **_EXPERTS,
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
-        "head_dim": 12,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **_HYBRID,
     },
     "smollm3": {},
     "starcoder2": {},
 }
 """More model types of transformers, and what their configurations need."""
-
-OTHER_FAMILIES = tuple(_OTHER)
 
 
 def _other(model_type: str) -> Any:
@@ -193,11 +225,112 @@ def _other(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **(_COMMON | sizes | _OTHER[model_type]))
 
 
+_WORDS = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+_IMAGE_TOKENS = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN}
+_TOWER = {
+    "hidden_size": 40,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": IMAGE_SIDE,
+    "patch_size": IMAGE_SIDE // 2,
+}
+_VISION: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": {"model_type": "clip_vision_model", **_TOWER},
+        "image_seq_length": 4,
+    },
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", "head_dim": 12},
+        "vision_config": {"model_type": "siglip_vision_model", **_TOWER},
+        "mm_tokens_per_image": 4,
+        "boi_token_index": IMAGE_TOKEN - 2,
+        "eoi_token_index": IMAGE_TOKEN - 1,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 2, 2],
+            },
+        },
+        "vision_config": {
+            "depth": 3,
+            "hidden_size": 40,
+            "intermediate_size": 52,
+            "num_heads": 2,
+            "patch_size": IMAGE_SIDE // 2,
+            "window_size": IMAGE_SIDE * 2,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 48,
+        },
+        "vision_start_token_id": IMAGE_TOKEN - 2,
+        "vision_end_token_id": IMAGE_TOKEN - 1,
+        "video_token_id": IMAGE_TOKEN + 1,
+    },
+}
+"""Models with two stacks of blocks, one for images and one for text."""
+
+
+def _vision(model_type: str) -> Any:
+    from transformers import AutoConfig
+
+    settings = _VISION[model_type]
+    text = {**_COMMON, **_WORDS, **settings["text_config"]}
+    tokens = _IMAGE_TOKENS | {"tie_word_embeddings": False}
+    return AutoConfig.for_model(
+        model_type, **(tokens | settings | {"text_config": text})
+    )
+
+
+def _t5() -> Any:
+    from transformers import T5Config
+
+    return T5Config(
+        **_TOKENS,
+        d_model=36,
+        d_kv=12,
+        d_ff=56,
+        num_layers=NUM_BLOCKS - 1,
+        num_decoder_layers=NUM_BLOCKS,
+        num_heads=3,
+        decoder_start_token_id=0,
+        feed_forward_proj="gated-gelu",
+    )
+
+
+def _bart() -> Any:
+    from transformers import BartConfig
+
+    stacks: dict[str, int] = {}
+    for stack in ("encoder", "decoder"):
+        stacks |= {f"{stack}_attention_heads": 3, f"{stack}_ffn_dim": 56}
+        stacks[f"{stack}_layers"] = NUM_BLOCKS
+    return BartConfig(**_TOKENS, d_model=36, max_position_embeddings=256, **stacks)
+
+
 _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
     **{name: partial(_other, name) for name in _OTHER},
+    "bart-seq2seq": _bart,
+    "t5-seq2seq": _t5,
+    "llama-reward": partial(_llama, num_labels=1),
+    "qwen3-steps": _qwen3,
+    **{f"{name}-vision": partial(_vision, name) for name in _VISION},
 }
+
+
+_KINDS = {
+    "vision": "ImageTextToText",
+    "reward": "SequenceClassification",
+    "steps": "TokenClassification",
+    "seq2seq": "Seq2SeqLM",
+}
+"""The last word of a family's name, where it is no causal language model."""
 
 
 def model_path(family: str) -> Path:
@@ -206,16 +339,84 @@ def model_path(family: str) -> Path:
 
 
 def build_model(root: Path, family: str) -> None:
-    """Save a family's `random_model`."""
-    _save_once(root / model_path(family), random_model(family).save_pretrained)
+    """Save a family's `random_model`, and the processor of one that takes images."""
+
+    def save(folder: Path) -> None:
+        random_model(family).save_pretrained(folder)
+        if family in _PROCESSORS:
+            _PROCESSORS[family]().save_pretrained(folder)
+
+    _save_once(root / model_path(family), save)
 
 
 def random_model(family: str) -> Any:
     """A model in fp32 with the same weights every time."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(_ALL[family]())
+    kind = _KINDS.get(family.rpartition("-")[2], "CausalLM")
+    loader = getattr(transformers, f"AutoModelFor{kind}")
+    return loader.from_config(_ALL[family]())
+
+
+def _llava_processor() -> Any:
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    side = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+    return LlavaProcessor(
+        CLIPImageProcessorPil(size=side, crop_size=side),
+        _byte_tokenizer(with_images=True),
+        patch_size=IMAGE_SIDE // 2,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _gemma3_processor() -> Any:
+    from transformers import Gemma3ImageProcessorPil, Gemma3Processor
+
+    side = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+    return Gemma3Processor(
+        Gemma3ImageProcessorPil(size=side),
+        _byte_tokenizer(with_images=True),
+        image_seq_length=4,
+        chat_template=CHAT_TEMPLATE.replace("<image>", "<start>"),
+    )
+
+
+_PROCESSORS = {"llava-vision": _llava_processor, "gemma3-vision": _gemma3_processor}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}</s>{% endfor %}"
+)
+
+
+def _chats(root: Path, chance: random.Random, words: list[str]) -> list[dict[str, Any]]:
+    """Two turns each; images in half of the rows, so that batches differ in it."""
+    from PIL import Image
+
+    def text() -> dict[str, str]:
+        return {"type": "text", "text": " ".join(chance.choices(words, k=3))}
+
+    rows = []
+    for number in range(24):
+        picture = root / f"picture-{number}.png"
+        image = Image.frombytes("RGB", (9, 12), chance.randbytes(9 * 12 * 3))
+        image.save(picture)
+        shown = [{"type": "image", "path": str(picture)}] if number % 2 else []
+        turns = [
+            {"role": "user", "content": [*shown, text()]},
+            {"role": "assistant", "content": [text()]},
+        ]
+        again = [
+            {"role": "user", "content": [text()]},
+            {"role": "assistant", "content": [text()]},
+        ]
+        rows.append({"messages": [*turns, *again]})
+    return rows
 
 
 def build_inputs(root: Path) -> None:
@@ -227,20 +428,50 @@ def build_inputs(root: Path) -> None:
         {"text": " ".join(chance.choices(words, k=chance.randint(3, 12)))}
         for _ in range(48)
     ]
-    (root / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write_rows(root / CHATS, _chats(root, chance, words))
+    _write_rows(root / PREFERENCES, [_preference(chance, words) for _ in range(24)])
+    _write_rows(root / STEPS, [_judged_steps(chance, words) for _ in range(24)])
+    _write_rows(root / DATA, rows)
 
 
-def _byte_tokenizer() -> Any:
+def _preference(chance: random.Random, words: list[str]) -> dict[str, Any]:
+    names = ("input", "chosen", "rejected")
+    return {"system": ""} | {n: " ".join(chance.choices(words, k=3)) for n in names}
+
+
+def _judged_steps(chance: random.Random, words: list[str]) -> dict[str, Any]:
+    return {
+        "prompt": " ".join(chance.choices(words, k=3)),
+        "completions": [" ".join(chance.choices(words, k=2)) for _ in range(3)],
+        "labels": chance.choices([True, False], k=3),
+    }
+
+
+def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _byte_tokenizer(with_images: bool = False) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    numbers = {text: n for n, text in enumerate([*special.values(), *alphabet])}
+    images = ["<start>", "<end>", "<image>"] if with_images else []
+    names = [*special.values(), *alphabet, *images]
+    numbers = {text: n for n, text in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    if not with_images:
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    marks = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        extra_special_tokens=marks,
+        chat_template=CHAT_TEMPLATE,
+        **special,
+    )
 
 
 def _save_once(folder: Path, save: Callable[[Path], Any]) -> None:

@@ -50,7 +50,11 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     """
     if cfg.processor_type and cfg.is_multimodal:
         return _image_batch(cfg, model, assumptions)
-    rows, length = cfg.micro_batch_size, cfg.sequence_len
+    # a reward is compared with another: chosen and rejected text are one micro-batch
+    rows, length = (
+        cfg.micro_batch_size * (2 if cfg.reward_model else 1),
+        cfg.sequence_len,
+    )
     if cfg.pad_to_sequence_len is not False:
         multiple = cfg.pad_to_multiple_of or 64
         length = math.ceil(length / multiple) * multiple
@@ -73,6 +77,11 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
         _pad_rows(batch, assumptions)
     if cfg.is_multimodal and "mm_token_type_ids" in _forward_parameters(model):
         batch["mm_token_type_ids"] = torch.zeros_like(ids)
+    if cfg.reward_model:
+        del batch["labels"]
+    if "decoder_attention_mask" in _forward_parameters(model):
+        # without it BART makes one of floats, whose values a trace does not know
+        batch["decoder_attention_mask"] = torch.ones_like(ids)
     assumptions.append(f"rows as long as sequence_len allows: {rows} x {length} tokens")
     return batch
 

@@ -36,6 +36,7 @@ from axolotl.utils.config import normalize_config, prepare_plugins, validate_con
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
 from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,6 +47,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .batches import autocast_dtype, find_file, sample_batch
 from .core.errors import ConfigError
+from .planning import FOREIGN_ERRORS
 from .stand_ins import (
     FLASH_ATTENTION,
     PLANNED_ATTENTION,
@@ -200,6 +202,9 @@ def _validated(
         raise
     except (ValueError, ImportError, NotImplementedError, OSError) as error:
         raise ConfigError(_rejection(error)) from error
+    except (StrictDataclassError, ArithmeticError) as error:
+        # a configuration's class checks itself while it reads the file
+        raise ConfigError(_gives_no_model(cfg, error)) from error
     _check_plannable(cfg)
     return cfg
 
@@ -255,6 +260,13 @@ def _rejection(error: Exception) -> str:
     return f"{key}: {message}" if key and key not in message else message
 
 
+def _gives_no_model(cfg: DictDefault, error: Exception) -> str:
+    return (
+        f"base_model: config.json of {cfg.base_model} gives no model: "
+        f"{type(error).__name__}: {_line(error)}"
+    )
+
+
 def _line(error: Exception) -> str:
     return textwrap.shorten(str(error), 300)
 
@@ -298,6 +310,8 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
             raise
         except (ValueError, ImportError, NotImplementedError) as error:
             raise ConfigError(f"Axolotl refuses this model: {_line(error)}") from error
+        except FOREIGN_ERRORS as error:
+            raise ConfigError(_gives_no_model(cfg, error)) from error
     _note_unfused(cfg, model, assumptions)
     if cfg.unfrozen_parameters:
         freeze_layers_except(model, cfg.unfrozen_parameters)
@@ -430,6 +444,9 @@ class _Loader(ModelLoader):
         _keep_in_fp32(model, self.cfg.torch_dtype)
         _quantize(model)
         return model
+
+    def _reinitialize_classification_head(self) -> None:
+        """Axolotl looks at the head's values, of which there are none."""
 
     def _load_adapters(self) -> Any:
         # values that nothing will read take a third of the time

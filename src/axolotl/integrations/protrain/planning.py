@@ -99,7 +99,7 @@ def trace_model(
     )
 
 
-_FOREIGN = (
+FOREIGN_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -108,7 +108,7 @@ _FOREIGN = (
     TypeError,
     ValueError,
 )
-"""What a model's own code raises on a batch or a device that it was not made for."""
+"""What a model's own code raises where it was not made for a batch or its own sizes."""
 
 
 def _loss(
@@ -118,14 +118,15 @@ def _loss(
         try:
             with Emulation(target):
                 outputs = model(**batch)
-        except _FOREIGN as error:
+        except FOREIGN_ERRORS as error:
             raise TraceError(
                 f"{type(model).__name__} does not run without weights: "
                 f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
             ) from error
         if target.autocast_dtype is not None:
             outputs = outputs_as_fp32(outputs)
-        return outputs["loss"]
+        # the loss of a reward model is made of its few logits
+        return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
     return loss_of
 

@@ -52,6 +52,10 @@ class ProTrainPlugin(BasePlugin):
         cfg.device_map = "cpu"
         self._recompute_all = bool(cfg.gradient_checkpointing)
         cfg.gradient_checkpointing = False
+        # Axolotl 0.19 asks each item for `model_dump`: every key of its own mapping is
+        # there, as None, so it calls that. Plain mappings it reads as it means to.
+        if cfg.role_boundaries:
+            cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         if not self._pages:

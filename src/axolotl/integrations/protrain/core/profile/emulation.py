@@ -188,6 +188,9 @@ def _attention(
     """The kernel that torch would choose, so that the same tensors are saved."""
     if cuda:
         kernel = _cuda_kernel(query, key, value, attn_mask, enable_gqa)
+    elif attn_mask is not None and attn_mask.requires_grad:
+        # T5 learns its position bias, and the fused kernel of the CPU gives no gradient
+        kernel = "math"
     else:
         kernel = _cpu_kernel(
             query.shape[1],

@@ -14,6 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from ..errors import ConfigError
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""What transformers calls the argument that a block writes its keys and values to."""
+
 
 class Recompute:
     """Keep only a block's inputs for backward; RNG state and autocast are replayed.
@@ -56,6 +61,12 @@ class Recompute:
     def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._recomputing.set or not torch.is_grad_enabled():
             return
+        if any(kwargs.get(name) is not None for name in _CACHES):
+            raise ConfigError(
+                f"use_cache: {type(block).__name__} is called with a key-value cache, "
+                "and its recomputation would read what the forward wrote there. Set "
+                "use_cache to False in the model's configuration or call."
+            )
         run: Callable[..., Any] = block
         if self._saving is not None:
             with self._saving():
