@@ -515,7 +515,8 @@ class _Step:
 
     def _await(self, event: float, lane: str = "fetch") -> None:
         """Compute waits for a copy."""
-        self._run(0.0)
+        if self.issued > self.now:
+            self._run(0.0)
         if event > self.now:
             self._stand(event - self.now, lane)
 
@@ -551,8 +552,8 @@ class _Step:
         )
 
     def _await_chunks(self, start: int, stop: int) -> None:
-        for chunk in range(start, stop):
-            self._await(self._arrival[chunk])
+        if start < stop:
+            self._await(max(self._arrival[start:stop]))
 
     def _mark_use(self, start: int, stop: int) -> None:
         for chunk in range(start, stop):

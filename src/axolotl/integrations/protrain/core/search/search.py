@@ -1,11 +1,11 @@
 """The fastest plan that fits.
 
 For every number of resident chunks, of slots and of swapping blocks, the fewest
-recomputed blocks that fit: recompute only ever adds compute. Candidates wait in the order
-of a lower bound of their time, which is raised step by step; what comes first with its
-last bound is simulated, until no bound is below the best time. So the result is the
-optimum over all of them, exactly, and a larger budget never gives a slower plan. Equation
-1 of the paper, with a simulation for its equations 2 to 7.
+recomputed blocks that fit: recompute only ever adds compute. Candidates wait in the
+order of a lower bound of their time, from totals at first; what comes first is looked
+at more closely and waits again, or is simulated, until no bound is below the best time.
+So the result is the optimum over all of them, exactly, and a larger budget never gives
+a slower plan. Equation 1 of the paper, with a simulation for its equations 2 to 7.
 
 Numbers of swapping blocks: none; the paper's bound, the blocks divided by the interval
 at which their copies hide behind compute, with any number of the others recomputing;
@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, product
@@ -66,12 +65,6 @@ class _Family(NamedTuple):
     checkpoints: range
 
 
-class _Known(IntEnum):
-    """How much went into a bound: totals; their order too; and what really fits."""
-
-    TOTALS, ORDER, FIT = range(3)
-
-
 class _Candidate(NamedTuple):
     """A place and the fewest recomputed blocks that may fit there.
 
@@ -83,14 +76,14 @@ class _Candidate(NamedTuple):
         family: Number in `Search._families`.
         step: Of the family's `checkpoints`.
         at: The place.
-        known: How much went into `bound_s`.
+        fits: Whether `step` is known to fit. Until then `bound_s` is one of totals.
     """
 
     bound_s: float
     family: int
     step: int
     at: _Place
-    known: _Known
+    fits: bool
 
 
 class Search:
@@ -174,7 +167,7 @@ class Search:
             for candidate in self._by_bound(families, all_resident, best_s):
                 if candidate.bound_s >= best_s * (1 - ROUNDING):
                     break
-                if candidate.known is not _Known.FIT:
+                if not candidate.fits:
                     continue
                 plan = self._plan(candidate.family, candidate.step, candidate.at)
                 if plan.n_swap and not self._fits_host(plan):
@@ -279,8 +272,8 @@ class Search:
     def _by_bound(
         self, families: Iterable[int], all_resident: bool, limit_s: float
     ) -> Iterator[_Candidate]:
-        """What the device may have room for, the lowest bound first, and again when its
-        bound is raised; the host may lack room for what is swapped."""
+        """What the device may have room for, the lowest bound first, and again when it
+        is known to fit; the host may lack room for what is swapped."""
         places = self._places(all_resident, device=True, host=True)
         if limit_s < inf:
             places = [at for at in places if self._least_s(at) < limit_s]
@@ -292,13 +285,12 @@ class Search:
             if self._frozen and any(_spares(other, candidate) for other in fitting):
                 continue
             yield candidate
-            if candidate.known is _Known.FIT:
+            if candidate.fits:
                 continue
             closer = self._closer(candidate)
             if closer is not None:
                 heappush(waiting, closer)
-                if closer.known is _Known.FIT:
-                    fitting.append(closer)
+                fitting.append(closer)
 
     def _roughly(
         self, families: Iterable[int], places: Iterable[_Place]
@@ -311,7 +303,7 @@ class Search:
                 step = self._first_to_try(family, at)
                 if step < len(backward_s):
                     least_s = self._least_s(at, backward_s[step], *moved)
-                    yield _Candidate(least_s, family, step, at, _Known.TOTALS)
+                    yield _Candidate(least_s, family, step, at, False)
 
     def _least_s(
         self,
@@ -326,17 +318,15 @@ class Search:
 
     def _closer(self, candidate: _Candidate) -> _Candidate | None:
         """The same with a higher bound; None if it does not fit."""
-        bound_s, family, step, at, known = candidate
-        if known is _Known.ORDER:
-            first = self._first_that_fits(family, at)
-            if first is None:
-                return None
-            if first == step:
-                return candidate._replace(known=_Known.FIT)
-            step = first
+        step = self._first_that_fits(candidate.family, candidate.at)
+        if step is None:
+            return None
+        at = candidate.at
         bound = self._placed(at.num_paged, at.outside).bound
-        bound_s = max(bound_s, bound.seconds(at.n_buffer, self._row(family, step)))
-        return _Candidate(bound_s, family, step, at, _Known(known + 1))
+        bound_s = bound.seconds(at.n_buffer, self._row(candidate.family, step))
+        return candidate._replace(
+            bound_s=max(candidate.bound_s, bound_s), step=step, fits=True
+        )
 
     def _places(
         self, all_resident: bool, device: bool = False, host: bool = False
