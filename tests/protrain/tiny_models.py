@@ -193,6 +193,19 @@ def _other(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **(_COMMON | sizes | _OTHER[model_type]))
 
 
+_QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-nf4": (
+        "llama",
+        {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+    ),
+    "llama-8bit": ("llama", {"load_in_8bit": True}),
+}
+"""Families whose weights bitsandbytes has quantised before they were saved."""
+
 _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
@@ -206,8 +219,24 @@ def model_path(family: str) -> Path:
 
 
 def build_model(root: Path, family: str) -> None:
-    """Save a family's `random_model`."""
-    _save_once(root / model_path(family), random_model(family).save_pretrained)
+    """Save a family's `random_model`, quantised if the family is."""
+    if family in _QUANTISED:
+        model = _quantised_model(root, *_QUANTISED[family])
+    else:
+        model = random_model(family)
+    _save_once(root / model_path(family), model.save_pretrained)
+
+
+def _quantised_model(root: Path, family: str, settings: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if not (root / model_path(family)).exists():
+        build_model(root, family)
+    return AutoModelForCausalLM.from_pretrained(
+        root / model_path(family),
+        quantization_config=BitsAndBytesConfig(**settings),
+        device_map={"": "cpu"},
+    )
 
 
 def random_model(family: str) -> Any:
