@@ -6,8 +6,11 @@ losses, gradient norms, rates and adapters bit by bit; freed slots are poisoned.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,9 @@ from peft import PeftModel
 from saving_jobs import MODEL, PAGED, Jobs, difference, load, weights
 from tiny_models import NUM_BLOCKS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+from axolotl.integrations.protrain.loading import quantise_on
 
 Run = Callable[[Job], Result]
 
@@ -176,3 +182,39 @@ def test_an_adapter_works_without_axolotl(jobs: Jobs) -> None:
     model.set_adapter("plain")
     assert torch.equal(ours, model(rows).logits)
     assert not torch.equal(ours, without)
+
+
+# ------------------------------------------------------------------------------ loading
+
+
+def test_quantising_elsewhere_changes_nothing(jobs: Jobs) -> None:
+    assert jobs["plain"].finished
+
+    def load_base() -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(
+            jobs.folder / MODEL,
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_use_double_quant=True
+            ),
+            device_map={"": "cpu"},
+        )
+
+    plain, convert = load_base(), Bnb4bitQuantize.convert
+    with quantise_on(torch.device("cpu")):
+        assert Bnb4bitQuantize.convert is not convert
+        model = load_base()
+    assert Bnb4bitQuantize.convert is convert
+    assert difference(model.state_dict(), plain.state_dict()) is None
+    weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    module = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert module.quant_state is weight.quant_state
+    assert weight.quant_state.absmax.device == weight.device == torch.device("cpu")
+
+
+@pytest.mark.full
+def test_the_base_never_exists_in_16_bits() -> None:
+    """A gigabyte in shards; see the benchmark for what is counted."""
+    script = Path(__file__).parents[2] / "benchmarks" / "qlora_load.py"
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("holds") == 3
