@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo test test-full mutants lint format bench clean
+.PHONY: help install install-dev demo test test-full matrix mutants lint format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -45,6 +45,9 @@ test: install ## the tests, without the whole grid
 
 test-full: install ## all tests
 	@$(BIN)/python -m pytest $(PARALLEL) -m ""
+
+matrix: install ## train every combination and write docs/compatibility.md
+	@$(BIN)/python tests/protrain/compatibility.py
 
 mutants: install ## take each wait and release away: a test must notice
 	@$(BIN)/python tests/mutants.py

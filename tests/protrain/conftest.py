@@ -1,6 +1,6 @@
 """Fixtures for tests that train: `run(job)` gives the result of a training.
 
-Every `Pair` and `Job` in the parameters of the selected tests is known before the
+Every `Pair`, `Job` and `Cell` in the parameters of the selected tests is known before the
 first test starts, so that the workers are never idle while a test waits.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from axolotl_jobs import Job, Pair, Result, Workers
+from matrix import Cell
 
 SELECTED_JOBS = pytest.StashKey[list[Job]]()
 
@@ -42,4 +43,6 @@ def run(
 def _jobs_of(value: Any) -> tuple[Job, ...]:
     if isinstance(value, Pair):
         return value.paged, value.plain
+    if isinstance(value, Cell):
+        return value.jobs
     return (value,) if isinstance(value, Job) else ()

@@ -24,6 +24,8 @@ class Cell:
         refused: Ends with one message; None where the combination works.
         reason: For people: why it is refused, or why bits cannot be equal.
         message: Part of the refusal's text.
+        without: A plain training that must come out different: without what the
+            cell is about. Where Axolotl ignored that, equal would mean nothing.
     """
 
     table: str
@@ -34,8 +36,19 @@ class Cell:
     refused: Job | None = None
     reason: str = ""
     message: str = ""
+    without: Job | None = None
 
     @property
     def name(self) -> str:
         """Unique, for tests and for the record of results."""
         return f"{self.table}/{self.row}/{self.column}"
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All that has to be trained to know whether it holds."""
+        pair = self.trainings
+        jobs = (pair.paged, pair.plain) if pair is not None else ()
+        return (
+            *jobs,
+            *(job for job in (self.without, self.refused) if job is not None),
+        )

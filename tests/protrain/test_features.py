@@ -80,30 +80,9 @@ FULL: dict[str, Settings] = {
 }
 ADAPTER: dict[str, Settings] = {
     "bf16": {"bf16": True},
-    "dora": {"peft_use_dora": True},
-    "dropout": {"lora_dropout": 0.1},
-    "dropout_recompute": {"lora_dropout": 0.1, "gradient_checkpointing": True},
     "evaluation": EVALUATE,
-    "loraplus": {"loraplus_lr_ratio": 16},
-    "modules_to_save": {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
-    "modules_to_save_in_blocks": {
-        "lora_modules_to_save": ["mlp"],
-        "lora_target_linear": False,
-        "lora_target_modules": ["q_proj"],
-    },
     "neftune": {"neftune_noise_alpha": 5},
-    "on_embeddings": {
-        "lora_target_linear": False,
-        "lora_target_modules": ["embed_tokens", "q_proj", "down_proj"],
-    },
-    "on_some_blocks": {
-        "lora_target_linear": False,
-        "lora_target_modules": ["q_proj", "down_proj"],
-        "peft_layers_to_transform": [0, 3],
-    },
     "packing": {"sample_packing": True, "sequence_len": 96},
-    "rslora": {"peft_use_rslora": True},
-    "trainable_tokens": {"peft_trainable_token_indices": [5, 70]},
 }
 
 
@@ -197,22 +176,6 @@ TIED = {"full": {}, "lora": LORA | {"lora_modules_to_save": ["embed_tokens"]}}
 )
 def test_tied_embeddings_are_one_weight(run: Run, trainings: Pair) -> None:
     assert_equal(run(trainings.paged), run(trainings.plain))
-
-
-EXPERTS = {
-    "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-}
-
-
-@pytest.mark.parametrize(
-    "trainings",
-    [pytest.param(pair("mixtral", LORA, EXPERTS, plan=MIXED_PLAN), id="lora")],
-)
-def test_adapters_on_expert_weights(run: Run, trainings: Pair) -> None:
-    """These have no module of their own: PEFT adds to the weight in each forward."""
-    paged, plain = run(trainings.paged), run(trainings.plain)
-    assert_equal(paged, plain)
-    assert any("experts" in name for name in plain.weights)
 
 
 CAPACITY = {"full": "1200KiB", "lora": "880KiB"}

@@ -312,6 +312,19 @@ def _bart() -> Any:
     return BartConfig(**_TOKENS, d_model=36, max_position_embeddings=256, **stacks)
 
 
+_QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-nf4": (
+        "llama",
+        {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+    ),
+    "llama-8bit": ("llama", {"load_in_8bit": True}),
+}
+"""Families whose weights bitsandbytes has quantised before they were saved."""
+
 _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
@@ -339,14 +352,31 @@ def model_path(family: str) -> Path:
 
 
 def build_model(root: Path, family: str) -> None:
-    """Save a family's `random_model`, and the processor of one that takes images."""
+    """Save a family's `random_model`, quantised if the family is, and the processor of
+    one that takes images."""
 
     def save(folder: Path) -> None:
-        random_model(family).save_pretrained(folder)
+        if family in _QUANTISED:
+            model = _quantised_model(root, *_QUANTISED[family])
+        else:
+            model = random_model(family)
+        model.save_pretrained(folder)
         if family in _PROCESSORS:
             _PROCESSORS[family]().save_pretrained(folder)
 
     _save_once(root / model_path(family), save)
+
+
+def _quantised_model(root: Path, family: str, settings: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if not (root / model_path(family)).exists():
+        build_model(root, family)
+    return AutoModelForCausalLM.from_pretrained(
+        root / model_path(family),
+        quantization_config=BitsAndBytesConfig(**settings),
+        device_map={"": "cpu"},
+    )
 
 
 def random_model(family: str) -> Any:

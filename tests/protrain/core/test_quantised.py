@@ -11,7 +11,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from core_models import batches, open_session
+from core_models import batches, checked, open_session
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -522,3 +522,21 @@ def test_adapters_alone_are_trained() -> None:
         assert not chunk.trainable
         assert session.plan.placements[chunk.index] is Placement.PAGED
     session.close()
+
+
+@pytest.mark.parametrize("quantised_as", FORMATS.values(), ids=FORMATS)
+def test_watching_does_not_change_a_product(quantised_as: dict[str, Any]) -> None:
+    """A layer that computes in fp32 under bf16 autocast, as of a base saved in 4 bits:
+    bitsandbytes' kernel calls aten, which casts unless a mode is in the way."""
+    layer = quantise(nn.Linear(64, 32, bias=False), **quantised_as)
+    rows = torch.randn(3, 64)
+
+    def product() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(rows)
+
+    unwatched, device = product(), checked()
+    with device.watch(already=0):
+        watched = product()
+    assert torch.equal(watched, unwatched)
+    assert not torch.equal(watched, layer(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ class ProTrainPlugin(BasePlugin):
         self._pages = False
         self._recompute_all = False
         self._run: TrainingRun | None = None
+        self._loading = ExitStack()
 
     def register(self, cfg: Any) -> None:
         """Refuse misspelt keys while the raw YAML is still there to see."""
         self._pages = False
+        self._loading.close()
         reject_unknown_keys(cfg)
 
     def get_input_args(self) -> str:
@@ -56,6 +59,16 @@ class ProTrainPlugin(BasePlugin):
         # there, as None, so it calls that. Plain mappings it reads as it means to.
         if cfg.role_boundaries:
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
+
+    def pre_model_load(self, cfg: Any) -> None:
+        if self._pages and cfg.load_in_4bit and torch.cuda.is_available():
+            # imported here: the command line reads this module without transformers
+            from .loading import quantise_on
+
+            self._loading.enter_context(quantise_on(torch.device("cuda")))
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        self._loading.close()
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         if not self._pages:

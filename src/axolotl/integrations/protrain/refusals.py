@@ -84,7 +84,19 @@ EXCLUDED = (
     *_each("tensor_parallel_size context_parallel_size", _above(1), _PARALLEL),
     *_each("sequence_parallel_degree expert_parallel_size", _above(1), _PARALLEL),
     *_each("dp_shard_size dp_replicate_size", _above(1), _PARALLEL),
-    *_each("load_in_8bit quantize_moe_experts gptq qat", bool, _QUANTISED),
+    Refusal(
+        "load_in_8bit",
+        bool,
+        "keeps the input of every layer where neither recompute nor swap frees it, and "
+        "binds each weight anew in forward",
+        "Use `load_in_4bit: true` with `adapter: qlora`, or no quantisation",
+    ),
+    Refusal(
+        "quantize_moe_experts",
+        bool,
+        "only acts on weights loaded to a GPU, and a paged base is loaded to the host",
+    ),
+    *_each("gptq qat", bool, _QUANTISED),
     *_each("use_onebitllms nvfp4_merge_aware", bool, _QUANTISED),
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
     *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),

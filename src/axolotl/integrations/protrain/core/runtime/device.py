@@ -13,7 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -179,6 +179,26 @@ class _ImmediateStream:
 _DONE = _DoneEvent()
 
 
+def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator from a dispatch mode as it would run without the mode.
+
+    A mode runs below autocast. What aten wants of it has happened before; the kernels of
+    other libraries (bitsandbytes' 4-bit product) call aten themselves and expect it.
+    """
+    if func.namespace == "aten":
+        return func(*args, **(kwargs or {}))
+    with ExitStack() as as_called:
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            active = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+        for kind in active:
+            dtype = torch.get_autocast_dtype(kind)
+            as_called.enter_context(torch.autocast(kind, dtype))
+        return func(*args, **(kwargs or {}))
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
 class _Watch(TorchDispatchMode):
     """Follows every storage that an operator makes on the calling thread.
 
@@ -192,7 +212,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = call_operator(func, args, kwargs)
         if not func.is_view:
             given = {_storage(t) for t in tree_leaves((args, kwargs)) if _is_plain(t)}
             for tensor in tree_leaves(output):

@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ..errors import RaceError
-from .device import Device, Event, Stream
+from .device import Device, Event, Stream, call_operator
 
 
 class _Lane:
@@ -445,7 +445,7 @@ class _Operators(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and self._device.is_shut(tensor):
                     raise RaceError(f"{func} touches a buffer outside its window")
-        return func(*args, **(kwargs or {}))
+        return call_operator(func, args, kwargs)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

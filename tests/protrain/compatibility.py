@@ -1,0 +1,191 @@
+"""Writes docs/compatibility.md: trains every cell of the matrix, records what came out.
+
+`make matrix` runs it. The record, docs/compatibility.json, holds each cell's outcome and
+a fingerprint of what was trained; the document is a rendering of the record alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import matrix_adapters
+import matrix_bases
+from axolotl_jobs import Job, Result, Workers, differences, history_differences
+from matrix import Cell
+
+CELLS: tuple[Cell, ...] = (
+    *matrix_bases.CELLS,
+    *matrix_adapters.CELLS,
+)
+DOCS = Path(__file__).parents[2] / "docs"
+RECORD = DOCS / "compatibility.json"
+DOCUMENT = DOCS / "compatibility.md"
+LIBRARIES = ("axolotl", "torch", "transformers", "peft", "bitsandbytes", "trl")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the record says of a cell: its place, what was trained, what came out."""
+
+    table: str
+    row: str
+    column: str
+    fingerprint: str
+    outcome: str
+    reason: str
+
+
+def fingerprint(cell: Cell) -> str:
+    """Changes with the YAML of any of its trainings and with what is expected."""
+    parts = {
+        "jobs": [[job.family, job.settings] for job in cell.jobs],
+        "expected": [expected(cell), cell.message, cell.reason],
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def expected(cell: Cell) -> str:
+    """The outcome that a cell states."""
+    if cell.refused is not None:
+        return "refused"
+    return f"within {cell.tolerance:.0e}" if cell.tolerance else "exact"
+
+
+def entry(cell: Cell) -> Entry:
+    """What the record must say of a cell that holds."""
+    return Entry(
+        cell.table,
+        cell.row,
+        cell.column,
+        fingerprint(cell),
+        expected(cell),
+        cell.reason,
+    )
+
+
+def problems(cell: Cell, run: Callable[[Job], Result]) -> list[str]:
+    """Why a cell does not hold, as lines to read; none if it does."""
+    if cell.refused is not None:
+        error = run(cell.refused).error
+        if cell.message in " ".join(error.split()):
+            return []
+        return [f"refused with other words than {cell.message!r}:\n{error or 'not'}"]
+    assert cell.trainings is not None, cell.name
+    paged, plain = run(cell.trainings.paged), run(cell.trainings.plain)
+    found = differences(paged, plain, cell.tolerance)
+    if not found and not paged.report["measured"]["fetched_bytes"]:
+        found.append("nothing was paged")
+    if not found and cell.without is not None:
+        without = run(cell.without)
+        if without.error or not history_differences(plain.history, without.history, 0):
+            found.append(f"trains the same without what it is about {without.error}")
+    return found
+
+
+def read_record() -> tuple[dict[str, str], list[Entry]]:
+    """Versions and entries of the record."""
+    record = json.loads(RECORD.read_text())
+    return record["versions"], [Entry(**entry) for entry in record["cells"]]
+
+
+def write(versions: Mapping[str, str], entries: Iterable[Entry]) -> None:
+    """Write record and document."""
+    entries = list(entries)
+    record: dict[str, Any] = {
+        "versions": versions,
+        "cells": [asdict(entry) for entry in entries],
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    DOCUMENT.write_text(render(versions, entries))
+
+
+HEADER = """\
+# What works together
+
+Written by `make matrix` from docs/compatibility.json: do not edit. Every cell was
+trained on the CPU device with tiny models, paged and plain, with {versions}.
+
+* `exact`: losses, gradient norms, learning rates and weights are those of the plain run,
+  bit for bit.
+* `within 1e-06`: the largest relative difference of any of them.
+* `refused`: ends before training with one message that says why and the way out.
+"""
+
+
+def render(versions: Mapping[str, str], entries: Iterable[Entry]) -> str:
+    """The document of a record: a table for each heading, reasons below it."""
+    tables: dict[str, list[Entry]] = {}
+    for entry in entries:
+        tables.setdefault(entry.table, []).append(entry)
+    named = ", ".join(f"{name} {number}" for name, number in versions.items())
+    parts = [HEADER.format(versions=named)]
+    for heading, cells in tables.items():
+        parts.append(f"## {heading}\n\n{_table(cells)}")
+    return "\n".join(parts)
+
+
+def _table(cells: list[Entry]) -> str:
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    rows = list(dict.fromkeys(cell.row for cell in cells))
+    reasons = list(dict.fromkeys(cell.reason for cell in cells if cell.reason))
+    texts = {
+        (cell.row, cell.column): cell.outcome
+        + (f" [{reasons.index(cell.reason) + 1}]" if cell.reason else "")
+        for cell in cells
+    }
+    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[row, *(texts.get((row, c), "") for c in columns)] for row in rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    notes = "".join(f"\n{number}. {text}" for number, text in enumerate(reasons, 1))
+    return f"{table}{notes}\n" if notes else table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="train only cells that the record does not hold as they are",
+    )
+    args = parser.parse_args()
+    versions = {name: version(name) for name in LIBRARIES}
+    kept: set[Entry] = set()
+    if args.stale and RECORD.exists():
+        recorded, entries = read_record()
+        kept = set(entries) if recorded == versions else set()
+    wanted = [cell for cell in CELLS if entry(cell) not in kept]
+    num_failed = 0
+    # jobs import this package from where it lies, whatever they change directory to
+    with TemporaryDirectory() as folder:
+        workers = Workers(
+            Path(folder), dict.fromkeys(job for cell in wanted for job in cell.jobs)
+        )
+        try:
+            for cell in wanted:
+                found = problems(cell, workers.run)
+                num_failed += bool(found)
+                lines = "".join(f"\n    {line}" for line in found)
+                print(f"{'FAILED' if found else 'holds '} {cell.name}{lines}")
+        finally:
+            workers.close()
+    if num_failed:
+        print(f"{num_failed} of {len(wanted)} cells fail: nothing was written")
+        return 1
+    write(versions, map(entry, CELLS))
+    print(f"{len(wanted)} cells hold: {os.path.relpath(DOCUMENT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

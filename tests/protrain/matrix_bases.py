@@ -1,0 +1,93 @@
+"""Cells of docs/compatibility.md: bases in few bits."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from axolotl_jobs import LORA, PAGED, job, overrides, pair
+from matrix import Cell
+from tiny_models import NUM_BLOCKS
+
+QLORA: dict[str, Any] = {**LORA, "adapter": "qlora", "load_in_4bit": True, "bf16": True}
+STORAGE = ("bfloat16", "uint8", "float32")
+RECOMPUTE = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+
+
+def _in_4_bits(kind: str, double: bool, storage: str, recompute: bool) -> Cell:
+    quantisation = {
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": double,
+        "bnb_4bit_quant_storage": storage,
+    }
+    return Cell(
+        table="Bases in 4 bits (`load_in_4bit: true`, QLoRA)",
+        row=f"{kind.upper()}{', double quantisation' if double else ''}",
+        column=f"in {storage}, blocks {'recompute' if recompute else 'keep'}",
+        trainings=pair(
+            "llama",
+            {**QLORA, "bnb_config_kwargs": quantisation},
+            plan=overrides(1, 2, (NUM_BLOCKS - 1) * recompute)
+            | {"gradient_checkpointing": recompute},
+            plain=RECOMPUTE if recompute else {},
+        ),
+    )
+
+
+_QUANTISED = [
+    _in_4_bits(kind, double, storage, recompute)
+    for kind, double, storage, recompute in product(
+        ("nf4", "fp4"), (False, True), STORAGE, (False, True)
+    )
+]
+
+IN_8_BITS = {**LORA, "bf16": True, "load_in_8bit": True}
+EXPERTS_IN_4_BITS = {
+    **QLORA,
+    "quantize_moe_experts": True,
+    "lora_target_linear": False,
+    "lora_target_modules": ["q_proj"],
+}
+INT8 = (
+    "LLM.int8 keeps the input of every layer outside of what autograd saves, so blocks "
+    "that recompute or swap would free nothing, and its forward binds the weight anew."
+)
+
+_OTHERS = [
+    Cell(
+        table="Other bases",
+        row="NF4 on the disk",
+        column="QLoRA",
+        trainings=pair("llama-nf4", QLORA, plan=overrides(0, 2)),
+    ),
+    Cell(
+        table="Other bases",
+        row="8 bits (`load_in_8bit: true`)",
+        column="LoRA",
+        refused=job("llama", IN_8_BITS, PAGED),
+        reason=INT8,
+        message="`load_in_8bit: true` keeps the input of every layer",
+    ),
+    Cell(
+        table="Other bases",
+        row="8 bits on the disk",
+        column="LoRA",
+        refused=job("llama-8bit", LORA, PAGED, {"bf16": True}),
+        reason=INT8,
+        message="models/llama-8bit holds weights quantised by bitsandbytes in 8 bits",
+    ),
+    Cell(
+        table="Other bases",
+        row="Experts in 4 bits (`quantize_moe_experts: true`)",
+        column="QLoRA",
+        refused=job("mixtral", EXPERTS_IN_4_BITS, PAGED),
+        reason="Axolotl quantises experts only while they are loaded to a GPU, and a "
+        "paged base is loaded to the host.",
+        message="`quantize_moe_experts: true` only acts on weights loaded to a GPU",
+    ),
+]
+
+CELLS = (*_QUANTISED, *_OTHERS)
