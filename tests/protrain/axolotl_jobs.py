@@ -90,12 +90,14 @@ PAGED: dict[str, Any] = {
 }
 
 
-def overrides(n_persist: int, n_buffer: int, n_checkpoint: int = 0) -> dict[str, int]:
+def overrides(
+    n_persist: int, n_buffer: int, n_checkpoint: int = 0, n_swap: int = 0
+) -> dict[str, int]:
     """The four knobs by hand."""
     return {
         "protrain_n_persist_override": n_persist,
         "protrain_n_buffer_override": n_buffer,
-        "protrain_n_swap_override": 0,
+        "protrain_n_swap_override": n_swap,
         "protrain_n_checkpoint_override": n_checkpoint,
     }
 

@@ -32,12 +32,14 @@ class Subject:
     Attributes:
         traced: One micro-batch of it.
         layout: Its chunks, in the order of first use.
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for a vision tower that was not traced.
         assumptions: What was not known, and what was taken instead.
     """
 
     traced: TracedStep
     layout: Layout
+    redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
 
@@ -80,12 +82,32 @@ def trace_model(
             "no images in the batch: protrain_vision_headroom_bytes reserves "
             f"{format_bytes(headroom)} for the vision tower"
         )
-    adapters = adapter_names(model)
+    layout = build_layout(model, adapter_names(model), traced.trace.blocks)
+    redone: frozenset[int] = frozenset()
+    if args.protrain_lora_mlp_forbid_offload:
+        redone = _blocks_with_mlp_kernel(model, layout)
+        assumptions.append(
+            "protrain_lora_mlp_forbid_offload: where their weights page, the "
+            f"{len(redone)} blocks of {len(layout.blocks)} under lora_mlp_kernel "
+            "recompute"
+        )
     return Subject(
         traced=traced,
-        layout=build_layout(model, adapters, traced.trace.blocks),
+        layout=layout,
+        redone_if_paged=redone,
         headroom_bytes=headroom,
         assumptions=(*assumptions, *used),
+    )
+
+
+def _blocks_with_mlp_kernel(model: nn.Module, layout: Layout) -> frozenset[int]:
+    """Axolotl sets `forward` on the block's `mlp` itself where the kernel is used."""
+    mlps = (
+        (block.index, getattr(model.get_submodule(block.name), "mlp", None))
+        for block in layout.blocks
+    )
+    return frozenset(
+        index for index, mlp in mlps if mlp is not None and "forward" in vars(mlp)
     )
 
 

@@ -72,7 +72,7 @@ _OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
 # Delete a row once the machinery it stands for exists.
 NOT_AVAILABLE = (
     *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
-    *_each("protrain_zero3_shard protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
+    *_each("protrain_zero3_shard", bool, _NOT_YET),
 )
 
 EXCLUDED = (

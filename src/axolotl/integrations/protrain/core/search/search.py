@@ -15,7 +15,7 @@ swapping ones send their inputs away.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, compress
@@ -31,7 +31,7 @@ from ..cost import (
     simulate_step,
     update_seconds,
 )
-from ..errors import BudgetError
+from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Moved, Placement, Plan, Policy
 from .bounds import PlacedBound, Row, StepBound
@@ -80,6 +80,7 @@ class Search:
         times: What its blocks take to compute.
         budget: What may be used.
         reachable: Whether the chunks may sit so; None where they may sit anyhow.
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Search:
         times: BlockTimes,
         budget: Budget,
         reachable: Callable[[Sequence[Placement]], bool] | None = None,
+        redone_if_paged: Set[int] = frozenset(),
     ) -> None:
         self._reachable = reachable
+        self._redone_if_paged = redone_if_paged
         self._memory = memory
         self._times = times
         self._budget = budget
@@ -205,6 +208,16 @@ class Search:
             )
             if self.fits(plan):
                 break
+        if not self._allowed(self._paged_blocks(plan.placements), plan.policies):
+            raise ConfigError(
+                f"protrain_n_checkpoint_override: {n_checkpoint} with "
+                f"protrain_n_persist_override {n_persist} and "
+                f"protrain_n_swap_override {n_swap} pages weights of a block under "
+                "lora_mlp_kernel that does not recompute, which "
+                "protrain_lora_mlp_forbid_offload: true excludes. Set "
+                f"protrain_n_checkpoint_override: {self._num_blocks}, or remove "
+                "protrain_lora_mlp_forbid_offload."
+            )
         return plan
 
     def nearest(self, all_resident: bool = False) -> Plan:
@@ -401,7 +414,10 @@ class Search:
         states, segment = placed.parameters, 0
         rest = room - states.base - self._memory.hardware.unseen_bytes
         for n_checkpoint in checkpoints[start:]:
-            totals = self._known(n_swap, n_checkpoint).activations.first
+            known = self._known(n_swap, n_checkpoint)
+            if not self._allowed(placed.redone, known.policies):
+                continue
+            totals = known.activations.first
             # the segment that was too large for one less often is again
             if totals[segment] + states.before[segment] > rest:
                 continue
@@ -430,6 +446,9 @@ class Search:
             for least, n_swap, n_checkpoint in rows:
                 if states + least >= best_bytes:
                     break
+                known = self._known(n_swap, n_checkpoint)
+                if not self._allowed(placed.redone, known.policies):
+                    continue
                 nbytes = self._peak_bytes(placed, n_swap, n_checkpoint)
                 nbytes += placed.slot_bytes(n_buffer)
                 if nbytes < best_bytes:
@@ -521,6 +540,17 @@ class Search:
         )
         return self._bound.row(policies, *self._memory.surely_moved(policies))
 
+    @staticmethod
+    def _allowed(redone: Iterable[int], policies: Sequence[Policy]) -> bool:
+        return all(policies[block].recomputes for block in redone)
+
+    def _paged_blocks(self, placements: Sequence[Placement]) -> Set[int]:
+        """Those of them that have to recompute."""
+        pairs = zip(self._layout.chunks, placements, strict=True)
+        return self._redone_if_paged & frozenset(
+            chunk.block for chunk, at in pairs if at is Placement.PAGED
+        )
+
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
@@ -531,7 +561,8 @@ class Search:
             self._memory.workload.fp32_master,
             self._outside[outside],
         )
-        return _Placed(self._memory, self._bound, placements)
+        redone = self._paged_blocks(placements)
+        return _Placed(self._memory, self._bound, placements, redone)
 
     def _plan(self, knobs: _Knobs) -> Plan:
         return make_plan(
@@ -576,6 +607,7 @@ class _Placed:
         floor: Fewest slots that can run.
         num_paged: Chunks that pass through them.
         placements: Where each chunk sits.
+        redone: Blocks that have to recompute.
         base: Weights and optimizer state on the device, without slots.
         held: The same with gradients of what trains there, for later micro-batches;
             minus infinity where there are none.
@@ -584,11 +616,16 @@ class _Placed:
     """
 
     def __init__(
-        self, memory: MemoryModel, bound: StepBound, placements: tuple[Placement, ...]
+        self,
+        memory: MemoryModel,
+        bound: StepBound,
+        placements: tuple[Placement, ...],
+        redone: Set[int],
     ) -> None:
         self._memory = memory
         self._bound = bound
         self.placements = placements
+        self.redone = redone
         self.floor = slot_floor(memory.layout, placements)
         self.num_paged = placements.count(Placement.PAGED)
         self._states = memory.states(placements)
