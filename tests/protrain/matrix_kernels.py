@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axolotl_jobs import KERNELS, LORA, overrides, pair
+from axolotl_jobs import KERNELS, LORA, PAGED, job, overrides, pair
 from matrix import Cell
 
 Keys = dict[str, Any]
@@ -82,6 +82,7 @@ def _cell(row: str, column: str, family: str, *keys: Keys, plan: Keys = HALF) ->
     return Cell("Fused LoRA kernels", row, column, trainings)
 
 
+RECOMPUTED: Keys = {"protrain_lora_mlp_forbid_offload": True}
 TWO_BASES = {name: BASES[name] for name in ("LoRA bf16", "QLoRA")}
 
 CELLS: tuple[Cell, ...] = (
@@ -100,5 +101,20 @@ CELLS: tuple[Cell, ...] = (
         for row, family in FAMILIES.items()
         for base, keys in TWO_BASES.items()
         if base != "QLoRA" or row in QUANTISED
+    ),
+    _cell(
+        "protrain_lora_mlp_forbid_offload",
+        "paged blocks recompute",
+        "llama",
+        LORA,
+        plan=RECOMPUTED | overrides(1, 2, 4),
+    ),
+    Cell(
+        "Fused LoRA kernels",
+        "protrain_lora_mlp_forbid_offload",
+        "a paged block keeps",
+        refused=job("llama", LORA, KERNELS, PAGED, RECOMPUTED, overrides(1, 2, 2)),
+        reason="that is what the key forbids",
+        message="protrain_lora_mlp_forbid_offload: true excludes",
     ),
 )

@@ -87,9 +87,8 @@ def trace_model(
     if args.protrain_lora_mlp_forbid_offload:
         redone = _blocks_with_mlp_kernel(model, layout)
         assumptions.append(
-            "protrain_lora_mlp_forbid_offload: where their weights page, the "
-            f"{len(redone)} blocks of {len(layout.blocks)} under lora_mlp_kernel "
-            "recompute"
+            f"protrain_lora_mlp_forbid_offload: {len(redone)} of {len(layout.blocks)} "
+            "blocks are under lora_mlp_kernel and recompute where their weights page"
         )
     return Subject(
         traced=traced,
