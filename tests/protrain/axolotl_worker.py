@@ -28,6 +28,8 @@ ENVIRONMENT = {
     # by default MKL rounds a product of up to three rows by where its operands lie
     "MKL_CBWR": "COMPATIBLE",
     "TOKENIZERS_PARALLELISM": "false",
+    # read when Triton is imported; without a GPU its kernels can run in no other way
+    "TRITON_INTERPRET": "1",
 }
 
 

@@ -2,8 +2,9 @@
 
 The Triton and CUDA parts of Axolotl's LoRA kernels are replaced by the same arithmetic
 in torch. Around them everything is Axolotl's own: its autograd functions, what they
-keep for backward, its patches of modules and classes. Replaces for good, so jobs with it
-run in a process of their own.
+keep for backward, its patches of modules and classes. Liger's kernels run in Triton's
+interpreter, and nothing is compiled. Replaces for good, so jobs with it run in a process
+of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from axolotl.integrations.base import BasePlugin
 from axolotl.kernels import quantize, utils
 from torch import Tensor
 from torch.nn import functional
+from triton import jit, language
+from triton.runtime import interpreter
 
 # mixed precision of the functions below is that of the device that they are made for
 utils.torch_amp_custom_fwd = torch.amp.custom_fwd(device_type="cpu")
@@ -90,5 +93,41 @@ for _replacement in (swiglu_forward, swiglu_backward, geglu_forward, geglu_backw
 quantize._ctypes_nf4_dequant = dequantize_nf4
 
 
+_launch = interpreter.GridExecutor.__call__
+
+
+def _launch_with_data(self: Any, *args: Any, **kwargs: Any) -> None:
+    """A trace has no data; its buffers are made by the caller of a kernel."""
+    given = (*args, *kwargs.values())
+    if not any(isinstance(arg, Tensor) and arg.is_meta for arg in given):
+        _launch(self, *args, **kwargs)
+
+
+_equal = torch.equal
+
+
+def _equal_with_data(one: Tensor, other: Tensor) -> bool:
+    """As for a GPU: Liger asks whether the gradient of the loss is exactly 1."""
+    return not one.is_meta and _equal(one, other)
+
+
+torch.equal = _equal_with_data
+interpreter.GridExecutor.__call__ = _launch_with_data  # type: ignore[method-assign]
+
+
+@jit
+def rsqrt(x):  # type: ignore[no-untyped-def]  # the interpreter compiles it again
+    return language.rsqrt(x)
+
+
 class TorchKernelsPlugin(BasePlugin):
-    """Listing it is all: what it replaces is replaced when it is imported."""
+    """Replaces at import what Axolotl has by then, and in Liger what it imports later."""
+
+    def pre_model_load(self, cfg: Any) -> None:
+        # what was compiled for other shapes before rounds in another way
+        torch.compiler.set_stance("force_eager")
+        if cfg.liger_rms_norm:
+            from liger_kernel.ops import rms_norm
+
+            # one of libdevice's functions, which the interpreter leaves out
+            rms_norm.rsqrt = rsqrt
