@@ -31,6 +31,8 @@ WORKER = Path(__file__).with_name("axolotl_worker.py")
 
 PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 SEEDING = "seeding_plugin.SeedingPlugin"
+TORCH_KERNELS = "torch_kernels_plugin.TorchKernelsPlugin"
+LIGER = "axolotl.integrations.liger.LigerPlugin"
 BASE: dict[str, Any] = {
     "plugins": [PROTRAIN, SEEDING],
     # the plugin is listed in plain runs too: Axolotl merges what plugins add to its
@@ -71,6 +73,16 @@ LORA: dict[str, Any] = {
     "lora_o_kernel": False,
     "lora_embedding_kernel": False,
 }
+KERNELS: dict[str, Any] = {
+    "plugins": [PROTRAIN, SEEDING, TORCH_KERNELS],
+    "lora_mlp_kernel": True,
+    "lora_qkv_kernel": True,
+    "lora_o_kernel": True,
+    "lora_embedding_kernel": True,
+}
+"""To lay over `LORA`: every fused kernel, in torch where it needs a GPU."""
+PATCHES = (TORCH_KERNELS, LIGER)
+"""Plugins that change libraries for the whole process."""
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
     "protrain_capacity_bytes": "1GiB",
@@ -78,12 +90,14 @@ PAGED: dict[str, Any] = {
 }
 
 
-def overrides(n_persist: int, n_buffer: int, n_checkpoint: int = 0) -> dict[str, int]:
+def overrides(
+    n_persist: int, n_buffer: int, n_checkpoint: int = 0, n_swap: int = 0
+) -> dict[str, int]:
     """The four knobs by hand."""
     return {
         "protrain_n_persist_override": n_persist,
         "protrain_n_buffer_override": n_buffer,
-        "protrain_n_swap_override": 0,
+        "protrain_n_swap_override": n_swap,
         "protrain_n_checkpoint_override": n_checkpoint,
     }
 
@@ -110,6 +124,11 @@ class Job:
             **json.loads(self.yaml),
         }
         return {key: value for key, value in merged.items() if value is not None}
+
+    @property
+    def patches(self) -> bool:
+        """Whether it leaves its process in another state than it found it."""
+        return not set(PATCHES).isdisjoint(self.settings["plugins"])
 
     def but(self, *settings: Mapping[str, Any]) -> Job:
         """The same training with other keys."""
@@ -356,6 +375,7 @@ class Workers:
             "name": wanted.name,
             "family": wanted.family,
             "settings": wanted.settings,
+            "alone": wanted.patches,
         }
         assert process.stdin is not None and process.stdout is not None
         try:

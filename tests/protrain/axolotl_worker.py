@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,6 +28,8 @@ ENVIRONMENT = {
     # by default MKL rounds a product of up to three rows by where its operands lie
     "MKL_CBWR": "COMPATIBLE",
     "TOKENIZERS_PARALLELISM": "false",
+    # read when Triton is imported; without a GPU its kernels can run in no other way
+    "TRITON_INTERPRET": "1",
 }
 
 
@@ -38,7 +41,7 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         start = time.perf_counter()
-        error = _run(root, **request)
+        error = (_run_alone if request.pop("alone") else _run)(root, **request)
         seconds = time.perf_counter() - start
         print(json.dumps({"error": error, "seconds": seconds}), file=replies)
         replies.flush()
@@ -54,13 +57,47 @@ def _take_standard_streams() -> tuple[TextIO, TextIO]:
     return requests, replies
 
 
+def _run_alone(root: Path, name: str, **request: Any) -> str:
+    """Train in a fork, which takes what it changes in libraries along when it ends."""
+    folder = _start_log(root, name)
+    _import_all(root)
+    process_id = os.fork()
+    failure = folder / "failure.txt"
+    if not process_id:
+        failure.write_text(_attempt(root, folder, **request))
+        os._exit(0)
+    _, status = os.waitpid(process_id, 0)
+    return failure.read_text() if not status else f"its process ended with {status}"
+
+
 def _run(root: Path, name: str, family: str, settings: dict[str, Any]) -> str:
-    """Train and return the traceback of what went wrong, empty if nothing did."""
+    return _attempt(root, _start_log(root, name), family, settings)
+
+
+@cache
+def _import_all(root: Path) -> None:
+    """Train once what is nobody's job: its imports need not be repeated in each fork."""
+    from axolotl_jobs import job
+
+    name = f"jobs/{os.getpid()}"
+    (root / name).mkdir()
+    settings = job("llama", {"output_dir": f"{name}/out"}).settings
+    error = _attempt(root, root / name, "llama", settings)
+    assert not error, error
+
+
+def _start_log(root: Path, name: str) -> Path:
+    """Make the folder of a job and print into its log from here on."""
     folder = root / "jobs" / name
     folder.mkdir(parents=True)
     with (folder / "log.txt").open("w") as log:
         for standard in (1, 2):
             os.dup2(log.fileno(), standard)
+    return folder
+
+
+def _attempt(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> str:
+    """Train and return the traceback of what went wrong, empty if nothing did."""
     try:
         _train(root, folder, family, settings)
         return ""

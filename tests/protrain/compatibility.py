@@ -20,12 +20,18 @@ from typing import Any
 
 import matrix_adapters
 import matrix_bases
+import matrix_composition
+import matrix_families
+import matrix_kernels
 from axolotl_jobs import Job, Result, Workers, differences, history_differences
 from matrix import Cell
 
 CELLS: tuple[Cell, ...] = (
+    *matrix_families.CELLS,
     *matrix_bases.CELLS,
     *matrix_adapters.CELLS,
+    *matrix_kernels.CELLS,
+    *matrix_composition.CELLS,
 )
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = DOCS / "compatibility.json"

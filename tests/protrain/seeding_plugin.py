@@ -26,6 +26,8 @@ class SeedingPlugin(BasePlugin):
         return {"use_cpu": True}
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
+        # TRL's trainers initialise them themselves
+        torch.manual_seed(11)
         return [_WriteLog(Path(cfg.output_dir))]
 
 

@@ -367,7 +367,6 @@ REFUSED_IN_AXOLOTL = [
         {"protrain_force_replicated_cpu_offload": True},
     ),
     ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
-    ("protrain_lora_mlp_forbid_offload", {"protrain_lora_mlp_forbid_offload": True}),
 ]
 
 # Axolotl itself stops these on a machine without ring_flash_attn, before our turn.

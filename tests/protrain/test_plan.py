@@ -81,6 +81,7 @@ LANGUAGE_MODEL = {
 }
 SHORT = {"sequence_len": 320, "micro_batch_size": 1}
 LONG = {"sequence_len": 8192}
+MLP_RECOMPUTES = {"protrain_lora_mlp_forbid_offload": True}
 LIGER = {
     "plugins": [PROTRAIN, "axolotl.integrations.liger.LigerPlugin"],
     "liger_rms_norm": True,
@@ -103,6 +104,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "paged": (SMALL, LORA, *SMALL_CARD),
     "paged_full": (SMALL, {}, *SMALL_CARD),
     "two_cards": (SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD, "--html", "page.html"),
+    "mlp_recomputes": (SMALL, LORA | MLP_RECOMPUTES, *SMALL_CARD),
+    "mlp_by_hand": (SMALL, LORA | BY_HAND | MLP_RECOMPUTES, *SMALL_CARD),
     "two_resident": (SMALL, LORA, *LARGE_CARD, "--gpus", "2"),
     "two_paged": (SMALL, LORA, *SMALL_CARD, "--gpus", "2"),
     "little_ram": (SMALL, {}, *SMALL_CARD, "--ram", "1"),
@@ -484,6 +487,19 @@ def test_the_yaml_limits_a_larger_card(plans: Plans) -> None:
     assert large["plan"]["mode"] == "B"
     assert any("protrain_capacity_bytes" in line for line in large["assumptions"])
     assert paged["device_bytes"]["budget"] == GIB
+
+
+def test_paged_blocks_under_the_mlp_kernel_recompute_on_demand(plans: Plans) -> None:
+    before, after = plans["paged"].json, plans["mlp_recomputes"].json
+    assert before["plan"]["n_checkpoint"] < 8 and after["plan"]["n_checkpoint"] == 8
+    assert after["plan"]["mode"] == "B"
+    assert after["step_s"]["total"] > before["step_s"]["total"]
+    line = "8 of 8 blocks are under lora_mlp_kernel and recompute where"
+    assert any(line in assumption for assumption in after["assumptions"])
+    by_hand = plans["mlp_by_hand"]
+    assert by_hand.exit_code == 3
+    assert "protrain_n_checkpoint_override: 7" in by_hand.err
+    assert "protrain_lora_mlp_forbid_offload" in by_hand.err
 
 
 def test_the_plugin_need_not_be_listed(plans: Plans) -> None:

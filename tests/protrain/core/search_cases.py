@@ -53,6 +53,7 @@ class Case:
     workload: Workload
     hardware: Hardware
     times: BlockTimes
+    redone_if_paged: frozenset[int] = frozenset()
 
     @property
     def memory(self) -> MemoryModel:
@@ -60,7 +61,21 @@ class Case:
 
     def search(self, device_bytes: int = PLENTY, host_bytes: int = PLENTY) -> Search:
         budget = Budget(device_bytes, 0, host_bytes)
-        return Search(self.memory, self.times, budget)
+        return Search(
+            self.memory,
+            self.times,
+            budget,
+            redone_if_paged=self.redone_if_paged,
+        )
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether each block that has to recompute where it pages does."""
+        blocks = (self.layout.blocks[index] for index in self.redone_if_paged)
+        return all(
+            plan.recompute[block.index]
+            or not any(plan.placements[c] is Placement.PAGED for c in block.chunks)
+            for block in blocks
+        )
 
     def plans(self) -> list[Judged]:
         """Every plan that a search may choose from, with what it takes."""
@@ -73,6 +88,7 @@ class Case:
                 search.simulate(plan),
             )
             for plan in self._plans()
+            if self.allows(plan)
         ]
 
     def _plans(self) -> Iterator[Plan]:
@@ -134,7 +150,8 @@ def cases(draw: st.DrawFn, trained: bool | None = None) -> Case:
             chunks = tuple(chunk for chunk in chunks if chunk.pageable)
         layout = replace(layout, chunks=chunks)
     seconds = st.floats(0, 50)
-    per_block = st.tuples(*[seconds] * len(layout.blocks))
+    num_blocks = len(layout.blocks)
+    per_block = st.tuples(*[seconds] * num_blocks)
     rates = {name: draw(st.floats(0.5, 50)) for name in RATES}
     for way in ("fetch", "offload"):
         share = draw(st.floats(0.5, 1))
@@ -165,6 +182,7 @@ def cases(draw: st.DrawFn, trained: bool | None = None) -> Case:
         BlockTimes(
             draw(per_block), draw(per_block), draw(seconds), draw(seconds), 0.5, False
         ),
+        draw(st.just(frozenset()) | st.frozensets(st.integers(0, num_blocks - 1))),
     )
 
 

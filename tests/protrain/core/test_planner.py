@@ -31,6 +31,7 @@ def planner(
         case.hardware,
         case.times,
         Budget(device_bytes, 0, host_bytes),
+        case.redone_if_paged,
     )
 
 

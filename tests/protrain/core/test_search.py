@@ -214,6 +214,10 @@ def test_by_hand_skips_the_search(case: Case, data: st.DataObject) -> None:
         make_plan(layout, *knobs, master, outside, swap_interval=interval)
         for outside in (RESIDENT, HOST_STATE)
     )
+    if not case.allows(first):
+        with pytest.raises(ConfigError, match="n_checkpoint.*mlp_forbid_offload"):
+            case.search().by_hand(*knobs)
+        return
     assert case.search().by_hand(*knobs) == first
     assert first.origin == "overrides"
 
@@ -264,7 +268,7 @@ def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
             search.fastest()
         return
     plan = search.fastest()
-    assert plan.origin == "search"
+    assert plan.origin == "search" and case.allows(plan)
     assert case.memory.device(plan).peak_bytes <= device
     assert case.memory.host(plan).peak_bytes <= host
     best_s = min(judged.step.total_s for judged in candidates)
@@ -328,6 +332,7 @@ def test_the_plan_named_lacks_the_least_of_the_device(
         search.fastest(all_resident)
     assert missing_bytes(refusal.value) == 1
     nearest = search.nearest(all_resident)
+    assert case.allows(nearest)
     assert case.memory.device(nearest).peak_bytes == least
     # and with that much more it fits
     case.search(least).fastest(all_resident)

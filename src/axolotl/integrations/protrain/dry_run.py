@@ -377,6 +377,7 @@ class DryRun:
             card,
             block_times(trace, layout, card),
             self._budget(card),
+            subject.redone_if_paged,
         )
 
     def _subject(

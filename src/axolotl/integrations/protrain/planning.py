@@ -32,12 +32,14 @@ class Subject:
     Attributes:
         traced: One micro-batch of it.
         layout: Its chunks, in the order of first use.
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for a vision tower that was not traced.
         assumptions: What was not known, and what was taken instead.
     """
 
     traced: TracedStep
     layout: Layout
+    redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
 
@@ -91,11 +93,30 @@ def trace_model(
     order = traced.trace.blocks
     if layout is None or tuple(block.name for block in layout.blocks) != order:
         layout = build_layout(model, adapter_names(model), order)
+    redone: frozenset[int] = frozenset()
+    if args.protrain_lora_mlp_forbid_offload:
+        redone = _blocks_with_mlp_kernel(model, layout)
+        assumptions.append(
+            f"protrain_lora_mlp_forbid_offload: {len(redone)} of {len(layout.blocks)} "
+            "blocks are under lora_mlp_kernel and recompute where their weights page"
+        )
     return Subject(
         traced=traced,
         layout=layout,
+        redone_if_paged=redone,
         headroom_bytes=headroom,
         assumptions=(*assumptions, *used),
+    )
+
+
+def _blocks_with_mlp_kernel(model: nn.Module, layout: Layout) -> frozenset[int]:
+    """Axolotl sets `forward` on the block's `mlp` itself where the kernel is used."""
+    mlps = (
+        (block.index, getattr(model.get_submodule(block.name), "mlp", None))
+        for block in layout.blocks
+    )
+    return frozenset(
+        index for index, mlp in mlps if mlp is not None and "forward" in vars(mlp)
     )
 
 

@@ -67,12 +67,20 @@ _NOT_YET = "is not available in this version"
 _PLACES = "decides where weights live, which is ProTrain's task here"
 _PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
 _QUANTISED = "gives weights of a kind that ProTrain cannot page"
-_OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
+
+_PREFERENCES = (
+    "runs pairs of answers or a reference beside the one forward that a plan counts, "
+    "and needs up to twice the memory of its plan"
+)
+_COMPILED = (
+    "compiles nothing but what is before the first block: it stops at the hooks that "
+    "page weights"
+)
 
 # Delete a row once the machinery it stands for exists.
 NOT_AVAILABLE = (
     *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
-    *_each("protrain_zero3_shard protrain_lora_mlp_forbid_offload", bool, _NOT_YET),
+    *_each("protrain_zero3_shard", bool, _NOT_YET),
 )
 
 EXCLUDED = (
@@ -101,10 +109,10 @@ EXCLUDED = (
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
     *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
     *_each("model_quantization_config", _is_set, _QUANTISED),
-    *_each("rl", bool, _OBJECTIVE),
+    *_each("rl", bool, _PREFERENCES),
     *_each("selective_checkpointing", bool, "recomputes by another rule than the plan"),
     *_each("tiled_mlp", bool, "runs backward several times in a block"),
-    *_each("torch_compile", bool, "compiles over the hooks that page weights"),
+    *_each("torch_compile", bool, _COMPILED),
     *_each("fp8", bool, "replaces modules after ProTrain has laid them out"),
     *_each("relora", bool, "merges adapters into weights that may be paged out"),
     *_each("lisa_n_layers", bool, "changes which blocks train during the run"),

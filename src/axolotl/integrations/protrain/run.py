@@ -368,7 +368,13 @@ class TrainingRun:
         )
         budget = budget_of(args, subject, hardware.device_bytes, hardware.host_bytes)
         planner = self._planner = Planner(
-            layout, subject.traced.trace, workload, hardware, times, budget
+            layout,
+            subject.traced.trace,
+            workload,
+            hardware,
+            times,
+            budget,
+            subject.redone_if_paged,
         )
         notes += [*subject.assumptions, *assumed]
         return choose(args, planner), notes

@@ -87,6 +87,7 @@ class Planner:
         hardware: The machine.
         times: What its blocks take to compute.
         budget: What may be used.
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
     """
 
     def __init__(
@@ -97,11 +98,15 @@ class Planner:
         hardware: Hardware,
         times: BlockTimes,
         budget: Budget,
+        redone_if_paged: Set[int] = frozenset(),
     ) -> None:
         self._layout = layout
         self._given = (layout, trace, workload, hardware, times, budget)
         self._memory = MemoryModel(layout, trace, workload, hardware)
-        self._search = Search(self._memory, times, budget)
+        self._redone_if_paged = redone_if_paged
+        self._search = Search(
+            self._memory, times, budget, redone_if_paged=redone_if_paged
+        )
 
     @property
     def num_chunks(self) -> int:
@@ -181,7 +186,9 @@ class Planner:
 
         def fastest(below: int) -> Plan:
             smaller = Budget(min(room, below), 0, budget.host_bytes)
-            return Search(self._memory, times, smaller, reachable).fastest()
+            return Search(
+                self._memory, times, smaller, reachable, self._redone_if_paged
+            ).fastest()
 
         try:
             lower = fastest(peak - asked_bytes)

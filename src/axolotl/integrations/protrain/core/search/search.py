@@ -16,7 +16,7 @@ swapping ones send their inputs away.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
@@ -33,7 +33,7 @@ from ..cost import (
     simulate_step,
     update_seconds,
 )
-from ..errors import BudgetError
+from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Placement, Plan, Policy
 from .bounds import PlacedBound, Row, StepBound
@@ -94,6 +94,7 @@ class Search:
         times: What its blocks take to compute.
         budget: What may be used.
         reachable: Whether the chunks may sit so; None where they may sit anyhow.
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class Search:
         times: BlockTimes,
         budget: Budget,
         reachable: Callable[[Sequence[Placement]], bool] | None = None,
+        redone_if_paged: Set[int] = frozenset(),
     ) -> None:
         self._reachable = reachable
+        self._redone_if_paged = redone_if_paged
         self._memory = memory
         self._times = times
         self._budget = budget
@@ -217,6 +220,16 @@ class Search:
             )
             if self.fits(plan):
                 break
+        if not self._allowed(self._paged_blocks(plan.placements), plan.policies):
+            raise ConfigError(
+                f"protrain_n_checkpoint_override: {n_checkpoint} with "
+                f"protrain_n_persist_override {n_persist} and "
+                f"protrain_n_swap_override {n_swap} pages weights of a block under "
+                "lora_mlp_kernel that does not recompute, which "
+                "protrain_lora_mlp_forbid_offload: true excludes. Set "
+                f"protrain_n_checkpoint_override: {self._num_blocks}, or remove "
+                "protrain_lora_mlp_forbid_offload."
+            )
         return plan
 
     def nearest(self, all_resident: bool = False) -> Plan:
@@ -420,6 +433,8 @@ class Search:
         rest = room - states.base - self._memory.hardware.unseen_bytes
         steps = range(len(self._families[family].checkpoints))
         for step in steps[self._first_to_try(family, at) :]:
+            if not self._allowed(placed.redone, self._policies(family, step)):
+                continue
             totals = self._activations(family, step).first
             # the segment that was too large for one less often is again
             if totals[segment] + states.before[segment] > rest:
@@ -446,6 +461,9 @@ class Search:
             for least, minus_step, family in rows:
                 if states + least >= best_bytes:
                     break
+                policies = self._policies(family, -minus_step)
+                if not self._allowed(placed.redone, policies):
+                    continue
                 nbytes = self._peak_bytes(placed, family, -minus_step)
                 nbytes += placed.slot_bytes(at.n_buffer)
                 if nbytes < best_bytes:
@@ -496,6 +514,17 @@ class Search:
         policies = self._policies(family, step)
         return self._bound.row(policies, self._memory.moved_bytes(policies))
 
+    @staticmethod
+    def _allowed(redone: Iterable[int], policies: Sequence[Policy]) -> bool:
+        return all(policies[block].recomputes for block in redone)
+
+    def _paged_blocks(self, placements: Sequence[Placement]) -> Set[int]:
+        """Those of them that have to recompute."""
+        pairs = zip(self._layout.chunks, placements, strict=True)
+        return self._redone_if_paged & frozenset(
+            chunk.block for chunk, at in pairs if at is Placement.PAGED
+        )
+
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
@@ -506,7 +535,8 @@ class Search:
             self._memory.workload.fp32_master,
             self._outside[outside],
         )
-        return _Placed(self._memory, self._bound, placements)
+        redone = self._paged_blocks(placements)
+        return _Placed(self._memory, self._bound, placements, redone)
 
     def _plan(self, family: int, step: int, at: _Place) -> Plan:
         n_swap, checkpoints = self._families[family]
@@ -552,6 +582,7 @@ class _Placed:
         floor: Fewest slots that can run.
         num_in_slots: Chunks that pass through them.
         placements: Where each chunk sits.
+        redone: Blocks that have to recompute.
         base: Weights and optimizer state on the device, without slots.
         held: The same with gradients of what trains there, for later micro-batches;
             minus infinity where there are none.
@@ -559,11 +590,16 @@ class _Placed:
     """
 
     def __init__(
-        self, memory: MemoryModel, bound: StepBound, placements: tuple[Placement, ...]
+        self,
+        memory: MemoryModel,
+        bound: StepBound,
+        placements: tuple[Placement, ...],
+        redone: Set[int],
     ) -> None:
         self._memory = memory
         self._bound = bound
         self.placements = placements
+        self.redone = redone
         self.floor = slot_floor(memory.layout, placements)
         self.num_in_slots = placements.count(Placement.PAGED)
         self._states = memory.states(placements)

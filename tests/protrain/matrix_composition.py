@@ -1,0 +1,126 @@
+"""Paging beside what else a YAML switches on: losses, packing, evaluation, objectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl_jobs import (
+    LIGER,
+    LORA,
+    PAGED,
+    PROTRAIN,
+    SEEDING,
+    TORCH_KERNELS,
+    job,
+    overrides,
+    pair,
+)
+from matrix import Cell
+
+Keys = dict[str, Any]
+
+HALF = overrides(1, 2, 2)
+"""All but one chunk pass through two slots; half of the blocks recompute."""
+EVALUATE: Keys = {"val_set_size": 0.2, "eval_steps": 1}
+IN_TORCH: Keys = {
+    "plugins": [PROTRAIN, SEEDING, TORCH_KERNELS, LIGER],
+    # an interpreter takes milliseconds for each row
+    "micro_batch_size": 1,
+    "sequence_len": 16,
+    "max_steps": 2,
+}
+ONE_STEP: Keys = IN_TORCH | {"max_steps": 1}
+PROMPTED: Keys = {
+    "datasets": [
+        {
+            "path": "data.jsonl",
+            "ds_type": "json",
+            "type": {
+                "field_instruction": "text",
+                "field_output": "text",
+                "format": "{instruction} ",
+                "no_input_format": "{instruction} ",
+            },
+        }
+    ],
+    "dataset_prepared_path": "prepared-prompts",
+    "sequence_len": 256,
+}
+
+RL: Keys = {"remove_unused_columns": False}
+
+BASES: dict[str, Keys] = {"full": {}, "LoRA": LORA}
+COMPOSED: dict[str, Keys] = {
+    "NEFTune": {"neftune_noise_alpha": 5},
+    "Sample packing": {"sample_packing": True, "sequence_len": 96},
+    "Sample packing, packed evaluation": {
+        **EVALUATE,
+        "sample_packing": True,
+        "eval_sample_packing": True,
+    },
+    "Eager attention": {"attn_implementation": "eager"},
+    "Generation in evaluation": {
+        **EVALUATE,
+        **PROMPTED,
+        "do_causal_lm_eval": True,
+        "eval_causal_lm_metrics": ["perplexity"],
+        "eval_max_new_tokens": 4,
+    },
+    "Chunked cross entropy": {**IN_TORCH, "chunked_cross_entropy": True},
+    "Liger fused linear cross entropy": {
+        **IN_TORCH,
+        "liger_fused_linear_cross_entropy": True,
+    },
+    "Liger cross entropy": {**IN_TORCH, "liger_cross_entropy": True},
+    "Liger RMS norm": ONE_STEP | {"liger_rms_norm": True},
+    "Liger rope": ONE_STEP | {"liger_rope": True},
+    "Liger GLU": ONE_STEP | {"liger_glu_activation": True},
+}
+INSIDE = ("Liger RMS norm", "Liger rope", "Liger GLU")
+"""Inside the blocks; slow here, so that an adapter is trained alone."""
+TIED = ("Chunked cross entropy", "Liger fused linear cross entropy")
+"""They read the head without calling it, tied or not."""
+
+PREFERENCES = (
+    "the loss runs pairs of answers or a reference model, so a step needs more memory "
+    "than its plan counts: measured 2.0 times for DPO and IPO, 2.2 for ORPO, 1.4 for "
+    "SimPO; the numbers themselves are equal"
+)
+COMPILED = (
+    "Dynamo follows the forward into the hooks that page weights and stops there: of a "
+    "four-block Llama it compiled three operators, all before the first block"
+)
+
+CELLS: tuple[Cell, ...] = (
+    *(
+        Cell("Compositions", row, base, pair("llama", keys, more, plan=HALF))
+        for row, more in COMPOSED.items()
+        for base, keys in BASES.items()
+        if base == "LoRA" or row not in INSIDE
+    ),
+    *(
+        Cell("Compositions", row, "full, tied", pair("llama-tied", keys, plan=HALF))
+        for row, keys in COMPOSED.items()
+        if row in TIED
+    ),
+    *(
+        Cell(
+            "Compositions",
+            f"rl: {objective}",
+            base,
+            refused=job("llama", keys, PAGED, RL, {"rl": objective}),
+            reason=PREFERENCES,
+            message=f"`rl: {objective}` runs pairs of answers",
+        )
+        for objective in ("dpo", "ipo", "orpo", "simpo", "kto", "grpo")
+        for base, keys in BASES.items()
+    ),
+    Cell(
+        "Compositions",
+        "torch_compile",
+        "LoRA",
+        refused=job("llama", LORA, PAGED, {"torch_compile": True}),
+        reason=COMPILED,
+        message="`torch_compile: true` compiles nothing but",
+    ),
+)
