@@ -71,7 +71,7 @@ _OBJECTIVE = "runs the model in an order that ProTrain has no plan for"
 
 _PREFERENCES = (
     "runs pairs of answers or a reference beside the one forward that a plan counts, "
-    "and needs up to twice the memory of its plan"
+    "and needs more memory, twice as much for most"
 )
 _COMPILED = (
     "compiles nothing but what is before the first block: it stops at the hooks that "
