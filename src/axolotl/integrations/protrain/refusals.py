@@ -70,7 +70,7 @@ _QUANTISED = "gives weights of a kind that ProTrain cannot page"
 
 _PREFERENCES = (
     "runs pairs of answers or a reference beside the one forward that a plan counts, "
-    "and needs up to twice the memory of its plan"
+    "and needs more memory, twice as much for most"
 )
 _COMPILED = (
     "compiles nothing but what is before the first block: it stops at the hooks that "
