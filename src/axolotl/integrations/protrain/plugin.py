@@ -61,11 +61,12 @@ class ProTrainPlugin(BasePlugin):
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
 
     def pre_model_load(self, cfg: Any) -> None:
-        if self._pages and cfg.load_in_4bit and torch.cuda.is_available():
+        if self._pages and cfg.load_in_4bit:
             # imported here: the command line reads this module without transformers
             from .loading import quantise_on
 
-            self._loading.enter_context(quantise_on(torch.device("cuda")))
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            self._loading.enter_context(quantise_on(torch.device(kind)))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()

@@ -3,7 +3,7 @@
 Decides nothing: imports neither cost nor search nor profile.
 """
 
-from .arena import Arena, host_buffer
+from .arena import Arena, host_buffer, return_freed_memory
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
     Removable,
@@ -47,4 +47,5 @@ __all__ = [
     "drop_ended_backward",
     "host_buffer",
     "open_device",
+    "return_freed_memory",
 ]
