@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
+import importlib.util
 import io
 import json
 import logging
@@ -208,13 +210,21 @@ def _silence() -> Iterator[None]:
 def _lean_imports() -> Iterator[None]:
     """Leave out what libraries prepare while they are imported and a plan never runs.
 
-    bitsandbytes compiles functions, which imports a compiler, and transformers looks for
-    sklearn: for seconds each.
+    bitsandbytes compiles functions, which imports a compiler, transformers looks for
+    sklearn, and Axolotl's callbacks evaluate and report: for seconds each.
     """
     import torch
     from transformers import utils
 
     from .stand_ins import replaced
+
+    for name in ("evaluate", "wandb"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and name not in sys.modules:
+            # found by whoever asks whether it is installed, and empty
+            sys.modules[name] = importlib.util.module_from_spec(
+                importlib.machinery.ModuleSpec(name, None, origin=spec.origin)
+            )
 
     def uncompiled(function: Any = None, **_options: Any) -> Any:
         return function if function is not None else uncompiled
