@@ -82,7 +82,7 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**ROOM, "layer_offloading": True, "torch_compile": True},
         [
             "`layer_offloading: true` decides where weights live",
-            "`torch_compile: true` compiles over the hooks",
+            "`torch_compile: true` compiles nothing but what is before the first block",
             "`protrain_auto_memory: false` trains without ProTrain.",
         ],
     ),
@@ -92,7 +92,7 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "8bit": (
         {**LORA, **ROOM, "load_in_8bit": True},
-        ["`load_in_8bit: true` gives weights of a kind that ProTrain cannot page"],
+        ["`load_in_8bit: true` keeps the input of every layer"],
     ),
     "two_modes": (
         {

@@ -16,7 +16,7 @@ from core_models import ALL, adamw, assert_same, checked, open_session, stack
 from tiny_models import IMAGE_SIDE, IMAGE_TOKEN, random_model
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.errors import ConfigError, LayoutError
+from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Options, Session
@@ -56,7 +56,10 @@ def session_of(model: nn.Module, n_buffer: int, n_checkpoint: int) -> Session:
 
 
 def losses(
-    model: nn.Module, steps: Sequence[Sequence[Batch]], session: Session | None
+    model: nn.Module,
+    steps: Sequence[Sequence[Batch]],
+    session: Session | None,
+    use_cache: bool,
 ) -> list[float]:
     optimizer: Any = adamw(model)
     if session is not None:
@@ -66,7 +69,7 @@ def losses(
     model.train()
     for micro_batches in steps:
         for batch in micro_batches:
-            loss = model(**batch, use_cache=False).loss
+            loss = model(**batch, use_cache=use_cache).loss
             loss.backward()
             found.append(loss.item())
         optimizer.step()
@@ -79,10 +82,12 @@ def assert_paged_is_plain(
     steps: Sequence[Sequence[Batch]],
     n_buffer: int = 2,
     n_checkpoint: int = 0,
+    use_cache: bool = False,
 ) -> Session:
     plain = copy.deepcopy(model)
     session = session_of(model, n_buffer, n_checkpoint)
-    assert losses(model, steps, session) == losses(plain, steps, None)
+    ours = losses(model, steps, session, use_cache)
+    assert ours == losses(plain, steps, None, use_cache)
     session.close()
     assert_same(model.state_dict(), plain.state_dict())
     return session
@@ -132,19 +137,20 @@ def test_a_frozen_tower_takes_part() -> None:
     assert_paged_is_plain(model, [[pictured(0), text(1)], [pictured(2)]], 2, 3)
 
 
-def test_a_cache_under_recompute_is_refused() -> None:
-    """T5 makes one although it has labels; its recomputation would find it filled."""
-    model = random_model("t5-seq2seq")
-    session = session_of(model, 2, len(find_blocks(model)))
-    with pytest.raises(ConfigError, match="use_cache"):
-        model(**text(), use_cache=True)
-    session.close()
+@pytest.mark.parametrize("family", ["t5-seq2seq", "bart-seq2seq", "llama"])
+def test_a_cache_is_not_for_blocks_that_recompute(family: str) -> None:
+    """Models make one although they have labels; a recomputation would find it filled."""
+    model = random_model(family)
+    names = find_blocks(model)
+    steps = [[text(0), text(1)], [text(2)]]
+    assert_paged_is_plain(model, steps, 2, len(names), use_cache=True)
 
 
-def test_a_cache_of_blocks_that_keep_is_used() -> None:
+@pytest.mark.parametrize("n_checkpoint", [0, 2])
+def test_a_cache_is_used_outside_of_training(n_checkpoint: int) -> None:
     model = random_model("t5-seq2seq").eval()
     wanted = model(**text(), use_cache=True).loss
-    session = session_of(model, 2, 0)
+    session = session_of(model, 2, n_checkpoint)
     assert torch.equal(model(**text(), use_cache=True).loss, wanted)
     session.close()
 

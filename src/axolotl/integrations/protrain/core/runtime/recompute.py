@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
-from ..errors import ConfigError
-
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """What transformers calls the argument that a block writes its keys and values to."""
 
@@ -58,15 +56,16 @@ class Recompute:
         if running is not None:
             running.close()
 
-    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._recomputing.set or not torch.is_grad_enabled():
-            return
-        if any(kwargs.get(name) is not None for name in _CACHES):
-            raise ConfigError(
-                f"use_cache: {type(block).__name__} is called with a key-value cache, "
-                "and its recomputation would read what the forward wrote there. Set "
-                "use_cache to False in the model's configuration or call."
-            )
+            return None
+        caches = [name for name in _CACHES if kwargs.get(name) is not None]
+        if caches and not block.training:
+            # generation needs it; the block keeps its tensors
+            return None
+        # the recomputation would find what the forward wrote there
+        kwargs = {**kwargs, **dict.fromkeys(caches)}
+        given = args
         run: Callable[..., Any] = block
         if self._saving is not None:
             with self._saving():
@@ -80,6 +79,7 @@ class Recompute:
             run, True, self._contexts, "default", False, True, *args, **kwargs
         )
         next(self._running)
+        return given, kwargs
 
     def _end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
         running, self._running = self._running, None
