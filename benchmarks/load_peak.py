@@ -205,13 +205,19 @@ def mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.0f} MB"
 
 
-def arguments() -> argparse.Namespace:
+def model_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of `write_model`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--shard", default="250MB", help="max_shard_size")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = model_parser(__doc__)
     parser.add_argument("--trained", choices=("frozen", "full"))
     parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser.parse_args()

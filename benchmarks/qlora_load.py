@@ -17,7 +17,6 @@ Three statements are checked when the session is open, before the first step:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,7 +28,7 @@ from typing import Any
 
 import yaml
 from axolotl.integrations.base import BasePlugin
-from load_peak import INTERVAL_S, TINY, mb, status, write_model
+from load_peak import INTERVAL_S, TINY, mb, model_parser, status, write_model
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protrain"))
@@ -215,18 +214,8 @@ def report(folder: Path, peaks: dict[str, int]) -> bool:
     return all(statements.values())
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=11)
-    parser.add_argument("--shard", default="250MB", help="max_shard_size")
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = arguments()
+    args = model_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", args)

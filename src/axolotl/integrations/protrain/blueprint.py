@@ -46,8 +46,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.generic import is_flash_attention_requested
 
 from .batches import autocast_dtype, find_file, sample_batch
-from .core.errors import ConfigError
-from .planning import FOREIGN_ERRORS
+from .core.errors import FOREIGN_ERRORS, ConfigError
 from .stand_ins import (
     FLASH_ATTENTION,
     PLANNED_ATTENTION,

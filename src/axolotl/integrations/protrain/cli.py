@@ -218,22 +218,26 @@ def _lean_imports() -> Iterator[None]:
 
     from .stand_ins import replaced
 
-    for name in ("evaluate", "wandb"):
-        spec = importlib.util.find_spec(name)
-        if spec is not None and name not in sys.modules:
-            # found by whoever asks whether it is installed, and empty
-            sys.modules[name] = importlib.util.module_from_spec(
-                importlib.machinery.ModuleSpec(name, None, origin=spec.origin)
-            )
+    empty = {}
+    for name in {"evaluate", "wandb"} - sys.modules.keys():
+        if importlib.util.find_spec(name) is not None:
+            # found by whoever asks whether it is installed
+            spec = importlib.machinery.ModuleSpec(name, None)
+            empty[name] = importlib.util.module_from_spec(spec)
 
     def uncompiled(function: Any = None, **_options: Any) -> Any:
         return function if function is not None else uncompiled
 
-    with (
-        replaced(torch, "compile", uncompiled),
-        replaced(utils, "is_sklearn_available", lambda: False),
-    ):
-        yield
+    sys.modules.update(empty)
+    try:
+        with (
+            replaced(torch, "compile", uncompiled),
+            replaced(utils, "is_sklearn_available", lambda: False),
+        ):
+            yield
+    finally:
+        for name in empty:
+            del sys.modules[name]
 
 
 @protrain.command()

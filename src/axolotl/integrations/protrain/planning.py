@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .args import ProTrainArgs, overrides
-from .core.errors import TraceError
+from .core.errors import FOREIGN_ERRORS, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Knobs, Planner
 from .core.profile import (
@@ -118,18 +118,6 @@ def _blocks_with_mlp_kernel(model: nn.Module, layout: Layout) -> frozenset[int]:
     return frozenset(
         index for index, mlp in mlps if mlp is not None and "forward" in vars(mlp)
     )
-
-
-FOREIGN_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a model's own code raises where it was not made for a batch or its own sizes."""
 
 
 def _loss(

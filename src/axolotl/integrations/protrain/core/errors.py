@@ -49,3 +49,15 @@ class CheckpointError(ProTrainError):
 
 class RaceError(RuntimeError):
     """Two lanes use the same bytes and nothing orders them: a fault of ProTrain."""
+
+
+FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's own code raises where it was not made for a batch or its own sizes."""

@@ -187,7 +187,8 @@ class PlacedBound:
     def least_seconds(
         self, n_buffer: int, backward_s: float, out_bytes: int, back_bytes: int
     ) -> float:
-        """The same from totals alone: each phase takes as long as its busiest lane.
+        """No plan with so many slots takes less, from totals alone: each phase takes as
+        long as its busiest lane.
 
         Args:
             n_buffer: Slots.

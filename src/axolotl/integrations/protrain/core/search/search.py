@@ -289,7 +289,8 @@ class Search:
         is known to fit; the host may lack room for what is swapped."""
         places = self._places(all_resident, device=True, host=True)
         if limit_s < inf:
-            places = [at for at in places if self._least_s(at) < limit_s]
+            backward_s = sum(self._times.backward_s)
+            places = [at for at in places if self._least_s(at, backward_s) < limit_s]
         waiting = list(self._roughly(families, places))
         heapify(waiting)
         fitting: list[_Candidate] = []
@@ -319,14 +320,9 @@ class Search:
                     yield _Candidate(least_s, family, step, at, False)
 
     def _least_s(
-        self,
-        at: _Place,
-        backward_s: float = 0.0,
-        out_bytes: int = 0,
-        back_bytes: int = 0,
+        self, at: _Place, backward_s: float, out_bytes: int = 0, back_bytes: int = 0
     ) -> float:
         bound = self._placed(at.num_paged, at.outside).bound
-        backward_s = backward_s or sum(self._times.backward_s)
         return bound.least_seconds(at.n_buffer, backward_s, out_bytes, back_bytes)
 
     def _closer(self, candidate: _Candidate) -> _Candidate | None:
