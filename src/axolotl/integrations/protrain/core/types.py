@@ -181,6 +181,8 @@ class Plan:
         placements: One entry for each chunk of the layout.
         policies: One entry for each block of the layout.
         origin: What decided the knobs, for the report.
+        shards: Ranks that each keep and fetch one shard of every host-kept chunk, all
+            those of a node; 1 where each rank fetches whole chunks.
     """
 
     n_persist: int
@@ -190,6 +192,7 @@ class Plan:
     placements: tuple[Placement, ...]
     policies: tuple[Policy, ...]
     origin: str
+    shards: int = 1
 
     @property
     def recompute(self) -> tuple[bool, ...]:
@@ -207,8 +210,10 @@ class Plan:
 
     @property
     def mode(self) -> str:
-        """Mode A is resident, mode B pages from a host copy."""
-        return "B" if self.paged else "A"
+        """A is resident, B keeps a host copy that a node's ranks share, C shards it."""
+        if not any(placement.on_host for placement in self.placements):
+            return "A"
+        return "C" if self.shards > 1 else "B"
 
 
 @dataclass(frozen=True)
@@ -338,6 +343,24 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class World:
+    """Processes that train together, one device each.
+
+    Attributes:
+        size: All of them.
+        local_size: Those of one node, which share its host memory; every node has as
+            many.
+    """
+
+    size: int = 1
+    local_size: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.size // self.local_size
+
+
+@dataclass(frozen=True)
 class Workload:
     """What the YAML asks of a step, beside the model and its batch.
 
@@ -349,7 +372,8 @@ class Workload:
         update_copies: Copies of all those weights that a device update takes on top.
         update_parameter_copies: The same for the largest single parameter.
         eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
-        loader_bytes: Batches that the dataloader holds on the host.
+        loader_bytes: Batches that the dataloader of each rank holds on the host.
+        world: Who trains together; the rest is of one rank.
     """
 
     accumulation: int = 1
@@ -360,6 +384,7 @@ class Workload:
     update_parameter_copies: float = 0.0
     eval_ratio: float = 0.0
     loader_bytes: int = 0
+    world: World = World()
 
 
 @dataclass(frozen=True)
@@ -384,6 +409,10 @@ class Hardware:
         adam_bytes_s: Host AdamW: bytes of weights updated per second.
         overlaps: Whether copies run beside compute.
         link: Name of the link between host and device, if known.
+        gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
+            each rank; 0 with one rank.
+        reduce_bytes_s: Reduce-scatter between them: bytes of the input on each rank.
+        across_bytes_s: All-reduce between nodes, bytes of its input; 0 with one node.
     """
 
     name: str
@@ -402,6 +431,9 @@ class Hardware:
     adam_bytes_s: float
     overlaps: bool = True
     link: str = ""
+    gather_bytes_s: float = 0.0
+    reduce_bytes_s: float = 0.0
+    across_bytes_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,30 @@ from .blocks import find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
 from .ring import check_slots, slot_bytes, slot_floor, spread_order
 from .schedule import Direction, Schedule
+from .shards import (
+    Piece,
+    Reduction,
+    padded_bytes,
+    reduce_bytes,
+    reductions,
+    shard_bytes,
+)
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "Direction",
+    "Piece",
+    "Reduction",
     "Schedule",
     "aligned",
     "build_layout",
     "check_slots",
     "find_blocks",
     "has_vision_tower",
+    "padded_bytes",
+    "reduce_bytes",
+    "reductions",
+    "shard_bytes",
     "slot_bytes",
     "slot_floor",
     "spread_order",
