@@ -7,14 +7,16 @@ compares two results to the last bit.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from queue import PriorityQueue
@@ -108,11 +110,13 @@ class Job:
 
     family: str
     yaml: str
+    num_ranks: int = 1
 
     @property
     def name(self) -> str:
         digest = hashlib.sha256(self.yaml.encode()).hexdigest()[:16]
-        return f"{self.family}-{digest}"
+        ranks = f"-{self.num_ranks}-ranks" if self.num_ranks > 1 else ""
+        return f"{self.family}-{digest}{ranks}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -132,7 +136,8 @@ class Job:
 
     def but(self, *settings: Mapping[str, Any]) -> Job:
         """The same training with other keys."""
-        return job(self.family, json.loads(self.yaml), *settings)
+        other = job(self.family, json.loads(self.yaml), *settings)
+        return replace(other, num_ranks=self.num_ranks)
 
 
 def job(family: str, *settings: Mapping[str, Any]) -> Job:
@@ -156,6 +161,7 @@ def pair(
     *settings: Mapping[str, Any],
     plan: Mapping[str, Any],
     plain: Mapping[str, Any] | None = None,
+    num_ranks: int = 1,
 ) -> Pair:
     """The training that `settings` ask for, paged by `plan` and plain.
 
@@ -164,10 +170,11 @@ def pair(
         settings: Of both.
         plan: Keys of the paged training alone.
         plain: Keys of the plain one alone.
+        num_ranks: Processes of each.
     """
-    return Pair(
-        job(family, *settings, PAGED, plan), job(family, *settings, plain or {})
-    )
+    paged = job(family, *settings, PAGED, plan)
+    reference = job(family, *settings, plain or {})
+    return Pair(*(replace(j, num_ranks=num_ranks) for j in (paged, reference)))
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,8 @@ class Result:
     folder: Path
     error: str
     seconds: float
+    errors: tuple[str, ...] = ()
+    """That of each rank."""
 
     @property
     def log(self) -> str:
@@ -343,25 +352,37 @@ class Workers:
         return self._tasks[wanted.name]
 
     def _serve(self) -> None:
-        process: subprocess.Popen[str] | None = None
+        groups: dict[int, list[subprocess.Popen[str]]] = {}
         while True:
             task = self._queue.get()
             if task.job is None:
                 return
-            if process is None or process.poll() is not None:
-                process = self._start()
+            size = task.job.num_ranks
+            group = groups.get(size, [])
+            if not group or any(process.poll() is not None for process in group):
+                for process in group:
+                    process.kill()
+                group = groups[size] = [self._start(rank, size) for rank in range(size)]
             try:
-                task.result.set_result(self._train(process, task.job))
+                task.result.set_result(self._train(group, task.job))
             except Exception as error:  # a test waits for it in another thread
                 task.result.set_exception(error)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self, rank: int, size: int) -> subprocess.Popen[str]:
+        launched = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "ACCELERATE_USE_CPU": "true",
+        }
         process = subprocess.Popen(
             [sys.executable, str(WORKER), str(self._root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (launched if size > 1 else {}),
         )
         with self._lock:
             self._processes.append(process)
@@ -369,22 +390,35 @@ class Workers:
                 process.kill()
         return process
 
-    def _train(self, process: subprocess.Popen[str], wanted: Job) -> Result:
+    def _train(self, group: list[subprocess.Popen[str]], wanted: Job) -> Result:
         folder = self._root / "jobs" / wanted.name
         request = {
             "name": wanted.name,
             "family": wanted.family,
             "settings": wanted.settings,
             "alone": wanted.patches,
+            # ranks of each training meet at another one
+            "port": free_port(),
         }
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            print(json.dumps(request), file=process.stdin, flush=True)
-            reply = process.stdout.readline()
-        except OSError:
-            reply = ""
-        if not reply:
-            code = process.wait()
-            return Result(folder, f"the worker process died with code {code}", 0.0)
-        answer = json.loads(reply)
-        return Result(folder, answer["error"], answer["seconds"])
+        for process in group:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                print(json.dumps(request), file=process.stdin, flush=True)
+        errors, seconds = [], 0.0
+        for process in group:
+            assert process.stdout is not None
+            if reply := process.stdout.readline():
+                answer = json.loads(reply)
+                errors.append(answer["error"])
+                seconds = max(seconds, answer["seconds"])
+            else:
+                errors.append(f"the worker process died with code {process.wait()}")
+        first = next((error for error in errors if error), "")
+        return Result(folder, first, seconds, tuple(errors))
+
+
+def free_port() -> int:
+    """Of this machine, at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -7,6 +7,7 @@ answers with one JSON line; all printing goes to the log of the job.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -33,6 +34,11 @@ ENVIRONMENT = {
 }
 
 
+RANK, RANKS = (
+    int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1))
+)
+
+
 def main() -> None:
     root = Path(sys.argv.pop(1))
     os.environ.update(ENVIRONMENT)
@@ -41,10 +47,14 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         start = time.perf_counter()
+        os.environ["MASTER_PORT"] = str(request.pop("port"))
         error = (_run_alone if request.pop("alone") else _run)(root, **request)
         seconds = time.perf_counter() - start
         print(json.dumps({"error": error, "seconds": seconds}), file=replies)
         replies.flush()
+        if error and RANKS > 1:
+            # the other ranks notice that this one is gone
+            os._exit(1)
 
 
 def _take_standard_streams() -> tuple[TextIO, TextIO]:
@@ -89,8 +99,8 @@ def _import_all(root: Path) -> None:
 def _start_log(root: Path, name: str) -> Path:
     """Make the folder of a job and print into its log from here on."""
     folder = root / "jobs" / name
-    folder.mkdir(parents=True)
-    with (folder / "log.txt").open("w") as log:
+    folder.mkdir(parents=True, exist_ok=RANKS > 1)
+    with (folder / (f"log-{RANK}.txt" if RANK else "log.txt")).open("w") as log:
         for standard in (1, 2):
             os.dup2(log.fileno(), standard)
     return folder
@@ -118,11 +128,15 @@ def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> N
     from axolotl.integrations.base import PluginManager, load_plugin
 
     torch.set_num_threads(1)
-    if not (root / tiny_models.DATA).exists():
-        tiny_models.build_inputs(root)
-    if not (root / tiny_models.model_path(family)).exists():
-        tiny_models.build_model(root, family)
-    config = folder / "config.yaml"
+    if RANKS > 1:
+        _forget_last_group()
+    with (root / "inputs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / tiny_models.DATA).exists():
+            tiny_models.build_inputs(root)
+        if not (root / tiny_models.model_path(family)).exists():
+            tiny_models.build_model(root, family)
+    config = folder / f"config-{RANK}.yaml"
     config.write_text(yaml.safe_dump(settings))
     for plugin in settings["plugins"]:
         # Axolotl itself trains on without a plugin that cannot be imported
@@ -130,6 +144,15 @@ def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> N
     # modules keep the manager itself, so that it is emptied, not replaced
     PluginManager.get_instance().plugins.clear()
     do_cli(str(config))
+
+
+def _forget_last_group() -> None:
+    """Axolotl leaves the process group when a training ends, and remembers its state."""
+    from accelerate.state import AcceleratorState
+    from axolotl.utils import distributed
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    distributed.distributed_state = None
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ class SeedingPlugin(BasePlugin):
         # in plain runs too: Axolotl 0.19 cannot read its own mappings there
         if cfg.role_boundaries:
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
+        if (cfg.world_size or 1) > 1:
+            # Axolotl would load to GPU number LOCAL_RANK, without looking for one
+            cfg.device_map = "cpu"
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         # Axolotl initialises adapters before anything is seeded
@@ -40,4 +43,5 @@ class _WriteLog(TrainerCallback):
     def on_train_end(
         self, _args: Any, state: Any, _control: Any, **_kwargs: Any
     ) -> None:
-        state.save_to_json(str(self._folder / "trainer_state.json"))
+        if state.is_world_process_zero:
+            state.save_to_json(str(self._folder / "trainer_state.json"))

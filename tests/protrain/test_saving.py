@@ -460,7 +460,7 @@ def test_a_failed_write_removes_its_folder_only(
     earlier.mkdir()
     is_disk = error in WRITE_ERRORS
     with pytest.raises(CheckpointError if is_disk else type(error)) as caught:
-        with whole_or_nothing(folder):
+        with whole_or_nothing(folder, existed=False):
             folder.mkdir()
             (folder / "model.safetensors").write_bytes(b"half")
             raise error

@@ -65,8 +65,9 @@ class ProTrainPlugin(BasePlugin):
             # imported here: the command line reads this module without transformers
             from .loading import quantise_on
 
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-            self._loading.enter_context(quantise_on(torch.device(kind)))
+            has_cuda = torch.cuda.is_available()
+            device = torch.device("cuda", cfg.local_rank) if has_cuda else "cpu"
+            self._loading.enter_context(quantise_on(torch.device(device)))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
@@ -85,6 +86,7 @@ class ProTrainPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if not self._pages:
             return
+        _check_process_group(cfg, trainer.accelerator.num_processes)
         # imported here: the command line reads this module without a trainer
         from .trainer import page_trainer
 
@@ -106,17 +108,12 @@ def _check_machine(cfg: Any) -> None:
     args = args_from(cfg)
     if not has_cuda and args.protrain_capacity_bytes is None:
         raise missing_capacity()
-    world_size = cfg.world_size or 1
-    if world_size > 1 and not args.protrain_force_all_persistent:
+    num_gpus = torch.cuda.device_count()
+    if (cfg.world_size or 1) == 1 and has_cuda and num_gpus > 1:
         raise ConfigError(
-            f"protrain_auto_memory: paging on {world_size} ranks is not available in "
-            "this version. Launch one process (CUDA_VISIBLE_DEVICES=0, --launcher "
-            "python), or set protrain_force_all_persistent: true."
-        )
-    if world_size == 1 and has_cuda and torch.cuda.device_count() > 1:
-        raise ConfigError(
-            f"protrain_auto_memory: one process sees {torch.cuda.device_count()} GPUs "
-            "and transformers would copy the model to each. Set CUDA_VISIBLE_DEVICES=0."
+            f"protrain_auto_memory: one process sees {num_gpus} GPUs and transformers "
+            "would copy the model to each. Launch a process for each (--launcher "
+            f"torchrun -- --nproc_per_node {num_gpus}), or set CUDA_VISIBLE_DEVICES=0."
         )
     if cfg.fp16:
         # set by Axolotl where bf16 is left to it and no GPU offers bf16
@@ -124,4 +121,14 @@ def _check_machine(cfg: Any) -> None:
             "fp16: this precision cannot be trained paged, and it is what Axolotl "
             "chooses on this machine. Set `bf16: true`, or for fp32 both `bf16: false` "
             "and `fp16: false`."
+        )
+
+
+def _check_process_group(cfg: Any, num_processes: int) -> None:
+    """Launched together, ranks without a process group would train each for itself."""
+    if num_processes != (cfg.world_size or 1):
+        raise ConfigError(
+            f"protrain_auto_memory: {cfg.world_size} processes were launched, and each "
+            "would train alone: accelerate has joined none of them. On a machine without "
+            "GPUs set ACCELERATE_USE_CPU=true in the environment of the launcher."
         )

@@ -76,6 +76,7 @@ class RunReport:
     notes: list[str]
     step_s: list[float] = field(default_factory=list)
     notches: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def table(self) -> str:
         """The plan and its prediction in one short table."""
@@ -113,6 +114,7 @@ class RunReport:
                 "num_steps": len(self.step_s),
                 "step_s": step_s,
             },
+            "ranks": self.ranks,
             "device": self.device,
             "notches": self.notches,
             "notes": self.notes,

@@ -9,14 +9,16 @@ import platform
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState
@@ -39,12 +41,16 @@ from .core.profile import (
     meta_twin,
 )
 from .core.runtime import CheckedDevice, open_device
+from .core.runtime.ranks import Ranks
 from .core.session import Options, Session
-from .core.types import Hardware
+from .core.types import Hardware, World
+from .data_parallel import host_kept, ignore_in_ddp, plan_hash, require_same
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
 from .report import WATCHED_STEPS, RunReport, format_bytes, summary
 from .stand_ins import make_experts_traceable
+
+T = TypeVar("T")
 
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
@@ -69,6 +75,7 @@ class TrainingRun:
         self.session: Session | None = None
         self.report: RunReport | None = None
         self._cfg = cfg
+        self.ranks: Ranks | None = None
         self._recompute_all = recompute_all
         self._output_dir = Path(cfg.output_dir)
         self._log = log
@@ -77,6 +84,8 @@ class TrainingRun:
         self._planner: Planner | None = None
         self._recovery: StepRecovery | None = None
         self._hooks: list[RemovableHandle] = []
+        self._unhide: Callable[[], None] = lambda: None
+        self._plan_hash = ""
         self._number = self._step = 0
         self._repeated = self._updating = False
         self._is_adapter = False
@@ -99,14 +108,17 @@ class TrainingRun:
             raise ProTrainError(
                 "this trainer has trained paged before; build a new one for another run"
             )
-        _refuse_quantised(model)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.ranks = Ranks(device.type)
+        self._on_all(partial(_refuse_quantised, model))
         self._is_adapter = bool(adapter_names(model))
         forecast, notes = self._plan(model, device)
         notes += self._warnings(forecast)
         self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._saves_optimizer = saves_optimizer
-        require_space(self._output_dir, self.checkpoint_bytes())
-        self._log.info("\n" + self.report.table())
+        if self._is_first:
+            self._log.info("\n" + self.report.table())
+        self._on_all(self._require_space)
         opened = open_device(device)
         self.session = Session(
             model,
@@ -120,21 +132,40 @@ class TrainingRun:
                 swap_bytes=forecast.moved.out,
             ),
         )
+        if self.ranks is not None:
+            self._unhide = ignore_in_ddp(model, host_kept(forecast))
         self._logged = {}
         self._recovery = StepRecovery(device, self._shortage, self._lower)
 
-    def close(self) -> None:
-        """Give the model back and write the report; does nothing when not open."""
+    def close(self, failed: bool = False) -> None:
+        """Give the model back and write the report; does nothing when not open.
+
+        Args:
+            failed: Training ended by an error, so that the other ranks may never come
+                to what ranks do together.
+        """
         session, self.session = self.session, None
+        ranks, self.ranks = self.ranks, None
+        if failed:
+            ranks = None
         self._recovery = None
         # the last one first, and each of them whatever the others raise
         with ExitStack() as undo:
+            if ranks is not None:
+                undo.callback(ranks.close)
             if session is not None and self.report is not None:
-                undo.callback(self._finish, session, self.report)
+                undo.callback(self._finish, session, self.report, ranks)
                 undo.callback(session.close)
+            undo.callback(self._unhide)
             undo.callback(self._watching.close)
             while self._hooks:
                 undo.callback(self._hooks.pop().remove)
+
+    def begin_micro_batch(self, synchronises: bool) -> None:
+        """A forward and backward of one rank begins; the last of a step is told so."""
+        session = self.session
+        if session is not None and self.ranks is not None and session.plan.mode != "A":
+            session.begin_micro_batch(synchronises)  # type: ignore[attr-defined]
 
     def begin_step(self, number: int, state: TrainerState) -> None:
         """An optimizer step begins, the `number`-th of this run."""
@@ -220,14 +251,14 @@ class TrainingRun:
         Raises:
             DeviceMemoryError: There is none, or the step has been repeated before.
         """
-        session, report, planner = self.session, self.report, self._planner
-        assert session is not None and report is not None and planner is not None
         if self._repeated:
             raise self._refusal(shortage, "the step was under a smaller plan already")
-        if (self._cfg.world_size or 1) > 1:
+        if self.ranks is not None:
             raise self._refusal(
                 shortage, "a step of several ranks cannot be repeated by one of them"
             )
+        session, report, planner = self.session, self.report, self._planner
+        assert session is not None and report is not None and planner is not None
         force = self.args.protrain_force_all_persistent
         before = report.forecast.plan
         try:
@@ -292,8 +323,18 @@ class TrainingRun:
                 report.notes.append(line)
                 self._log.warning(f"ProTrain's prediction is off. {line}")
 
-    def _finish(self, session: Session, report: RunReport) -> None:
+    def _finish(self, session: Session, report: RunReport, ranks: Ranks | None) -> None:
         measured = session.measured()
+        if ranks is not None:
+            own = {
+                "plan": self._plan_hash,
+                **asdict(measured),
+                "host_peak_bytes": host_peak_bytes(),
+                "step_s": report.median_step_s(),
+            }
+            report.ranks = ranks.collect(own)
+        if not self._is_first:
+            return
         self._log.info(summary(measured, report))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
@@ -305,9 +346,23 @@ class TrainingRun:
         """See `Session.clip_grad_norm`; None outside a session."""
         return self.session.clip_grad_norm(max_norm) if self.session else None
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _on_all(self, act: Callable[[], T]) -> T:
+        """What `act` returns, unless it raises on any rank."""
+        return act() if self.ranks is None else self.ranks.together(act)
+
+    def _require_space(self) -> None:
+        if self._is_first:
+            require_space(self._output_dir, self.checkpoint_bytes())
+
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""
-        require_space(self._output_dir, self.checkpoint_bytes(final=True), slack=0)
+        if not self._cfg.local_rank:
+            require_space(self._output_dir, self.checkpoint_bytes(final=True), slack=0)
 
     def checkpoint_bytes(self, final: bool = False) -> int:
         """Bytes of one checkpoint of this run; the final one has weights only."""
@@ -344,8 +399,35 @@ class TrainingRun:
     def _plan(
         self, model: nn.Module, device: torch.device
     ) -> tuple[Forecast, list[str]]:
+        """One plan for all ranks, made by the first of them for the weakest.
+
+        Raises:
+            ProTrainError: There is none, or the ranks do not have the same model.
+        """
+        # a model without blocks is refused before anything else
+        self._on_all(partial(find_blocks, model))
+        hardware = self._on_all(partial(self._hardware, model, device))
+        ranks = self.ranks
+        if ranks is None:
+            return self._plan_for(hardware, model, device, World())
+        weakest = _weakest(ranks.collect(hardware))
+        forecast, notes = ranks.from_first(
+            lambda: self._plan_for(weakest, model, device, ranks.world)
+        )
+        order = tuple(block.name for block in forecast.layout.blocks)
+        own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
+        ranks.together(partial(require_same, own, forecast.layout))
+        self._plan_hash = plan_hash(forecast.plan, own)
+        notes.append(
+            f"{ranks.world.size} ranks, {ranks.world.local_size} a node, run plan "
+            f"{self._plan_hash}."
+        )
+        return forecast, notes
+
+    def _plan_for(
+        self, hardware: Hardware, model: nn.Module, device: torch.device, world: World
+    ) -> tuple[Forecast, list[str]]:
         cfg, args = self._cfg, self.args
-        find_blocks(model)  # a model without blocks is refused before anything else
         twin = meta_twin(model)
         notes: list[str] = []
         batch = sample_batch(cfg, twin, notes)
@@ -354,7 +436,7 @@ class TrainingRun:
         subject = trace_model(twin, batch, target, args)
         layout = build_layout(model, adapter_names(model), subject.traced.trace.blocks)
         workload, assumed = workload_of(cfg, args, batch, device.type)
-        hardware = self._hardware(model, device)
+        workload = replace(workload, world=world)
         measured = measure_blocks(
             model,
             subject.traced.trace.blocks,
@@ -401,6 +483,9 @@ class TrainingRun:
 
     def _hardware(self, model: nn.Module, device: torch.device) -> Hardware:
         on_host = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        if self.ranks is not None:
+            # the arena of a node takes the place of what each of its ranks has loaded
+            on_host *= self.ranks.world.local_size
         capacity = self.args.protrain_capacity_bytes
         if device.type != "cpu":
             capacity = device_memory(device)
@@ -480,6 +565,17 @@ def missing_capacity() -> ConfigError:
         "on its CPU device and needs that device's budget, for example "
         '`protrain_capacity_bytes: "2GiB"`.'
     )
+
+
+def _weakest(ranks: Sequence[Hardware]) -> Hardware:
+    """What every rank has: the least memory, the lowest rates, the longest waits."""
+    worst = {
+        field.name: (max if field.name in ("kernel_s", "unseen_bytes") else min)(
+            getattr(rank, field.name) for rank in ranks
+        )
+        for field in fields(Hardware)
+    }
+    return Hardware(**worst)
 
 
 def host_peak_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
+from .data_parallel import reduced_by_ddp, without_ddp
 from .run import TrainingRun
+from .stand_ins import replaced
 
 
 @dataclass
@@ -39,13 +43,16 @@ class ProTrainTrainerMixin:
     protrain: ClassVar[TrainingRun]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        failed = True
         try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            result = super().train(*args, **kwargs)  # type: ignore[misc]
+            failed = False
+            return result
         except torch.OutOfMemoryError as error:
             self.protrain.explain(error)
             raise
         finally:
-            self.protrain.close()
+            self.protrain.close(failed)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
@@ -56,14 +63,12 @@ class ProTrainTrainerMixin:
             trainer.args.device,
             saves_optimizer=saves and not trainer.args.save_only_model,
         )
-        accelerator = trainer.accelerator
-        placement = accelerator.device_placement
-        # accelerate must neither move the model nor the optimizer's host state
-        accelerator.device_placement = False
-        try:
+        with ExitStack() as undo:
+            # accelerate must neither move the model nor the optimizer's host state
+            undo.enter_context(replaced(trainer.accelerator, "device_placement", False))
+            if self.protrain.ranks is not None and not reduced_by_ddp(trainer.model):
+                undo.enter_context(without_ddp(trainer.accelerator, trainer.model))
             return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            accelerator.device_placement = placement
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         trainer: Any = self
@@ -74,6 +79,8 @@ class ProTrainTrainerMixin:
         return trainer.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        self.protrain.begin_micro_batch(trainer.accelerator.sync_gradients)
         step = partial(super().training_step, *args, **kwargs)  # type: ignore[misc]
         return self.protrain.attempt(step, "forward")
 
@@ -107,9 +114,26 @@ class ProTrainTrainerMixin:
         folder = Path(trainer._get_output_dir(trial=trial)) / (
             f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         )
-        require_space(folder, self.protrain.checkpoint_bytes())
-        with whole_or_nothing(folder):
+        with ExitStack() as undo:
+            if trainer.args.should_save:
+                require_space(folder, self.protrain.checkpoint_bytes())
+                # the other ranks may have made the folder for their random numbers
+                complete = (folder / TRAINER_STATE_NAME).exists()
+                undo.enter_context(whole_or_nothing(folder, complete))
             return super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As plain, but each rank reads from one mapping of the file, not to its GPU."""
+        if checkpoint is None:
+            return
+        trainer: Any = self
+        optimizer, scheduler = (
+            Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        )
+        if optimizer.is_file() and scheduler.is_file():
+            load = partial(torch.load, map_location="cpu", weights_only=True)
+            trainer.optimizer.load_state_dict(load(optimizer, mmap=True))
+            trainer.lr_scheduler.load_state_dict(load(scheduler))
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         # training is over; from here on the model is an ordinary one

@@ -58,13 +58,16 @@ def require_space(folder: Path, nbytes: int, slack: int = SLACK_BYTES) -> None:
 
 
 @contextmanager
-def whole_or_nothing(folder: Path) -> Iterator[None]:
+def whole_or_nothing(folder: Path, existed: bool) -> Iterator[None]:
     """Remove a new `folder` if writing into it fails: no half checkpoint stays.
+
+    Args:
+        folder: Gets a checkpoint.
+        existed: It holds one already, which is not ours to remove.
 
     Raises:
         CheckpointError: A file could not be written.
     """
-    existed = folder.exists()
     try:
         yield
     except BaseException as error:

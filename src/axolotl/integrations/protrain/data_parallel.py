@@ -1,0 +1,118 @@
+"""What accelerate and torch's DistributedDataParallel are told about host-kept weights.
+
+DDP reduces what stays on the device with its state, and must neither broadcast to,
+reduce nor look at anything that the host keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .core.errors import ConfigError
+from .core.planner import Forecast
+from .core.types import Layout, Plan
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""DDP reads this attribute of the very module that it wraps; names are from there."""
+
+
+def ignore_in_ddp(model: nn.Module, host_kept: Collection[str]) -> Callable[[], None]:
+    """Keep DDP away from parameters, under each of their names.
+
+    Args:
+        model: The module that DDP will get.
+        host_kept: One name of each parameter.
+
+    Returns:
+        Makes `model` what it was; what others had it ignore stays ignored till then.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ids = {id(named[name]) for name in host_kept if name in named}
+    names = [name for name, param in named.items() if id(param) in ids]
+    before = vars(model).get(IGNORED)
+    setattr(model, IGNORED, [*(before or ()), *names])
+
+    def restore() -> None:
+        if before is None:
+            delattr(model, IGNORED)
+        else:
+            setattr(model, IGNORED, before)
+
+    return restore
+
+
+def reduced_by_ddp(model: nn.Module) -> bool:
+    """Whether anything is left that trains and that DDP does not ignore."""
+    ignored = set(vars(model).get(IGNORED, ()))
+    return any(
+        param.requires_grad and name not in ignored
+        for name, param in model.named_parameters()
+    )
+
+
+@contextmanager
+def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
+    """Let `accelerator` prepare `model` for autocast alone: DDP refuses to reduce none.
+
+    What DDP would have broadcast from rank 0, if it differs by rank, is broadcast here.
+    """
+    ignored = set(vars(model).get(IGNORED, ()))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in ignored:
+            dist.broadcast(tensor.detach(), src=0)
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    try:
+        yield
+    finally:
+        del accelerator.prepare_model
+
+
+def host_kept(forecast: Forecast) -> list[str]:
+    """Names of the parameters whose truth is on the host."""
+    return [
+        spec.name
+        for chunk in forecast.layout.chunks
+        if forecast.plan.placements[chunk.index].on_host
+        for spec in chunk.tensors
+    ]
+
+
+def plan_hash(plan: Plan, layout: Layout) -> str:
+    """The same for ranks that place the same parameters in the same way."""
+    return hashlib.sha256(repr((plan, layout)).encode()).hexdigest()[:12]
+
+
+def require_same(own: Layout, first: Layout) -> None:
+    """Compare this rank's model with that of rank 0.
+
+    Raises:
+        ConfigError: Naming the first difference.
+    """
+    pairs = zip_longest(_facts(own), _facts(first), fillvalue="nothing")
+    for ours, theirs in pairs:
+        if ours != theirs:
+            raise ConfigError(
+                f"base_model: this rank has {ours} where rank 0 has {theirs}. Give every "
+                "rank the same files and the same YAML."
+            )
+
+
+def _facts(layout: Layout) -> Iterator[str]:
+    for block in layout.blocks:
+        yield f"block {block.name} with chunks {block.chunks}"
+    for chunk in layout.chunks:
+        trains = "trainable" if chunk.trainable else "frozen"
+        for spec in chunk.tensors:
+            yield f"{trains} {spec.name} {spec.shape} {spec.dtype}"
+    yield (
+        f"{layout.fixed_frozen_bytes:,} frozen and {layout.fixed_trainable_bytes:,} "
+        "trainable bytes outside the chunks"
+    )
