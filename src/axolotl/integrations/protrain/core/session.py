@@ -6,7 +6,7 @@ The model's modules, names and parameters stay the objects they were.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,26 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .layout import Schedule, slot_bytes
+from .layout import Schedule, leaf_chunk, padded_bytes, slot_bytes
 from .layout.tensors import model_bindings
-from .optim import GradientOffload, HostChunk, PagedAdamW, optimizer_bytes
+from .optim import (
+    GradientOffload,
+    GradientReduction,
+    HostChunk,
+    PagedAdamW,
+    ShardedChunk,
+    SharedMemory,
+    optimizer_bytes,
+    part_bytes,
+)
 from .runtime import (
     Arena,
+    Carrier,
     Device,
     HostWorker,
+    Lockstep,
     Pager,
+    Ranks,
     Recompute,
     Removable,
     Residence,
@@ -32,6 +44,7 @@ from .runtime import (
     attach_entry,
     attach_state_dict,
     drop_ended_backward,
+    host_buffer,
 )
 from .types import Chunk, Layout, Placement, Plan, Policy
 
@@ -46,12 +59,15 @@ class Options:
         cpu_optimizer: Host AdamW, `torch` or `deepspeed`.
         swap_bytes: For each block what it is expected to send to the host in a
             micro-batch; what is missing here is found out in the first one.
+        gradient_order: Indices of chunks in the order in which backward is done with
+            them; what is missing here comes last. Only several ranks ask for it.
     """
 
     poison: bool = False
     fp32_master: bool = False
     cpu_optimizer: str = "torch"
     swap_bytes: tuple[int, ...] = ()
+    gradient_order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,10 @@ class Measured:
     host_arena_bytes: int
     host_optimizer_bytes: int
     host_swap_bytes: int
+    num_gathers: int = 0
+    num_reduces: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
 
 
 class Session:
@@ -86,6 +106,8 @@ class Session:
         plan: What to run.
         device: Where to run it.
         options: How to run it.
+        ranks: Who trains together; all of them then open, step and close alike. What
+            trains on the device is DistributedDataParallel's to average.
     """
 
     def __init__(
@@ -95,7 +117,9 @@ class Session:
         plan: Plan,
         device: Device,
         options: Options = Options(),  # noqa: B008 - a frozen value
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self.model = model
         self.layout = layout
         self.plan = plan
@@ -115,14 +139,17 @@ class Session:
         self._numbers: dict[int, int] = {}
         self._slots: list[Slot] = []
         self._swap: Swap | None = None
-        self._host_chunks: list[HostChunk] = []
+        self._host_chunks: list[HostChunk | ShardedChunk] = []
         self._worker = HostWorker(device)
-        self._arena = Arena()
+        self._arena = Arena(ranks=ranks)
         self._gradient_arena = Arena()
+        self._masters = Arena(ranks=ranks)
+        self._moments = Arena(ranks=ranks), Arena(ranks=ranks)
+        self._carrier = Carrier(device, ranks if plan.shards > 1 else None)
         self._residence = Residence(
-            model, self._arena, device, announce=self._attach_state
+            model, self._arena, device, announce=self._attach_state, ranks=ranks
         )
-        self._gradients = GradientOffload(device, self._worker)
+        self._gradients = self._new_gradients()
         self._swap_bytes = options.swap_bytes
         self._pager = self._build_pager()
         try:
@@ -167,8 +194,19 @@ class Session:
             self._worker,
             self._options.cpu_optimizer,
             self._before_update,
+            self._ranks,
         )
         return self._optimizer
+
+    def begin_micro_batch(self, synchronises: bool) -> None:
+        """A micro-batch of training begins; several ranks have to say so.
+
+        Args:
+            synchronises: It is the last one of a step, after which gradients are
+                averaged over the ranks.
+        """
+        if isinstance(self._gradients, GradientReduction):
+            self._gradients.begin_micro_batch(synchronises)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """Clip over device and host gradients; None if the plain way sees them all."""
@@ -199,8 +237,10 @@ class Session:
             swap_bytes: As in `Options`, under it.
 
         Raises:
-            ValueError: The plan moves a chunk that may not move.
+            ValueError: The plan moves a chunk that may not move, or several ranks train.
         """
+        if self._ranks is not None:
+            raise ValueError("several ranks train under the plan they began with")
         pairs = zip(self.plan.placements, plan.placements, strict=True)
         for index, (old, new) in enumerate(pairs):
             if old.on_host != new.on_host and (
@@ -226,6 +266,7 @@ class Session:
         self._pager = self._build_pager()
         for counter in ("fetched_bytes", "num_fetches", "num_misses"):
             setattr(self._pager, counter, getattr(pager, counter))
+        assert isinstance(gradients, GradientOffload)
         self._gradients = GradientOffload(self.device, self._worker)
         self._gradients.offloaded_bytes = gradients.offloaded_bytes
         self._attach()
@@ -233,7 +274,7 @@ class Session:
             self._swap.count_on(swap)
         self._placed_bytes += self.device.used_bytes() - used_bytes
         if isinstance(self._optimizer, PagedAdamW):
-            self._optimizer.rehost(self._host_chunks, self._gradients)
+            self._optimizer.rehost(_alone(self._host_chunks), self._gradients)
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
@@ -252,13 +293,15 @@ class Session:
         """Make weights that stay on the device current after a host update."""
         for index in sorted(self._stale):
             self._worker.wait(index)
-            self._residence.refresh(self.layout.chunks[index])
+            self._refresh(self.layout.chunks[index])
         self._stale.clear()
 
     def settle(self) -> None:
         """Return once no host update is pending: what is read next is the truth."""
         self._worker.drain()
-        self.ready()
+        if self.plan.shards == 1:
+            # a gather waits for the ranks that do not ask now
+            self.ready()
 
     def watch(self) -> AbstractContextManager[object]:
         """Count device bytes exactly inside, a step for example."""
@@ -290,6 +333,10 @@ class Session:
                 optimizer.host_bytes() if isinstance(optimizer, PagedAdamW) else 0
             ),
             host_swap_bytes=self._swap.host_bytes if self._swap else 0,
+            num_gathers=self._ranks.num_gathers if self._ranks else 0,
+            num_reduces=self._ranks.num_reduces if self._ranks else 0,
+            gathered_bytes=self._ranks.gathered_bytes if self._ranks else 0,
+            reduced_bytes=self._ranks.reduced_bytes if self._ranks else 0,
         )
 
     def close(self) -> None:
@@ -327,16 +374,20 @@ class Session:
         new = [chunk for chunk in on_host if chunk.index not in self._arena]
         trained = [chunk for chunk in new if chunk.trainable]
         self._numbers = {index: n for n, index in enumerate(plan.paged)}
+        sizes = slot_bytes(self.layout, plan.placements, plan.n_buffer, plan.shards)
         self._slots = [
-            Slot(self.device.allocate(nbytes), self.device, self._options.poison)
-            for nbytes in slot_bytes(self.layout, plan.placements, plan.n_buffer)
+            Slot(
+                self.device.allocate(nbytes),
+                self.device,
+                self._options.poison,
+                self._carrier,
+            )
+            for nbytes in sizes
         ]
-        regions = [
-            self._arena.add(new),
-            self._gradient_arena.add(
-                [chunk for chunk in trained if not chunk.has_masters(masters)]
-            ),
-        ]
+        regions = [self._arena.add(new)]
+        if self._ranks is None:
+            unmastered = [c for c in trained if not c.has_masters(masters)]
+            regions.append(self._gradient_arena.add(unmastered))
         state = Placement.HOST_STATE
         moving = [
             chunk
@@ -345,30 +396,87 @@ class Session:
             or before is None
             or before.placements[chunk.index] is not state
         ]
-        self._residence.move_in(moving, self._device_bytes)
+        move_in = partial(self._residence.move_in, moving, self._device_bytes)
+        if self._ranks is None:
+            move_in()
+        else:
+            self._ranks.together(move_in)
+            self._agree(trained, self._ranks)
+            if plan.shards > 1:
+                self._arena.forget_pages()
+                regions = [self._source(chunk.index) for chunk in new]
         for region in regions:
             if region is not None:
                 # not before: pages are committed as chunks move in
                 self.device.pin(region)
                 self._pinned.append(region)
-        arenas = self._arena, self._gradient_arena
         self._host_chunks = _needed_first(
-            [
-                *self._host_chunks,
-                *(
-                    HostChunk(c, self._params, *arenas, masters, self.device)
-                    for c in trained
-                ),
-            ]
+            [*self._host_chunks, *self._new_host_chunks(trained)]
         )
         for chunk in moving:
             if plan.placements[chunk.index] is state:
-                self._residence.refresh(chunk)
+                self._refresh(chunk)
+
+    def _agree(self, trained: Iterable[Chunk], ranks: Ranks) -> None:
+        """What trains begins everywhere as it does on rank 0, as under DDP."""
+        if ranks.world.num_nodes > 1:
+            ranks.spread([self._arena.chunk(chunk.index) for chunk in trained])
+
+    def _new_host_chunks(
+        self, trained: Sequence[Chunk]
+    ) -> Sequence[HostChunk | ShardedChunk]:
+        params, masters, device = self._params, self._options.fp32_master, self.device
+        if self._ranks is None:
+            arenas = self._arena, self._gradient_arena
+            return [HostChunk(c, params, *arenas, masters, device) for c in trained]
+        ranks = self._ranks
+        leaves = [leaf_chunk(chunk, masters) for chunk in trained]
+        self._masters.add(
+            [
+                leaf
+                for chunk, leaf in zip(trained, leaves, strict=True)
+                if chunk.has_masters(masters)
+            ]
+        )
+        for moment in self._moments:
+            moment.add(leaves)
+        sizes = [part_bytes(c, ranks.world.local_size, masters) for c in trained]
+        if not any(sizes):
+            return []
+        gradients = host_buffer(sum(sizes))
+        self.device.pin(gradients)
+        self._pinned.append(gradients)
+        made = []
+        for chunk, own in zip(trained, gradients.split(sizes), strict=True):
+            memory = SharedMemory(self._arena, self._masters, self._moments, own)
+            made.append(ShardedChunk(chunk, params, memory, ranks, masters, device))
+        return made
+
+    def _source(self, index: int) -> Tensor:
+        """What a fetch of a chunk copies: all of it, or this rank's shard."""
+        if self._ranks is None or self.plan.shards == 1:
+            return self._arena.chunk(index)
+        chunk, rank = self.layout.chunks[index], self._ranks.local_rank
+        return self._arena.shard(chunk, self.plan.shards, rank)
+
+    def _refresh(self, chunk: Chunk) -> None:
+        self._residence.refresh(chunk, self._source(chunk.index), self._carrier)
+
+    def _new_gradients(self) -> GradientOffload | GradientReduction:
+        if self._ranks is None:
+            return GradientOffload(self.device, self._worker)
+        return GradientReduction(
+            self.device,
+            self._worker,
+            self._ranks,
+            self._options.gradient_order or _backward_order(self.layout),
+            self._options.fp32_master,
+        )
 
     def _device_bytes(self, chunk: Chunk) -> Tensor:
         number = self._numbers.get(chunk.index)
         if number is None:
-            return self.device.allocate(chunk.nbytes)
+            return self.device.allocate(padded_bytes(chunk, self.plan.shards))
         return self._slots[number % self.plan.n_buffer].buffer
 
     def _build_pager(self) -> Pager:
@@ -380,13 +488,19 @@ class Session:
             ],
             self.plan.n_buffer,
         )
-        return Pager(
+        kind = Pager if self.plan.shards == 1 else Lockstep
+        return kind(
             schedule,
             self._slots,
-            [self._arena.chunk(index) for index in self._numbers],
+            [self._source(index) for index in self._numbers],
             wait_update=lambda number: self._worker.wait(paged[number]),
             update_pending=lambda number: self._worker.pending(paged[number]),
             before_ahead=self._open_backward if self._swaps else None,
+            before_backward=(
+                self._gradients.reach
+                if isinstance(self._gradients, GradientReduction) and self._host_chunks
+                else None
+            ),
         )
 
     @property
@@ -418,13 +532,21 @@ class Session:
             or any(host.chunk.pageable for host in self._host_chunks)
             or self._swaps
         )
-        left = self._gradients.send_left if self._host_chunks else None
+        gradients = self._gradients
+        left = (
+            gradients.send_left
+            if isinstance(gradients, GradientOffload) and self._host_chunks
+            else None
+        )
         for block, policy in zip(self.layout.blocks, self.plan.policies, strict=True):
             module = self._modules[block.name]
             self._running += self._run_with(policy, module, block.index)
             if needs_windows:
                 self._handles += attach_block(module, block.index, self._pager, left)
-        self._handles += self._gradients.attach(self._host_chunks)
+        if isinstance(gradients, GradientOffload):
+            self._handles += gradients.attach(_alone(self._host_chunks))
+        elif self._host_chunks:
+            self._handles += gradients.attach(_sharded(self._host_chunks))
         self._handles += self._running
         if self._handles:
             self._handles += attach_entry(self._entries(), self._enter)
@@ -504,7 +626,7 @@ class Session:
         self._pager.close_any()
         self.ready()
 
-    def _before_update(self, host: HostChunk) -> None:
+    def _before_update(self, host: HostChunk | ShardedChunk) -> None:
         self._pager.close_any()
         index = host.chunk.index
         if index in self._numbers:
@@ -535,6 +657,23 @@ def _remove(handles: list[Removable]) -> None:
         handles.pop().remove()
 
 
-def _needed_first(chunks: Iterable[HostChunk]) -> list[HostChunk]:
+def _alone(chunks: Iterable[HostChunk | ShardedChunk]) -> list[HostChunk]:
+    return [host for host in chunks if isinstance(host, HostChunk)]
+
+
+def _sharded(chunks: Iterable[HostChunk | ShardedChunk]) -> list[ShardedChunk]:
+    return [host for host in chunks if isinstance(host, ShardedChunk)]
+
+
+def _backward_order(layout: Layout) -> tuple[int, ...]:
+    """Chunks in the order of backward, as far as a layout tells."""
+    inside = [index for block in layout.blocks for index in block.chunks]
+    outside = [chunk.index for chunk in layout.chunks if chunk.block is None]
+    return (*reversed(inside), *outside)
+
+
+def _needed_first(
+    chunks: Iterable[HostChunk | ShardedChunk],
+) -> list[HostChunk | ShardedChunk]:
     """Order of host updates: weights outside blocks are read before the first block."""
     return sorted(chunks, key=lambda h: (h.chunk.block is not None, h.chunk.index))

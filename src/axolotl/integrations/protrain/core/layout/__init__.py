@@ -7,6 +7,7 @@ from .schedule import Direction, Schedule
 from .shards import (
     Piece,
     Reduction,
+    leaf_chunk,
     padded_bytes,
     reduce_bytes,
     reductions,
@@ -24,6 +25,7 @@ __all__ = [
     "check_slots",
     "find_blocks",
     "has_vision_tower",
+    "leaf_chunk",
     "padded_bytes",
     "reduce_bytes",
     "reductions",

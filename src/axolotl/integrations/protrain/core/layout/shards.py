@@ -9,11 +9,12 @@ shard padded to the longest, so that one reduce-scatter gives every rank its own
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..types import Chunk
+from .chunks import aligned
 
 PAGE_BYTES = 4096
 """Shards begin on pages of their own: a rank page-locks no memory of another."""
@@ -45,7 +46,7 @@ class Reduction:
     """Gradients of one dtype of a chunk, laid out for a reduce-scatter.
 
     Attributes:
-        dtype: Of the parameters and their gradients.
+        dtype: In which gradients are summed.
         part_numel: Elements that each rank receives, padding included.
         pieces: For each rank those of its shard.
     """
@@ -81,29 +82,54 @@ def padded_bytes(chunk: Chunk, ranks: int) -> int:
     return ranks * shard_bytes(chunk, ranks)
 
 
-def reductions(chunk: Chunk, ranks: int) -> tuple[Reduction, ...]:
-    """How the gradients of a chunk are reduced, one entry for each dtype in it."""
-    size = shard_bytes(chunk, ranks)
-    dtypes = dict.fromkeys(tensor.dtype for tensor in chunk.tensors)
-    return tuple(_reduction(chunk, dtype, ranks, size) for dtype in dtypes)
+def leaf_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
+    """The tensors of a chunk as the optimizer updates them: in fp32 under masters."""
+    specs = []
+    end = 0
+    for spec in chunk.tensors:
+        mastered = fp32_master and spec.is_16_bit
+        own = replace(
+            spec, dtype=torch.float32 if mastered else spec.dtype, offset=aligned(end)
+        )
+        specs.append(own)
+        end = own.offset + own.nbytes
+    return replace(chunk, tensors=tuple(specs), nbytes=end)
 
 
-def reduce_bytes(chunk: Chunk, ranks: int) -> int:
+def reductions(
+    chunk: Chunk, ranks: int, fp32_master: bool = False
+) -> tuple[Reduction, ...]:
+    """How the gradients of a chunk are reduced, one entry for each dtype of its leaves."""
+    leaves = leaf_chunk(chunk, fp32_master).tensors
+    dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
+    members: dict[torch.dtype, list[int]] = {dtype: [] for dtype in dtypes}
+    for index, leaf in enumerate(leaves):
+        members[leaf.dtype].append(index)
+    return tuple(
+        _reduction(chunk, dtype, indices, ranks) for dtype, indices in members.items()
+    )
+
+
+def reduce_bytes(chunk: Chunk, ranks: int, fp32_master: bool = False) -> int:
     """Bytes of the gradients of a chunk, laid out for their reductions."""
-    return sum(reduction.nbytes for reduction in reductions(chunk, ranks))
+    laid_out = reductions(chunk, ranks, fp32_master)
+    return sum(aligned(reduction.nbytes) for reduction in laid_out)
 
 
-def _reduction(chunk: Chunk, dtype: torch.dtype, ranks: int, size: int) -> Reduction:
+def _reduction(
+    chunk: Chunk, dtype: torch.dtype, members: Iterable[int], ranks: int
+) -> Reduction:
+    size = shard_bytes(chunk, ranks)
     # (tensor, first element, the one after the last) by rank
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
-    for index, spec in enumerate(chunk.tensors):
-        if spec.dtype is not dtype:
-            continue
+    for index in members:
+        spec = chunk.tensors[index]
+        itemsize = spec.dtype.itemsize
         first, last = spec.offset // size, (spec.offset + spec.nbytes - 1) // size
         for rank in range(first, last + 1):
             # shards begin on pages and tensors at multiples of the alignment
-            start = max(rank * size - spec.offset, 0) // dtype.itemsize
-            stop = min((rank + 1) * size - spec.offset, spec.nbytes) // dtype.itemsize
+            start = max(rank * size - spec.offset, 0) // itemsize
+            stop = min((rank + 1) * size - spec.offset, spec.nbytes) // itemsize
             found[rank].append((index, start, stop))
     part = max(_numel(own) for own in found)
     pieces = []

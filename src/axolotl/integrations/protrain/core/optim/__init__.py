@@ -2,14 +2,19 @@
 
 from .gradients import GradientOffload
 from .host_adamw import HOST_OPTIMIZERS, HostAdamW
-from .host_chunks import HostChunk
+from .host_chunks import HostChunk, ShardedChunk, SharedMemory, part_bytes
 from .optimizer import PagedAdamW, optimizer_bytes
+from .reduction import GradientReduction
 
 __all__ = [
     "HOST_OPTIMIZERS",
     "GradientOffload",
+    "GradientReduction",
     "HostAdamW",
     "HostChunk",
     "PagedAdamW",
+    "ShardedChunk",
+    "SharedMemory",
     "optimizer_bytes",
+    "part_bytes",
 ]

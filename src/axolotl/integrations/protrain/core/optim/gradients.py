@@ -11,22 +11,42 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
+from ..types import Chunk
 from .host_chunks import HostChunk
+
+
+class GradientTarget(Protocol):
+    """Where gradients of a chunk add up on the host."""
+
+    chunk: Chunk
+    params: list[nn.Parameter]
+
+    def first_buffer(self, index: int) -> Tensor | None:
+        """Where a first gradient may be copied as it is; None if it must be added."""
+
+    def arrived(self, index: int) -> None:
+        """The copy into `first_buffer` has been queued."""
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Add a host gradient to the sum for parameter `index`."""
+
 
 MAX_IN_FLIGHT = 2
 """Chunks whose gradients may still be on the device on their way to the host."""
 
 
 @dataclass
-class _Arriving:
+class Arriving:
     """Gradients of one chunk that autograd has produced but nobody has sent."""
 
-    host: HostChunk
+    host: GradientTarget
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -44,8 +64,8 @@ class GradientOffload:
     def __init__(self, device: Device, worker: HostWorker) -> None:
         self._device = device
         self._worker = worker
-        self._arriving: list[_Arriving] = []
-        self._of_block: dict[int | None, list[_Arriving]] = {}
+        self._arriving: list[Arriving] = []
+        self._of_block: dict[int | None, list[Arriving]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._staging: list[Tensor] = []
         self._staging_users: list[HostTask[None] | None] = [None] * MAX_IN_FLIGHT
@@ -54,15 +74,20 @@ class GradientOffload:
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         """Hook every parameter of the chunks, whose state is on the host."""
-        for host in chunks:
-            arriving = _Arriving(host)
-            self._arriving.append(arriving)
-            self._of_block.setdefault(host.chunk.block, []).append(arriving)
         return [
-            param.register_post_accumulate_grad_hook(self._hook(arriving, index))
-            for arriving in self._arriving
-            for index, param in enumerate(arriving.host.params)
+            handle
+            for host in chunks
+            for handle in hook_gradients(
+                host.params, partial(self.take, self.expect(host))
+            )
         ]
+
+    def expect(self, host: GradientTarget) -> Arriving:
+        """Gradients of a chunk will come."""
+        arriving = Arriving(host)
+        self._arriving.append(arriving)
+        self._of_block.setdefault(host.chunk.block, []).append(arriving)
+        return arriving
 
     def send_left(self, block: int) -> None:
         """Backward has come past a block: what has not arrived of it never will."""
@@ -102,23 +127,17 @@ class GradientOffload:
             for slot in range(MAX_IN_FLIGHT):
                 rest.callback(self._wait_staging, slot)
 
-    def _hook(self, arriving: _Arriving, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(param: Tensor) -> None:
-            gradient = param.grad
-            if gradient is None:
-                return
-            param.grad = None
-            self._device.writes((gradient,), self._device.compute)
-            if index in arriving.gradients:
-                # the next micro-batch: sums keep the order of the plain run
-                self._send(arriving)
-            arriving.gradients[index] = gradient
-            if len(arriving.gradients) == len(arriving.host.params):
-                self._send(arriving)
+    def take(self, arriving: Arriving, index: int, gradient: Tensor) -> None:
+        """A gradient of a micro-batch is there."""
+        self._device.writes((gradient,), self._device.compute)
+        if index in arriving.gradients:
+            # the next micro-batch: sums keep the order of the plain run
+            self._send(arriving)
+        arriving.gradients[index] = gradient
+        if len(arriving.gradients) == len(arriving.host.params):
+            self._send(arriving)
 
-        return on_gradient
-
-    def _send(self, arriving: _Arriving) -> None:
+    def _send(self, arriving: Arriving) -> None:
         host = arriving.host
         gradients, arriving.gradients = arriving.gradients, {}
         while len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -175,14 +194,35 @@ class GradientOffload:
         event.synchronize()
 
 
-def _staged_view(staging: Tensor, host: HostChunk, index: int) -> Tensor:
+def hook_gradients(
+    params: Sequence[nn.Parameter], take: Callable[[int, Tensor], None]
+) -> list[Removable]:
+    """Give each gradient away as soon as autograd has accumulated it.
+
+    Args:
+        params: Of a chunk.
+        take: Called with the index of the parameter there and its gradient.
+    """
+
+    def on_gradient(index: int, param: Tensor) -> None:
+        gradient, param.grad = param.grad, None
+        if gradient is not None:
+            take(index, gradient)
+
+    return [
+        param.register_post_accumulate_grad_hook(partial(on_gradient, index))
+        for index, param in enumerate(params)
+    ]
+
+
+def _staged_view(staging: Tensor, host: GradientTarget, index: int) -> Tensor:
     spec = host.chunk.tensors[index]
     flat = staging[spec.offset : spec.offset + spec.nbytes]
     return flat.view(spec.dtype).view(spec.shape)
 
 
 def _addition(
-    event: Event, host: HostChunk, staged: list[tuple[int, Tensor]]
+    event: Event, host: GradientTarget, staged: list[tuple[int, Tensor]]
 ) -> Callable[[], None]:
     def add() -> None:
         # the copy has a stream of its own; adding before its event reads old bytes

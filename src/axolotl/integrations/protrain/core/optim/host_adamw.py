@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..runtime import HostWorker
 from ..runtime.device import Event
-from .host_chunks import HostChunk
+from .host_chunks import HostChunk, ShardedChunk
 
 Hyperparameters = dict[str, Any]
 """A param group without its params: lr, betas, eps, weight_decay, …"""
@@ -38,7 +38,7 @@ class HostAdamW:
 
     def __init__(
         self,
-        chunks: Sequence[HostChunk],
+        chunks: Sequence[HostChunk | ShardedChunk],
         group_of: Mapping[int, int],
         groups: Sequence[Hyperparameters],
         kind: str,
@@ -48,23 +48,24 @@ class HostAdamW:
         self._worker = worker
         self._kind = kind
         make = _maker(kind)
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[torch.optim.Optimizer | None] = []
         self._group_indices: list[list[int]] = []
         for host in chunks:
             members: dict[int, list[Tensor]] = {}
             for leaf in host.leaves:
                 members.setdefault(group_of[id(leaf)], []).append(leaf)
             self._group_indices.append(list(members))
-            self._optimizers.append(
-                make([{**groups[g], "params": leaves} for g, leaves in members.items()])
-            )
+            own = [{**groups[g], "params": leaves} for g, leaves in members.items()]
+            # the shard of a small chunk may be empty
+            self._optimizers.append(make(own) if own else None)
+        self.load({})
 
     def submit(
         self,
         groups: Sequence[Hyperparameters],
         fetches: Event,
         prepare: Callable[[Sequence[Tensor]], None] | None,
-        queued: Callable[[HostChunk], None],
+        queued: Callable[[HostChunk | ShardedChunk], None],
     ) -> None:
         """Queue one update of every chunk that has gradients.
 
@@ -82,24 +83,27 @@ class HostAdamW:
         for host, optimizer, indices in zip(
             self._chunks, self._optimizers, self._group_indices, strict=True
         ):
-            if all(leaf.grad is None for leaf in host.leaves):
+            if not host.has_gradients:
                 continue
 
             def update(
-                host: HostChunk = host,
-                optimizer: torch.optim.Optimizer = optimizer,
+                host: HostChunk | ShardedChunk = host,
+                optimizer: torch.optim.Optimizer | None = optimizer,
                 indices: Sequence[int] = indices,
-            ) -> None:
+            ) -> Any:
                 # a fetch ahead may still be reading these weights
                 fetches.synchronize()
                 host.changes()
                 if prepare is not None:
                     prepare(host.leaves)
-                for group, index in zip(optimizer.param_groups, indices, strict=True):
-                    group.update(frozen[index])
-                optimizer.step()
-                host.publish()
+                if optimizer is not None:
+                    groups = zip(optimizer.param_groups, indices, strict=True)
+                    for group, index in groups:
+                        group.update(frozen[index])
+                    optimizer.step()
+                published = host.publish()
                 host.clear()
+                return published
 
             queued(host)
             self._worker.submit(update, changes=host.chunk.index)
@@ -108,7 +112,7 @@ class HostAdamW:
         """Optimizer state by `id(leaf)`; drain the worker first."""
         return {
             id(leaf): dict(state)
-            for optimizer in self._optimizers
+            for optimizer in filter(None, self._optimizers)
             for leaf, state in optimizer.state.items()
         }
 
@@ -118,12 +122,22 @@ class HostAdamW:
         Without `copy`, moments on the host are taken over as they are.
         """
         for host, optimizer in zip(self._chunks, self._optimizers, strict=True):
+            if optimizer is None:
+                continue
             optimizer.state.clear()
-            for leaf in host.leaves:
-                if id(leaf) in state:
+            for number, leaf in enumerate(host.leaves):
+                first = host.first_state(number)
+                own = state.get(id(leaf))
+                if first is not None:
+                    # they stay where the other ranks can read them
+                    given = own or {"step": 0.0}
+                    for key, place in first.items():
+                        place.copy_(given[key]) if key in given else place.zero_()
+                    own = {**given, **first}
+                if own is not None:
                     optimizer.state[leaf] = {
-                        key: self._own(key, value, leaf, copy)
-                        for key, value in state[id(leaf)].items()
+                        key: self._own(key, value, leaf, copy and first is None)
+                        for key, value in own.items()
                     }
 
     def _own(self, key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
@@ -138,7 +152,7 @@ class HostAdamW:
         """Bytes of the moments held on the host."""
         return sum(
             value.nbytes
-            for optimizer in self._optimizers
+            for optimizer in filter(None, self._optimizers)
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)

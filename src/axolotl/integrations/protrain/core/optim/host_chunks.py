@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime import Arena, Device
+from ..layout import Piece, Reduction, aligned, leaf_chunk, reductions
+from ..runtime import Arena, Device, Ranks
 from ..types import Chunk
+
+MASTER_KEY = "master"
+"""Key of the fp32 master weight beside exp_avg and exp_avg_sq."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of AdamW's moments in its state."""
 
 
 class HostChunk:
@@ -29,7 +37,9 @@ class HostChunk:
     Attributes:
         chunk: What it is the host side of.
         params: The model's parameters.
-        weights: Arena views that fetches read, in the dtype of the model.
+        owned: Indices of the tensors that have a leaf here; all of them.
+        weights: Arena views that fetches read, in the dtype of the model, one for each
+            leaf.
         leaves: What the optimizer updates: `weights`, or fp32 masters of them. A
             leaf's `.grad` is None until a gradient has arrived since the last clear.
     """
@@ -47,6 +57,7 @@ class HostChunk:
         buffered = chunk.index in gradients
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
+        self.owned = list(range(len(self.params)))
         self.weights = [arena.tensor(chunk.index, spec) for spec in chunk.tensors]
         self.leaves = [
             weight.to(torch.float32) if fp32_master and spec.is_16_bit else weight
@@ -63,6 +74,11 @@ class HostChunk:
     def gradients(self) -> list[Tensor]:
         """Those that have arrived since the last clear."""
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an update would change anything."""
+        return any(leaf.grad is not None for leaf in self.leaves)
 
     def changes(self) -> None:
         """Weights, leaves and gradients are about to be written by this thread."""
@@ -97,8 +113,12 @@ class HostChunk:
         for leaf in self.leaves:
             leaf.grad = None
 
-    def publish(self) -> None:
-        """Round the masters into the weights that the next fetch reads."""
+    def publish(self) -> Any:
+        """Round the masters into the weights that the next fetch reads.
+
+        Returns:
+            What is done once other ranks have published theirs; None without any.
+        """
         for leaf, weight in zip(self.leaves, self.weights, strict=True):
             if leaf is not weight:
                 weight.copy_(leaf)
@@ -110,16 +130,258 @@ class HostChunk:
             if leaf is not weight:
                 leaf.copy_(weight)
 
+    def has_master(self, index: int) -> bool:
+        """Whether a parameter is updated through an fp32 master."""
+        return self.leaves[index] is not self.weights[index]
+
+    def first_state(self, number: int) -> dict[str, Any] | None:
+        """AdamW's state of a leaf before any update; None where AdamW makes it."""
+
+    def whole_state(
+        self, index: int, states: Mapping[int, dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """State of a whole parameter; None before its first update.
+
+        Args:
+            index: Of the parameter.
+            states: That of each leaf, by `id(leaf)`.
+        """
+        state = states.get(id(self.leaves[index]))
+        if state is not None and self.leaves[index] is not self.weights[index]:
+            return {**state, MASTER_KEY: self.leaves[index]}
+        return state
+
+    def load_state(
+        self, index: int, state: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]] | None:
+        """Take over the state of a whole parameter.
+
+        Returns:
+            The leaf and what AdamW needs for it; None if no leaf is here.
+        """
+        own, leaf = dict(state), self.leaves[index]
+        master = own.pop(MASTER_KEY, None)
+        if master is not None:
+            self._device.writes((leaf,))
+            leaf.copy_(master)
+        return leaf, own
+
     def host_bytes(self) -> int:
         """Bytes of masters and gradients; weights are the arena's, moments Adam's."""
         own = (x for x, w in zip(self.leaves, self.weights, strict=True) if x is not w)
         return sum(t.nbytes for t in (*own, *self._grads))
 
 
-def leaves_by_param(chunks: Sequence[HostChunk]) -> dict[int, Tensor]:
+class SharedMemory(NamedTuple):
+    """Host memory that the ranks of a node share, and this rank's own.
+
+    Attributes:
+        weights: The arena.
+        masters: fp32 masters of the chunks that have any.
+        moments: AdamW's two, in the dtype of the leaves.
+        gradients: uint8, this rank's parts of one chunk's reductions back to back.
+    """
+
+    weights: Arena
+    masters: Arena
+    moments: tuple[Arena, Arena]
+    gradients: Tensor
+
+
+class ShardedChunk:
+    """The host side of a trainable chunk of which each rank updates a shard.
+
+    Its face is that of `HostChunk`, but a leaf is a piece of a parameter, flat, and
+    there is none for parameters that lie in other shards.
+
+    Args:
+        chunk: The chunk.
+        params: The model's parameters by name.
+        memory: Where weights, masters, moments and gradients are.
+        ranks: Those of the node share it.
+        fp32_master: Update 16-bit weights through fp32 masters.
+        device: Is told what is read and written.
+
+    Attributes:
+        reductions: How its gradients come together.
+        parts: For each of them what this rank receives, on the host.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        params: Mapping[str, nn.Parameter],
+        memory: SharedMemory,
+        ranks: Ranks,
+        fp32_master: bool,
+        device: Device,
+    ) -> None:
+        self._device = device
+        self._ranks = ranks
+        self.chunk = chunk
+        self.params = [params[spec.name] for spec in chunk.tensors]
+        self.reductions = reductions(chunk, ranks.world.local_size, fp32_master)
+        self.parts = _parts(self.reductions, memory.gradients)
+        own_leaves = leaf_chunk(chunk, fp32_master).tensors
+        whole_weights = [memory.weights.tensor(chunk.index, s) for s in chunk.tensors]
+        self._whole_leaves = [
+            memory.masters.tensor(chunk.index, leaf)
+            if leaf.dtype is not spec.dtype
+            else weight
+            for spec, leaf, weight in zip(
+                chunk.tensors, own_leaves, whole_weights, strict=True
+            )
+        ]
+        self._whole_moments = [
+            {
+                key: arena.tensor(chunk.index, leaf)
+                for key, arena in zip(MOMENTS, memory.moments, strict=True)
+            }
+            for leaf in own_leaves
+        ]
+        self._masters = [
+            leaf is not weight
+            for leaf, weight in zip(self._whole_leaves, whole_weights, strict=True)
+        ]
+        self._pieces: list[Piece] = []
+        self._grads: list[Tensor] = []
+        for reduction, part in zip(self.reductions, self.parts, strict=True):
+            for piece in reduction.pieces[ranks.local_rank]:
+                start = piece.position - ranks.local_rank * reduction.part_numel
+                self._pieces.append(piece)
+                self._grads.append(part[start : start + piece.numel])
+        self.weights = [_cut(whole_weights[p.tensor], p) for p in self._pieces]
+        self.leaves = [
+            _cut(self._whole_leaves[piece.tensor], piece)
+            if self._masters[piece.tensor]
+            else weight
+            for piece, weight in zip(self._pieces, self.weights, strict=True)
+        ]
+        self.owned = [piece.tensor for piece in self._pieces]
+        self._used: frozenset[int] = frozenset()
+        self._num_updates = [0] * len(self.params)
+        for leaf, weight in zip(self.leaves, self.weights, strict=True):
+            if leaf is not weight:
+                leaf.copy_(weight)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Pieces of the averaged gradients, once they are there."""
+        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an update would change anything, on whatever rank."""
+        return bool(self._used)
+
+    def arrived(self, used: Iterable[int]) -> None:
+        """The averages are in `parts`; `used` are the parameters that have any."""
+        self._used = frozenset(used)
+        for index, leaf, gradient in zip(
+            self.owned, self.leaves, self._grads, strict=True
+        ):
+            leaf.grad = gradient if index in self._used else None
+
+    def changes(self) -> None:
+        """Weights, leaves and gradients are about to be written by this thread."""
+        self._device.writes((*self.weights, *self.leaves, *self.gradients))
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._used = frozenset()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def publish(self) -> Any:
+        """Round the masters into the weights; see `HostChunk.publish`."""
+        self._round()
+        for index in self._used:
+            self._num_updates[index] += 1
+        return self._ranks.updated()
+
+    def reload(self) -> None:
+        """The weights were loaded from outside: renew the masters."""
+        self.changes()
+        for leaf, weight in zip(self.leaves, self.weights, strict=True):
+            if leaf is not weight:
+                leaf.copy_(weight)
+
+    def has_master(self, index: int) -> bool:
+        """Whether a parameter is updated through an fp32 master."""
+        return self._masters[index]
+
+    def first_state(self, number: int) -> dict[str, Any] | None:
+        """See `HostChunk.first_state`: here moments are in shared memory."""
+        piece = self._pieces[number]
+        moments = self._whole_moments[piece.tensor]
+        return {key: _cut(moments[key], piece) for key in MOMENTS}
+
+    def whole_state(
+        self, index: int, _states: Mapping[int, dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """See `HostChunk.whole_state`; no rank is asked, none may be updating."""
+        if not self._num_updates[index]:
+            return None
+        step = torch.tensor(float(self._num_updates[index]))
+        state = {"step": step, **self._whole_moments[index]}
+        if self._masters[index]:
+            state[MASTER_KEY] = self._whole_leaves[index]
+        return state
+
+    def load_state(
+        self, index: int, state: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]] | None:
+        """See `HostChunk.load_state`: of the whole, this rank's piece."""
+        self._num_updates[index] = int(state["step"])
+        if index not in self.owned:
+            return None
+        number = self.owned.index(index)
+        own = {
+            key: _cut(value, self._pieces[number])
+            if isinstance(value, Tensor) and value.numel() > 1
+            else value
+            for key, value in state.items()
+        }
+        leaf = self.leaves[number]
+        master = own.pop(MASTER_KEY, None)
+        if master is not None:
+            self._device.writes((leaf,))
+            leaf.copy_(master)
+        return leaf, own
+
+    def host_bytes(self) -> int:
+        """Bytes of this rank's masters and gradients."""
+        own = (x for x, w in zip(self.leaves, self.weights, strict=True) if x is not w)
+        return sum(t.nbytes for t in (*own, *self.parts))
+
+    def _round(self) -> None:
+        for leaf, weight in zip(self.leaves, self.weights, strict=True):
+            if leaf is not weight:
+                weight.copy_(leaf)
+
+
+def part_bytes(chunk: Chunk, ranks: int, fp32_master: bool) -> int:
+    """Bytes of what one rank receives of a chunk's gradients."""
+    return sum(aligned(r.part_bytes) for r in reductions(chunk, ranks, fp32_master))
+
+
+def _parts(layout: Sequence[Reduction], buffer: Tensor) -> list[Tensor]:
+    parts, start = [], 0
+    for reduction in layout:
+        part = buffer[start : start + reduction.part_bytes]
+        parts.append(part.view(reduction.dtype))
+        start += aligned(reduction.part_bytes)
+    return parts
+
+
+def _cut(whole: Tensor, piece: Piece) -> Tensor:
+    return whole.view(-1)[piece.start : piece.stop]
+
+
+def leaves_by_param(chunks: Sequence[HostChunk | ShardedChunk]) -> dict[int, Tensor]:
     """Map `id(parameter)` to the tensor that the optimizer updates in its place."""
     return {
-        id(param): leaf
+        id(host.params[index]): leaf
         for host in chunks
-        for param, leaf in zip(host.params, host.leaves, strict=True)
+        for index, leaf in zip(host.owned, host.leaves, strict=True)
     }

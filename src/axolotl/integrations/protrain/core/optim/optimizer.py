@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
-from ..runtime import Device, HostWorker
+from ..runtime import Device, HostWorker, Ranks
 from .gradients import GradientOffload
 from .host_adamw import HostAdamW, Hyperparameters
-from .host_chunks import HostChunk, leaves_by_param
-
-MASTER_KEY = "master"
-"""Key of the fp32 master weight beside exp_avg and exp_avg_sq."""
+from .host_chunks import MASTER_KEY, HostChunk, ShardedChunk, leaves_by_param
+from .reduction import GradientReduction
 
 
 class PagedAdamW(torch.optim.Optimizer):
@@ -39,6 +37,7 @@ class PagedAdamW(torch.optim.Optimizer):
         worker: Runs their updates.
         kind: Host implementation, `torch` or `deepspeed`.
         before_update: Called for each host chunk whose weights are about to change.
+        ranks: Those of the node, each with a shard of every host chunk; None for one.
 
     Raises:
         ConfigError: `plain` is not a `torch.optim.AdamW`.
@@ -48,12 +47,13 @@ class PagedAdamW(torch.optim.Optimizer):
         self,
         plain: torch.optim.Optimizer,
         names: Mapping[int, str],
-        chunks: Sequence[HostChunk],
-        gradients: GradientOffload,
+        chunks: Sequence[HostChunk | ShardedChunk],
+        gradients: GradientOffload | GradientReduction,
         device: Device,
         worker: HostWorker,
         kind: str,
-        before_update: Callable[[HostChunk], None],
+        before_update: Callable[[HostChunk | ShardedChunk], None],
+        ranks: Ranks | None = None,
     ) -> None:
         if type(plain) is not torch.optim.AdamW:
             raise ConfigError(
@@ -68,8 +68,10 @@ class PagedAdamW(torch.optim.Optimizer):
         self._device = device
         self._worker = worker
         self._before_update = before_update
+        self._ranks = ranks
         self._leaves = leaves_by_param(chunks)
-        self._resident = _restrict(plain, lambda p: id(p) not in self._leaves)
+        self._places = _places(chunks)
+        self._resident = _restrict(plain, lambda p: id(p) not in self._places)
         self._check_grouped(chunks)
         self._kind = kind
         self._host = self._host_optimizer()
@@ -88,12 +90,14 @@ class PagedAdamW(torch.optim.Optimizer):
         """
         self._gradients.settle()
         self._apply_clipping()
-        owners = [self._leaves.get(id(p), p) for p in parameters]
-        gradients = [owner.grad for owner in owners if owner.grad is not None]
-        total_norm = self._total_norm(gradients)
+        on_device = [p for p in parameters if id(p) not in self._places]
+        if self._ranks is None:
+            owners = [self._leaves.get(id(p), p) for p in parameters]
+            total_norm = self._total_norm(owners)
+        else:
+            total_norm = self._norm_over_ranks(on_device, self._ranks)
         if math.isinf(max_norm):
             return total_norm
-        on_device = [p for p in parameters if id(p) not in self._leaves]
         torch.nn.utils.clip_grads_with_norm_(on_device, max_norm, total_norm)
         self._clip = (max_norm, total_norm)
         return total_norm
@@ -121,7 +125,7 @@ class PagedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients that no queued update still needs."""
         super().zero_grad(set_to_none)
-        self._gradients.settle()
+        self._gradients.discard()
         self._clip = None
         for host in self._chunks:
             if not self._worker.pending(host.chunk.index):
@@ -134,13 +138,12 @@ class PagedAdamW(torch.optim.Optimizer):
         self.state.clear()
         host_state = self._host.state()
         for param in self._params():
-            leaf = self._leaves.get(id(param))
-            if leaf is None:
+            place = self._places.get(id(param))
+            if place is None:
                 state = self._resident.state.get(param) if self._resident else None
             else:
-                state = host_state.get(id(leaf))
-                if state is not None and leaf.dtype != param.dtype:
-                    state[MASTER_KEY] = leaf
+                host, index = place
+                state = host.whole_state(index, host_state)
             if state is not None:
                 self.state[param] = state
         packed = super().state_dict()
@@ -166,13 +169,16 @@ class PagedAdamW(torch.optim.Optimizer):
         on_device: dict[Tensor, dict[str, Any]] = {}
         for index, state in state_dict["state"].items():
             param = params[index]
-            leaf = self._leaves.get(id(param))
-            if leaf is None:
+            place = self._places.get(id(param))
+            if place is None:
                 on_device[param] = state
                 continue
-            state = dict(state)
-            self._load_master(param, leaf, state)
-            on_host[id(leaf)] = state
+            host, position = place
+            _check_master(host.has_master(position), state)
+            loaded = host.load_state(position, state)
+            if loaded is not None:
+                leaf, own = loaded
+                on_host[id(leaf)] = own
         self._host.load(on_host)
         self._load_device(on_device)
 
@@ -188,6 +194,7 @@ class PagedAdamW(torch.optim.Optimizer):
         state = self._host.state()
         self._chunks, self._gradients = chunks, gradients
         self._leaves = leaves_by_param(chunks)
+        self._places = _places(chunks)
         self._check_grouped(chunks)
         if self._resident is not None:
             for group in self._resident.param_groups:
@@ -235,7 +242,7 @@ class PagedAdamW(torch.optim.Optimizer):
             self._chunks, group_of, self._hyperparameters(), self._kind, self._worker
         )
 
-    def _check_grouped(self, chunks: Sequence[HostChunk]) -> None:
+    def _check_grouped(self, chunks: Sequence[HostChunk | ShardedChunk]) -> None:
         grouped = {id(p) for p in self._params()}
         for host in chunks:
             for param in host.params:
@@ -245,7 +252,17 @@ class PagedAdamW(torch.optim.Optimizer):
                         "is in no parameter group. Freeze it or give it to a group."
                     )
 
-    def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def _norm_over_ranks(self, on_device: Sequence[Tensor], ranks: Ranks) -> Tensor:
+        """What is on the device is the same on all ranks, the rest is in shards."""
+        leaves = [leaf for host in self._chunks for leaf in host.leaves]
+        own = self._total_norm(leaves).double()
+        others = self._total_norm(on_device)
+        shards = ranks.node_sum(own.cpu().square())
+        total = (shards.to(others.device) + others.double().square()).sqrt()
+        return total.to(torch.float32)
+
+    def _total_norm(self, owners: Sequence[Tensor]) -> Tensor:
+        gradients = [owner.grad for owner in owners if owner.grad is not None]
         on_compute = self._device.on_compute()
 
         def norm() -> Tensor:
@@ -292,22 +309,6 @@ class PagedAdamW(torch.optim.Optimizer):
                     "that wrote it."
                 )
 
-    def _load_master(
-        self, param: nn.Parameter, leaf: Tensor, state: dict[str, Any]
-    ) -> None:
-        master = state.pop(MASTER_KEY, None)
-        has_master = leaf.dtype != param.dtype
-        if has_master != (master is not None):
-            written = "with" if master is not None else "without"
-            value = str(master is not None).lower()
-            raise CheckpointError(
-                f"optimizer.pt was written {written} fp32 master weights: resume with "
-                f"protrain_fp32_master: {value}."
-            )
-        if master is not None:
-            self._device.writes((leaf,))
-            leaf.copy_(master)
-
     def _load_device(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         if self._resident is None:
             return
@@ -317,6 +318,27 @@ class PagedAdamW(torch.optim.Optimizer):
             index: states[p] for index, p in enumerate(params) if p in states
         }
         self._resident.load_state_dict(packed)
+
+
+def _places(
+    chunks: Sequence[HostChunk | ShardedChunk],
+) -> dict[int, tuple[HostChunk | ShardedChunk, int]]:
+    """For each host-kept parameter, by id, its chunk and its index there."""
+    return {
+        id(param): (host, index)
+        for host in chunks
+        for index, param in enumerate(host.params)
+    }
+
+
+def _check_master(has_master: bool, state: Mapping[str, Any]) -> None:
+    if has_master != (MASTER_KEY in state):
+        written = "with" if MASTER_KEY in state else "without"
+        value = str(MASTER_KEY in state).lower()
+        raise CheckpointError(
+            f"optimizer.pt was written {written} fp32 master weights: resume with "
+            f"protrain_fp32_master: {value}."
+        )
 
 
 def _on_host(value: Any) -> Any:

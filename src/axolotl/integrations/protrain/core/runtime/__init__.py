@@ -4,6 +4,7 @@ Decides nothing: imports neither cost nor search nor profile.
 """
 
 from .arena import Arena, host_buffer, return_freed_memory
+from .carrier import Carrier
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
     Removable,
@@ -12,8 +13,10 @@ from .hooks import (
     attach_state_dict,
     drop_ended_backward,
 )
+from .lockstep import Lockstep
 from .pager import Pager
 from .races import CheckedDevice
+from .ranks import Ranks
 from .recompute import Recompute
 from .residence import Residence
 from .simulated import DeferredDevice, SimulatedDevice, at_random, at_rate
@@ -23,6 +26,7 @@ from .updates import HostTask, HostWorker
 
 __all__ = [
     "Arena",
+    "Carrier",
     "CheckedDevice",
     "CpuDevice",
     "CudaDevice",
@@ -30,7 +34,9 @@ __all__ = [
     "Device",
     "HostTask",
     "HostWorker",
+    "Lockstep",
     "Pager",
+    "Ranks",
     "Recompute",
     "Removable",
     "Residence",

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import aligned
+from ..layout import aligned, padded_bytes, shard_bytes
+from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
+from .ranks import Ranks
+from .shared import map_shared
 
 
 class Arena:
@@ -24,9 +27,14 @@ class Arena:
 
     Args:
         chunks: The chunks to hold from the start, each at an offset of its own.
+        ranks: Whose node shares the memory; every rank then makes the same calls, and
+            shards begin on pages.
     """
 
-    def __init__(self, chunks: Sequence[Chunk] = ()) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk] = (), ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = ranks
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
         self.nbytes = 0
         self.add(chunks)
@@ -40,13 +48,14 @@ class Arena:
         Returns:
             Their mapping as one uint8 tensor, None when it is empty.
         """
-        nbytes = sum(aligned(chunk.nbytes) for chunk in chunks)
+        sizes = [self._size(chunk) for chunk in chunks]
+        nbytes = sum(sizes)
         if not nbytes:
             return None
-        memory, start = _map_private(nbytes), 0
-        for chunk in chunks:
+        memory, start = self._map(nbytes), 0
+        for chunk, size in zip(chunks, sizes, strict=True):
             self._places[chunk.index] = (memory, start, chunk.nbytes)
-            start += aligned(chunk.nbytes)
+            start += size
         self.nbytes += nbytes
         return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -55,6 +64,14 @@ class Arena:
         memory, start, nbytes = self._places[index]
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
+    def shard(self, chunk: Chunk, ranks: int, rank: int) -> Tensor:
+        """One of the equal shards of a chunk, uint8 of shape [shard_bytes]."""
+        memory, start, _ = self._places[chunk.index]
+        size = shard_bytes(chunk, ranks)
+        return torch.frombuffer(
+            memory, dtype=torch.uint8, count=size, offset=start + rank * size
+        )
+
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
         memory, start, _ = self._places[index]
@@ -62,6 +79,27 @@ class Arena:
             memory, dtype=spec.dtype, count=spec.numel, offset=start + spec.offset
         )
         return flat.view(spec.shape)
+
+    def forget_pages(self) -> None:
+        """Take no part in shared pages until they are touched again."""
+        for memory in {
+            id(place[0]): place[0] for place in self._places.values()
+        }.values():
+            memory.madvise(mmap.MADV_DONTNEED)
+
+    def _size(self, chunk: Chunk) -> int:
+        if self._ranks is None:
+            return aligned(chunk.nbytes)
+        # for one rank of a node too: a chunk that ends on a page begins none in it
+        pages = -(-padded_bytes(chunk, self._ranks.world.local_size) // PAGE_BYTES)
+        return pages * PAGE_BYTES
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        if self._ranks is None or self._ranks.world.local_size == 1:
+            return _map_private(nbytes)
+        memory = map_shared(nbytes, self._ranks)
+        memory.madvise(mmap.MADV_DONTFORK)
+        return memory
 
 
 def host_buffer(nbytes: int) -> Tensor:

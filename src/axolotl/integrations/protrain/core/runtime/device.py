@@ -1,4 +1,4 @@
-"""One small interface to the device: memory, three streams, events.
+"""One small interface to the device: memory, four streams, events.
 
 Work on a stream runs in order; between streams only events order it. `CpuDevice`
 runs everything at once and counts bytes against a budget, `CudaDevice` uses real
@@ -50,6 +50,9 @@ class Stream(Protocol):
     def fill(self, target: Tensor, byte: int) -> None:
         """Queue a fill of a uint8 tensor."""
 
+    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        """Queue work that reads and writes device memory, a collective for example."""
+
 
 class Accesses:
     """What the owners of memory say to `CheckedDevice`; other devices do not listen."""
@@ -77,6 +80,7 @@ class Device(Accesses, ABC):
         torch_device: Where its tensors live.
         fetch: Host to device copies.
         offload: Device to host copies.
+        communicate: Collectives with other ranks.
         stall_s: Seconds that compute has waited for a transfer.
         host_threads: Intra-op threads for host updates, None for torch's own number.
     """
@@ -84,6 +88,7 @@ class Device(Accesses, ABC):
     torch_device: torch.device
     fetch: Stream
     offload: Stream
+    communicate: Stream
     host_threads: int | None = None
 
     def __init__(self) -> None:
@@ -175,6 +180,11 @@ class _ImmediateStream:
     def fill(self, target: Tensor, byte: int) -> None:
         target.fill_(byte)
 
+    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        start = time.perf_counter()
+        work()
+        self._device.stall_s += time.perf_counter() - start
+
 
 _DONE = _DoneEvent()
 
@@ -246,6 +256,7 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self.fetch = _ImmediateStream(self)
         self.offload = _ImmediateStream(self)
+        self.communicate = _ImmediateStream(self)
         self._compute = _ImmediateStream(self)
         self._used = 0
         self._peak = 0
@@ -338,15 +349,20 @@ class _CudaStream:
         with torch.cuda.stream(self._stream):
             target.fill_(byte)
 
+    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
 
 class CudaDevice(Device):
-    """A CUDA device: one stream each way beside the caller's compute stream."""
+    """A CUDA device: streams for copies each way and for collectives beside compute."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.fetch = _CudaStream(torch.cuda.Stream(self.torch_device))
         self.offload = _CudaStream(torch.cuda.Stream(self.torch_device))
+        self.communicate = _CudaStream(torch.cuda.Stream(self.torch_device))
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # launchers set OMP_NUM_THREADS=1, which would make host updates crawl
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -27,6 +27,8 @@ class Pager:
         update_pending: True while a chunk must not be fetched ahead.
         before_ahead: Called with a block that opens in backward, once its own chunks
             are on their way and before others are.
+        before_backward: Called with a block that opens in backward before anything
+            else: what follows it in forward is done.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Pager:
         wait_update: Callable[[int], None],
         update_pending: Callable[[int], bool],
         before_ahead: Callable[[int], None] | None = None,
+        before_backward: Callable[[int], None] | None = None,
     ) -> None:
         self._needed = [
             [
@@ -61,6 +64,7 @@ class Pager:
         self._wait_update = wait_update
         self._update_pending = update_pending
         self._before_ahead = before_ahead
+        self._before_backward = before_backward
         self._window: int | None = None
         self._forward_runs = False
         self._held_back = False
@@ -81,6 +85,8 @@ class Pager:
         """
         if self._window == block:
             return
+        if self._before_backward is not None and direction is Direction.BACKWARD:
+            self._before_backward(block)
         if self._window is not None:
             if self._forward_runs and direction is not Direction.BACKWARD:
                 raise LayoutError(

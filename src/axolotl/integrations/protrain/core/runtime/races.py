@@ -39,7 +39,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -146,9 +146,15 @@ class CheckedDevice(Device):
         self._local = threading.local()
         self._caller = self._local.lane = _Lane("the calling thread")
         self._compute = _Lane("compute")
-        self._lanes = (self._compute, _Lane("fetch"), _Lane("offload"))
+        self._lanes = (
+            self._compute,
+            _Lane("fetch"),
+            _Lane("offload"),
+            _Lane("communicate"),
+        )
         self.fetch = _CheckedStream(self, device.fetch, self._lanes[1])
         self.offload = _CheckedStream(self, device.offload, self._lanes[2])
+        self.communicate = _CheckedStream(self, device.communicate, self._lanes[3])
         self._known: list[_Memory] = []
         self._ended: deque[tuple[_Memory, _Clock]] = deque()
         self._num_buffers = 0
@@ -412,6 +418,15 @@ class _CheckedStream:
             # its operators have been checked
             with _disable_current_modes():
                 self._inner.fill(target, byte)
+
+    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        with self._device.lock:
+            self._device.queue(self.lane)
+            for tensor in memory:
+                self._device.access(self.lane, tensor, True, True)
+        # its operators have been checked
+        with _disable_current_modes():
+            self._inner.call(work, memory)
 
 
 class _CheckedEvent:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from ..layout.tensors import Binding, hold_packing, model_bindings, release_packing
 from ..types import Chunk
 from .arena import Arena, return_freed_memory
+from .carrier import Carrier
 from .device import Device
 from .hooks import Removable
+from .ranks import Ranks
 
 
 class Residence:
@@ -24,6 +26,7 @@ class Residence:
         device: Everything else moves there.
         announce: Called for each chunk once its bytes are in the arena and before its
             parameters point elsewhere: from here on readers must be told.
+        ranks: Fill a shared arena together, each its part; None where one fills it.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class Residence:
         arena: Arena,
         device: Device,
         announce: Callable[[Chunk], None],
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._model = model
         self._bindings = model_bindings(model)
         self._arena = arena
@@ -78,13 +83,19 @@ class Residence:
         release_packing(self._held or [])
         self._held = []
 
-    def refresh(self, chunk: Chunk) -> None:
-        """Queue the copy of a chunk's host weights to the device, on compute."""
-        for spec in chunk.tensors:
-            self._device.compute.copy(
-                self._bindings[spec.name].tensor, self._arena.tensor(chunk.index, spec)
-            )
-        self.refreshed_bytes += chunk.nbytes
+    def refresh(self, chunk: Chunk, source: Tensor, carrier: Carrier) -> None:
+        """Queue the transfer of a chunk's host weights into its buffer, on compute.
+
+        Args:
+            chunk: One that has a buffer of its own.
+            source: Its bytes in the arena, or this rank's shard of them.
+            carrier: Brings them.
+        """
+        first = self._bindings[chunk.tensors[0].name].tensor
+        buffer = source.new_empty(0, device=first.device).set_(first.untyped_storage())
+        compute = self._device.compute
+        compute.wait(carrier.bring(compute, buffer, source))
+        self.refreshed_bytes += source.nbytes
 
     def attach_side_state(
         self, owner: nn.Module, chunk: Chunk, params: Collection[str]
@@ -124,6 +135,13 @@ class Residence:
             owner.register_state_dict_post_hook(show_device),
         ]
 
+    def _fills(self, chunk: Chunk, number: int) -> bool:
+        """What trains may have begun at random: there the first rank's values count."""
+        if self._ranks is None:
+            return True
+        filler = 0 if chunk.trainable else number % self._ranks.world.local_size
+        return self._ranks.local_rank == filler
+
     def _place_others(self, on_host: set[str]) -> None:
         # first: one small view would keep a whole mapped shard of the file alive
         for name, binding in self._bindings.items():
@@ -135,10 +153,11 @@ class Residence:
     def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
         buffer = buffer_of(chunk)
         if chunk.index not in self._moved:
-            for spec in chunk.tensors:
-                self._arena.tensor(chunk.index, spec).copy_(
-                    self._bindings[spec.name].tensor
-                )
+            for number, spec in enumerate(chunk.tensors):
+                if self._fills(chunk, number):
+                    self._arena.tensor(chunk.index, spec).copy_(
+                        self._bindings[spec.name].tensor
+                    )
             self._announce(chunk)
             self._moved[chunk.index] = chunk
         for spec in chunk.tensors:

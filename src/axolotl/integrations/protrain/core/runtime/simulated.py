@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -53,8 +53,9 @@ class SimulatedDevice(CpuDevice):
         self._queues = (
             _QueuedStream("protrain-fetch", fetch),
             _QueuedStream("protrain-offload", offload),
+            _QueuedStream("protrain-communicate", lambda _nbytes: 0.0),
         )
-        self.fetch, self.offload = self._queues
+        self.fetch, self.offload, self.communicate = self._queues
         self._on_caller = _CallerStream(self, fetch)
 
     @property
@@ -95,18 +96,18 @@ class DeferredDevice(CpuDevice):
         self._moments = None if seed is None else random.Random(seed)  # nosec B311
         self.lock = threading.RLock()
         self.ended: list[str] = []
-        self._queues = [_DeferredStream(self) for _ in range(2 + queue_compute)]
-        self.fetch, self.offload = self._queues[:2]
+        self._queues = [_DeferredStream(self) for _ in range(3 + queue_compute)]
+        self.fetch, self.offload, self.communicate = self._queues[:3]
         self._on_caller = _ImmediateStream(self)
         self._opener = threading.current_thread()
 
     @property
     def compute(self) -> Stream:
-        return self._queues[2] if len(self._queues) > 2 else self._on_caller
+        return self._queues[3] if len(self._queues) > 3 else self._on_caller
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Queue a kernel on compute, which must be a queue."""
-        self._queues[2].launch(kernel)
+        self._queues[3].launch(kernel)
 
     def wait_stalled(self, event: Event) -> None:
         self.compute.wait(event)
@@ -164,6 +165,9 @@ class _DeferredStream:
 
     def launch(self, kernel: Callable[[], object]) -> None:
         self._add(kernel)
+
+    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        self._add(work)
 
     def carry_out(self, position: int) -> None:
         """Everything up to a position, and what that waits for."""
@@ -281,6 +285,9 @@ class _QueuedStream:
 
     def fill(self, target: Tensor, byte: int) -> None:
         self._queue(partial(target.fill_, byte))
+
+    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        self._queue(work)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .carrier import Carrier
 from .device import POISON_BYTE, Device, Event
 
 
@@ -18,41 +19,41 @@ class Slot:
         buffer: uint8 device tensor; its address never changes.
         device: Where the copies run.
         poison: Fill the buffer with NaN bytes when its chunk leaves.
+        carrier: Brings the chunks; by default copies them whole.
     """
 
-    def __init__(self, buffer: Tensor, device: Device, poison: bool) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        device: Device,
+        poison: bool,
+        carrier: Carrier | None = None,
+    ) -> None:
         self.buffer = buffer
         self.holds: int | None = None
         self._device = device
         self._poison = poison
+        self._carrier = carrier or Carrier(device)
         self._arrival: Event | None = None
-        self._targets: dict[int, Tensor] = {}
         # a block that is read without being called must not find plausible bytes
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
 
     def fetch(self, chunk: int, source: Tensor) -> None:
-        """Queue the copy of a chunk's bytes (uint8, host) into the slot."""
+        """Queue the transfer of a chunk into the slot; see `Carrier.bring`."""
         stream = self._device.fetch
         stream.wait(self._last_use)
         if self._poison:
             stream.fill(self.buffer, POISON_BYTE)
-        stream.copy(self._target(chunk, source), source)
-        self._arrival = stream.record()
+        self._arrival = self._carrier.bring(stream, self.buffer, source)
         self.holds = chunk
 
     def release(self) -> None:
         """Let go of the device memory; the slot cannot be used again."""
         self._device.free(self.buffer)
-        self._targets.clear()
+        self._carrier.forget_buffers()
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
-
-    def _target(self, chunk: int, source: Tensor) -> Tensor:
-        # made once: slicing costs more than queueing the copy
-        if chunk not in self._targets:
-            self._targets[chunk] = self.buffer[: source.numel()]
-        return self._targets[chunk]
 
     def forget(self) -> None:
         """The host copy changed: the content is stale and must be fetched again."""

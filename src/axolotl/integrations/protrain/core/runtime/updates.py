@@ -44,6 +44,22 @@ class HostTask(Generic[Result]):
         self._future.exception(timeout_s)
         self._end.synchronize()
 
+    def everywhere(self) -> bool:
+        """True once it has run, here and on the ranks that its result stands for."""
+        return self.done() and (
+            (others := self._others()) is None or others.is_completed()
+        )
+
+    def wait_everywhere(self) -> None:
+        """Block until then; raise what has become of the others."""
+        self.wait()
+        others = self._others()
+        if others is not None:
+            others.wait()
+
+    def _others(self) -> Any:
+        return None if self._future.exception() else self._future.result()
+
     def result(self, timeout_s: float | None = None) -> Result:
         """Block until it has run; raise what it raised."""
         self.wait(timeout_s)
@@ -72,7 +88,10 @@ class HostWorker:
     def submit(
         self, task: Callable[[], Result], changes: int | None = None
     ) -> HostTask[Result]:
-        """Queue work; `changes` names the chunk whose weights it changes, if any."""
+        """Queue work; `changes` names the chunk whose weights it changes, if any.
+
+        Such work may return what is done once other ranks have changed it too.
+        """
         if changes is not None:
             self.wait(changes)
         queued = self._newest = HostTask(self._pool, self._device, task)
@@ -85,22 +104,24 @@ class HostWorker:
         update = self._last.get(chunk)
         if update is None:
             return False
-        if update.done():
-            self.wait(chunk)
-            return False
-        return True
+        if not update.everywhere():
+            return True
+        self.wait(chunk)
+        return False
 
     def wait(self, chunk: int) -> None:
         """Block until the chunk's update is done; raise what it raised."""
         update = self._last.get(chunk)
         if update is None:
             return
-        if not update.done():
-            start = time.perf_counter()
-            update.wait()
-            self.waited_s += time.perf_counter() - start
-        # forgotten only now: a signal handler may wait for the same chunk meanwhile
-        self._last.pop(chunk, None)
+        try:
+            if not update.everywhere():
+                start = time.perf_counter()
+                update.wait_everywhere()
+                self.waited_s += time.perf_counter() - start
+        finally:
+            # forgotten only now: a signal handler may wait for the same chunk meanwhile
+            self._last.pop(chunk, None)
         update.result()
 
     def drain(self) -> None:
