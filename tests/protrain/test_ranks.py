@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from axolotl_jobs import LORA, Job, Pair, Result, assert_equal, pair
+from axolotl_jobs import LORA, Job, Pair, Result, assert_equal, overrides, pair
 
 Run = Callable[[Job], Result]
 
@@ -27,3 +27,18 @@ def test_resident(run: Run, jobs: Pair) -> None:
     assert resident.report["plan"]["mode"] == "A"
     ranks = resident.report["ranks"]
     assert len(ranks) == RANKS and len({rank["plan"] for rank in ranks}) == 1
+
+
+PAGED_PAIRS = {
+    "lora": pair("llama", LORA, ACCUMULATE, plan=overrides(1, 2, 1), num_ranks=RANKS),
+    "full": pair("llama", ACCUMULATE, plan=overrides(1, 2, 1), num_ranks=RANKS),
+}
+
+
+@pytest.mark.parametrize("jobs", PAGED_PAIRS.values(), ids=PAGED_PAIRS.keys())
+def test_paged(run: Run, jobs: Pair) -> None:
+    """Mode B."""
+    paged, plain = run(jobs.paged), run(jobs.plain)
+    assert_equal(paged, plain)
+    assert paged.report["plan"]["mode"] == "B"
+    assert all(rank["num_fetches"] > 0 for rank in paged.report["ranks"])

@@ -85,6 +85,23 @@ def host_kept(forecast: Forecast) -> list[str]:
     ]
 
 
+def gradient_order(forecast: Forecast) -> tuple[int, ...]:
+    """Chunks in the order in which the traced backward was done with them."""
+    chunk_of = {
+        spec.name: chunk.index
+        for chunk in forecast.layout.chunks
+        for spec in chunk.tensors
+    }
+    done: dict[int, None] = {}
+    for segment in forecast.trace.segments:
+        for name, _ in segment.gradients:
+            if name in chunk_of:
+                # the last gradient of a chunk decides
+                done.pop(chunk_of[name], None)
+                done[chunk_of[name]] = None
+    return tuple(done)
+
+
 def plan_hash(plan: Plan, layout: Layout) -> str:
     """The same for ranks that place the same parameters in the same way."""
     return hashlib.sha256(repr((plan, layout)).encode()).hexdigest()[:12]

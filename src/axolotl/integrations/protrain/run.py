@@ -40,11 +40,16 @@ from .core.profile import (
     measure_blocks,
     meta_twin,
 )
-from .core.runtime import CheckedDevice, open_device
-from .core.runtime.ranks import Ranks
+from .core.runtime import CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
 from .core.types import Hardware, World
-from .data_parallel import host_kept, ignore_in_ddp, plan_hash, require_same
+from .data_parallel import (
+    gradient_order,
+    host_kept,
+    ignore_in_ddp,
+    plan_hash,
+    require_same,
+)
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
 from .report import WATCHED_STEPS, RunReport, format_bytes, summary
@@ -109,6 +114,8 @@ class TrainingRun:
                 "this trainer has trained paged before; build a new one for another run"
             )
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # who is gone is noticed here; making a group would wait for it
+            dist.barrier()
             self.ranks = Ranks(device.type)
         self._on_all(partial(_refuse_quantised, model))
         self._is_adapter = bool(adapter_names(model))
@@ -130,7 +137,9 @@ class TrainingRun:
                 fp32_master=self.args.protrain_fp32_master,
                 cpu_optimizer=self.args.protrain_cpu_optimizer,
                 swap_bytes=forecast.moved.out,
+                gradient_order=gradient_order(forecast),
             ),
+            self.ranks,
         )
         if self.ranks is not None:
             self._unhide = ignore_in_ddp(model, host_kept(forecast))
@@ -163,9 +172,8 @@ class TrainingRun:
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward and backward of one rank begins; the last of a step is told so."""
-        session = self.session
-        if session is not None and self.ranks is not None and session.plan.mode != "A":
-            session.begin_micro_batch(synchronises)  # type: ignore[attr-defined]
+        if self.session is not None:
+            self.session.begin_micro_batch(synchronises)
 
     def begin_step(self, number: int, state: TrainerState) -> None:
         """An optimizer step begins, the `number`-th of this run."""
