@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from axolotl_jobs import LORA, PAGED, PROTRAIN, SEEDING, free_port, job
+from axolotl_jobs import LORA, PAGED, PROTRAIN, SEEDING, free_port, job, overrides
 from axolotl_worker import ENVIRONMENT
 from dying_plugin import PHASES, WORDS
 from tiny_models import build_inputs, build_model
@@ -22,7 +22,9 @@ from tiny_models import build_inputs, build_model
 LIMIT_S = 60
 SHARED_MEMORY = Path("/dev/shm")
 MODES: dict[str, dict[str, Any]] = {
-    "resident": {"protrain_force_all_persistent": True},
+    "full": overrides(1, 2, 1),
+    "adapter": {**LORA, **overrides(1, 2, 1)},
+    "resident": {**LORA, "protrain_force_all_persistent": True},
 }
 DYING = {
     "plugins": [PROTRAIN, SEEDING, "dying_plugin.DyingPlugin"],
@@ -49,9 +51,8 @@ class Launch:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._root = root
-        adapter = LORA if mode != "full" else {}
         keys = {"output_dir": str(folder / "out")}
-        settings = job("llama", adapter, PAGED, MODES[mode], DYING, keys).settings
+        settings = job("llama", PAGED, MODES[mode], DYING, keys).settings
         self.config = folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(settings))
         self._environment = {
@@ -108,18 +109,20 @@ def _marked(process: psutil.Process, mark: str) -> bool:
 
 
 def deaths() -> list[Any]:
+    """Each phase and manner of death on one rank or the other; few of them by default."""
     cases = []
     for number, phase in enumerate(PHASES):
         for how in ("raise", "kill"):
             rank = (number + (how == "kill")) % 2
-            marks = () if (phase, how) == ("backward", "raise") else pytest.mark.full
-            case = f"{rank}:{phase}:{how}"
-            cases.append(pytest.param(case, id=case, marks=marks))
+            for mode in MODES if phase == "backward" else ("full",):
+                by_default = (mode, phase, how) == ("full", "backward", "raise")
+                marks = () if by_default else pytest.mark.full
+                case = f"{rank}:{phase}:{how}"
+                cases.append(pytest.param(mode, case, id=f"{mode}-{case}", marks=marks))
     return cases
 
 
-@pytest.mark.parametrize("death", deaths())
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "death"), deaths())
 def test_under_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> None:
     launch = Launch(root, tmp_path, mode, DIE=death)
     shared = set(SHARED_MEMORY.iterdir())
@@ -134,12 +137,11 @@ def test_under_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "death", ["1:loading:raise", "0:planning:kill", "1:backward:kill"]
+    "death", ["0:planning:kill", "1:backward:kill"]
 )
-@pytest.mark.parametrize("mode", MODES)
-def test_without_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> None:
+def test_without_an_agent(root: Path, tmp_path: Path, death: str) -> None:
     """The survivor notices by itself."""
-    launch = Launch(root, tmp_path, mode, DIE=death)
+    launch = Launch(root, tmp_path, "full", DIE=death)
     port = str(free_port())
     ranks = [
         launch.start(

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from axolotl_jobs import LORA, Job, Pair, Result, assert_equal, overrides, pair
+from axolotl_jobs import (
+    LORA,
+    Job,
+    Pair,
+    Result,
+    assert_equal,
+    history_differences,
+    overrides,
+    pair,
+    weight_differences,
+)
 
 Run = Callable[[Job], Result]
 
@@ -29,16 +39,39 @@ def test_resident(run: Run, jobs: Pair) -> None:
     assert len(ranks) == RANKS and len({rank["plan"] for rank in ranks}) == 1
 
 
-PAGED_PAIRS = {
-    "lora": pair("llama", LORA, ACCUMULATE, plan=overrides(1, 2, 1), num_ranks=RANKS),
-    "full": pair("llama", ACCUMULATE, plan=overrides(1, 2, 1), num_ranks=RANKS),
+PLANS = {"some": overrides(1, 2, 1), "all": overrides(0, 2, 1)}
+UNCLIPPED = {"max_grad_norm": 0.0}
+ROUNDING = 1e-6
+"""Ranks add up the squares of their own shards, in another order than plain clipping."""
+
+PAGED_LORA = {
+    name: pair("llama", LORA, ACCUMULATE, plan=plan, num_ranks=RANKS)
+    for name, plan in PLANS.items()
 }
+PAGED_FULL = {
+    name: pair("llama", ACCUMULATE, UNCLIPPED, plan=plan, num_ranks=RANKS)
+    for name, plan in PLANS.items()
+}
+CLIPPED_FULL = pair("llama", ACCUMULATE, plan=PLANS["some"], num_ranks=RANKS)
 
 
-@pytest.mark.parametrize("jobs", PAGED_PAIRS.values(), ids=PAGED_PAIRS.keys())
-def test_paged(run: Run, jobs: Pair) -> None:
-    """Mode B."""
+@pytest.mark.parametrize("jobs", PAGED_LORA.values(), ids=PAGED_LORA.keys())
+def test_adapters_over_a_paged_base(run: Run, jobs: Pair) -> None:
     paged, plain = run(jobs.paged), run(jobs.plain)
     assert_equal(paged, plain)
     assert paged.report["plan"]["mode"] == "B"
     assert all(rank["num_fetches"] > 0 for rank in paged.report["ranks"])
+
+
+@pytest.mark.parametrize("jobs", PAGED_FULL.values(), ids=PAGED_FULL.keys())
+def test_paged_weights(run: Run, jobs: Pair) -> None:
+    """Also where nothing that trains is left for DDP."""
+    paged, plain = run(jobs.paged), run(jobs.plain)
+    assert not weight_differences(paged.weights, plain.weights, tolerance=0)
+    assert not history_differences(paged.history, plain.history, ROUNDING)
+    assert all(rank["num_reduces"] > 0 for rank in paged.report["ranks"])
+
+
+@pytest.mark.parametrize("jobs", [CLIPPED_FULL], ids=["full"])
+def test_clipping(run: Run, jobs: Pair) -> None:
+    assert_equal(run(jobs.paged), run(jobs.plain), ROUNDING)
