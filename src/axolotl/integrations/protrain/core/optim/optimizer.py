@@ -257,20 +257,22 @@ class PagedAdamW(torch.optim.Optimizer):
 
         What is on the device is the same on all ranks, the rest is in shards.
         """
-        squares = [host.squares() for host in self._chunks]
-        shards = ranks.node_sum(torch.cat(squares)).sqrt().split([*map(len, squares)])
-        of_chunk = dict(zip(map(id, self._chunks), shards, strict=True))
+        sharded = [host for host in self._chunks if isinstance(host, ShardedChunk)]
+        squares = [host.squares() for host in sharded]
+        sums = ranks.node_sum(torch.cat(squares)).sqrt().split([*map(len, squares)])
+        of_shards = {
+            id(param): norm.to(host.gradient_dtype(index))
+            for host, own in zip(sharded, sums, strict=True)
+            for index, (param, norm) in enumerate(zip(host.params, own, strict=True))
+            if host.is_used(index)
+        }
         norms: dict[torch.dtype, list[Tensor]] = {}
         for param in params:
-            place = self._places.get(id(param))
-            if place is None and param.grad is not None:
+            norm = of_shards.get(id(param))
+            if norm is None and param.grad is not None:
                 norm = torch.linalg.vector_norm(param.grad)
-            elif place is not None and place[0].is_used(place[1]):
-                host, index = place
-                norm = of_chunk[id(host)][index].to(host.gradient_dtype(index))
-            else:
-                continue
-            norms.setdefault(norm.dtype, []).append(norm)
+            if norm is not None:
+                norms.setdefault(norm.dtype, []).append(norm)
         where = params[0].device
         every = [norm.to(where) for own in norms.values() for norm in own]
         return torch.linalg.vector_norm(torch.stack(every))
