@@ -157,6 +157,7 @@ def make_plan(
     swap: Collection[int] = (),
     outside: Placement = Placement.RESIDENT,
     inside: Placement = Placement.RESIDENT,
+    shards: int = 1,
 ) -> Plan:
     """A plan from what is resident and which blocks recompute, swap, or both.
 
@@ -181,6 +182,7 @@ def make_plan(
         placements=placements,
         policies=tuple(_POLICY[index in swap, index in recompute] for index in blocks),
         origin="test",
+        shards=shards,
     )
 
 

@@ -166,6 +166,19 @@ class Session:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def host_kept(self) -> frozenset[str]:
+        """Every name of every parameter that is on the host: none of DDP's business."""
+        names = {
+            spec.name
+            for chunk in self.layout.chunks
+            if self.plan.placements[chunk.index].on_host
+            for spec in chunk.tensors
+        }
+        kept = {id(p) for name, p in self._params.items() if name in names}
+        every = self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, p in every if id(p) in kept)
+
     def host_weight(self, name: str) -> Tensor:
         """The true value of a host-kept parameter, whatever its slot holds."""
         self.settle()

@@ -274,6 +274,24 @@ class ShardedChunk:
         """Whether an update would change anything, on whatever rank."""
         return bool(self._used)
 
+    def is_used(self, index: int) -> bool:
+        """Whether any rank has a gradient of a parameter."""
+        return index in self._used
+
+    def gradient_dtype(self, index: int) -> torch.dtype:
+        """In which a parameter's gradients are summed."""
+        return self._whole_leaves[index].dtype
+
+    def squares(self) -> Tensor:
+        """Sum of squares of this rank's piece of each gradient, fp64."""
+        self._device.reads(self.gradients)
+        found = torch.zeros(len(self.params), dtype=torch.float64)
+        for index, leaf in zip(self.owned, self.leaves, strict=True):
+            if leaf.grad is not None:
+                norm = torch.linalg.vector_norm(leaf.grad, dtype=torch.float64)
+                found[index] = norm.square()
+        return found
+
     def arrived(self, used: Iterable[int]) -> None:
         """The averages are in `parts`; `used` are the parameters that have any."""
         self._used = frozenset(used)

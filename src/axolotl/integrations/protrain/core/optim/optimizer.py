@@ -95,7 +95,7 @@ class PagedAdamW(torch.optim.Optimizer):
             owners = [self._leaves.get(id(p), p) for p in parameters]
             total_norm = self._total_norm(owners)
         else:
-            total_norm = self._norm_over_ranks(on_device, self._ranks)
+            total_norm = self._norm_over_ranks(parameters, self._ranks)
         if math.isinf(max_norm):
             return total_norm
         torch.nn.utils.clip_grads_with_norm_(on_device, max_norm, total_norm)
@@ -252,14 +252,30 @@ class PagedAdamW(torch.optim.Optimizer):
                         "is in no parameter group. Freeze it or give it to a group."
                     )
 
-    def _norm_over_ranks(self, on_device: Sequence[Tensor], ranks: Ranks) -> Tensor:
-        """What is on the device is the same on all ranks, the rest is in shards."""
-        leaves = [leaf for host in self._chunks for leaf in host.leaves]
-        own = self._total_norm(leaves).double()
-        others = self._total_norm(on_device)
-        shards = ranks.node_sum(own.cpu().square())
-        total = (shards.to(others.device) + others.double().square()).sqrt()
-        return total.to(torch.float32)
+    def _norm_over_ranks(self, params: Sequence[Tensor], ranks: Ranks) -> Tensor:
+        """As `get_total_norm`: a norm for each gradient, in its dtype, and one of those.
+
+        What is on the device is the same on all ranks, the rest is in shards.
+        """
+        sharded = [host for host in self._chunks if isinstance(host, ShardedChunk)]
+        squares = [host.squares() for host in sharded]
+        sums = ranks.node_sum(torch.cat(squares)).sqrt().split([*map(len, squares)])
+        of_shards = {
+            id(param): norm.to(host.gradient_dtype(index))
+            for host, own in zip(sharded, sums, strict=True)
+            for index, (param, norm) in enumerate(zip(host.params, own, strict=True))
+            if host.is_used(index)
+        }
+        norms: dict[torch.dtype, list[Tensor]] = {}
+        for param in params:
+            norm = of_shards.get(id(param))
+            if norm is None and param.grad is not None:
+                norm = torch.linalg.vector_norm(param.grad)
+            if norm is not None:
+                norms.setdefault(norm.dtype, []).append(norm)
+        where = params[0].device
+        every = [norm.to(where) for own in norms.values() for norm in own]
+        return torch.linalg.vector_norm(torch.stack(every))
 
     def _total_norm(self, owners: Sequence[Tensor]) -> Tensor:
         gradients = [owner.grad for owner in owners if owner.grad is not None]

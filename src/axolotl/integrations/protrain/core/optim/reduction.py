@@ -61,7 +61,7 @@ class GradientReduction:
         self._sums_arena = Arena()
         self._pinned: Tensor | None = None
         self._synchronises = True
-        self._due = False
+        self._due = self._ends = False
         self._next = 0
         self._own_bytes = 0
 
@@ -95,12 +95,21 @@ class GradientReduction:
         """A forward begins; with `synchronises` it is the last one of a step."""
         self._synchronises = synchronises
         if synchronises:
-            self._due, self._next = True, 0
+            self._due, self._ends, self._next = True, False, 0
 
     def reach(self, block: int) -> None:
         """Backward has come to a block: what follows it in forward is done."""
-        if self._due and block in self._first_of_block:
+        if not self._due:
+            return
+        if not self._ends:
+            # before the hooks of DDP that wait, and called once all of backward has run
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if block in self._first_of_block:
             self._launch_until(self._first_of_block[block])
+
+    def _end_backward(self) -> None:
+        self._launch_until(len(self._waiting))
 
     def settle(self) -> None:
         """Return once every averaged gradient is in its leaf.
@@ -182,6 +191,8 @@ class GradientReduction:
     def _launch(self, waiting: _Waiting) -> None:
         device, turn = self._device, self._next % NUM_BUFFERS
         buffer, host = self._buffers[turn], waiting.host
+        # who has not used the chunk has not waited for its last update either
+        self._worker.wait(host.chunk.index)
         sums = self._fetch_sums(waiting)
         device.compute.wait(self._free[turn])
         shares = []

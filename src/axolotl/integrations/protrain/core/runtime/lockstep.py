@@ -6,6 +6,7 @@ images, a dropped layer) has to fetch its chunks all the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,17 +37,23 @@ class Lockstep(Pager):
         if turns or (self._is_behind(block) and not again):
             self.complete()
             self._begin(direction)
-        for passed in [block] if again else self._until(block):
-            super().open(passed, self._direction)
+        if not again:
+            self._pass(self._until(block)[:-1])
+        super().open(block, self._direction)
         self._at = block
 
     def complete(self) -> None:
         """Open what is left of the pass."""
-        last = 0 if self._down else self._num_blocks - 1
-        for passed in self._until(last) if self._at != self._start else []:
-            super().open(passed, self._direction)
-            self._at = passed
+        if self._at != self._start:
+            self._pass(self._until(0 if self._down else self._num_blocks - 1))
         self.close_any()
+
+    def _pass(self, blocks: Iterable[int]) -> None:
+        """Open what others may use and this rank does not."""
+        for block in blocks:
+            super().open(block, self._direction)
+            self.close_any()
+            self._at = block
 
     @property
     def _down(self) -> bool:

@@ -283,7 +283,7 @@ class CheckedDevice(Device):
     ) -> _Memory:
         """A lane reads or writes memory on the device or the host."""
         start, end = _span(tensor)
-        memory = self._at(start)
+        memory = self._at(start) or self._pinned_part(start, end)
         if memory is None:
             name = f"a tensor {list(tensor.shape)} of {tensor.dtype}"
             memory = self._new(tensor, name, on_device)
@@ -291,7 +291,8 @@ class CheckedDevice(Device):
         if writes and memory.in_use:
             raise RaceError(f"{memory.name}: {act}, but compute has not ended its use")
         time = lane.tick()
-        for part in memory.parts(start, end):
+        within = max(start, memory.start), min(end, memory.end)
+        for part in memory.parts(*within):
             part.check(lane.clock, act, writes, memory)
             if writes:
                 part.written, part.read = {lane: time}, {}
@@ -321,6 +322,12 @@ class CheckedDevice(Device):
         at = bisect_right(self._known, address, key=_start) - 1
         found = self._known[at] if at >= 0 else None
         return found if found is not None and address < found.end else None
+
+    def _pinned_part(self, start: int, end: int) -> _Memory | None:
+        """What is page-locked of memory that begins in the shard of another rank."""
+        at = bisect_left(self._known, start, key=_start)
+        inside = self._known[at : at + 1]
+        return inside[0] if inside and inside[0].start < end else None
 
     def _new(self, tensor: Tensor, name: str, on_device: bool) -> _Memory:
         storage = tensor.untyped_storage()
