@@ -11,7 +11,9 @@ from .memory import (
 )
 from .states import StateBytes, host_bytes, state_bytes
 from .time import (
+    COMMUNICATE,
     MAX_IN_FLIGHT,
+    Collectives,
     HostWork,
     StepTime,
     closed_form_s,
@@ -22,8 +24,10 @@ from .time import (
 )
 
 __all__ = [
+    "COMMUNICATE",
     "MAX_IN_FLIGHT",
     "Activations",
+    "Collectives",
     "DeviceEstimate",
     "HostEstimate",
     "HostWork",

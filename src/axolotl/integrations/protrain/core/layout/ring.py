@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ..errors import ConfigError
 from ..types import Layout, Placement
+from .shards import padded_bytes
 
 
 def slot_floor(layout: Layout, placements: Sequence[Placement]) -> int:
@@ -28,12 +29,13 @@ def slot_floor(layout: Layout, placements: Sequence[Placement]) -> int:
 
 
 def slot_bytes(
-    layout: Layout, placements: Sequence[Placement], n_buffer: int
+    layout: Layout, placements: Sequence[Placement], n_buffer: int, shards: int = 1
 ) -> tuple[int, ...]:
-    """Size of each slot in bytes: the largest chunk that the ring sends through it."""
+    """Size of each slot in bytes: the largest chunk that the ring sends through it,
+    padded to whole shards."""
     through_slots = Placement.PAGED
     paged = [
-        chunk.nbytes
+        chunk.nbytes if shards == 1 else padded_bytes(chunk, shards)
         for chunk, placement in zip(layout.chunks, placements, strict=True)
         if placement is through_slots
     ]
