@@ -11,6 +11,7 @@ from .memory import (
 )
 from .states import StateBytes, host_bytes, state_bytes
 from .time import (
+    ALONE,
     COMMUNICATE,
     MAX_IN_FLIGHT,
     Collectives,
@@ -24,6 +25,7 @@ from .time import (
 )
 
 __all__ = [
+    "ALONE",
     "COMMUNICATE",
     "MAX_IN_FLIGHT",
     "Activations",

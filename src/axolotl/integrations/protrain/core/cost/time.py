@@ -46,6 +46,7 @@ ADAM_MOVED_BYTES = 7
 moments, writes all but the gradient. Other host work is charged by its bytes."""
 
 ALONE = World()
+"""One process."""
 
 COMPUTE_BOUND_SHARE = 0.01
 """Compute bounds the step if it stands still for less than this share of it."""
