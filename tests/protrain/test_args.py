@@ -27,7 +27,6 @@ from axolotl.integrations.protrain.args import (
 from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
 from axolotl.integrations.protrain.refusals import (
     EXCLUDED,
-    NOT_AVAILABLE,
     refusals,
 )
 
@@ -362,11 +361,6 @@ REFUSED_IN_AXOLOTL = [
     ("optimizer: adamw_bnb_8bit", {"optimizer": "adamw_bnb_8bit"}),
     ("optimizer: sgd", {"optimizer": "sgd"}),
     ("optimizer: paged_adamw_8bit", {"optimizer": "paged_adamw_8bit"}),
-    (
-        "protrain_force_replicated_cpu_offload",
-        {"protrain_force_replicated_cpu_offload": True},
-    ),
-    ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
 ]
 
 # Axolotl itself stops these on a machine without ring_flash_attn, before our turn.
@@ -395,16 +389,11 @@ def test_refused_where_axolotl_would_let_it_pass(named, settings):
 
 
 def test_every_row_of_the_tables_is_tried_and_names_a_real_field():
-    rows = {row.key for row in (*NOT_AVAILABLE, *EXCLUDED)}
+    rows = {row.key for row in EXCLUDED}
     assert rows <= set(Merged.model_fields)
     cases = REFUSED_IN_AXOLOTL + REFUSED_AFTER_AXOLOTL
     tried = {key for _, settings in cases for key in settings}
     assert rows - tried == {"protrain_cpu_optimizer"}
-
-
-@pytest.mark.parametrize("row", NOT_AVAILABLE, ids=lambda row: row.key)
-def test_missing_machinery_is_called_that(row):
-    assert "is not available in this version" in row.message(True)
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -476,6 +465,12 @@ def test_two_force_flags(force):
 def test_no_way_to_choose_a_plan():
     text = complaint(protrain_auto_mode=False)
     assert text.startswith("`protrain_auto_mode: false` leaves no plan.")
+
+
+@pytest.mark.parametrize("force", [REPLICATED, SHARDED], ids=str)
+def test_a_way_to_page_and_knobs_by_hand(force):
+    cfg = validate(**force, protrain_n_buffer_override=3)
+    assert overrides(cfg).n_buffer == 3 and not cfg.protrain_auto_mode
 
 
 @pytest.mark.parametrize("knob", ["n_persist", "n_buffer", "n_swap", "n_checkpoint"])
@@ -645,7 +640,6 @@ class TestThroughThePlugin:
             ("load_in_8bit", {**LORA, "load_in_8bit": True}),
             ("optimizer: muon", {"optimizer": "muon"}),
             ("torch_compile", {"torch_compile": "auto"}),
-            ("protrain_zero3_shard", {"protrain_zero3_shard": True}),
             ("protrain_capacity_bytes", {"protrain_capacity_bytes": "lots"}),
         ],
     )

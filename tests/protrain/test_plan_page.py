@@ -180,6 +180,7 @@ def forecast(
             "n_swap": 3,
             "n_checkpoint": policies.count("recompute"),
             "mode": "B",
+            "num_ranks": 2,
             "resident_chunks": resident,
             "num_chunks": num_blocks,
             "num_blocks": num_blocks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from core_models import layouts
@@ -31,6 +31,7 @@ from axolotl.integrations.protrain.core.types import (
     Trace,
     Work,
     Workload,
+    World,
 )
 
 PLENTY = 1 << 50
@@ -41,7 +42,11 @@ RATES = (
     "offload_both_bytes_s",
     "adam_bytes_s",
     "memory_bytes_s",
+    "gather_bytes_s",
+    "reduce_bytes_s",
+    "across_bytes_s",
 )
+WORLDS = [World(), World(2, 2), World(4, 4), World(3, 1), World(4, 2)]
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Case:
 
     def _plans(self) -> Iterator[Plan]:
         layout, master = self.layout, self.workload.fp32_master
+        shared = self.workload.world.local_size
         nothing = place(layout, 0, master, Placement.RESIDENT)
         interval = self.search().swap_interval
         most = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
@@ -103,16 +109,19 @@ class Case:
                 num_paged = placements.count(Placement.PAGED)
                 for n_buffer in range(floor, min(most, num_paged) + 1):
                     for swapping, recomputed in self._rows(interval):
-                        yield make_plan(
-                            layout,
-                            n_persist,
-                            n_buffer,
-                            swapping,
-                            recomputed,
-                            master,
-                            outside,
-                            swap_interval=interval,
-                        )
+                        # what is not paged is not shared
+                        for shards in {1, shared} if num_paged else {1}:
+                            yield make_plan(
+                                layout,
+                                n_persist,
+                                n_buffer,
+                                swapping,
+                                recomputed,
+                                master,
+                                outside,
+                                swap_interval=interval,
+                                shards=shards,
+                            )
 
     def _rows(self, interval: int) -> Iterator[tuple[int, int]]:
         """Swapping and recomputed blocks: none and the paper's bound with every number
@@ -141,8 +150,10 @@ def missing_bytes(error: BudgetError) -> int:
 
 
 @st.composite
-def cases(draw: st.DrawFn, trained: bool | None = None) -> Case:
-    """Any small layout, what its blocks could hold and take, on any machine."""
+def cases(
+    draw: st.DrawFn, trained: bool | None = None, worlds: Sequence[World] = WORLDS
+) -> Case:
+    """Any small layout, what its blocks could hold and take, on any machines."""
     layout = draw(layouts())
     if trained is not None:
         chunks = tuple(replace(c, trainable=trained) for c in layout.chunks)
@@ -166,6 +177,7 @@ def cases(draw: st.DrawFn, trained: bool | None = None) -> Case:
             update_copies=draw(st.sampled_from([0.0, 1.0])),
             update_parameter_copies=draw(st.sampled_from([0.0, 2.0])),
             eval_ratio=draw(st.sampled_from([0.0, 2.0])),
+            world=draw(st.sampled_from(worlds)),
         ),
         Hardware(
             name="a test",

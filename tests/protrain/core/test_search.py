@@ -34,6 +34,8 @@ from axolotl.integrations.protrain.core.layout import (
 )
 from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
 from axolotl.integrations.protrain.core.search import (
+    MODES,
+    ONLY_A,
     Search,
     block_policies,
     make_plan,
@@ -47,6 +49,7 @@ from axolotl.integrations.protrain.core.types import (
     Chunk,
     Layout,
     Placement,
+    Plan,
     Policy,
     TensorSpec,
     Workload,
@@ -168,7 +171,7 @@ def test_a_plan_is_exactly_what_was_asked_for(
         return
     assert (plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_checkpoint) == knobs
     assert len(plan.paged) == total - n_persist
-    assert plan.mode == ("B" if plan.paged else "A")
+    assert plan.mode == ("B" if any(p.on_host for p in plan.placements) else "A")
     assert sum(plan.recompute) == n_checkpoint
     assert sum(policy.swaps for policy in plan.policies) == n_swap
     check_slots(layout, plan.placements, plan.n_buffer)
@@ -249,6 +252,15 @@ def fitting(plans: list[Judged], device_bytes: int, host_bytes: int) -> list[Jud
     ]
 
 
+def is_resident(case: Case, plan: Plan) -> bool:
+    """Whether nothing is on the host but what has masters there."""
+    master = case.workload.fp32_master
+    pairs = zip(case.layout.chunks, plan.placements, strict=True)
+    return not plan.paged and not any(
+        at.on_host and not chunk.has_masters(master) for chunk, at in pairs
+    )
+
+
 def a_budget(data: st.DataObject, plans: list[Judged]) -> tuple[int, int]:
     """One at which some plan just fits the device, and some, perhaps, the host."""
     device = data.draw(st.sampled_from(sorted({p.device_bytes for p in plans})))
@@ -294,7 +306,7 @@ def test_more_budget_is_never_slower(case: Case, data: st.DataObject) -> None:
 def test_bounds_are_not_above_any_plan(case: Case) -> None:
     bound = StepBound(case.layout, case.times, case.workload, case.hardware)
     for judged in case.plans():
-        under = bound.under(judged.plan.placements)
+        under = bound.under(judged.plan.placements, judged.plan.shards)
         policies = judged.plan.policies
         row = bound.row(policies, case.memory.moved_bytes(policies))
         seconds = under.seconds(judged.plan.n_buffer, row)
@@ -303,16 +315,16 @@ def test_bounds_are_not_above_any_plan(case: Case) -> None:
 
 @given(cases(), st.data())
 def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
-    plans = [judged for judged in case.plans() if not judged.plan.paged]
+    plans = [judged for judged in case.plans() if is_resident(case, judged.plan)]
     device, host = a_budget(data, plans)
     candidates = fitting(plans, device, host)
     search = case.search(device, host)
     if not candidates:
         with pytest.raises(BudgetError, match="keeping everything resident needs"):
-            search.fastest(all_resident=True)
+            search.fastest(ONLY_A)
         return
-    plan = search.fastest(all_resident=True)
-    assert plan.mode == "A"
+    plan = search.fastest(ONLY_A)
+    assert is_resident(case, plan)
     best_s = min(judged.step.total_s for judged in candidates)
     assert search.simulate(plan).total_s <= best_s * ALMOST
 
@@ -323,19 +335,20 @@ def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
 @settings(max_examples=15)
 @given(cases(), st.booleans())
 def test_the_plan_named_lacks_the_least_of_the_device(
-    case: Case, all_resident: bool
+    case: Case, resident: bool
 ) -> None:
-    plans = [j for j in case.plans() if not (all_resident and j.plan.paged)]
+    plans = [j for j in case.plans() if not resident or is_resident(case, j.plan)]
+    modes = ONLY_A if resident else MODES
     least = min(judged.device_bytes for judged in plans)
     search = case.search(least - 1)
     with pytest.raises(BudgetError, match="protrain_capacity_bytes") as refusal:
-        search.fastest(all_resident)
+        search.fastest(modes)
     assert missing_bytes(refusal.value) == 1
-    nearest = search.nearest(all_resident)
+    nearest = search.nearest(modes)
     assert case.allows(nearest)
     assert case.memory.device(nearest).peak_bytes == least
     # and with that much more it fits
-    case.search(least).fastest(all_resident)
+    case.search(least).fastest(modes)
 
 
 @settings(max_examples=15)

@@ -99,7 +99,7 @@ def _gib(
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="How many of them.",
+    help="How many of each, on one host.",
 )
 @click.option(
     "--ram",

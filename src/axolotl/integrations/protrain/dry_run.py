@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from .core.profile import (
     gpu_hardware,
     host_memory,
 )
-from .core.types import Budget, Hardware, Plan, Workload
+from .core.types import Budget, Hardware, Plan, Workload, World
 from .planning import (
+    FORCED,
     Subject,
     budget_of,
     choose,
@@ -94,6 +95,11 @@ class DryRun:
         self._device_type = "cuda" if on_cuda else "cpu"
         if question.link is not None and not question.gpus:
             raise ConfigError("--link: that of this machine is measured; add --gpu.")
+        if question.num_gpus > 1 and not question.gpus:
+            raise ConfigError(
+                f"--gpus {question.num_gpus}: how fast several cards exchange data is "
+                "known of cards by name; add --gpu."
+            )
         # before the model is built: a card that is not known is known at once
         self._gpus = [self._gpu(gpu) for gpu in question.gpus]
         self._blueprint = load_blueprint(
@@ -183,19 +189,11 @@ class DryRun:
         subject, _, assumed = self._subject({})
         verdict, reason = FITS, None
         try:
-            forecast = self._choose(planner)
+            forecast = choose(self._args, planner)
         except BudgetError:
             verdict = DOES_NOT_FIT
             forecast = nearest(self._args, planner)
             reason = _shortage(forecast)
-        else:
-            if forecast.plan.paged and self._question.num_gpus > 1:
-                verdict = UNSUPPORTED
-                reason = (
-                    f"--gpus {self._question.num_gpus}: paging on several GPUs is not "
-                    "available in this version, and not everything fits on each of "
-                    "them. Ask for one GPU."
-                )
         answer = {
             "verdict": verdict,
             "reason": reason,
@@ -213,14 +211,6 @@ class DryRun:
             *self._unknowns(card, forecast),
         ]
         return answer | page_dict(forecast)
-
-    def _choose(self, planner: Planner) -> Forecast:
-        """What the keys ask for; on several GPUs without paging if that is possible."""
-        forecast = choose(self._args, planner)
-        if forecast.plan.paged and self._question.num_gpus > 1:
-            with suppress(BudgetError):
-                return planner.search(all_resident=True)
-        return forecast
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         question, args = self._question, self._args
@@ -240,9 +230,9 @@ class DryRun:
             yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
         if question.num_gpus > 1:
             yield (
-                f"{question.num_gpus} GPUs: device, host and tokens/s are those of one "
-                "process; the exchange of gradients takes time and a copy of them "
-                "that are not counted"
+                f"{question.num_gpus} GPUs on one host, each on a link of its own "
+                "(--link names the narrower one where they share it); AdamW on the host "
+                "shares its memory"
             )
 
     def _alternatives(
@@ -259,7 +249,14 @@ class DryRun:
             others += self._larger_machine(card, planner)
             others.sort(key=lambda other: -(other["tokens_per_s"] or 0))
         yield from others
-        if answer["plan"]["mode"] == "B":
+        if self._question.num_gpus > 1:
+            for key, mode in FORCED.items():
+                yield _alternative(
+                    f"{key}: true",
+                    partial(planner.search, modes=frozenset(mode)),
+                    f"mode {mode}",
+                )
+        elif answer["plan"]["mode"] == "B":
             resident = _alternative(
                 "protrain_force_all_persistent: true (no paging)",
                 partial(planner.search, all_resident=True),
@@ -308,7 +305,12 @@ class DryRun:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes:
                     continue
-                larger = gpu_hardware(gpu.name, None, card.host_bytes)
+                larger = gpu_hardware(
+                    gpu.name,
+                    None,
+                    card.host_bytes,
+                    num_gpus=self._question.num_gpus,
+                )
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
                     partial(self._chosen, larger, {}),
@@ -345,12 +347,9 @@ class DryRun:
     def _chosen(self, card: Hardware, change: dict[str, int]) -> Forecast:
         planner = self._planner(card, change)
         try:
-            forecast = self._choose(planner)
+            return choose(self._args, planner)
         except BudgetError:
             raise BudgetError(_lack(nearest(self._args, planner))) from None
-        if forecast.plan.paged and self._question.num_gpus > 1:
-            raise BudgetError("it would have to page, which several GPUs cannot")
-        return forecast
 
     def _budget(self, card: Hardware) -> Budget:
         """The YAML's limits; of a card that is not here not more than it has."""
@@ -393,8 +392,13 @@ class DryRun:
                 if change and "lora_r" not in change:
                     layout = self._subject({})[0].layout
                 subject = trace_model(model, batch, target, self._args, layout)
+                ranks = self._question.num_gpus
                 workload, assumed = workload_of(
-                    blueprint.cfg, self._args, batch, self._device_type
+                    blueprint.cfg,
+                    self._args,
+                    batch,
+                    self._device_type,
+                    World(ranks, ranks),
                 )
             self._subjects[name] = subject, workload, assumed
         return self._subjects[name]
@@ -403,7 +407,10 @@ class DryRun:
 
     def _gpu(self, gpu: str, tf32: bool = False) -> Hardware:
         ram = self._question.ram_gib or DEFAULT_RAM_GIB
-        card = gpu_hardware(gpu, self._question.link, int(ram * 2**30), tf32)
+        question = self._question
+        card = gpu_hardware(
+            gpu, question.link, int(ram * 2**30), tf32, question.num_gpus
+        )
         if ":" not in gpu:
             return card
         return replace(card, name=f"{card.name}, {card.device_bytes / 2**30:g} GiB")

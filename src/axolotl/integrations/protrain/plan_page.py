@@ -30,7 +30,7 @@ from .plan_figures import (
     term_colours,
     timeline_figure,
 )
-from .report import format_bytes
+from .report import MODES, format_bytes
 
 VERDICTS = {
     "fits": "✓ fits",
@@ -176,13 +176,13 @@ def knobs(forecast: Forecast) -> str:
     plan = forecast["plan"]
     if not plan:
         return ""
-    mode = {"A": "all weights on the GPU", "B": "weights paged from the host"}
     chunks, blocks = (
         f"of {plan['num_chunks']} chunks",
         f"of {plan['num_blocks']} blocks",
     )
     facts = (
-        ("mode", plan["mode"], mode[plan["mode"]]),
+        ("mode", plan["mode"], MODES[plan["mode"]]),
+        ("ranks", plan["num_ranks"], "on one host"),
         ("n_persist", plan["n_persist"], f"{chunks} stay on the GPU"),
         ("n_buffer", plan["n_buffer"], "slots that paged chunks share"),
         ("n_checkpoint", plan["n_checkpoint"], f"{blocks} recompute"),

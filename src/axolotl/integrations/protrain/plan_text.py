@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from .report import format_bytes, policy_row
+from .report import MODES, format_bytes, policy_row
 
 WIDTH = 100
 
@@ -26,8 +26,8 @@ LANES = {
     "fetch": "copies to the device",
     "offload": "copies to the host",
     "host": "AdamW on the host",
+    "communicate": "exchange between ranks",
 }
-MODES = {"A": "all weights on the device", "B": "weights paged from the host"}
 
 
 def plan_text(answers: Sequence[Mapping[str, Any]]) -> str:
@@ -100,14 +100,19 @@ def _one(console: Console, answer: Mapping[str, Any]) -> None:
         _print_alternatives(console, answer)
     console.print(
         f"{'Plan' if fits else 'The plan that comes nearest'}: mode {plan['mode']} "
-        f"({MODES[plan['mode']]}), n_persist {plan['n_persist']} of "
+        f"({MODES[plan['mode']]}), {_ranks(plan)}n_persist {plan['n_persist']} of "
         f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
         f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
         f"{plan['num_blocks']} blocks ({policy_row(plan['block_policies'])})",
         markup=False,
     )
     side_by_side = Table.grid(padding=(0, 6, 0, 0))
-    side_by_side.add_row(_device(answer["device_bytes"]), _host(answer["host_bytes"]))
+    each, every = "device", "host"
+    if plan["num_ranks"] > 1:
+        each, every = "each device", "host of all ranks"
+    side_by_side.add_row(
+        _device(each, answer["device_bytes"]), _host(every, answer["host_bytes"])
+    )
     console.print(side_by_side)
     if step:
         console.print(_lanes(step))
@@ -123,15 +128,19 @@ def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
-def _device(memory: Mapping[str, Any]) -> Table:
-    return _memory(f"device, at {memory['peak_at']}", memory, "peak")
+def _ranks(plan: Mapping[str, Any]) -> str:
+    return f"{plan['num_ranks']} ranks, " if plan["num_ranks"] > 1 else ""
 
 
-def _host(memory: Mapping[str, Any]) -> Table:
+def _device(name: str, memory: Mapping[str, Any]) -> Table:
+    return _memory(f"{name}, at {memory['peak_at']}", memory, "peak")
+
+
+def _host(name: str, memory: Mapping[str, Any]) -> Table:
     """Its terms are those of training; loading may take more."""
     phases = memory["phases"]
     highest = max(phases, key=phases.__getitem__)
-    return _memory("host, while training", memory, f"peak ({highest})")
+    return _memory(f"{name}, while training", memory, f"peak ({highest})")
 
 
 def _memory(title: str, memory: Mapping[str, Any], peak: str) -> Table:

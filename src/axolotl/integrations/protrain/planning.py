@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .args import ProTrainArgs, overrides
-from .core.errors import FOREIGN_ERRORS, TraceError
+from .core.cost import ALONE
+from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Knobs, Planner
 from .core.profile import (
@@ -20,7 +21,8 @@ from .core.profile import (
     outputs_as_fp32,
     trace_step,
 )
-from .core.types import Budget, Layout, Workload
+from .core.search import MODES
+from .core.types import Budget, Layout, Workload, World
 from .report import format_bytes
 from .stand_ins import planning_stand_ins
 
@@ -185,7 +187,11 @@ _OPTIMIZERS = {
 
 
 def workload_of(
-    cfg: Any, args: ProTrainArgs, batch: Mapping[str, Tensor], device_type: str
+    cfg: Any,
+    args: ProTrainArgs,
+    batch: Mapping[str, Tensor],
+    device_type: str,
+    world: World = ALONE,
 ) -> tuple[Workload, tuple[str, ...]]:
     """What a step of this configuration asks beside its model, and assumptions."""
     name = str(getattr(cfg.optimizer, "value", cfg.optimizer) or "adamw_torch_fused")
@@ -211,6 +217,7 @@ def workload_of(
         update_parameter_copies=2.0 if on_cpu and optimizer.scratch else 0.0,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
         loader_bytes=(1 + waiting) * batch_bytes,
+        world=world,
     )
     return workload, tuple(assumptions)
 
@@ -226,28 +233,62 @@ def budget_of(
     )
 
 
+FORCED = {
+    "protrain_force_all_persistent": "A",
+    "protrain_force_replicated_cpu_offload": "B",
+    "protrain_zero3_shard": "C",
+}
+"""The key that asks for each mode."""
+
+
 def choose(args: ProTrainArgs, planner: Planner) -> Forecast:
-    """The plan that the keys ask for: resident, by hand, or the fastest that fits.
+    """The plan that the keys ask for: of one mode, by hand, or the fastest that fits.
 
     Raises:
-        ConfigError: A knob is outside its legal range.
+        ConfigError: A knob is outside its legal range, or the mode cannot be had.
         BudgetError: It does not fit.
     """
+    modes, key = _modes(args, planner.world)
     knobs = _knobs(args, planner)
-    if knobs is None:
-        return planner.search(all_resident=args.protrain_force_all_persistent)
-    return planner.by_hand(knobs)
+    if knobs is not None:
+        return planner.by_hand(*knobs)
+    try:
+        return planner.search(modes=modes)
+    except BudgetError as error:
+        if key is None:
+            raise
+        try:
+            other = planner.search().plan.mode
+        except BudgetError:
+            raise error from None
+        raise BudgetError(
+            f"`{key}: true` does not fit: {error} Without it mode {other} does."
+        ) from error
 
 
 def nearest(args: ProTrainArgs, planner: Planner) -> Forecast:
     """Where `choose` finds that nothing fits: the plan that lacks the least."""
+    modes, _ = _modes(args, planner.world)
     knobs = _knobs(args, planner)
-    if knobs is None:
-        return planner.nearest(all_resident=args.protrain_force_all_persistent)
-    return planner.asked(knobs)
+    return planner.nearest(modes=modes) if knobs is None else planner.asked(*knobs)
 
 
-def _knobs(args: ProTrainArgs, planner: Planner) -> Knobs | None:
+def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None]:
+    """Those that the keys leave, and the key that leaves only one."""
+    if args.protrain_zero3_shard and world.local_size == 1:
+        raise ConfigError(
+            "`protrain_zero3_shard: true` shares chunks between the ranks of a node, "
+            "and here each node has one. Remove the key, or launch several processes "
+            "on a node."
+        )
+    for key, mode in FORCED.items():
+        if getattr(args, key):
+            return frozenset(mode), key
+    return MODES - {"C"} if args.protrain_zero3_shard is False else MODES, None
+
+
+def _knobs(args: ProTrainArgs, planner: Planner) -> tuple[Knobs, int] | None:
+    """The overrides and `Plan.shards`."""
     by_hand = overrides(args)
     if by_hand is None:
         return None
@@ -255,4 +296,13 @@ def _knobs(args: ProTrainArgs, planner: Planner) -> Knobs | None:
     if "n_buffer" in by_hand.filled:
         # what nobody asked for must not be refused as too many
         n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    return Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
+    _, key = _modes(args, planner.world)
+    if key is not None and by_hand.n_persist >= planner.num_chunks:
+        raise ConfigError(
+            f"protrain_n_persist_override: {by_hand.n_persist} leaves nothing to page, "
+            f"which `{key}: true` asks for. Keep fewer than {planner.num_chunks} chunks "
+            "on the device, or remove one of the keys."
+        )
+    shards = planner.world.local_size if args.protrain_zero3_shard else 1
+    knobs = Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
+    return knobs, shards

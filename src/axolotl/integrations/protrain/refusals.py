@@ -63,7 +63,6 @@ def _lacks_deepspeed(value: object) -> bool:
     return value == "deepspeed" and importlib.util.find_spec("deepspeed") is None
 
 
-_NOT_YET = "is not available in this version"
 _PLACES = "decides where weights live, which is ProTrain's task here"
 _PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
 _QUANTISED = "gives weights of a kind that ProTrain cannot page"
@@ -75,12 +74,6 @@ _PREFERENCES = (
 _COMPILED = (
     "compiles nothing but what is before the first block: it stops at the hooks that "
     "page weights"
-)
-
-# Delete a row once the machinery it stands for exists.
-NOT_AVAILABLE = (
-    *_each("protrain_force_replicated_cpu_offload", bool, _NOT_YET),
-    *_each("protrain_zero3_shard", bool, _NOT_YET),
 )
 
 EXCLUDED = (
@@ -160,7 +153,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     lines = [
         row.message(settings[row.key])
-        for row in (*NOT_AVAILABLE, *EXCLUDED)
+        for row in EXCLUDED
         if row.key in settings and row.when(settings[row.key])
     ]
     optimizer = settings.get("optimizer") or _HOST_OPTIMIZERS[0]

@@ -24,6 +24,13 @@ optimizer's state appears in the first one, and the second one is like all other
 
 POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"}
 
+MODES = {
+    "A": "everything on the device",
+    "B": "from a copy on the host, whole chunks to each device",
+    "C": "from a copy on the host, to each device a shard, gathered there",
+}
+"""In words, the values of `Plan.mode`."""
+
 MAX_RUNS = 3
 """Of blocks with the same policy, which are written in words."""
 
@@ -184,13 +191,14 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     plan, layout = forecast.plan, forecast.layout
     resident = [c.index for c in layout.pageable if c.index not in plan.paged]
     outside = [c for c in layout.chunks if not c.pageable]
-    step = forecast.step
+    step, world = forecast.step, forecast.workload.world
     table = Table(title=f"ProTrain plan ({plan.origin})", title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("detail")
     for row in (
-        ("mode", plan.mode, "A resident, B paged from a host copy"),
+        ("mode", plan.mode, MODES[plan.mode]),
+        ("ranks", str(world.size), f"{world.local_size} on each node"),
         (
             "resident chunks",
             f"{plan.n_persist} of {len(layout.pageable)}",
@@ -216,7 +224,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
             f"{forecast.device.peak.label}: {_listed(forecast.device.terms)}",
         ),
         (
-            "host",
+            "host (all its ranks)" if world.local_size > 1 else "host",
             format_bytes(forecast.host.peak_bytes),
             f"of {format_bytes(forecast.budget.host_bytes)}: "
             f"{_listed(forecast.host.terms)}",
@@ -243,10 +251,13 @@ def _listed(terms: Mapping[str, int]) -> str:
 def forecast_dict(forecast: Forecast) -> dict[str, Any]:
     """A plan and what it will cost, for programs; bytes and seconds."""
     plan, layout, step = forecast.plan, forecast.layout, forecast.step
+    world = forecast.workload.world
     return {
         "plan": {
             **_knobs_dict(plan),
             "mode": plan.mode,
+            "num_ranks": world.size,
+            "num_nodes": world.num_nodes,
             "origin": plan.origin,
             "num_blocks": len(layout.blocks),
             "num_chunks": len(layout.pageable),

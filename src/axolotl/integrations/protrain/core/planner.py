@@ -15,7 +15,7 @@ from .cost import (
     StepTime,
 )
 from .errors import BudgetError
-from .search import Search
+from .search import MODES, ONLY_A, Search
 from .types import (
     BlockTimes,
     Budget,
@@ -26,6 +26,7 @@ from .types import (
     Plan,
     Trace,
     Workload,
+    World,
 )
 
 
@@ -72,8 +73,9 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of a step, padding included, over its predicted seconds."""
-        tokens = self.workload.tokens * self.workload.accumulation
+        """Tokens of a step of all ranks, padding included, over its seconds."""
+        workload = self.workload
+        tokens = workload.tokens * workload.accumulation * workload.world.size
         return tokens / self.step.total_s
 
 
@@ -113,15 +115,24 @@ class Planner:
         """Chunks that may be paged."""
         return len(self._layout.pageable)
 
-    def search(self, all_resident: bool = False) -> Forecast:
+    @property
+    def world(self) -> World:
+        """Who trains together."""
+        return self._memory.workload.world
+
+    def search(self, all_resident: bool = False, modes: Set[str] = MODES) -> Forecast:
         """The fastest plan that fits.
+
+        Args:
+            all_resident: Only plans of mode A.
+            modes: Only plans of these; see `MODES`.
 
         Raises:
             BudgetError: None does.
         """
-        return self.forecast(self._search.fastest(all_resident))
+        return self.forecast(self._search.fastest(ONLY_A if all_resident else modes))
 
-    def by_hand(self, knobs: Knobs) -> Forecast:
+    def by_hand(self, knobs: Knobs, shards: int = 1) -> Forecast:
         """The plan that the overrides ask for.
 
         Raises:
@@ -130,7 +141,11 @@ class Planner:
         """
         return self.forecast(
             self._search.by_hand(
-                knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
+                knobs.n_persist,
+                knobs.n_buffer,
+                knobs.n_swap,
+                knobs.n_checkpoint,
+                shards,
             )
         )
 
@@ -139,11 +154,11 @@ class Planner:
         blocks = len(self._layout.blocks) if recompute else 0
         return self.forecast(self._search.plain(blocks))
 
-    def nearest(self, all_resident: bool = False) -> Forecast:
+    def nearest(self, all_resident: bool = False, modes: Set[str] = MODES) -> Forecast:
         """The plan that lacks the least when none fits; see `Search.nearest`."""
-        return self.forecast(self._search.nearest(all_resident))
+        return self.forecast(self._search.nearest(ONLY_A if all_resident else modes))
 
-    def asked(self, knobs: Knobs) -> Forecast:
+    def asked(self, knobs: Knobs, shards: int = 1) -> Forecast:
         """The plan that the overrides ask for, whether it fits or not.
 
         Raises:
@@ -151,7 +166,11 @@ class Planner:
         """
         return self.forecast(
             self._search.asked(
-                knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
+                knobs.n_persist,
+                knobs.n_buffer,
+                knobs.n_swap,
+                knobs.n_checkpoint,
+                shards,
             )
         )
 
@@ -183,12 +202,13 @@ class Planner:
         _, _, _, _, times, budget = self._given
         peak = self._memory.device(plan).peak_bytes
         room = budget.usable_bytes - max(unplanned_bytes, 0)
+        modes = frozenset("C" if plan.shards > 1 else "AB")
 
         def fastest(below: int) -> Plan:
             smaller = Budget(min(room, below), 0, budget.host_bytes)
             return Search(
                 self._memory, times, smaller, reachable, self._redone_if_paged
-            ).fastest()
+            ).fastest(modes)
 
         try:
             lower = fastest(peak - asked_bytes)

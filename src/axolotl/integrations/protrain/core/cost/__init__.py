@@ -11,7 +11,10 @@ from .memory import (
 )
 from .states import StateBytes, host_bytes, state_bytes
 from .time import (
+    ALONE,
+    COMMUNICATE,
     MAX_IN_FLIGHT,
+    Collectives,
     HostWork,
     StepTime,
     closed_form_s,
@@ -22,8 +25,11 @@ from .time import (
 )
 
 __all__ = [
+    "ALONE",
+    "COMMUNICATE",
     "MAX_IN_FLIGHT",
     "Activations",
+    "Collectives",
     "DeviceEstimate",
     "HostEstimate",
     "HostWork",

@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from ..layout import slot_bytes
+from ..layout import reduce_bytes, slot_bytes
 from ..types import Hardware, Layout, Moved, Placement, Plan, Policy, Trace, Workload
 from .states import (
     GRADIENTS_IN_FLIGHT,
@@ -87,12 +87,17 @@ class DeviceEstimate:
     def terms(self) -> dict[str, int]:
         """The peak by term."""
         states = self.states
+        of_ranks = {
+            "gradient buckets": states.buckets,
+            "reduction buffers": states.reduction,
+        }
         return {
             "fixed weights": states.fixed,
             "adapters": states.adapters,
             "resident chunks": states.resident,
             "host-state weights": states.host_state,
             "slots": states.slots,
+            **{name: nbytes for name, nbytes in of_ranks.items() if nbytes},
             "optimizer state": self.peak.moments,
             "gradients": self.peak.gradients,
             "saved activations": self.peak.activations,
@@ -103,7 +108,7 @@ class DeviceEstimate:
 
 @dataclass(frozen=True)
 class HostEstimate:
-    """Predicted host bytes of a plan, and their highest total by phase."""
+    """Predicted host bytes of a node, and their highest total by phase."""
 
     states: HostBytes
     phases: dict[str, int]
@@ -202,8 +207,16 @@ class MemoryModel:
         self.trace = trace
         self.workload = workload
         self.hardware = hardware
-        # a copy that runs at once leaves no gradient behind on the device
-        self._in_flight = GRADIENTS_IN_FLIGHT if hardware.overlaps else 0
+        several = workload.world.size > 1
+        # a copy that runs at once leaves no gradient behind on the device, nor does
+        # a reduction, which packs them first
+        at_once = not hardware.overlaps or (several and workload.accumulation == 1)
+        self._in_flight = 0 if at_once else GRADIENTS_IN_FLIGHT
+        self._packed_bytes = [
+            reduce_bytes(chunk, workload.world.local_size) if chunk.trainable else 0
+            for chunk in layout.chunks
+            if several
+        ]
         chunk_of = {
             spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
         }
@@ -226,15 +239,16 @@ class MemoryModel:
         placements: tuple[Placement, ...],
         n_buffer: int,
         policies: tuple[Policy, ...],
+        shards: int = 1,
     ) -> int:
         """The peak of a plan alone."""
-        slots = sum(slot_bytes(self.layout, placements, n_buffer))
-        parameters = self.parameters(placements, self.states(placements))
+        slots = sum(slot_bytes(self.layout, placements, n_buffer, shards))
+        parameters = self.parameters(placements, self.states(placements, shards))
         return slots + self.peak_without_slots(parameters, self.activations(policies))
 
-    def states(self, placements: tuple[Placement, ...]) -> StateBytes:
+    def states(self, placements: tuple[Placement, ...], shards: int = 1) -> StateBytes:
         """States on the device, slots excepted."""
-        return self._states(placements, 0)
+        return self._states(placements, 0, shards)
 
     def parameters(
         self, placements: tuple[Placement, ...], states: StateBytes
@@ -273,25 +287,26 @@ class MemoryModel:
         return DeviceEstimate(
             peak_bytes=peak.total + unseen,
             unseen_bytes=unseen,
-            states=self._states(plan.placements, plan.n_buffer),
+            states=self._states(plan.placements, plan.n_buffer, plan.shards),
             peak=peak,
             phases=phases,
             timeline=timeline,
         )
 
     def host(self, plan: Plan) -> HostEstimate:
-        """The prediction for the host.
+        """The prediction for the host of a node.
 
         While it is loaded the whole model is there, chunk by chunk replaced by the
         arena; a save brings trainable weights back from the device.
         """
-        states = host_state_bytes(self.layout, plan.placements, self.workload)
-        states = replace(states, swapped=sum(self.moved_bytes(plan.policies).out))
-        layout = self.layout
+        layout, ranks = self.layout, self.workload.world.local_size
+        states = host_state_bytes(layout, plan.placements, self.workload, plan.shards)
+        swapped = ranks * sum(self.moved_bytes(plan.policies).out)
+        states = replace(states, swapped=swapped)
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
         model += sum(chunk.nbytes for chunk in layout.chunks)
         largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
-        on_device = self._states(plan.placements, plan.n_buffer).gradients
+        on_device = self._states(plan.placements, plan.n_buffer, plan.shards).gradients
         return HostEstimate(
             states=states,
             phases={
@@ -603,13 +618,17 @@ class MemoryModel:
                 extra.append(way)
         return before, extra
 
-    def _states(self, placements: tuple[Placement, ...], n_buffer: int) -> StateBytes:
+    def _states(
+        self, placements: tuple[Placement, ...], n_buffer: int, shards: int
+    ) -> StateBytes:
         return state_bytes(
             self.layout,
             placements,
             n_buffer,
-            self.workload.moment_copies,
+            self.workload,
             self._in_flight,
+            shards,
+            self._packed_bytes,
         )
 
     def _update_bytes(self, states: StateBytes) -> int:
@@ -644,7 +663,7 @@ class MemoryModel:
         return round(self.workload.eval_ratio * highest)
 
     def _timeline(self, plan: Plan) -> Iterator[Point]:
-        states = self._states(plan.placements, plan.n_buffer)
+        states = self._states(plan.placements, plan.n_buffer, plan.shards)
         curve = self.activations(plan.policies)
         before, extra = self._kept_gradients(self._leave(plan.placements))
         later_passes = self.workload.accumulation > 1

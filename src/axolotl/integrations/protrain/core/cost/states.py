@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ..layout import aligned, slot_bytes
+from ..layout import ALIGNMENT_BYTES, aligned, padded_bytes, slot_bytes
+from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, Layout, Placement, Workload
-
-ADAM_MOMENTS = 2.0
-"""AdamW keeps two moments in the weight's dtype."""
 
 STEP_BYTES = 4
 """AdamW's step count, an fp32 scalar of each parameter."""
@@ -22,6 +20,9 @@ GRADIENTS_IN_FLIGHT = 2
 
 STAGING_BUFFERS = 2
 """Host buffers, as large as the largest trainable chunk, for sums of gradients."""
+
+PACKED_BUFFERS = 2
+"""Device buffers in which the gradients of a chunk are reduced over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class StateBytes:
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
         in_flight: Gradients being made and on their way to the host.
+        buckets: Copy of `gradients` that DDP reduces, there from the start.
+        reduction: Buffers in which gradients for the host are reduced.
     """
 
     fixed: int
@@ -47,6 +50,8 @@ class StateBytes:
     moments: int
     gradients: int
     in_flight: int
+    buckets: int = 0
+    reduction: int = 0
 
     @property
     def total(self) -> int:
@@ -56,15 +61,18 @@ class StateBytes:
     @property
     def weights(self) -> int:
         """What is there from opening to closing, before any step."""
-        return self.fixed + self.adapters + self.resident + self.host_state + self.slots
+        placed = self.fixed + self.adapters + self.resident + self.host_state
+        return placed + self.slots + self.buckets + self.reduction
 
 
 def state_bytes(
     layout: Layout,
     placements: Sequence[Placement],
     n_buffer: int,
-    moment_copies: float = ADAM_MOMENTS,
+    workload: Workload,
     in_flight: int = GRADIENTS_IN_FLIGHT,
+    shards: int = 1,
+    packed_bytes: Sequence[int] = (),
 ) -> StateBytes:
     """Device bytes of the states.
 
@@ -72,8 +80,11 @@ def state_bytes(
         layout: The chunks.
         placements: Where they are.
         n_buffer: Slots.
-        moment_copies: Optimizer state in copies of its weights.
+        workload: Optimizer state, micro-batches and ranks.
         in_flight: Chunks of gradients on their way beside the one being made.
+        shards: Ranks that share each host-kept chunk.
+        packed_bytes: Of each chunk what its gradients take while they are reduced;
+            empty with one rank.
     """
 
     # in one pass: a search asks for hundreds
@@ -82,6 +93,7 @@ def state_bytes(
     trained_bytes = layout.fixed_trainable_bytes
     num_trained = layout.num_fixed_trainable
     leaving: list[int] = []
+    reduced: list[Chunk] = []
     for chunk, placement in zip(layout.chunks, placements, strict=True):
         if placement is on_device:
             # tensor by tensor; only what has a host copy lies there in one piece
@@ -91,29 +103,40 @@ def state_bytes(
                 num_trained += len(chunk.tensors)
             continue
         if placement is state_on_host:
-            host_state += chunk.nbytes
+            host_state += padded_bytes(chunk, shards)
         if chunk.trainable:
             leaving.append(chunk.payload_bytes)
+            reduced.append(chunk)
+    reduction = 0
+    if packed_bytes and reduced:
+        reduction = PACKED_BUFFERS * max(packed_bytes[chunk.index] for chunk in reduced)
+        if workload.accumulation > 1:
+            # the sums of earlier micro-batches come back from the host
+            reduction += max(chunk.nbytes for chunk in reduced)
     leaving.sort(reverse=True)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
         resident=resident,
         host_state=host_state,
-        slots=sum(slot_bytes(layout, placements, n_buffer)),
-        moments=round(moment_copies * trained_bytes) + STEP_BYTES * num_trained,
+        slots=sum(slot_bytes(layout, placements, n_buffer, shards)),
+        moments=round(workload.moment_copies * trained_bytes)
+        + STEP_BYTES * num_trained,
         gradients=trained_bytes,
         in_flight=sum(leaving[: in_flight + 1]),
+        buckets=trained_bytes if workload.world.size > 1 else 0,
+        reduction=reduction,
     )
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Host bytes under a plan, by term.
+    """Host bytes of a node under a plan, by term.
 
     Attributes:
         arena: Weights of every chunk that is kept there.
-        gradients: Their gradients, in fp32 where there are masters.
+        gradients: Their gradients, in fp32 where there are masters; with several
+            ranks that accumulate also the sums of each.
         masters: fp32 masters.
         moments: Optimizer state of what trains on the host.
         staging: Buffers in which gradients of later micro-batches land.
@@ -135,9 +158,13 @@ class HostBytes:
 
 
 def host_state_bytes(
-    layout: Layout, placements: Sequence[Placement], workload: Workload
+    layout: Layout,
+    placements: Sequence[Placement],
+    workload: Workload,
+    shards: int = 1,
 ) -> HostBytes:
-    """Host bytes of the arena and of what trains there."""
+    """Host bytes of the arena and of what trains there, for all ranks of a node."""
+    ranks, several = workload.world.local_size, workload.world.size > 1
     kept = [chunk for chunk in layout.chunks if _on_host(placements, chunk)]
     trained = [chunk for chunk in kept if chunk.trainable]
     mastered = workload.fp32_master * sum(c.payload_16_bit_bytes for c in trained)
@@ -145,13 +172,18 @@ def host_state_bytes(
     gradients = sum(chunk.payload_bytes for chunk in trained) - mastered + masters
     steps = STEP_BYTES * sum(len(chunk.tensors) for chunk in trained)
     largest = max((chunk.nbytes for chunk in trained), default=0)
+    # several ranks map it, each chunk from a page of its own
+    alignment = PAGE_BYTES if several else ALIGNMENT_BYTES
+    sums = 0
+    if several and workload.accumulation > 1:
+        sums = ranks * sum(chunk.nbytes for chunk in trained)
     return HostBytes(
-        arena=sum(aligned(chunk.nbytes) for chunk in kept),
-        gradients=gradients,
+        arena=sum(aligned(padded_bytes(c, shards), alignment) for c in kept),
+        gradients=gradients + sums,
         masters=masters,
         moments=2 * gradients + steps,
-        staging=STAGING_BUFFERS * largest,
-        loader=workload.loader_bytes,
+        staging=ranks * STAGING_BUFFERS * largest,
+        loader=ranks * workload.loader_bytes,
     )
 
 

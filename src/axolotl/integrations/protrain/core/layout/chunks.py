@@ -15,9 +15,9 @@ ALIGNMENT_BYTES = 256
 a view must not be less aligned than the allocation that the plain run would have."""
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """`nbytes` rounded up to the alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-nbytes // alignment) * alignment
 
 
 def build_layout(

@@ -31,7 +31,8 @@ def slot_floor(layout: Layout, placements: Sequence[Placement]) -> int:
 def slot_bytes(
     layout: Layout, placements: Sequence[Placement], n_buffer: int, shards: int = 1
 ) -> tuple[int, ...]:
-    """Size of each slot in bytes: the largest chunk that the ring sends through it."""
+    """Size of each slot in bytes: the largest chunk that the ring sends through it,
+    padded to whole shards."""
     through_slots = Placement.PAGED
     paged = [
         chunk.nbytes if shards == 1 else padded_bytes(chunk, shards)

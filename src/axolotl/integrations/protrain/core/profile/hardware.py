@@ -9,8 +9,9 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from ..runtime import Device, HostWorker, host_buffer, open_device
 from ..runtime.device import Stream
+from ..runtime.ranks import Ranks
 from ..types import Hardware
 from .presets import KERNEL_BYTES, ROUNDING_FRACTION
 
@@ -30,6 +32,7 @@ MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Larger than the caches, small enough for the time this may take."""
 _NUM_KERNELS = 300
+_COUNTERS = ("num_gathers", "num_reduces", "gathered_bytes", "reduced_bytes")
 
 
 def measure_hardware(
@@ -83,6 +86,62 @@ def measure_hardware(
         offload_both_bytes_s=offload_both,
         adam_bytes_s=adam_bytes_s,
         overlaps=kind == "cuda",
+    )
+
+
+_HIGHEST = ("kernel_s", "unseen_bytes")
+"""Of several machines; of all other figures the lowest counts."""
+
+
+def weakest(hardware: Sequence[Hardware]) -> Hardware:
+    """What each of several machines gives at least: one plan suits them all.
+
+    Named after the first, with how many are called otherwise.
+    """
+    first = hardware[0]
+    figures = {}
+    for field in fields(Hardware):
+        values = [getattr(machine, field.name) for machine in hardware]
+        if not isinstance(values[0], str):
+            figures[field.name] = (max if field.name in _HIGHEST else min)(values)
+    others = sum(machine.name != first.name for machine in hardware)
+    name = (
+        f"{first.name} ({others} of {len(hardware)} differ)" if others else first.name
+    )
+    return replace(first, name=name, **figures)
+
+
+def measure_collectives(
+    ranks: Ranks, torch_device: torch.device
+) -> tuple[float, float, float]:
+    """`gather_bytes_s`, `reduce_bytes_s` and `across_bytes_s` of a `Hardware`.
+
+    All ranks have to call it. Between nodes of several ranks only a reduce-scatter and
+    what follows it can be timed together: the first is taken for as fast as a gather.
+    """
+    world, counted = ranks.world, {name: getattr(ranks, name) for name in _COUNTERS}
+    numel = _COPY_BYTES[torch_device.type] // 4 // world.local_size
+    whole = torch.ones(numel * world.local_size, device=torch_device)
+    part = torch.ones(numel, device=torch_device) if world.local_size > 1 else whole
+
+    def seconds(collective: Callable[[], object]) -> float:
+        # nobody begins before all are there
+        ranks.collect(None)
+        return median_s(torch_device, collective)
+
+    gather_s = across_s = 0.0
+    if world.local_size > 1:
+        gather_s = seconds(lambda: ranks.all_gather(whole, part))
+    reduce_s = seconds(lambda: ranks.reduce_scatter(part, whole))
+    if world.num_nodes > 1:
+        across_s = max(reduce_s - gather_s, reduce_s / 10)
+        reduce_s -= across_s
+    for name, value in counted.items():
+        setattr(ranks, name, value)
+    return (
+        whole.nbytes / gather_s if world.local_size > 1 else 0.0,
+        whole.nbytes / reduce_s if world.local_size > 1 else 0.0,
+        part.nbytes / across_s if world.num_nodes > 1 else 0.0,
     )
 
 

@@ -25,6 +25,10 @@ LINK_FRACTION = 0.8
 LINK_BOTH_FRACTION = 0.7
 """Assumed: each way while the other is busy; acknowledgements share its lanes."""
 
+GATHER_FRACTION = 0.7
+"""Assumed: collectives over NVLink. Without it they go through host memory, each way
+over the card's link at `LINK_BOTH_FRACTION`."""
+
 KERNEL_S = 4e-6
 """Assumed: launch rate of eager PyTorch on a present-day desktop processor."""
 
@@ -33,7 +37,7 @@ ADAM_MOVED_BYTES = 7
 reads weight, gradient and two moments and writes all but the gradient."""
 ADAM_BYTES_S = 51.2e9 * 0.7 / ADAM_MOVED_BYTES
 """Assumed: fused torch AdamW, bound by two channels of DDR4-3200 (51.2 GB/s), of which
-it gets 0.7. Servers with more channels are faster."""
+it gets 0.7. Servers with more channels are faster. Ranks of one host share it."""
 
 CONTEXT_BYTES = 500 << 20
 """Not measured: CUDA context of a process that runs torch."""
@@ -60,6 +64,7 @@ class Gpu:
         memory_bytes_s: Device memory.
         pcie: Generation of its PCI Express interface; all have 16 lanes.
         source: Data sheet.
+        nvlink_bytes_s: To other cards each way, 0 without a switch between all.
         aliases: Other names, among them what the driver calls it.
     """
 
@@ -71,6 +76,7 @@ class Gpu:
     memory_bytes_s: float
     pcie: int
     source: str
+    nvlink_bytes_s: float = 0.0
     aliases: tuple[str, ...] = ()
 
     @property
@@ -94,6 +100,8 @@ class Link:
 
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
+# half of what the data sheets of SXM cards give for both ways
+_NVLINK_3, _NVLINK_4 = 300e9, 450e9
 
 GPUS = (
     Gpu(
@@ -157,6 +165,7 @@ GPUS = (
         memory_bytes_s=1555e9,
         pcie=4,
         source="NVIDIA A100 data sheet",
+        nvlink_bytes_s=_NVLINK_3,
         aliases=("A100-SXM4-40GB", "A100-PCIE-40GB"),
     ),
     Gpu(
@@ -169,6 +178,7 @@ GPUS = (
         memory_bytes_s=1935e9,
         pcie=4,
         source="NVIDIA A100 data sheet (80GB PCIe)",
+        nvlink_bytes_s=_NVLINK_3,
         aliases=("A100-SXM4-80GB", "A100 80GB PCIe"),
     ),
     Gpu(
@@ -180,6 +190,7 @@ GPUS = (
         memory_bytes_s=3350e9,
         pcie=5,
         source="NVIDIA H100 data sheet (SXM)",
+        nvlink_bytes_s=_NVLINK_4,
         aliases=("H100 SXM", "H100 80GB", "H100 80GB HBM3"),
     ),
     Gpu(
@@ -201,6 +212,7 @@ GPUS = (
         memory_bytes_s=4800e9,
         pcie=5,
         source="NVIDIA H200 data sheet (SXM)",
+        nvlink_bytes_s=_NVLINK_4,
         aliases=("H200 SXM",),
     ),
     Gpu(
@@ -226,9 +238,16 @@ LINKS = {
 
 
 def gpu_hardware(
-    text: str, link: str | None, host_bytes: int, tf32: bool = False
+    text: str,
+    link: str | None,
+    host_bytes: int,
+    tf32: bool = False,
+    num_gpus: int = 1,
 ) -> Hardware:
-    """What a GPU of the table would give.
+    """What a GPU of the table would give, one of `num_gpus` on a host.
+
+    Each has a link of its own; copies of all at once are as fast as of one, and host
+    AdamW shares the host's memory.
 
     Args:
         text: `NAME` or `NAME:GiB`; case, spaces, dashes, "NVIDIA", "GeForce" and
@@ -237,6 +256,7 @@ def gpu_hardware(
         link: One of `Gpu.links`, None for the fastest.
         host_bytes: Memory of the host that may be used.
         tf32: Whether fp32 products run on tensor cores (`tf32: true`).
+        num_gpus: Cards of this kind on the host.
 
     Raises:
         ConfigError: Unknown or ambiguous name, unknown link or one that the GPU
@@ -247,9 +267,18 @@ def gpu_hardware(
     device_bytes = _bytes_of(gib, gpu) if colon else gpu.device_bytes
     link_name = _find_link(link, gpu) if link is not None else gpu.links[-1]
     peak = LINKS[link_name].bytes_s
+    source = f"{gpu.source}; {link_name}; how much of each peak is reached is assumed"
+    exchange = 0.0
+    if num_gpus > 1:
+        exchange, way = peak * LINK_BOTH_FRACTION, "through host memory"
+        if gpu.nvlink_bytes_s:
+            exchange, way = gpu.nvlink_bytes_s * GATHER_FRACTION, "over NVLink"
+        source += f"; cards exchange {way} at {exchange / 1e9:.0f} GB/s each way"
+        # in a ring each card sends and receives all but its own part
+        exchange *= num_gpus / (num_gpus - 1)
     return Hardware(
         name=gpu.name,
-        source=f"{gpu.source}; {link_name}; how much of each peak is reached is assumed",
+        source=source,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         unseen_bytes=CONTEXT_BYTES
@@ -263,8 +292,10 @@ def gpu_hardware(
         offload_bytes_s=peak * LINK_FRACTION,
         fetch_both_bytes_s=peak * LINK_BOTH_FRACTION,
         offload_both_bytes_s=peak * LINK_BOTH_FRACTION,
-        adam_bytes_s=ADAM_BYTES_S,
+        adam_bytes_s=ADAM_BYTES_S / num_gpus,
         link=link_name,
+        gather_bytes_s=exchange,
+        reduce_bytes_s=exchange,
     )
 
 

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 from ..cost import (
     MAX_IN_FLIGHT,
+    Collectives,
     HostWork,
     host_work,
     seconds_per_byte,
     update_seconds,
 )
+from ..layout import padded_bytes, shard_bytes
 from ..types import (
     BlockTimes,
     Chunk,
@@ -77,19 +79,23 @@ class StepBound:
         self.times = times
         self.hardware = hardware
         self.accumulation = workload.accumulation
+        self.world = workload.world
+        self.collectives = Collectives.of(hardware, workload.world)
         # seconds of the blocks before each, and of all
         self.forward = list(accumulate(times.forward_s, initial=0.0))
         self.backward = list(accumulate(times.backward_s, initial=0.0))
         self.outside_s = times.outside_forward_s + times.outside_backward_s
         self.work = {
-            chunk.index: host_work(chunk, hardware, workload.fp32_master)
+            chunk.index: host_work(
+                chunk, hardware, workload.fp32_master, world=workload.world
+            )
             for chunk in layout.chunks
             if chunk.trainable
         }
 
-    def under(self, placements: tuple[Placement, ...]) -> PlacedBound:
+    def under(self, placements: tuple[Placement, ...], shards: int = 1) -> PlacedBound:
         """Bounds of the plans with these placements."""
-        return PlacedBound(self, placements)
+        return PlacedBound(self, placements, shards)
 
     def row(self, policies: tuple[Policy, ...], moved: Moved) -> Row:
         """What the bounds need of these policies."""
@@ -160,28 +166,36 @@ class _Updates(NamedTuple):
 class PlacedBound:
     """Lower bounds of the plans that share their placements."""
 
-    def __init__(self, step: StepBound, placements: tuple[Placement, ...]) -> None:
+    def __init__(
+        self, step: StepBound, placements: tuple[Placement, ...], shards: int
+    ) -> None:
         self._step = step
+        self._shards = shards
         in_slots, resident = Placement.PAGED, Placement.RESIDENT
         self._paged: list[Chunk] = []
         # trained on the host, and of those what stays on the device nevertheless
         self._held: list[Chunk] = []
         self._stale: list[Chunk] = []
-        updated = 0
+        updated, shared = 0, step.layout.fixed_trainable_bytes
         for chunk, placement in zip(step.layout.chunks, placements, strict=True):
             if placement is in_slots:
                 self._paged.append(chunk)
             if chunk.trainable and placement is resident:
                 updated += chunk.nbytes
+                shared += chunk.payload_bytes
             elif chunk.trainable:
                 self._held.append(chunk)
                 if placement is not in_slots:
                     self._stale.append(chunk)
         self._update_s = step.times.update_s + update_seconds(updated, step.hardware)
         self._num_paged = len(self._paged)
-        self._bytes = list(accumulate((c.nbytes for c in self._paged), initial=0))
+        sizes = (padded_bytes(chunk, shards) for chunk in self._paged)
+        self._bytes = list(accumulate(sizes, initial=0))
         works = [step.work[chunk.index] for chunk in self._held]
         self._leaving = sum(work.nbytes for work in works)
+        self._parts = sum(work.part_bytes for work in works)
+        self._shared_s = shared * step.collectives.all_reduce_s
+        self._gather_s = step.collectives.gather_s if shards > 1 else 0.0
         self._norm_s = sum(work.norm_s for work in works)
 
     def least_seconds(
@@ -198,15 +212,17 @@ class PlacedBound:
         """
         step, hardware = self._step, self._step.hardware
         fetch_s, offload_s = 1 / hardware.fetch_bytes_s, 1 / hardware.offload_bytes_s
-        fetched_s = (self._backward_bytes(n_buffer) + back_bytes) * fetch_s
+        missing, back_s = self._backward_bytes(n_buffer), back_bytes * fetch_s
+        fetched_s = missing * fetch_s / self._shards + back_s
+        gathered_s = missing * self._gather_s
         out_s = out_bytes * offload_s
         forward_s = self._forward_s(n_buffer)
         if hardware.overlaps:
             later_s = max(forward_s, out_s)
-            backward_s = max(backward_s, fetched_s)
+            backward_s = max(backward_s, fetched_s, gathered_s)
         else:
             later_s = forward_s + out_s
-            backward_s += fetched_s
+            backward_s += fetched_s + gathered_s
         first_s = self._first_forward_s(n_buffer)
         if self._held:
             first_s = max(first_s, self._updates.start_s + later_s)
@@ -221,8 +237,10 @@ class PlacedBound:
     def seconds(self, n_buffer: int, row: Row) -> float:
         """No plan with so many slots and these policies takes less."""
         missing = self._backward_bytes(n_buffer)
+        # of several ranks the last micro-batch shares the link otherwise
+        leaving = self._leaving if self._step.world.size == 1 else 0
         fetch_s, offload_s = seconds_per_byte(
-            missing + row.back_bytes, self._leaving, self._step.hardware
+            missing + row.back_bytes, leaving, self._step.hardware
         )
         return self._together(
             *self._before_backward_s(n_buffer, row),
@@ -249,37 +267,18 @@ class PlacedBound:
             done_s: From the begin of backward until that of a block is done.
         """
         step, more = self._step, self._step.accumulation - 1
+        if step.world.size > 1:
+            return self._of_ranks(first_s, later_s, backward_s, offload_s, done_s)
         if not step.hardware.overlaps:
             backward_s += self._leaving * offload_s
         if not self._held:
             return first_s + more * later_s + (more + 1) * backward_s
 
         # gradients leave one after the other, and the host adds up one after the other
-        works, first_block, last_block, lead_bytes, every, awaited = self._gradients
+        _, first_block, _, lead_bytes, every, _ = self._gradients
         ready_s = done_s(first_block)
         arrived_s = ready_s + lead_bytes * offload_s
-        if last_block is not None:
-            last_ready_s = done_s(last_block)
-        else:
-            last_ready_s = backward_s
-            if not step.hardware.overlaps:
-                last_ready_s -= works[-1].nbytes * offload_s
-
-        def micro_batch_s(first: bool, last: bool) -> float:
-            nbytes, *sums = every if last else awaited
-            if not nbytes:
-                return backward_s
-            sums_s = sums[0] if first else sums[1]
-            seconds = max(backward_s, arrived_s + sums_s)
-            if not last:
-                return max(seconds, ready_s + nbytes * offload_s)
-            work = works[-1]
-            offloaded_s = max(
-                last_ready_s + work.nbytes * offload_s, ready_s + nbytes * offload_s
-            )
-            sum_s = work.first_sum_s if first else work.later_sum_s
-            return max(seconds, offloaded_s + sum_s)
-
+        micro_batch_s = partial(self._micro_batch_s, backward_s, offload_s, done_s)
         nbytes, first_sums_s, later_sums_s = every
         chains = [
             # a lane that never rests
@@ -295,6 +294,94 @@ class PlacedBound:
         else:
             chains.append(micro_batch_s(True, True))
         return first_s + max(chains) + self._norm_s
+
+    def _micro_batch_s(
+        self,
+        backward_s: float,
+        offload_s: float,
+        done_s: Callable[[int], float],
+        first: bool,
+        last: bool,
+    ) -> float:
+        """Backward, and what the trainer waits for before what follows."""
+        works, first_block, last_block, lead_bytes, every, awaited = self._gradients
+        ready_s = done_s(first_block)
+        arrived_s = ready_s + lead_bytes * offload_s
+        nbytes, *sums = every if last else awaited
+        if not nbytes:
+            return backward_s
+        sums_s = sums[0] if first else sums[1]
+        seconds = max(backward_s, arrived_s + sums_s)
+        if not last:
+            return max(seconds, ready_s + nbytes * offload_s)
+        work = works[-1]
+        if last_block is not None:
+            last_ready_s = done_s(last_block)
+        else:
+            last_ready_s = backward_s
+            if not self._step.hardware.overlaps:
+                last_ready_s -= work.nbytes * offload_s
+        offloaded_s = max(
+            last_ready_s + work.nbytes * offload_s, ready_s + nbytes * offload_s
+        )
+        sum_s = work.first_sum_s if first else work.later_sum_s
+        return max(seconds, offloaded_s + sum_s)
+
+    def _of_ranks(
+        self,
+        first_s: float,
+        later_s: float,
+        backward_s: float,
+        offload_s: float,
+        done_s: Callable[[int], float],
+    ) -> float:
+        """All micro-batches of several ranks; arguments as in `_together`."""
+        step, more = self._step, self._step.accumulation - 1
+        last_s = self._last_backward_s(backward_s, offload_s, done_s) + self._norm_s
+        if not more:
+            return first_s + last_s
+        if not step.hardware.overlaps:
+            backward_s += self._leaving * offload_s
+        first_batch_s = batch_s = backward_s
+        if self._held:
+            micro_batch_s = partial(self._micro_batch_s, backward_s, offload_s, done_s)
+            first_batch_s, batch_s = (
+                micro_batch_s(True, False),
+                micro_batch_s(False, False),
+            )
+        middle_s = (more - 1) * (later_s + batch_s)
+        return first_s + first_batch_s + middle_s + later_s + last_s
+
+    def _last_backward_s(
+        self, backward_s: float, offload_s: float, done_s: Callable[[int], float]
+    ) -> float:
+        """Of several ranks: one collective after the other, one part after the other
+        leaves, and what earlier micro-batches have added up comes back in between."""
+        step, scatter_s = self._step, self._step.collectives.scatter_s
+        communicated_s = self._leaving * scatter_s + self._shared_s
+        sums_s = 0.0
+        if step.accumulation > 1:
+            sums_s = self._leaving / step.hardware.fetch_bytes_s
+        if not step.hardware.overlaps:
+            return backward_s + sums_s + communicated_s + self._parts * offload_s
+        start_s = done_s(len(step.layout.blocks) - 1)
+        if not self._held:
+            return max(backward_s, start_s + communicated_s)
+        works, first_block, *_ = self._gradients
+        ready_s = done_s(first_block)
+        return max(
+            backward_s,
+            done_s(0) + sums_s,
+            min(start_s, ready_s) + communicated_s,
+            ready_s + works[0].nbytes * scatter_s + self._parts * offload_s,
+        )
+
+    def _weight_s(self, fetch_s: float) -> float:
+        """Of one byte until all ranks have it; the slower way counts where both work
+        side by side."""
+        if self._step.hardware.overlaps:
+            return max(fetch_s / self._shards, self._gather_s)
+        return fetch_s / self._shards + self._gather_s
 
     def _before_backward_s(self, n_buffer: int, row: Row) -> tuple[float, float]:
         """From update or backward to backward, of the first micro-batch and others."""
@@ -351,8 +438,9 @@ class PlacedBound:
 
     @cached_property
     def _updates(self) -> _Updates:
-        step = self._step
+        step, shards = self._step, self._shards
         fetch_s = 1 / step.hardware.fetch_bytes_s
+        weight_s = self._weight_s(fetch_s)
         forward_s = step.forward[-1]
         seconds = 0.0 if step.hardware.overlaps else self._update_s
         done: dict[int, float] = {}
@@ -362,22 +450,27 @@ class PlacedBound:
             done[chunk.index] = seconds
         start_s = self._update_s
         for chunk in self._stale:
-            start_s = max(start_s, done[chunk.index]) + chunk.nbytes * fetch_s
+            start_s = max(start_s, done[chunk.index])
+            start_s += shard_bytes(chunk, shards) * fetch_s
+            start_s += padded_bytes(chunk, shards) * self._gather_s
         fetch_from_s = arrived_s = start_s if self._stale else 0.0
         ends = [start_s + forward_s]
         for chunk in self._paged:
             if chunk.trainable:
-                arrived_s = max(arrived_s, done[chunk.index]) + chunk.nbytes * fetch_s
+                arrived_s = max(arrived_s, done[chunk.index])
+                arrived_s += padded_bytes(chunk, shards) * weight_s
                 ends.append(arrived_s + forward_s - step.forward[chunk.block or 0])
         return _Updates(start_s, fetch_from_s, max(ends))
 
     def _first_forward_s(self, n_buffer: int) -> float:
         """From the update on; what slots hold of trained chunks is fetched again."""
         step, (start_s, fetch_from_s, end_s) = self._step, self._updates
-        again = sum(chunk.nbytes for chunk in self._paged[:n_buffer] if chunk.trainable)
+        stale = (chunk for chunk in self._paged[:n_buffer] if chunk.trainable)
+        again = sum(padded_bytes(chunk, self._shards) for chunk in stale)
         if not again:
             return max(end_s, start_s + self._forward_s(n_buffer))
-        fetch_s = (self._missing_bytes(n_buffer) + again) / step.hardware.fetch_bytes_s
+        fetch_s = self._weight_s(1 / step.hardware.fetch_bytes_s)
+        fetch_s *= self._missing_bytes(n_buffer) + again
         if step.hardware.overlaps:
             last_s = step.forward[-1] - step.forward[self._block_of[-1]]
             seconds = fetch_from_s + fetch_s + last_s
@@ -388,7 +481,8 @@ class PlacedBound:
     def _forward_s(self, n_buffer: int) -> float:
         """Of a later micro-batch."""
         step, forward_s = self._step, self._step.forward[-1]
-        fetch_s = self._missing_bytes(n_buffer) / step.hardware.fetch_bytes_s
+        fetch_s = self._weight_s(1 / step.hardware.fetch_bytes_s)
+        fetch_s *= self._missing_bytes(n_buffer)
         if not fetch_s:
             return forward_s
         if not step.hardware.overlaps:
@@ -406,7 +500,7 @@ class PlacedBound:
     ) -> float:
         """Of one micro-batch, but for its gradients."""
         step, before = self._step, row.backward
-        backward_s, fetch_s = before[-1], missing * second_per_byte
+        backward_s, fetch_s = before[-1], missing * self._weight_s(second_per_byte)
         back_s = row.back_bytes * second_per_byte
         if not step.hardware.overlaps:
             return backward_s + fetch_s + back_s
@@ -414,7 +508,8 @@ class PlacedBound:
         if back_s:
             # one lane, and what swapped first comes last or before the last weights
             last = min(row.first, self._block_of[0] if fetch_s else row.first)
-            seconds = max(seconds, fetch_s + back_s + before[last + 1])
+            lane_s = missing / self._shards * second_per_byte + back_s
+            seconds = max(seconds, lane_s + before[last + 1])
         if not fetch_s:
             return seconds
         low, high = self._block_of[0], self._block_of[-1]

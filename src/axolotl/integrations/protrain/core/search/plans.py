@@ -19,6 +19,7 @@ def make_plan(
     outside: Placement = Placement.RESIDENT,
     origin: str = "overrides",
     swap_interval: int = 1,
+    shards: int = 1,
 ) -> Plan:
     """The plan that follows from the four knobs.
 
@@ -32,6 +33,7 @@ def make_plan(
         outside: Where trainable weights outside the blocks have their state.
         origin: What decided, for the report.
         swap_interval: Blocks from one that swaps to the next.
+        shards: Ranks that share each host-kept chunk.
 
     Raises:
         ConfigError: A knob is outside its legal range, which the message gives.
@@ -50,6 +52,7 @@ def make_plan(
         placements=placements,
         policies=block_policies(blocks, n_swap, n_checkpoint, swap_interval),
         origin=origin,
+        shards=shards,
     )
 
 

@@ -11,6 +11,9 @@ Numbers of swapping blocks: none; the paper's bound, the blocks divided by the i
 at which their copies hide behind compute, with any number of the others recomputing;
 and half the bound, the bound and all blocks where every block recomputes and the
 swapping ones send their inputs away.
+
+With several ranks on a node, chunks that they share (mode C) come last: they have to
+beat the best of the rest, and all that is known of policies is known of theirs.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ from ..types import BlockTimes, Budget, Placement, Plan, Policy
 from .bounds import PlacedBound, Row, StepBound
 from .plans import block_policies, make_plan, place
 
+MODES = frozenset("ABC")
+"""All values of `Plan.mode`. Without A only plans that page something are searched."""
+
+ONLY_A = frozenset("A")
+"""Only plans with nothing on the host but what has masters there."""
+
 MAX_EXTRA_SLOTS = 2
 """Slots worth trying beyond the fewest that can run with nothing resident. One more lets
 copies run ahead; each further one saves one fetch a micro-batch where a resident chunk
@@ -51,11 +60,12 @@ ROUNDING = 1e-9
 
 class _Place(NamedTuple):
     """A candidate but for its policies: slots, pageable chunks that are not resident,
-    and what of `Search._outside` applies."""
+    what of `Search._outside` applies, and `Plan.shards`."""
 
     n_buffer: int
     num_paged: int
     outside: int
+    shards: int
 
 
 class _Family(NamedTuple):
@@ -150,14 +160,15 @@ class Search:
             workload.accumulation,
             workload.fp32_master,
             self._memory.moved_bytes(plan.policies),
+            world=workload.world,
             launches_ahead=hardware.overlaps,
         )
 
-    def fastest(self, all_resident: bool = False) -> Plan:
+    def fastest(self, modes: Set[str] = MODES) -> Plan:
         """The fastest plan that fits.
 
         Args:
-            all_resident: Only plans without paging.
+            modes: Only plans of these; C is none with one rank on a node.
 
         Raises:
             BudgetError: None fits; names the nearest and what it lacks.
@@ -166,8 +177,8 @@ class Search:
         best_s = inf
         # what swaps has to beat the best that does not
         every = range(len(self._families))
-        for families in (every[:1], every[1:]):
-            for candidate in self._by_bound(families, all_resident, best_s):
+        for shards, families in product(self._shards(modes), (every[:1], every[1:])):
+            for candidate in self._by_bound(families, shards, modes, best_s):
                 if candidate.bound_s >= best_s * (1 - ROUNDING):
                     break
                 if not candidate.fits:
@@ -179,14 +190,18 @@ class Search:
                 if step_s < best_s * (1 - ROUNDING):
                     best, best_s = plan, step_s
         if best is None:
-            what = (
-                "keeping everything resident" if all_resident else "the smallest plan"
-            )
-            self._refuse(self.nearest(all_resident), what)
+            resident = modes == ONLY_A
+            what = "keeping everything resident" if resident else "the smallest plan"
+            self._refuse(self.nearest(modes), what)
         return best
 
     def by_hand(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_checkpoint: int
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_checkpoint: int,
+        shards: int = 1,
     ) -> Plan:
         """The plan that the overrides ask for.
 
@@ -194,13 +209,18 @@ class Search:
             ConfigError: A knob is outside its legal range, which the message gives.
             BudgetError: The plan does not fit.
         """
-        plan = self.asked(n_persist, n_buffer, n_swap, n_checkpoint)
+        plan = self.asked(n_persist, n_buffer, n_swap, n_checkpoint, shards)
         if not self.fits(plan):
             self._refuse(plan, "the plan of the overrides")
         return plan
 
     def asked(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_checkpoint: int
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_checkpoint: int,
+        shards: int = 1,
     ) -> Plan:
         """The same, whether it fits or not.
 
@@ -217,6 +237,7 @@ class Search:
                 self._memory.workload.fp32_master,
                 outside,
                 swap_interval=self.swap_interval,
+                shards=shards,
             )
             if self.fits(plan):
                 break
@@ -232,21 +253,22 @@ class Search:
             )
         return plan
 
-    def nearest(self, all_resident: bool = False) -> Plan:
+    def nearest(self, modes: Set[str] = MODES) -> Plan:
         """The plan that takes the least of the device or, if that has room for some
         plan, the one among those that takes the least of the host."""
-        places = self._places(all_resident, device=True)
         families = range(len(self._families))
+        outsides = range(len(self._outside))
         plans = []
-        for family, outside in product(families, range(len(self._outside))):
+        for shards, family, outside in product(self._shards(modes), families, outsides):
             # the more is resident, the less is on the host
+            places = self._places(shards, modes, device=True)
             for at in (at for at in places if at.outside == outside):
                 step = self._first_that_fits(family, at)
                 if step is not None:
                     plans.append(self._plan(family, step, at))
                     break
         if not plans:
-            return self._smallest(all_resident)
+            return self._smallest(modes)
         return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
 
     def plain(self, n_checkpoint: int) -> Plan:
@@ -257,7 +279,9 @@ class Search:
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
-        peak = self._memory.peak_bytes(plan.placements, plan.n_buffer, plan.policies)
+        peak = self._memory.peak_bytes(
+            plan.placements, plan.n_buffer, plan.policies, plan.shards
+        )
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
     @cached_property
@@ -282,12 +306,18 @@ class Search:
         saved = _Family(most, range(blocks - most + 1))
         return [_Family(0, range(blocks + 1)), *inputs, saved]
 
+    def _shards(self, modes: Set[str]) -> list[int]:
+        """Values of `Plan.shards` in these modes, 1 first."""
+        ranks = self._memory.workload.world.local_size
+        alone = [1] if modes & {"A", "B"} else []
+        return alone + ([ranks] if "C" in modes and ranks > 1 else [])
+
     def _by_bound(
-        self, families: Iterable[int], all_resident: bool, limit_s: float
+        self, families: Iterable[int], shards: int, modes: Set[str], limit_s: float
     ) -> Iterator[_Candidate]:
         """What the device may have room for, the lowest bound first, and again when it
         is known to fit; the host may lack room for what is swapped."""
-        places = self._places(all_resident, device=True, host=True)
+        places = self._places(shards, modes, device=True, host=True)
         if limit_s < inf:
             backward_s = sum(self._times.backward_s)
             places = [at for at in places if self._least_s(at, backward_s) < limit_s]
@@ -322,7 +352,7 @@ class Search:
     def _least_s(
         self, at: _Place, backward_s: float, out_bytes: int = 0, back_bytes: int = 0
     ) -> float:
-        bound = self._placed(at.num_paged, at.outside).bound
+        bound = self._placed(at.num_paged, at.outside, at.shards).bound
         return bound.least_seconds(at.n_buffer, backward_s, out_bytes, back_bytes)
 
     def _closer(self, candidate: _Candidate) -> _Candidate | None:
@@ -331,42 +361,43 @@ class Search:
         if step is None:
             return None
         at = candidate.at
-        bound = self._placed(at.num_paged, at.outside).bound
+        bound = self._placed(at.num_paged, at.outside, at.shards).bound
         bound_s = bound.seconds(at.n_buffer, self._row(candidate.family, step))
         return candidate._replace(
             bound_s=max(candidate.bound_s, bound_s), step=step, fits=True
         )
 
     def _places(
-        self, all_resident: bool, device: bool = False, host: bool = False
+        self, shards: int, modes: Set[str], device: bool = False, host: bool = False
     ) -> list[_Place]:
         """All legal ones, the most resident first; perhaps only those that device or
         host could have room for."""
         places: list[_Place] = []
         room = self._budget.usable_bytes if device else inf
-        for outside in range(len(self._outside)):
-            most = self._most_paged(outside) if host else self._num_chunks
-            if all_resident:
-                most = min(most, 0)
+        resident = modes == ONLY_A
+        for outside in range(1 if resident else len(self._outside)):
+            most = self._most_paged(outside, shards) if host else self._num_chunks
             # what is paged takes less of the device
-            paged = range(most + 1)
-            takes = partial(self._least_bytes, outside)
+            fewest = 0 if "A" in modes and shards == 1 else 1
+            paged = range(fewest, min(most, 0 if resident else most) + 1)
+            takes = partial(self._least_bytes, outside, shards)
             first = bisect_left(paged, True, key=lambda n: takes(n) <= room)
             for num_paged in paged[first:]:
-                placed = self._placed(num_paged, outside)
+                placed = self._placed(num_paged, outside, shards)
                 if self._reachable and not self._reachable(placed.placements):
                     continue
                 most_slots = min(placed.num_in_slots, self._most_slots)
                 for n_buffer in range(placed.floor, most_slots + 1):
                     if takes(num_paged) + placed.slot_bytes(n_buffer) <= room:
-                        places.append(_Place(n_buffer, num_paged, outside))
+                        places.append(_Place(n_buffer, num_paged, outside, shards))
         return places
 
-    def _least_bytes(self, outside: int, num_paged: int) -> float:
-        """What no plan takes less than of the device, slots excepted."""
-        placed = self._placed(num_paged, outside)
+    def _least_bytes(self, outside: int, shards: int, num_paged: int) -> float:
+        """What no plan takes less than of the device, slots excepted, nor buffers for
+        reductions, which are there from the first paged chunk on."""
+        placed = self._placed(num_paged, outside, shards)
         first, later = self._least
-        return max(placed.base + first, placed.held + later)
+        return max(placed.base + first, placed.held + later) - placed.reduction
 
     @cached_property
     def _least(self) -> tuple[int, int]:
@@ -380,20 +411,21 @@ class Search:
     def _least_gradients(self) -> list[int]:
         """Beside each segment's own in the first micro-batch. Those of blocks take the
         least when they leave."""
-        return self._placed(self._num_chunks, len(self._outside) - 1).parameters.before
+        all_paged = self._placed(self._num_chunks, len(self._outside) - 1, 1)
+        return all_paged.parameters.before
 
     @cached_property
     def _most_slots(self) -> int:
-        return self._placed(self._num_chunks, 0).floor + MAX_EXTRA_SLOTS
+        return self._placed(self._num_chunks, 0, 1).floor + MAX_EXTRA_SLOTS
 
-    def _most_paged(self, outside: int) -> int:
+    def _most_paged(self, outside: int, shards: int) -> int:
         """The most paged chunks with which the host has room; they only burden it. Less
         than none if it has room for no plan."""
 
         def lacks(num_paged: int) -> bool:
-            floor = self._placed(num_paged, outside).floor
+            floor = self._placed(num_paged, outside, shards).floor
             return not self._fits_host(
-                self._plan(0, 0, _Place(floor, num_paged, outside))
+                self._plan(0, 0, _Place(floor, num_paged, outside, shards))
             )
 
         # most often it has
@@ -423,7 +455,7 @@ class Search:
 
     def _first_that_fits(self, family: int, at: _Place) -> int | None:
         """The first step for which the device has room, if any."""
-        placed = self._placed(at.num_paged, at.outside)
+        placed = self._placed(at.num_paged, at.outside, at.shards)
         room = self._budget.usable_bytes - placed.slot_bytes(at.n_buffer)
         states, segment = placed.parameters, 0
         rest = room - states.base - self._memory.hardware.unseen_bytes
@@ -441,9 +473,9 @@ class Search:
             segment = totals.index(max(totals))
         return None
 
-    def _smallest(self, all_resident: bool) -> Plan:
+    def _smallest(self, modes: Set[str]) -> Plan:
         """The plan that takes the least of the device."""
-        best, best_bytes = (0, 0, _Place(0, 0, 0)), inf
+        best, best_bytes = (0, 0, _Place(0, 0, 0, 1)), inf
         rows = [
             (least, -step, family)
             for family in range(len(self._families))
@@ -451,9 +483,9 @@ class Search:
         ]
         # most often what recomputes most takes the least
         rows.sort()
-        places = self._places(all_resident)
+        places = [at for n in self._shards(modes) for at in self._places(n, modes)]
         for states, at in sorted((self._state_bytes(at), at) for at in places):
-            placed = self._placed(at.num_paged, at.outside)
+            placed = self._placed(at.num_paged, at.outside, at.shards)
             for least, minus_step, family in rows:
                 if states + least >= best_bytes:
                     break
@@ -486,7 +518,7 @@ class Search:
         return self._memory.kept_bytes(at), least
 
     def _state_bytes(self, at: _Place) -> int:
-        placed = self._placed(at.num_paged, at.outside)
+        placed = self._placed(at.num_paged, at.outside, at.shards)
         return placed.base + placed.slot_bytes(at.n_buffer)
 
     def _peak_bytes(self, placed: _Placed, family: int, step: int) -> int:
@@ -524,7 +556,7 @@ class Search:
     def _fits_host(self, plan: Plan) -> bool:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
-    def _place(self, num_paged: int, outside: int) -> _Placed:
+    def _place(self, num_paged: int, outside: int, shards: int) -> _Placed:
         placements = place(
             self._layout,
             self._num_chunks - num_paged,
@@ -532,7 +564,7 @@ class Search:
             self._outside[outside],
         )
         redone = self._paged_blocks(placements)
-        return _Placed(self._memory, self._bound, placements, redone)
+        return _Placed(self._memory, self._bound, placements, shards, redone)
 
     def _plan(self, family: int, step: int, at: _Place) -> Plan:
         n_swap, checkpoints = self._families[family]
@@ -546,6 +578,7 @@ class Search:
             self._outside[at.outside],
             origin="search",
             swap_interval=self.swap_interval,
+            shards=at.shards,
         )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
@@ -575,11 +608,13 @@ class _Placed:
     """What plans share whose chunks sit in the same places.
 
     Attributes:
+        shards: Ranks that share each host-kept chunk.
         floor: Fewest slots that can run.
         num_in_slots: Chunks that pass through them.
         placements: Where each chunk sits.
         redone: Blocks that have to recompute.
         base: Weights and optimizer state on the device, without slots.
+        reduction: Buffers in it in which gradients for the host are reduced.
         held: The same with gradients of what trains there, for later micro-batches;
             minus infinity where there are none.
         peaks: Device peaks known so far, by family and step, without slots.
@@ -590,15 +625,18 @@ class _Placed:
         memory: MemoryModel,
         bound: StepBound,
         placements: tuple[Placement, ...],
+        shards: int,
         redone: Set[int],
     ) -> None:
         self._memory = memory
         self._bound = bound
         self.placements = placements
+        self.shards = shards
         self.redone = redone
         self.floor = slot_floor(memory.layout, placements)
         self.num_in_slots = placements.count(Placement.PAGED)
-        self._states = memory.states(placements)
+        self._states = memory.states(placements, shards)
+        self.reduction = self._states.reduction
         self.base = self._states.weights + self._states.moments
         again = memory.workload.accumulation > 1
         self.held: float = self.base + self._states.gradients if again else -inf
@@ -611,10 +649,11 @@ class _Placed:
 
     @cached_property
     def bound(self) -> PlacedBound:
-        return self._bound.under(self.placements)
+        return self._bound.under(self.placements, self.shards)
 
     def _slot_bytes(self, n_buffer: int) -> int:
-        return sum(slot_bytes(self._memory.layout, self.placements, n_buffer))
+        layout = self._memory.layout
+        return sum(slot_bytes(layout, self.placements, n_buffer, self.shards))
 
 
 def _spares(one: _Candidate, other: _Candidate) -> bool:
@@ -624,6 +663,7 @@ def _spares(one: _Candidate, other: _Candidate) -> bool:
         one.family == other.family == 0
         and one.at.outside == other.at.outside == 0
         and one.at.n_buffer == other.at.n_buffer
+        and one.at.shards == other.at.shards
         and one.at.num_paged < other.at.num_paged
         and one.step <= other.step
     )
