@@ -136,9 +136,7 @@ def test_under_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "death", ["0:planning:kill", "1:backward:kill"]
-)
+@pytest.mark.parametrize("death", ["0:planning:kill", "1:backward:kill"])
 def test_without_an_agent(root: Path, tmp_path: Path, death: str) -> None:
     """The survivor notices by itself."""
     launch = Launch(root, tmp_path, "full", DIE=death)

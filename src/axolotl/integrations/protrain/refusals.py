@@ -86,6 +86,12 @@ EXCLUDED = (
     *_each("sequence_parallel_degree expert_parallel_size", _above(1), _PARALLEL),
     *_each("dp_shard_size dp_replicate_size", _above(1), _PARALLEL),
     Refusal(
+        "use_ray",
+        bool,
+        "starts ranks in a way that ProTrain has not been tried with",
+        "Launch with torchrun or accelerate",
+    ),
+    Refusal(
         "load_in_8bit",
         bool,
         "keeps the input of every layer where neither recompute nor swap frees it, and "

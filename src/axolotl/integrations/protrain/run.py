@@ -9,9 +9,9 @@ import platform
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +38,9 @@ from .core.profile import (
     device_memory,
     host_memory,
     measure_blocks,
+    measure_collectives,
     meta_twin,
+    weakest,
 )
 from .core.runtime import CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
@@ -418,9 +420,16 @@ class TrainingRun:
         ranks = self.ranks
         if ranks is None:
             return self._plan_for(hardware, model, device, World())
-        weakest = _weakest(ranks.collect(hardware))
+        gather, reduce, across = measure_collectives(ranks, device)
+        hardware = replace(
+            hardware,
+            gather_bytes_s=gather,
+            reduce_bytes_s=reduce,
+            across_bytes_s=across,
+        )
+        hardware = weakest(ranks.collect(hardware))
         forecast, notes = ranks.from_first(
-            lambda: self._plan_for(weakest, model, device, ranks.world)
+            lambda: self._plan_for(hardware, model, device, ranks.world)
         )
         order = tuple(block.name for block in forecast.layout.blocks)
         own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
@@ -573,17 +582,6 @@ def missing_capacity() -> ConfigError:
         "on its CPU device and needs that device's budget, for example "
         '`protrain_capacity_bytes: "2GiB"`.'
     )
-
-
-def _weakest(ranks: Sequence[Hardware]) -> Hardware:
-    """What every rank has: the least memory, the lowest rates, the longest waits."""
-    worst = {
-        field.name: (max if field.name in ("kernel_s", "unseen_bytes") else min)(
-            getattr(rank, field.name) for rank in ranks
-        )
-        for field in fields(Hardware)
-    }
-    return Hardware(**worst)
 
 
 def host_peak_bytes() -> int:
