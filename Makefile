@@ -16,10 +16,10 @@ export HF_HUB_OFFLINE := 1
 export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo test test-full matrix mutants lint format bench clean
+.PHONY: help install install-dev demo demo-2 test test-full matrix mutants lint format bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
 
 install: $(VENV)/.installed ## .venv with axolotl, this package (editable) and the test tools
 
@@ -39,6 +39,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: install ## train a small Llama paged and plain on this machine, and compare
 	@$(BIN)/python examples/demo.py
+
+demo-2: install ## the same on two ranks, beside DistributedDataParallel
+	@$(BIN)/python examples/demo.py --ranks 2 --steps 4
 
 test: install ## the tests, without the whole grid
 	@$(BIN)/python -m pytest $(PARALLEL)

@@ -7,11 +7,7 @@ half done stays behind.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from typing import Any
 import pytest
 from axolotl_jobs import LORA, SEEDING, overrides
 from saving_jobs import (
-    ENVIRONMENT,
     FLAT_MODEL,
     PAGED,
     REPORT,
@@ -196,8 +191,6 @@ REFUSED = WHILE_VALIDATED | AT_START
 PARTIAL = {"partial": 1, "partial_resident": 4}
 """Resident chunks asked for, with the other knobs left out."""
 
-RANKS = [0, 1]
-
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
@@ -209,36 +202,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         jobs.train(name, settings)
     for name, n_persist in PARTIAL.items():
         jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
-    for name, settings in (("rank", PAGED), ("resident_rank", RESIDENT)):
-        port = free_port()
-        for rank in RANKS:
-            jobs.train(
-                f"{name}_{rank}",
-                settings,
-                {"output_dir": name},
-                environment=environment_of(rank, port),
-            )
     yield jobs
     jobs.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def environment_of(rank: int, port: int) -> dict[str, str]:
-    """What `torchrun --nproc_per_node 2` tells its processes."""
-    return {
-        "ACCELERATE_USE_CPU": "true",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -279,38 +244,6 @@ def test_knobs_that_were_left_out_are_said(jobs: Jobs, name: str) -> None:
     said = f"Overrides completed with defaults: {', '.join(filled)}."
     warnings = [line for line in trained.log.splitlines() if "[WARNING]" in line]
     assert sum(said in line for line in warnings) == 1
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_two_ranks_are_refused_on_each(jobs: Jobs, rank: int) -> None:
-    refused = jobs[f"rank_{rank}"]
-    assert refused.exit_code == 1
-    assert "ConfigError: protrain_auto_memory: paging on 2 ranks" in refused.log
-    assert "Launch one process" in refused.log
-    assert left_behind(refused) == set()
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_the_way_out_for_two_ranks_is_one(jobs: Jobs, rank: int) -> None:
-    assert "protrain_force_all_persistent: true" in jobs[f"rank_{rank}"].log
-    trained = jobs[f"resident_rank_{rank}"].finished
-    assert trained.report["plan"]["mode"] == "A"
-
-
-@pytest.mark.full
-def test_two_ranks_are_refused_under_torchrun(jobs: Jobs) -> None:
-    jobs["rank_1"]  # noqa: B018 - its YAML is there then
-    launch = ["torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    ended = subprocess.run(
-        [sys.executable, "-m", *launch, "-m", "axolotl.cli.train", "rank_1.yaml"],
-        cwd=jobs.folder,
-        env=os.environ | ENVIRONMENT | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 1
-    assert "protrain_auto_memory: paging on 2 ranks" in ended.stdout + ended.stderr
 
 
 # ------------------------------------------------------------------------ switched off

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from axolotl_jobs import (
     LORA,
+    PAGED,
+    PROTRAIN,
+    SEEDING,
     Job,
     Pair,
     Result,
     assert_equal,
     history_differences,
+    job,
     overrides,
     pair,
     weight_differences,
@@ -94,3 +99,47 @@ CLIPPED_FULL = pair("llama", ACCUMULATE, plan=PLANS["B-some"], num_ranks=RANKS)
 @pytest.mark.parametrize("jobs", [CLIPPED_FULL], ids=["full"])
 def test_clipping(run: Run, jobs: Pair) -> None:
     assert_equal(run(jobs.paged), run(jobs.plain), ROUNDING)
+
+
+ODD_RANKS = (
+    "OtherCache",
+    "OtherDefaultCache",
+    "OtherThreads",
+    "OtherProcessor",
+    "LessHostMemory",
+    "FasterClock",
+)
+
+
+def odd(name: str) -> dict[str, Any]:
+    return {"plugins": [f"odd_rank_plugin.{name}", PROTRAIN, SEEDING]}
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pair("llama", LORA, plan={**PLANS["B-searched"], **odd(name)}, num_ranks=RANKS)
+        for name in ODD_RANKS
+    ],
+    ids=ODD_RANKS,
+)
+def test_ranks_on_unequal_machines_run_one_plan(run: Run, jobs: Pair) -> None:
+    odd_one, plain = run(jobs.paged), run(jobs.plain)
+    assert_equal(odd_one, plain)
+    assert len({rank["plan"] for rank in odd_one.report["ranks"]}) == 1
+
+
+def test_ranks_with_other_keys_are_refused(run: Run) -> None:
+    """Every rank raises it."""
+    result = run(replace(job("llama", LORA, PAGED, odd("OtherKey")), num_ranks=RANKS))
+    assert len(result.errors) == RANKS
+    for error in result.errors:
+        assert "ConfigError: protrain_capacity_bytes: 536870912 on rank 1" in error
+
+
+def test_a_plan_that_fits_nowhere_is_every_ranks_error(run: Run) -> None:
+    keys = {"protrain_capacity_bytes": "100KiB"}
+    result = run(replace(job("llama", LORA, PAGED, keys), num_ranks=RANKS))
+    first, second = (error.splitlines()[-1] for error in result.errors)
+    assert "BudgetError" in first
+    assert second == first.replace("BudgetError: ", "BudgetError: rank 0: ")

@@ -7,7 +7,7 @@ reduce nor look at anything that the host keeps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -120,6 +120,21 @@ def require_same(own: Layout, first: Layout) -> None:
                 f"base_model: this rank has {ours} where rank 0 has {theirs}. Give every "
                 "rank the same files and the same YAML."
             )
+
+
+def require_same_keys(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the YAML's keys, as each rank has read them.
+
+    Raises:
+        ConfigError: Naming the first key that differs.
+    """
+    for rank, keys in enumerate(ranks):
+        for key, value in keys.items():
+            if value != ranks[0][key]:
+                raise ConfigError(
+                    f"{key}: {value!r} on rank {rank} and {ranks[0][key]!r} on rank 0. "
+                    "Give every rank the same YAML."
+                )
 
 
 def _facts(layout: Layout) -> Iterator[str]:

@@ -51,6 +51,7 @@ from .data_parallel import (
     ignore_in_ddp,
     plan_hash,
     require_same,
+    require_same_keys,
 )
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
@@ -416,6 +417,9 @@ class TrainingRun:
         """
         # a model without blocks is refused before anything else
         self._on_all(partial(find_blocks, model))
+        if self.ranks is not None:
+            keys = self.args.model_dump(exclude={"protrain_cache_dir"})
+            require_same_keys(self.ranks.collect(keys))
         hardware = self._on_all(partial(self._hardware, model, device))
         ranks = self.ranks
         if ranks is None:

@@ -1,4 +1,7 @@
-"""A rank that dies takes all processes along, soon, with its error to be read."""
+"""Launching: several nodes, processes that never meet, ranks that die.
+
+A rank that dies takes all processes along, soon, with its error to be read.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,26 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from axolotl_jobs import LORA, PAGED, PROTRAIN, SEEDING, free_port, job, overrides
+from axolotl_jobs import (
+    LORA,
+    PAGED,
+    PROTRAIN,
+    SEEDING,
+    Job,
+    Result,
+    free_port,
+    job,
+    overrides,
+    pair,
+    weight_differences,
+)
 from axolotl_worker import ENVIRONMENT
 from dying_plugin import PHASES, WORDS
 from tiny_models import build_inputs, build_model
@@ -31,6 +46,7 @@ DYING = {
     "save_strategy": "steps",
     "save_steps": 1,
 }
+TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +61,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Launch:
     """Processes of one run, told apart from all others by their environment."""
 
-    def __init__(self, root: Path, folder: Path, mode: str, **variables: str) -> None:
+    def __init__(self, root: Path, folder: Path, wanted: Job, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
         self.died, self.log = folder / "died", folder / "log.txt"
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._root = root
-        keys = {"output_dir": str(folder / "out")}
-        settings = job("llama", PAGED, MODES[mode], DYING, keys).settings
+        settings = {**wanted.settings, "output_dir": str(folder / "out")}
         self.config = folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(settings))
         self._environment = {
@@ -81,16 +96,19 @@ class Launch:
                 stderr=log,
             )
 
+    def codes(self, processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+        """How each of them ended."""
+        try:
+            return [process.wait(timeout=300) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+
     def seconds_after_death(
         self, processes: Sequence[subprocess.Popen[bytes]]
     ) -> float:
         """How long the last of them lived on."""
-        try:
-            codes = [process.wait(timeout=300) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert all(codes)
+        assert all(self.codes(processes))
         return time.time() - float(self.died.read_text())
 
     def left(self) -> list[str]:
@@ -106,6 +124,10 @@ def _marked(process: psutil.Process, mark: str) -> bool:
         return process.environ().get("MARK") == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return False
+
+
+def dying(mode: str) -> Job:
+    return job("llama", PAGED, MODES[mode], DYING)
 
 
 def deaths() -> list[Any]:
@@ -124,10 +146,10 @@ def deaths() -> list[Any]:
 
 @pytest.mark.parametrize(("mode", "death"), deaths())
 def test_under_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> None:
-    launch = Launch(root, tmp_path, mode, DIE=death)
+    launch = Launch(root, tmp_path, dying(mode), DIE=death)
     shared = set(SHARED_MEMORY.iterdir())
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    agent = launch.start([*torchrun, f"--master_port={free_port()}"])
+    port = f"--master_port={free_port()}"
+    agent = launch.start([*TORCHRUN, "--nproc_per_node=2", port])
     assert launch.seconds_after_death([agent]) < LIMIT_S
     log = launch.log.read_text(errors="replace")
     assert (WORDS if death.endswith("raise") else "SIGKILL") in log
@@ -139,7 +161,7 @@ def test_under_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> No
 @pytest.mark.parametrize("death", ["0:planning:kill", "1:backward:kill"])
 def test_without_an_agent(root: Path, tmp_path: Path, death: str) -> None:
     """The survivor notices by itself."""
-    launch = Launch(root, tmp_path, "full", DIE=death)
+    launch = Launch(root, tmp_path, dying("full"), DIE=death)
     port = str(free_port())
     ranks = [
         launch.start(
@@ -155,3 +177,50 @@ def test_without_an_agent(root: Path, tmp_path: Path, death: str) -> None:
     ]
     assert launch.seconds_after_death(ranks) < LIMIT_S
     assert not launch.left()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_two_nodes(
+    run: Callable[[Job], Result], root: Path, tmp_path: Path, mode: str, num_local: int
+) -> None:
+    """Two agents on one machine, whose ranks know their nodes by the agent."""
+    unclipped = {"max_grad_norm": 0.0}
+    jobs = pair("llama", unclipped, MODES[mode], plan={}, num_ranks=2 * num_local)
+    launch = Launch(root, tmp_path, jobs.paged)
+    port = str(free_port())
+    agents = [
+        launch.start(
+            [
+                *TORCHRUN,
+                "--nnodes=2",
+                f"--node_rank={node}",
+                f"--nproc_per_node={num_local}",
+                "--master_addr=127.0.0.1",
+                f"--master_port={port}",
+            ]
+        )
+        for node in range(2)
+    ]
+    assert launch.codes(agents) == [0, 0], launch.log.read_text()
+    got = Result(tmp_path, "", 0.0)
+    assert (got.report["plan"]["num_nodes"], len(got.report["ranks"])) == (
+        2,
+        2 * num_local,
+    )
+    # four ranks add up in another order than two nodes of two
+    tolerance = 0.0 if num_local == 1 else 1e-6
+    assert not weight_differences(got.weights, run(jobs.plain).weights, tolerance)
+
+
+@pytest.mark.full
+def test_ranks_that_never_meet_are_refused(root: Path, tmp_path: Path) -> None:
+    wanted = job("llama", PAGED, MODES["resident"])
+    launch = Launch(root, tmp_path, wanted, ACCELERATE_USE_CPU="false")
+    port = f"--master_port={free_port()}"
+    agent = launch.start([*TORCHRUN, "--nproc_per_node=2", port])
+    assert launch.codes([agent]) != [0]
+    assert "2 processes were launched, and each would train alone" in (
+        launch.log.read_text()
+    )
