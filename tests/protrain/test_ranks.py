@@ -22,6 +22,9 @@ from axolotl_jobs import (
     pair,
     weight_differences,
 )
+from torch import nn
+
+from axolotl.integrations.protrain.data_parallel import ignore_in_ddp
 
 Run = Callable[[Job], Result]
 
@@ -143,3 +146,57 @@ def test_a_plan_that_fits_nowhere_is_every_ranks_error(run: Run) -> None:
     first, second = (error.splitlines()[-1] for error in result.errors)
     assert "BudgetError" in first
     assert second == first.replace("BudgetError: ", "BudgetError: rank 0: ")
+
+
+SAVED = {
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "val_set_size": 4,
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "include_tkps": True,
+}
+KEPT = {
+    "adapter": pair("llama", LORA, SAVED, plan=PLANS["B-some"], num_ranks=RANKS),
+    "full": pair("llama", UNCLIPPED, SAVED, plan=PLANS["C-some"], num_ranks=RANKS),
+}
+
+
+@pytest.mark.parametrize("jobs", [pytest.param(KEPT[k], id=k) for k in KEPT])
+def test_evaluation_and_the_best_of_its_checkpoints(run: Run, jobs: Pair) -> None:
+    paged, plain = run(jobs.paged), run(jobs.plain)
+    assert not weight_differences(paged.weights, plain.weights, tolerance=0)
+    assert not history_differences(paged.history, plain.history, ROUNDING)
+    assert any("eval_loss" in entry for entry in paged.history)
+
+
+@pytest.mark.parametrize("jobs", [pytest.param(KEPT[k], id=k) for k in KEPT])
+def test_checkpoints_move_between_paged_and_plain_ranks(run: Run, jobs: Pair) -> None:
+    """Each is resumed from the other's second step, and ends as neither had stopped."""
+    paged, plain = run(jobs.paged), run(jobs.plain)
+
+    def resumed(one: Job, other: Result) -> Result:
+        checkpoint = f"jobs/{other.folder.name}/out/checkpoint-2"
+        return run(one.but({"resume_from_checkpoint": checkpoint}))
+
+    for result in (resumed(jobs.paged, plain), resumed(jobs.plain, paged)):
+        assert not result.error, result.error
+        assert not weight_differences(result.weights, plain.weights, tolerance=0)
+
+
+def test_what_ddp_ignores_is_put_back() -> None:
+    """Another plugin's entries count, and a shared weight is ignored by each name."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("one", "two", "three")})
+    model["two"].weight = model["one"].weight
+    for others in (None, ["three.bias"]):
+        if others is not None:
+            model._ddp_params_and_buffers_to_ignore = others
+        restore = ignore_in_ddp(model, ["one.weight"])
+        assert set(model._ddp_params_and_buffers_to_ignore) == {
+            "one.weight",
+            "two.weight",
+            *(others or ()),
+        }
+        restore()
+        assert vars(model).get("_ddp_params_and_buffers_to_ignore") is others

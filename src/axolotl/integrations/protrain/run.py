@@ -92,7 +92,7 @@ class TrainingRun:
         self._planner: Planner | None = None
         self._recovery: StepRecovery | None = None
         self._hooks: list[RemovableHandle] = []
-        self._unhide: Callable[[], None] = lambda: None
+        self._hidden = ExitStack()
         self._plan_hash = ""
         self._number = self._step = 0
         self._repeated = self._updating = False
@@ -145,7 +145,7 @@ class TrainingRun:
             self.ranks,
         )
         if self.ranks is not None:
-            self._unhide = ignore_in_ddp(model, host_kept(forecast))
+            self._hidden.callback(ignore_in_ddp(model, host_kept(forecast)))
         self._logged = {}
         self._recovery = StepRecovery(device, self._shortage, self._lower)
 
@@ -168,7 +168,7 @@ class TrainingRun:
             if session is not None and self.report is not None:
                 undo.callback(self._finish, session, self.report, ranks)
                 undo.callback(session.close)
-            undo.callback(self._unhide)
+            undo.callback(self._hidden.close)
             undo.callback(self._watching.close)
             while self._hooks:
                 undo.callback(self._hooks.pop().remove)
