@@ -1,16 +1,21 @@
-"""What several processes do together in the tests of ranks; `python rank_cases.py OUT`.
+"""What several processes do together in the tests of ranks.
 
-Started by torchrun's variables, each process runs every case beside plain
-DistributedDataParallel and rank 0 writes what all of them found.
+`python rank_cases.py OUT [NAME ...]`, started once a rank with torchrun's variables.
+Every case runs beside plain DistributedDataParallel, and rank 0 writes what was found:
+the worst of all ranks.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,8 +45,8 @@ class Case:
     """One training, paged and plain.
 
     Attributes:
-        name: For people.
-        sharded: Mode C rather than B.
+        name: Begins with the mode.
+        model: A key of `MODELS`.
         trained: Words in the names of what trains; empty for everything.
         accumulation: Micro-batches of a step.
         clip: Largest gradient norm, if any.
@@ -50,11 +55,12 @@ class Case:
         options: For `Options`.
         skips: Blocks that odd ranks leave out.
         unused: Whether odd ranks leave a parameter out of the loss.
+        evaluates: Whether a forward without gradients comes before each step.
     """
 
     name: str
-    sharded: bool
     trained: tuple[str, ...] = ()
+    model: str = "stack"
     accumulation: int = 1
     clip: float | None = None
     slow: bool = False
@@ -62,32 +68,44 @@ class Case:
     dtype: torch.dtype = torch.float32
     skips: tuple[int, ...] = ()
     unused: bool = False
+    evaluates: bool = False
+
+    @property
+    def mode(self) -> str:
+        return self.name[0]
 
 
 def grid() -> Iterator[Case]:
-    """{B, C} x {adapter, full} x accumulation x clipping."""
-    for sharded, full, accumulation, clip in product(
-        (False, True), (False, True), (1, 3), (None, 0.5)
+    """{A, B, C} x {LoRA, QLoRA, full} x accumulation x clipping."""
+    for mode, what, accumulation, clip in product(
+        "ABC", ("lora", "qlora", "full"), (1, 3), (None, 0.5)
     ):
-        mode, what = "BC"[sharded], "full" if full else "adapter"
         name = f"{mode}-{what}-{accumulation}-{'clip' if clip else 'free'}"
-        yield Case(name, sharded, () if full else ("extra",), accumulation, clip)
+        model = "stack" if what == "full" else what
+        plan = (("resident", range(20)),) if mode == "A" else ()
+        trained = () if what == "full" else ("lora",)
+        yield Case(name, trained, model, accumulation, clip, plan=plan)
 
 
 def special() -> Iterator[Case]:
-    """What the grid does not have, in both modes."""
-    for sharded in (False, True):
-        mode = "BC"[sharded]
-        host_state = (("outside", HOST_STATE),)
-        yield Case(f"{mode}-slow", sharded, (), 3, 0.5, slow=True)
-        yield Case(f"{mode}-slow-adapter", sharded, ("extra",), 2, slow=True)
-        yield Case(f"{mode}-host-state", sharded, (), 2, 0.5, plan=host_state)
-        mixed = (*host_state, ("resident", (1, 3)), ("recompute", (0, 1, 4)))
-        yield Case(f"{mode}-mixed", sharded, (), 2, 0.5, plan=mixed)
-        yield Case(f"{mode}-bf16", sharded, (), 2, 0.5, dtype=torch.bfloat16)
-        yield Case(f"{mode}-skips", sharded, (), 2, 0.5, skips=(0, 3, 5))
-        yield Case(f"{mode}-skips-adapter", sharded, ("norm",), 1, skips=(5,))
-        yield Case(f"{mode}-unused", sharded, (), 2, 0.5, unused=True)
+    """What the grid does not have, in both modes that page."""
+    state = (("outside", HOST_STATE),)
+    mixed = (*state, ("resident", (1, 3)), ("recompute", (0, 1, 4)))
+    for mode in "BC":
+        for name, case in {
+            "slow": Case("", (), "stack", 3, 0.5, slow=True),
+            "slow-lora": Case("", ("lora",), "lora", 2, slow=True),
+            "host-state": Case("", (), "stack", 2, 0.5, plan=state),
+            "mixed": Case("", (), "stack", 2, 0.5, plan=mixed),
+            "swap": Case("", (), "stack", 2, plan=(("swap", (0, 2, 4)),)),
+            "bf16": Case("", (), "stack", 2, 0.5, dtype=torch.bfloat16),
+            "two-dtypes": Case("", (), "two dtypes", 2, 0.5),
+            "skips": Case("", (), "stack", 2, 0.5, skips=(0, 3, 5)),
+            "skips-adapter": Case("", ("norm",), "stack", 1, skips=(5,)),
+            "unused": Case("", (), "stack", 2, 0.5, unused=True),
+            "evaluates": Case("", (), "stack", 2, evaluates=True),
+        }.items():
+            yield replace(case, name=f"{mode}-{name}")
 
 
 CASES = {case.name: case for case in (*grid(), *special())}
@@ -110,7 +128,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     layout = build_layout(model, keep if case.trained else ())
-    shards = ranks.world.local_size if case.sharded else 1
+    shards = ranks.world.local_size if case.mode == "C" else 1
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
     options = Options(poison=True)
@@ -135,15 +153,55 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
         "host_chunks": sum(
             plan.placements[c.index].on_host and c.trainable for c in layout.chunks
         ),
+        "host_state": sum(place is HOST_STATE for place in plan.placements),
         **ours.counts,
     }
 
 
-def _model(case: Case) -> Any:
+def _stack(case: Case) -> Any:
     model = stack(dtype=case.dtype, inner=(32, 40, 24, 32, 56, 32), width=20)
     if case.trained:
         freeze(model, case.trained)
     return model
+
+
+def _two_dtypes(case: Case) -> Any:
+    model = _stack(case)
+    for layer in model.layers:
+        # both in one chunk; the forward multiplies with either
+        layer.extra.data = layer.extra.data.bfloat16()
+    return model
+
+
+def _llama(quantised: bool) -> Any:
+    # imported here: each takes seconds, in every process
+    from peft import LoraConfig, get_peft_model
+    from test_quantised import DOUBLE, SHAPES, quantised_llama
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if quantised:
+        return quantised_llama(**DOUBLE)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPES))
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+
+
+MODELS: dict[str, Callable[[Case], Any]] = {
+    "stack": _stack,
+    "two dtypes": _two_dtypes,
+    "lora": lambda _: _llama(False),
+    "qlora": lambda _: _llama(True),
+}
+
+
+def _model(case: Case) -> Any:
+    return MODELS[case.model](case)
+
+
+def _loss(case: Case, net: nn.Module, tokens: Tensor) -> Tensor:
+    if "lora" in case.model:
+        return net(input_ids=tokens, labels=tokens).loss
+    return net(tokens)
 
 
 def _wrap(case: Case, model: nn.Module, ignored: frozenset[str]) -> nn.Module:
@@ -170,20 +228,23 @@ def _train(
     session: Session | None,
 ) -> Numbers:
     rank, size = dist.get_rank(), dist.get_world_size()
-    if rank % 2:
+    if rank % 2 and case.model == "stack":
         model.order = [n for n in ALL if n not in case.skips]
         for layer in model.layers:
             layer.use_extra = not case.unused
     losses, norms = [], []
     for step in range(STEPS):
         data = batches(case.accumulation, seed=step * size + rank)
+        if case.evaluates:
+            with torch.no_grad():
+                losses.append(model(data[0]).item())
         for number, tokens in enumerate(data):
             last = number == len(data) - 1
             if session is not None:
                 session.begin_micro_batch(last)
             waits = isinstance(net, DistributedDataParallel) and not last
             with net.no_sync() if waits else nullcontext():
-                loss = net(tokens) / len(data)
+                loss = _loss(case, net, tokens) / len(data)
                 loss.backward()
             losses.append(loss.item())
         if case.clip is not None:
@@ -218,19 +279,193 @@ def _agree(weights: dict[str, Tensor]) -> bool:
     )
 
 
-def main(out: Path, names: Sequence[str]) -> None:
-    dist.init_process_group("gloo")
+def memory(ranks: Ranks) -> dict[str, Any]:
+    """Host memory of weights and moments, in copies of the model and over all ranks."""
     found = {}
-    for name in names or CASES:
+    for mode in "BC":
+        # models of earlier cases are views of their host copies
+        gc.collect()
+        model = stack(width=128, inner=1024)
+        layout = build_layout(model)
+        shards = ranks.world.local_size if mode == "C" else 1
+        plan = make_plan(layout, shards=shards)
+        session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
+        optimizer = session.wrap_optimizer(adamw(model))
+        session.begin_micro_batch(True)
+        model(batches(1)[0]).backward()
+        optimizer.step()
+        session.settle()
+        ranks.collect(None)
+        copies = 3 * sum(chunk.payload_bytes for chunk in layout.pageable)
+        resident, proportional = _shared_bytes()
+        found[f"{mode} resident"] = resident / copies
+        found[f"{mode} all"] = sum(ranks.collect(proportional)) / copies
+        ranks.collect(None)
+        session.close()
+        del model, session, optimizer
+    return found
+
+
+def _shared_bytes() -> tuple[int, int]:
+    """Resident and proportional set size of what `map_shared` has mapped."""
+    sizes = {"Rss": 0, "Pss": 0}
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *rest = line.split()
+        if not key.endswith(":"):
+            ours = "memfd:protrain" in line
+        elif ours and key[:-1] in sizes:
+            sizes[key[:-1]] += 1024 * int(rest[0])
+    return sizes["Rss"], sizes["Pss"]
+
+
+PHASES = ("one", "B", "C", "A", "one", "C", "B", "one")
+
+
+def resume(ranks: Ranks) -> dict[str, Any]:
+    """One curve through several modes and numbers of ranks, a checkpoint between."""
+    size, data = ranks.world.size, iter(range(100))
+    plain = stack()
+    plain_optimizer = adamw(plain)
+    model, state = stack(), None
+    apart = 0.0
+    for phase in PHASES:
+        optimizer: torch.optim.Optimizer | None = None
+        session, net = _begin(phase, model, ranks)
+        if phase != "one" or ranks.rank == 0:
+            optimizer = adamw(model)
+            optimizer = session.wrap_optimizer(optimizer) if session else optimizer
+            if state is not None:
+                optimizer.load_state_dict(state)
+        for _ in range(2):
+            tokens = batches(size, seed=next(data))
+            expected = _accumulate(plain, plain, tokens, None, plain_optimizer)
+            own = tokens if phase == "one" else [tokens[ranks.rank]]
+            loss = torch.zeros(())
+            if optimizer is not None:
+                loss += _accumulate(model, net, own, session, optimizer)
+            shares = 1 if phase == "one" else size
+            apart = max(apart, abs(ranks.node_sum(loss).item() / shares - expected))
+        saved: list[Any] = [None, None]
+        if ranks.rank == 0:
+            assert optimizer is not None
+            # as a trainer saves: rank 0 alone
+            saved = [_copied(model.state_dict()), _copied(optimizer.state_dict())]
+        dist.broadcast_object_list(saved)
+        if session is not None:
+            session.close()
+        model = stack()
+        model.load_state_dict(saved[0])
+        state = saved[1]
+    return {"losses": apart, "scale": expected}
+
+
+def _begin(
+    phase: str, model: nn.Module, ranks: Ranks
+) -> tuple[Session | None, nn.Module]:
+    layout = build_layout(model)
+    if phase == "A":
+        return None, DistributedDataParallel(model)
+    if phase == "one":
+        if ranks.rank:
+            return None, model
+        return Session(model, layout, make_plan(layout), CpuDevice()), model
+    shards = ranks.world.local_size if phase == "C" else 1
+    plan = make_plan(layout, shards=shards, outside=HOST_STATE)
+    return Session(model, layout, plan, CpuDevice(), Options(), ranks), model
+
+
+def _accumulate(
+    model: nn.Module,
+    net: nn.Module,
+    data: Sequence[Tensor],
+    session: Session | None,
+    optimizer: torch.optim.Optimizer,
+) -> float:
+    """One step; the mean loss of its micro-batches."""
+    total = 0.0
+    for number, tokens in enumerate(data):
+        if session is not None:
+            session.begin_micro_batch(number == len(data) - 1)
+        loss = net(tokens) / len(data)
+        loss.backward()
+        total += loss.item()
+    norm = session.clip_grad_norm(0.5) if session else None
+    if norm is None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def _copied(state: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda value: value.clone() if isinstance(value, Tensor) else value, state
+    )
+
+
+MOMENTS = ("opening", "forward", "backward", "update", "closing")
+
+
+def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
+    """Train until the last rank ends at a moment of the second step."""
+
+    def end(now: str) -> None:
+        if now == moment and ranks.rank == ranks.world.size - 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(f"ends in {moment}")
+
+    model = stack()
+    layout = build_layout(model)
+    shards = ranks.world.local_size if mode == "C" else 1
+    end("opening")
+    plan = make_plan(layout, shards=shards, outside=HOST_STATE)
+    session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
+    try:
+        optimizer = session.wrap_optimizer(adamw(model))
+        for step in range(20):
+            for micro_batch, tokens in enumerate(batches(2, seed=step)):
+                session.begin_micro_batch(micro_batch == 1)
+                loss = model(tokens)
+                if step:
+                    end("forward")
+                    model.layers[3].norm.weight.register_hook(lambda _: end("backward"))
+                loss.backward()
+            session.clip_grad_norm(0.5)
+            if step:
+                end("update")
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                end("closing")
+    finally:
+        session.close()
+
+
+ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    "memory": memory,
+    "resume": resume,
+}
+
+
+def main(out: Path, names: Sequence[str]) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    start = f"file://{out.with_suffix('.start')}"
+    dist.init_process_group("gloo", init_method=start, rank=rank, world_size=size)
+    if names[0] == "death":
+        death(Ranks("cpu"), *names[1:])
+        return
+    found = {}
+    for name in names:
         ranks = Ranks("cpu")
-        worst = ranks.collect(run(CASES[name], ranks))
+        act = ACTS[name] if name in ACTS else partial(run, CASES[name])
+        every = ranks.collect(act(ranks))
         found[name] = {
-            key: min(w[key] for w in worst)
-            if key == "agree"
-            else max(w[key] for w in worst)
-            for key in worst[0]
+            key: (min if key == "agree" else max)(one[key] for one in every)
+            for key in every[0]
         }
-        if dist.get_rank() == 0:
+        if rank == 0:
             out.write_text(json.dumps(found))
         ranks.close()
     dist.destroy_process_group()

@@ -1,0 +1,204 @@
+"""Several processes on the CPU device with gloo, beside plain DistributedDataParallel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_cases import ACTS, CASES, MOMENTS
+
+WORKER = Path(__file__).with_name("rank_cases.py")
+
+Started = list[subprocess.Popen[str]]
+
+
+def start(folder: Path, ranks: int, names: Sequence[str], nodes: int = 1) -> Started:
+    """The processes that do what has these names, their output into `folder`."""
+    local = ranks // nodes
+    started = []
+    for rank in range(ranks):
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_RANK": rank % local,
+            "LOCAL_WORLD_SIZE": local,
+            "GROUP_RANK": rank // local,
+        }
+        with (folder / f"{rank}.log").open("w") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), str(folder / "found.json"), *names],
+                    env={**os.environ, **{key: str(v) for key, v in place.items()}},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+    return started
+
+
+def finish(folder: Path, started: Started, within_s: float) -> dict[str, Any]:
+    """What was found; fails with the first rank's last words."""
+    end = time.monotonic() + within_s
+    for process in started:
+        try:
+            process.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for other in started:
+                other.kill()
+    words = "\n".join(
+        f"rank {rank}:\n" + (folder / f"{rank}.log").read_text()[-3000:]
+        for rank, process in enumerate(started)
+        if process.returncode
+    )
+    assert not words, words
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, str], dict[str, Any]]:
+    """What a case gave with so many ranks; all selected ones run at the first question."""
+    asked: dict[int, set[str]] = {}
+    for item in request.session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if item.fspath == request.fspath and {"ranks", "case"} <= set(params):
+            asked.setdefault(params["ranks"], set()).add(params["case"])
+    known: dict[int, dict[str, Any]] = {}
+
+    def of(ranks: int, case: str) -> dict[str, Any]:
+        if ranks not in known:
+            folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+            names = sorted(asked[ranks])
+            started = start(folder, ranks, names)
+            known[ranks] = finish(folder, started, within_s=200 + 10 * len(names))
+        return known[ranks][case]
+
+    return of
+
+
+QUICK = {
+    2: {name for name in CASES if "-free" not in name and "lora-1" not in name},
+    4: {"B-full-3-clip", "C-full-3-clip", "C-skips", "C-mixed"},
+}
+GRID = [
+    pytest.param(ranks, case, marks=[] if case in QUICK[ranks] else pytest.mark.full)
+    for ranks in (2, 4)
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("ranks", "case"), GRID)
+def test_equals_plain_ddp(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    got = found(ranks, case)
+    # sums of more than two depend on their order
+    exact = ranks == 2
+    far = 2e-3 if CASES[case].dtype.itemsize == 2 or "dtypes" in case else 1e-6
+    assert got["agree"]
+    assert got["losses"] <= (0 if exact else far)
+    assert got["norms"] <= far
+    assert got["weights"] <= (0 if exact else 20 * far)
+
+
+@pytest.mark.parametrize(("ranks", "case"), GRID)
+def test_collectives_are_as_few_as_chunks(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    """None for each parameter, and none where nothing is sharded or trained."""
+    got, steps, accumulation = found(ranks, case), 3, CASES[case].accumulation
+    dtypes = 2 if "dtypes" in case else 1
+    assert got["reduces"] == steps * got["host_chunks"] * dtypes
+    passes = 2 * accumulation + CASES[case].evaluates
+    if case.startswith("C"):
+        at_opening_and_updates = (steps + 1) * got["host_state"]
+        most = steps * passes * got["chunks"] + at_opening_and_updates
+        # what is still in a slot does not come again
+        assert most / 2 < got["gathers"] <= most
+    else:
+        assert got["gathers"] == 0
+
+
+@pytest.mark.parametrize("case", ["memory"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_host_copy_for_all(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    got = found(ranks, case)
+    assert 0.95 < got["B all"] < 1.05
+    assert 0.95 < got["C all"] < 1.05
+    # all of the weights, its share of two moments
+    assert 0.95 < got["B resident"] / ((1 + 2 / ranks) / 3) < 1.05
+    # a page fault maps its neighbours too
+    assert 0.95 < got["C resident"] * ranks < 1.15
+
+
+@pytest.mark.parametrize("case", ["resume"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_modes_and_numbers_of_ranks_continue_one_curve(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    got = found(ranks, case)
+    assert got["losses"] <= 1e-6
+    assert got["scale"] > 1
+
+
+TWO_NODES = ["B-full-3-clip", "B-skips", "C-full-3-clip", "C-mixed"]
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_two_nodes_equal_plain_ddp(local: int, tmp_path: Path) -> None:
+    """A host copy on each, shards inside a node, averages across."""
+    names = [n for n in TWO_NODES if local > 1 or n.startswith("B")]
+    started = start(tmp_path, 2 * local, [*names, "memory"], nodes=2)
+    got = finish(tmp_path, started, within_s=300)
+    memory = got.pop("memory")
+    if local > 1:
+        assert 1.9 < memory["B all"] < 2.1
+    for case in got.values():
+        assert case["agree"]
+        assert max(case["losses"], case["norms"], case["weights"]) <= 2e-6
+
+
+DEATHS = [
+    pytest.param(
+        moment,
+        mode,
+        how,
+        marks=[] if (moment, mode) == ("backward", "C") else pytest.mark.full,
+    )
+    for moment in MOMENTS
+    for mode in "BC"
+    for how in ("kill", "raise")
+]
+
+
+@pytest.mark.parametrize(("moment", "mode", "how"), DEATHS)
+def test_a_rank_that_ends_ends_the_others(
+    moment: str, mode: str, how: str, tmp_path: Path
+) -> None:
+    started = start(tmp_path, 3, ["death", mode, moment, how])
+    end = time.monotonic() + 60
+    codes = [process.wait(max(1.0, end - time.monotonic())) for process in started]
+    assert all(codes), codes
+    if how == "raise":
+        assert f"ends in {moment}" in (tmp_path / "2.log").read_text()
+    # gloo's own words for it
+    assert re.search(
+        "Connection (closed|reset) by peer|Broken pipe",
+        "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2)),
+    )
+
+
+def test_names_of_cases_and_acts_differ() -> None:
+    assert not set(ACTS) & set(CASES)
