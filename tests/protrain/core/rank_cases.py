@@ -56,6 +56,7 @@ class Case:
         skips: Blocks that odd ranks leave out.
         unused: Whether odd ranks leave a parameter out of the loss.
         evaluates: Whether a forward without gradients comes before each step.
+        absent: Whether each rank begins with some of the quantised weights only.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     skips: tuple[int, ...] = ()
     unused: bool = False
     evaluates: bool = False
+    absent: bool = False
 
     @property
     def mode(self) -> str:
@@ -104,6 +106,9 @@ def special() -> Iterator[Case]:
             "skips-adapter": Case("", ("norm",), "stack", 1, skips=(5,)),
             "unused": Case("", (), "stack", 2, 0.5, unused=True),
             "evaluates": Case("", (), "stack", 2, evaluates=True),
+            "absent": Case(
+                "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
+            ),
         }.items():
             yield replace(case, name=f"{mode}-{name}")
 
@@ -132,7 +137,9 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
     options = Options(poison=True)
-    session = Session(model, layout, plan, CheckedDevice(device), options, ranks)
+    absent = _forget_some(model, ranks) if case.absent else ()
+    checked = CheckedDevice(device)
+    session = Session(model, layout, plan, checked, options, ranks, absent)
     optimizer = session.wrap_optimizer(adamw(model))
     ours = _train(
         case, model, _wrap(case, model, session.host_kept), optimizer, session
@@ -202,6 +209,20 @@ def _loss(case: Case, net: nn.Module, tokens: Tensor) -> Tensor:
     if "lora" in case.model:
         return net(input_ids=tokens, labels=tokens).loss
     return net(tokens)
+
+
+def _forget_some(model: nn.Module, ranks: Ranks) -> list[str]:
+    """Keep every n-th quantised weight; of the others, names."""
+    size, absent = ranks.world.local_size, []
+    quantised = [n for n, p in model.named_parameters() if hasattr(p, "quant_state")]
+    for number, name in enumerate(quantised):
+        if number % size != ranks.local_rank:
+            param: Any = model.get_parameter(name)
+            param.data.zero_()
+            param.quant_state.absmax.zero_()
+            param.quant_state.offset.zero_()
+            absent.append(name)
+    return absent
 
 
 def _wrap(case: Case, model: nn.Module, ignored: frozenset[str]) -> nn.Module:

@@ -51,6 +51,7 @@ from .stand_ins import (
     FLASH_ATTENTION,
     PLANNED_ATTENTION,
     make_experts_traceable,
+    quantisation_tables_apart,
     registered_attention,
     replaced,
 )
@@ -508,18 +509,11 @@ def _quantize(model: Any) -> None:
             f"base_model: quantised by {config.quant_method}, which cannot be planned. "
             "Only load_in_4bit: true can."
         )
-    # bitsandbytes caches this table on the device where it is first asked for
-    tables = bnb.functional.name2qmap
-    before = dict(tables)
-    tables.clear()
-    try:
+    with quantisation_tables_apart():
         for module in model.modules():
             if isinstance(module, bnb.nn.Linear4bit):
                 weight: Any = module.weight
                 weight._quantize(_META)
-    finally:
-        tables.clear()
-        tables.update(before)
 
 
 def _note_unfused(cfg: DictDefault, model: Any, assumptions: list[str]) -> None:

@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
+import zlib
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
-from .core.runtime import return_freed_memory
-from .stand_ins import replaced
+from .core.layout.tensors import bindings
+from .core.runtime import host_buffer, return_freed_memory
+from .stand_ins import quantisation_tables_apart, replaced
 
 LARGE_BYTES = 1 << 20
 """Of a weight in 4 bits: what worked on it is worth returning to the system."""
 
 
-def quantise_on(device: torch.device) -> AbstractContextManager[None]:
+class LoadShare:
+    """Which 4-bit weights one of a node's ranks quantises while a base loads.
+
+    The others are there in name only, on pages that nobody has touched: their bytes
+    come from the rank that has them when the model is moved to its place.
+
+    Args:
+        rank: Of this process on its node.
+        size: Processes of the node.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._absent: list[nn.Parameter] = []
+
+    def takes(self, name: str) -> bool:
+        """Whether this rank quantises a weight; of one name on all ranks."""
+        return zlib.crc32(name.encode()) % self._size == self._rank
+
+    def leave(self, param: nn.Parameter) -> None:
+        """Note that a weight is there in name only."""
+        self._absent.append(param)
+
+    def absent(self, model: nn.Module) -> frozenset[str]:
+        """Names of the weights that are there in name only."""
+        absent = set(map(id, self._absent))
+        return frozenset(n for n, p in model.named_parameters() if id(p) in absent)
+
+
+def quantise_on(
+    device: torch.device, share: LoadShare | None = None
+) -> AbstractContextManager[None]:
     """Let transformers quantise to 4 bits on `device`, one weight at a time.
 
     A paged base loads to the host, where quantising takes a minute for a billion
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
+
+    Args:
+        device: Whose kernels.
+        share: This rank's part of the weights; None for all of them.
     """
     plain: Any = Bnb4bitQuantize.convert
 
     def convert(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        there = {
-            name: (value[0] if isinstance(value, list) else value).to(device)
+        values = {
+            name: value[0] if isinstance(value, list) else value
             for name, value in input_dict.items()
         }
+        if share is not None and not all(map(share.takes, values)):
+            shapes = {n: value.to("meta") for n, value in values.items()}
+            with quantisation_tables_apart():
+                absent = plain(self, shapes, **kwargs)
+                for param in absent.values():
+                    # `to` leaves what is on this device as it is
+                    param._quantize(torch.device("meta"))
+            return {n: _in_name_only(param, share) for n, param in absent.items()}
+        there = {name: value.to(device) for name, value in values.items()}
         quantised = plain(self, there, **kwargs)
         for param in quantised.values():
             # `to` would make another parameter, which its module does not know
@@ -40,3 +88,16 @@ def quantise_on(device: torch.device) -> AbstractContextManager[None]:
         return quantised
 
     return replaced(Bnb4bitQuantize, "convert", convert)
+
+
+def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:
+    """The same 4-bit weight, from the meta device to pages that nobody has touched."""
+
+    def untouched(tensor: torch.Tensor) -> torch.Tensor:
+        return host_buffer(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+    for side in bindings("", param)[1:]:
+        side.bind(untouched(side.tensor))
+    there = type(param)(untouched(param.data), requires_grad=False, **vars(param))
+    share.leave(there)
+    return there

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from torch import Tensor
 
@@ -192,6 +193,19 @@ def _axolotl_dequantize(used: list[str]) -> Iterator[None]:
 
     with replaced(quantize, "_ctypes_nf4_dequant", dequantize):
         yield
+
+
+@contextmanager
+def quantisation_tables_apart() -> Iterator[None]:
+    """Keep what bitsandbytes caches on the device where it is first asked for."""
+    tables = bnb.functional.name2qmap
+    before = dict(tables)
+    tables.clear()
+    try:
+        yield
+    finally:
+        tables.clear()
+        tables.update(before)
 
 
 _TRACEABLE_EXPERTS = "grouped_mm"

@@ -108,6 +108,8 @@ class Session:
         options: How to run it.
         ranks: Who trains together; all of them then open, step and close alike. What
             trains on the device is DistributedDataParallel's to average.
+        absent: Names of frozen parameters that this rank has in name only; another of
+            the node has their bytes.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Session:
         device: Device,
         options: Options = Options(),  # noqa: B008 - a frozen value
         ranks: Ranks | None = None,
+        absent: Collection[str] = (),
     ) -> None:
         self._ranks = ranks
         self.model = model
@@ -147,7 +150,12 @@ class Session:
         self._moments = Arena(ranks=ranks), Arena(ranks=ranks)
         self._carrier = Carrier(device, ranks if plan.shards > 1 else None)
         self._residence = Residence(
-            model, self._arena, device, announce=self._attach_state, ranks=ranks
+            model,
+            self._arena,
+            device,
+            announce=self._attach_state,
+            ranks=ranks,
+            holders=ranks.holders(absent) if ranks else None,
         )
         self._gradients = self._new_gradients()
         self._swap_bytes = options.swap_bytes

@@ -63,6 +63,11 @@ def bindings(name: str, param: nn.Parameter) -> list[Binding]:
     return own
 
 
+def parameter_name(binding: str) -> str:
+    """Name of the parameter that a binding belongs to."""
+    return binding.partition(f".{_STATE}.")[0]
+
+
 def model_bindings(model: nn.Module) -> dict[str, Binding]:
     """Everything that parameters of `model` hold, by name; tied ones once."""
     return {

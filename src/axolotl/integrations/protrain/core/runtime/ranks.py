@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -54,7 +54,7 @@ class Ranks:
         self._node_host = self._one_of(nodes, "gloo")
         self._updates = self._one_of(nodes, "gloo")
         self._across = self._one_of(across, backend)
-        self._first_of_node = own[0]
+        self._own_node = own
         self.num_gathers = self.num_reduces = 0
         self.gathered_bytes = self.reduced_bytes = 0
 
@@ -101,6 +101,20 @@ class Ranks:
         for tensor in tensors:
             dist.broadcast(tensor, src=0, group=self._host)
 
+    def spread_on_node(self, tensor: Tensor, source: int) -> None:
+        """Overwrite a host tensor with that of a local rank."""
+        source = self._own_node[source]
+        dist.broadcast(tensor, src=source, group=self._node_host)
+
+    def holders(self, absent: Collection[str]) -> dict[str, int]:
+        """For each name that a rank of the node lacks the first local rank with it."""
+        every = self.collect(frozenset(absent))
+        lacks = [every[rank] for rank in self._own_node]
+        return {
+            name: next(r for r, missing in enumerate(lacks) if name not in missing)
+            for name in sorted(frozenset().union(*lacks))
+        }
+
     def collect(self, value: Any) -> list[Any]:
         """The value of each rank, in their order."""
         values: list[Any] = [None] * dist.get_world_size()
@@ -113,7 +127,7 @@ class Ranks:
 
     def from_first_of_node(self, make: Callable[[], Result]) -> Result:
         """What the first rank of the node makes; the node's ranks raise what it does."""
-        return self._from(self._first_of_node, self._node_host, make)
+        return self._from(self._own_node[0], self._node_host, make)
 
     def together(self, act: Callable[[], Result]) -> Result:
         """What this rank's `act` returns, once all have acted.

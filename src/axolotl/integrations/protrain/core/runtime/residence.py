@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..layout.tensors import Binding, hold_packing, model_bindings, release_packing
+from ..layout.tensors import (
+    Binding,
+    hold_packing,
+    model_bindings,
+    parameter_name,
+    release_packing,
+)
 from ..types import Chunk
 from .arena import Arena, return_freed_memory
 from .carrier import Carrier
@@ -27,6 +33,7 @@ class Residence:
         announce: Called for each chunk once its bytes are in the arena and before its
             parameters point elsewhere: from here on readers must be told.
         ranks: Fill a shared arena together, each its part; None where one fills it.
+        holders: Local rank that has a parameter's bytes, where not every rank does.
     """
 
     def __init__(
@@ -36,8 +43,10 @@ class Residence:
         device: Device,
         announce: Callable[[Chunk], None],
         ranks: Ranks | None = None,
+        holders: Mapping[str, int] | None = None,
     ) -> None:
         self._ranks = ranks
+        self._holders = holders or {}
         self._model = model
         self._bindings = model_bindings(model)
         self._arena = arena
@@ -139,13 +148,21 @@ class Residence:
         """What trains may have begun at random: there the first rank's values count."""
         if self._ranks is None:
             return True
-        filler = 0 if chunk.trainable else number % self._ranks.world.local_size
+        filler = self._holder(chunk.tensors[number].name)
+        if filler is None:
+            filler = 0 if chunk.trainable else number % self._ranks.world.local_size
         return self._ranks.local_rank == filler
+
+    def _holder(self, binding: str) -> int | None:
+        return self._holders.get(parameter_name(binding))
 
     def _place_others(self, on_host: set[str]) -> None:
         # first: one small view would keep a whole mapped shard of the file alive
         for name, binding in self._bindings.items():
             if name not in on_host:
+                holder = self._holder(name)
+                if holder is not None and self._ranks is not None:
+                    self._ranks.spread_on_node(binding.tensor, holder)
                 binding.bind(self._device.place(binding.tensor))
         for buffer in self._model.buffers():
             buffer.data = self._device.place(buffer.data)
