@@ -96,6 +96,22 @@ def test_paged_weights(run: Run, jobs: Pair) -> None:
     assert all(rank["num_reduces"] > 0 for rank in paged.report["ranks"])
 
 
+QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+QUANTISED = {
+    "qlora": pair("llama", QLORA, plan=PLANS["C-some"], num_ranks=RANKS),
+    "dora": pair(
+        "llama", QLORA, {"peft_use_dora": True}, plan=PLANS["B-some"], num_ranks=RANKS
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("jobs", QUANTISED.values(), ids=QUANTISED.keys())
+def test_a_base_that_ranks_quantise_together(run: Run, jobs: Pair) -> None:
+    """Each its part, unless adapters begin with what they read from the base."""
+    assert_equal(run(jobs.paged), run(jobs.plain))
+
+
 CLIPPED_FULL = pair("llama", ACCUMULATE, plan=PLANS["B-some"], num_ranks=RANKS)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from axolotl.integrations.base import BasePlugin
@@ -13,7 +14,13 @@ from .args import ProTrainArgs, reject_unknown_keys
 from .core.errors import ConfigError
 from .run import TrainingRun, args_from, missing_capacity
 
+if TYPE_CHECKING:
+    from .loading import LoadShare
+
 LOG = get_logger(__name__)
+
+_READ_THE_BASE = ("peft_use_dora", "peft_init_lora_weights", "peft")
+"""Keys under which adapters may begin with what they read from the base's weights."""
 
 
 class ProTrainPlugin(BasePlugin):
@@ -25,11 +32,13 @@ class ProTrainPlugin(BasePlugin):
         self._recompute_all = False
         self._run: TrainingRun | None = None
         self._loading = ExitStack()
+        self._share: LoadShare | None = None
 
     def register(self, cfg: Any) -> None:
         """Refuse misspelt keys while the raw YAML is still there to see."""
         self._pages = False
         self._loading.close()
+        self._share = None
         reject_unknown_keys(cfg)
 
     def get_input_args(self) -> str:
@@ -63,11 +72,14 @@ class ProTrainPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         if self._pages and cfg.load_in_4bit:
             # imported here: the command line reads this module without transformers
-            from .loading import quantise_on
+            from .loading import LoadShare, quantise_on
 
             has_cuda = torch.cuda.is_available()
             device = torch.device("cuda", cfg.local_rank) if has_cuda else "cpu"
-            self._loading.enter_context(quantise_on(torch.device(device)))
+            if not any(cfg[key] for key in _READ_THE_BASE):
+                num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                self._share = LoadShare(cfg.local_rank, num_local)
+            self._loading.enter_context(quantise_on(torch.device(device), self._share))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
@@ -91,7 +103,11 @@ class ProTrainPlugin(BasePlugin):
         from .trainer import page_trainer
 
         self._run = TrainingRun(
-            args_from(cfg), cfg, recompute_all=self._recompute_all, log=LOG
+            args_from(cfg),
+            cfg,
+            recompute_all=self._recompute_all,
+            log=LOG,
+            share=self._share,
         )
         page_trainer(trainer, self._run)
 

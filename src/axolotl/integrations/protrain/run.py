@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,9 @@ from .recovery import Result, Shortage, StepRecovery
 from .report import WATCHED_STEPS, RunReport, format_bytes, summary
 from .stand_ins import make_experts_traceable
 
+if TYPE_CHECKING:
+    from .loading import LoadShare
+
 T = TypeVar("T")
 
 CHECKED_STEP = 4
@@ -74,11 +77,19 @@ class TrainingRun:
         cfg: Axolotl's validated configuration.
         recompute_all: The YAML asks for gradient checkpointing, which is taken over.
         log: Prints a line.
+        share: What this rank has loaded of a base that a node's ranks quantise
+            together; None for all of it.
     """
 
     def __init__(
-        self, args: ProTrainArgs, cfg: Any, recompute_all: bool, log: Any
+        self,
+        args: ProTrainArgs,
+        cfg: Any,
+        recompute_all: bool,
+        log: Any,
+        share: LoadShare | None = None,
     ) -> None:
+        self._share = share
         self.args = args
         self.session: Session | None = None
         self.report: RunReport | None = None
@@ -143,6 +154,7 @@ class TrainingRun:
                 gradient_order=gradient_order(forecast),
             ),
             self.ranks,
+            self._absent(model),
         )
         if self.ranks is not None:
             self._hidden.callback(ignore_in_ddp(model, host_kept(forecast)))
@@ -357,6 +369,9 @@ class TrainingRun:
         """See `Session.clip_grad_norm`; None outside a session."""
         return self.session.clip_grad_norm(max_norm) if self.session else None
 
+    def _absent(self, model: nn.Module) -> frozenset[str]:
+        return self._share.absent(model) if self._share else frozenset()
+
     @property
     def _is_first(self) -> bool:
         """Whether this rank speaks for all."""
@@ -503,7 +518,12 @@ class TrainingRun:
         return cached_times
 
     def _hardware(self, model: nn.Module, device: torch.device) -> Hardware:
-        on_host = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        absent = self._absent(model)
+        on_host = sum(
+            param.nbytes
+            for name, param in model.named_parameters()
+            if param.device.type == "cpu" and name not in absent
+        )
         if self.ranks is not None:
             # the arena of a node takes the place of what each of its ranks has loaded
             on_host *= self.ranks.world.local_size
