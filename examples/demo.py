@@ -113,10 +113,11 @@ def train(config: Path, steps: int, ranks: int = 1) -> Path:
         defaults["CUDA_VISIBLE_DEVICES"] = "0"
     elif not torch.cuda.is_available():
         defaults["ACCELERATE_USE_CPU"] = "true"  # else each rank trains for itself
-        defaults["PYTHONPATH"] = str(ROOT / "examples")
     # Else MKL rounds by the address of a weight, and the two runs' addresses differ.
     defaults["MKL_CBWR"] = "COMPATIBLE"
     environment = defaults | dict(os.environ)
+    folders = [str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
     run = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if run.returncode:
         sys.exit(f"axolotl train stopped with exit code {run.returncode}")
