@@ -34,8 +34,8 @@ NUM_ROWS = 400
 VOCAB_SIZE = 4096
 # A GPU's AdamW and the host's round differently in the last bits.
 RELATIVE_TOLERANCE = 1e-3 if torch.cuda.is_available() else 0.0
-# Ranks add up the squares of their own shards of the gradients.
-RANKS_TOLERANCE = 1e-5
+# Ranks add up squares of their own shards: fp32 norms of 1.5 M numbers differ by 1e-5.
+RANKS_TOLERANCE = 1e-4
 
 
 def docstrings() -> Iterator[str]:
