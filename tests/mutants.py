@@ -25,6 +25,10 @@ SLOWEST_S = 300
 QUEUES = ("test_schedules.py", "test_races.py")
 SESSIONS = ("test_races.py", "test_state.py", "test_simulated.py")
 WORKER = ("test_runtime.py",)
+RANKS = tuple(
+    f"test_ranks.py::test_equals_plain_ddp[2-{case}]"
+    for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
+)
 
 
 class Mutant(NamedTuple):
@@ -41,7 +45,8 @@ SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
 UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
 GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
 OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
-SWAP = "runtime/swap.py"
+SWAP, CARRIER = "runtime/swap.py", "runtime/carrier.py"
+LOCKSTEP, REDUCTION = "runtime/lockstep.py", "optim/reduction.py"
 
 MUTANTS = (
     Mutant(
@@ -66,11 +71,14 @@ MUTANTS = (
     ),
     Mutant(
         "the arrival is recorded before the copy",
-        SLOTS,
-        "        stream.copy(self._target(chunk, source), source)\n"
-        "        self._arrival = stream.record()\n",
-        "        self._arrival = stream.record()\n"
-        "        stream.copy(self._target(chunk, source), source)\n",
+        CARRIER,
+        "        stream.copy(part, source)\n"
+        "        if self._ranks is None:\n"
+        "            return stream.record()\n",
+        "        arrival = stream.record()\n"
+        "        stream.copy(part, source)\n"
+        "        if self._ranks is None:\n"
+        "            return arrival\n",
     ),
     Mutant(
         "the end of a use is not recorded",
@@ -248,7 +256,7 @@ MUTANTS = (
     Mutant(
         "gradients on their way survive zero_grad",
         OPTIMIZER,
-        "        self._gradients.settle()\n        self._clip = None\n",
+        "        self._gradients.discard()\n        self._clip = None\n",
         "        self._clip = None\n",
         ("test_races.py::test_zero_grad_forgets_what_is_not_sent_yet",),
     ),
@@ -316,6 +324,100 @@ MUTANTS = (
         "        pager.close(index, Direction.FORWARD)\n",
         "",
         SESSIONS,
+    ),
+    Mutant(
+        "a gather does not wait for this rank's copy",
+        CARRIER,
+        "        gathers.wait(stream.record())\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "a gathered chunk counts as there once it is copied",
+        CARRIER,
+        "        gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))\n"
+        "        return gathers.record()\n",
+        "        copied = stream.record()\n"
+        "        gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))\n"
+        "        return copied\n",
+        RANKS,
+    ),
+    Mutant(
+        "blocks that a rank leaves out are not gathered",
+        LOCKSTEP,
+        "            self._pass(self._until(block)[:-1])\n",
+        "            pass\n",
+        RANKS,
+    ),
+    Mutant(
+        "blocks left out at the end of backward are not gathered",
+        LOCKSTEP,
+        "queue_callback(self.complete)\n",
+        "queue_callback(self.close_any)\n",
+        RANKS,
+    ),
+    Mutant(
+        "gradients are packed into a buffer that is on its way",
+        REDUCTION,
+        "        device.compute.wait(self._free[turn])\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "a reduction does not wait for its gradients",
+        REDUCTION,
+        "        communicate.wait(device.compute.record())\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "averages leave before they are there",
+        REDUCTION,
+        "        offload.wait(communicate.record())\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "sums of micro-batches come over those in use",
+        REDUCTION,
+        "        device.fetch.wait(device.compute.record())\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "sums of micro-batches are read before they come",
+        REDUCTION,
+        "        device.compute.wait(device.fetch.record())\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "averages arrive over gradients of an update that runs",
+        REDUCTION,
+        "        self._worker.wait(host.chunk.index)\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "averages are used before they arrive",
+        REDUCTION,
+        "        for event in self._free:\n            event.synchronize()\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "a fetch does not wait for the shards of other ranks",
+        UPDATES,
+        "        if others is not None:\n            others.wait()\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "sums of micro-batches are taken while they are added",
+        REDUCTION,
+        "                self._offload.settle()\n            self._launch",
+        "                pass\n            self._launch",
+        RANKS,
     ),
 )
 
