@@ -496,11 +496,13 @@ class PlacedBound:
             seconds += step.work[chunk.index].update_s
             done[chunk.index] = seconds
         start_s = self._update_s
+        fetch_from_s = arrived_s = 0.0
         for chunk in self._stale:
             start_s = max(start_s, done[chunk.index])
-            start_s += shard_bytes(chunk, shards) * fetch_s
-            start_s += padded_bytes(chunk, shards) * self._gather_s
-        fetch_from_s = fetched_s = arrived_s = start_s if self._stale else 0.0
+            # others are fetched while this one is gathered
+            fetch_from_s = start_s = start_s + shard_bytes(chunk, shards) * fetch_s
+            arrived_s = start_s = start_s + padded_bytes(chunk, shards) * self._gather_s
+        fetched_s = fetch_from_s
         ends = [start_s + forward_s]
         for chunk in self._paged:
             if chunk.trainable:
