@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -36,7 +37,9 @@ from axolotl.integrations.protrain.core.profile.cache import (
 )
 from axolotl.integrations.protrain.core.profile.hardware import (
     device_name,
+    measure_collectives,
     measure_hardware,
+    weakest,
 )
 from axolotl.integrations.protrain.core.profile.presets import (
     GPUS,
@@ -44,6 +47,7 @@ from axolotl.integrations.protrain.core.profile.presets import (
     Gpu,
     gpu_hardware,
 )
+from axolotl.integrations.protrain.core.runtime.ranks import Ranks
 from axolotl.integrations.protrain.core.types import Hardware
 
 CPU = torch.device("cpu")
@@ -665,3 +669,62 @@ def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     )
     file.unlink()
     assert of(1, 2) != first
+
+
+# several ranks
+
+
+def test_cards_exchange_over_their_fastest_way() -> None:
+    def pair(text: str, num_gpus: int) -> Hardware:
+        return gpu_hardware(text, None, 64 << 30, num_gpus=num_gpus)
+
+    assert preset("4090") == pair("4090", 1)
+    assert (pair("4090", 1).gather_bytes_s, pair("4090", 1).reduce_bytes_s) == (0, 0)
+    two, four = pair("4090", 2), pair("4090", 4)
+    # in a ring all but the own part travels: half of two, three quarters of four
+    assert two.gather_bytes_s == pytest.approx(2 * two.fetch_both_bytes_s)
+    assert four.gather_bytes_s == pytest.approx(4 / 3 * two.fetch_both_bytes_s)
+    assert (
+        "through host memory" in two.source and "over NVLink" in pair("H100", 2).source
+    )
+    assert pair("H100", 2).gather_bytes_s > 5 * pair("H100 PCIe", 2).gather_bytes_s
+    assert four.adam_bytes_s == pytest.approx(preset("4090").adam_bytes_s / 4)
+    assert two.across_bytes_s == 0
+
+
+def test_the_weakest_of_several() -> None:
+    first, other = preset("4090"), preset("3090", "pcie3x8")
+    weak = weakest([first, other, first])
+    assert weak.name == "RTX 4090 (1 of 3 differ)"
+    assert weak.flops_16 == other.flops_16 < first.flops_16
+    assert weak.fetch_bytes_s == other.fetch_bytes_s
+    assert weak.device_bytes == min(first.device_bytes, other.device_bytes)
+    slow = dataclasses.replace(
+        first, kernel_s=1.0, unseen_bytes=9 << 30, overlaps=False, host_bytes=5
+    )
+    weak = weakest([first, slow])
+    assert weak == slow and weakest([first]) == first
+    assert weakest([slow, first]) == slow
+
+
+def rates_of(rank: int, store: str, size: int, results: Any) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
+    ranks = Ranks("cpu")
+    rates = measure_collectives(ranks, CPU)
+    results.put((rates, ranks.num_gathers, ranks.reduced_bytes))
+    ranks.close()
+    dist.destroy_process_group()
+
+
+def test_collectives_are_measured_by_all_ranks(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    torch.multiprocessing.spawn(
+        rates_of, (str(tmp_path / "store"), 2, results), nprocs=2
+    )
+    for _ in range(2):
+        (gather, reduce, across), *counted = results.get(timeout=60)
+        assert 1e6 < gather < 1e12 and 1e6 < reduce < 1e12 and across == 0
+        assert counted == [0, 0]

@@ -382,3 +382,17 @@ def test_slot_bytes_hold_the_largest_of_each_slot(
             largest[slot] = max(largest[slot], chunk.nbytes)
             number += 1
     assert slot_bytes(layout, placements, n_buffer) == tuple(largest)
+
+
+@given(placed_layouts(), st.integers(1, 20), st.integers(2, 9))
+def test_slots_of_shards_are_whole_shards_of_pages(
+    placed: tuple[Layout, tuple[Placement, ...]], n_buffer: int, shards: int
+) -> None:
+    layout, placements = placed
+    whole = slot_bytes(layout, placements, n_buffer)
+    for plain, shared in zip(
+        whole, slot_bytes(layout, placements, n_buffer, shards), strict=True
+    ):
+        assert shared % (4096 * shards) == 0
+        assert plain <= shared < plain + 4096 * shards
+    assert slot_bytes(layout, placements, n_buffer, 1) == whole

@@ -24,8 +24,20 @@ from torch import Tensor, nn
 from axolotl.integrations.protrain.core.cost import MemoryModel, host_bytes
 from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, find_blocks
 from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
+from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
-from axolotl.integrations.protrain.core.types import Placement, Trace, Workload
+from axolotl.integrations.protrain.core.types import (
+    Block,
+    Chunk,
+    Layout,
+    Placement,
+    Segment,
+    TensorSpec,
+    Trace,
+    Work,
+    Workload,
+    World,
+)
 
 
 def optimizer_state_bytes(params: list[nn.Parameter], num_moments: int = 2) -> int:
@@ -201,3 +213,100 @@ def test_the_arena_is_as_large_as_what_it_holds(dtype: torch.dtype) -> None:
     session = open_session(model)
     assert payload <= session.measured().host_arena_bytes <= 1.01 * payload
     session.close()
+
+
+# several ranks, by hand: four trained blocks of 5000 fp32 weights, adapters, no compute
+
+NUMEL, ADAPTERS = 5000, 300
+WHOLE = 4 * NUMEL
+"""Of a chunk: 4.88 pages; 6 pages in shards for 2 ranks, 8 for 4."""
+
+
+def of_ranks(world: World, accumulation: int = 1, master: bool = False) -> MemoryModel:
+    dtype = torch.bfloat16 if master else torch.float32
+    numel = WHOLE // dtype.itemsize
+    specs = [TensorSpec(f"p{b}", (numel,), dtype, 0) for b in range(4)]
+    layout = Layout(
+        tuple(Block(b, f"layers.{b}", (b,)) for b in range(4)),
+        tuple(Chunk(b, b, True, (spec,), WHOLE) for b, spec in enumerate(specs)),
+        fixed_frozen_bytes=0,
+        fixed_trainable_bytes=ADAPTERS,
+    )
+    forward = [Segment(b, False, Work(), 0) for b in range(4)]
+    backward = [
+        Segment(
+            b,
+            True,
+            Work(),
+            WHOLE,
+            first_peak_bytes=WHOLE,
+            gradients=((f"p{b}", WHOLE),),
+        )
+        for b in reversed(range(4))
+    ]
+    trace = Trace((*forward, *backward), (), tuple(b.name for b in layout.blocks))
+    workload = Workload(
+        accumulation=accumulation,
+        moment_copies=2.0,
+        loader_bytes=7,
+        fp32_master=master,
+        world=world,
+    )
+    return MemoryModel(layout, trace, workload, CPU)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("world", "shards", "slot_pages"),
+    [
+        (World(2, 2), 1, 0),
+        (World(2, 2), 2, 6),
+        (World(8, 4), 4, 8),
+        (World(3, 1), 1, 0),
+    ],
+)
+def test_device_bytes_of_several_ranks(
+    world: World, shards: int, slot_pages: int, accumulation: int
+) -> None:
+    memory = of_ranks(world, accumulation)
+    plan = make_plan(memory.layout, 1, 2, 0, 0, False, shards=shards)
+    terms = memory.device(plan).terms
+    assert terms["slots"] == 2 * (4096 * slot_pages or WHOLE)
+    # DDP's copy of what it reduces: adapters and the resident chunk
+    assert terms["gradient buckets"] == ADAPTERS + WHOLE
+    # whole pages of each rank's part, but for the first shards; alone all of a chunk
+    part = {1: WHOLE, 2: 3 * 4096, 4: 2 * 4096}[world.local_size]
+    packed = world.local_size * part
+    sums = WHOLE if accumulation > 1 else 0
+    assert terms["reduction buffers"] == 2 * packed + sums
+    assert memory.device(plan).peak_bytes == memory.peak_bytes(
+        plan.placements, plan.n_buffer, plan.policies, plan.shards
+    )
+    assert sum(terms.values()) == memory.device(plan).peak_bytes
+
+    resident = make_plan(memory.layout, 4, 0, 0, 0, False)
+    terms = memory.device(resident).terms
+    assert terms["gradient buckets"] == ADAPTERS + 4 * WHOLE
+    assert "reduction buffers" not in terms
+    alone = of_ranks(World(), accumulation).device(resident).terms
+    assert "gradient buckets" not in alone
+    assert alone["gradients"] == terms["gradients"]
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_host_bytes_of_a_node(accumulation: int, master: bool) -> None:
+    memory = of_ranks(World(8, 4), accumulation, master)
+    shared = make_plan(memory.layout, 0, 2, 0, 0, master, shards=4)
+    whole = make_plan(memory.layout, 0, 2, 0, 0, master)
+    trained = (2 if master else 1) * 4 * WHOLE
+    for plan, pages in ((shared, 8), (whole, 5)):
+        host = memory.host(plan).states
+        assert host.arena == 4 * pages * 4096
+        # a share of each rank is one copy, and the sums of each before they are reduced
+        private = 4 * 4 * WHOLE if accumulation > 1 else 0
+        assert host.gradients == trained + private
+        assert host.masters == (trained if master else 0)
+        assert host.moments == 2 * trained + 4 * 4
+        assert host.staging == 4 * 2 * WHOLE
+        assert host.loader == 4 * 7

@@ -146,7 +146,7 @@ def test_a_notch_is_the_fastest_plan_that_can_be_reached(
             notch()
         return
     forecast = notch()
-    assert forecast.step.total_s == pytest.approx(min(lower), rel=1e-6)
+    assert min(lower) / case.almost <= forecast.step.total_s <= min(lower) * case.almost
     assert forecast.device.peak_bytes < before.device_bytes
     assert forecast.plan.origin == "notch"
     assert forecast.budget.usable_bytes == device_bytes

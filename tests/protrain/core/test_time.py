@@ -25,10 +25,15 @@ from hypothesis import given, settings, strategies as st
 from axolotl.integrations.protrain.core.cost import (
     StepTime,
     closed_form_s,
+    host_work,
     lower_bound_s,
     simulate_step,
 )
-from axolotl.integrations.protrain.core.cost.time import LANES, MAX_IN_FLIGHT
+from axolotl.integrations.protrain.core.cost.time import (
+    COMMUNICATE,
+    LANES,
+    MAX_IN_FLIGHT,
+)
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.optim import gradients
 from axolotl.integrations.protrain.core.session import Options, Session
@@ -43,16 +48,20 @@ from axolotl.integrations.protrain.core.types import (
     Plan,
     Policy,
     TensorSpec,
+    World,
 )
 
 PAGED, RESIDENT = Placement.PAGED, Placement.RESIDENT
+COLLECTIVES = ("gather_bytes_s", "reduce_bytes_s", "across_bytes_s")
 RATES = (
     "fetch_bytes_s",
     "offload_bytes_s",
     "fetch_both_bytes_s",
     "offload_both_bytes_s",
     "adam_bytes_s",
+    *COLLECTIVES,
 )
+WORLDS = [World(), World(2, 2), World(4, 4), World(3, 1), World(4, 2)]
 HARDWARE = Hardware(
     name="a test",
     source="made up",
@@ -79,12 +88,15 @@ class Case:
     accumulation: int
     fp32_master: bool
     moved: Moved | None
+    world: World = World()
 
     def step(self, **options: Any) -> StepTime:
-        return simulate_step(*vars(self).values(), **options)
+        *others, world = vars(self).values()
+        return simulate_step(*others, world=world, **options)
 
     def lower_bound_s(self) -> float:
-        return lower_bound_s(*vars(self).values())
+        *others, world = vars(self).values()
+        return lower_bound_s(*others, world=world)
 
     def compute_s(self) -> float:
         """What the plan computes, added up by hand."""
@@ -117,6 +129,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
     seconds = st.floats(0, 50)
     per_block = st.tuples(*[seconds] * num_blocks)
     rates = {name: draw(st.floats(0.5, 20)) for name in RATES}
+    world = draw(st.sampled_from(WORLDS))
     for way in ("fetch", "offload"):
         share = draw(st.floats(0.5, 1))
         rates[f"{way}_both_bytes_s"] = rates[f"{way}_bytes_s"] * share
@@ -130,6 +143,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
             placements=placements,
             policies=policies,
             origin="test",
+            shards=draw(st.sampled_from([1, world.local_size])),
         ),
         BlockTimes(
             draw(per_block), draw(per_block), *draw(st.tuples(*[seconds] * 3)), True
@@ -138,6 +152,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
         draw(st.integers(1, 5)),
         draw(st.booleans()),
         Moved(*[tuple(draw(st.integers(0, 100 * p.swaps)) for p in policies)] * 2),
+        world,
     )
 
 
@@ -155,7 +170,8 @@ def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
 ) -> None:
     case = replace(case, hardware=replace(case.hardware, overlaps=overlaps))
     step = case.step(**mode)
-    assert tuple(step.busy_s) == LANES
+    together = (COMMUNICATE,) if case.world.size > 1 else ()
+    assert tuple(step.busy_s) == (*LANES, *together)
     assert at_most(max(step.busy_s.values()), step.total_s)
     assert at_most(step.total_s, sum(step.busy_s.values()))
     if mode["clips"]:
@@ -191,6 +207,8 @@ def test_nothing_is_waited_for_where_copies_and_host_are_infinitely_fast(
 def test_without_compute_a_frozen_base_takes_as_long_as_its_copies(
     case: Case, mode: dict[str, bool]
 ) -> None:
+    plan = replace(case.plan, shards=1)
+    case = replace(case, plan=plan, world=World())
     num_blocks = len(case.layout.blocks)
     idle = BlockTimes((0.0,) * num_blocks, (0.0,) * num_blocks, 0, 0, 0, True)
     step = replace(case, times=idle).step(**mode)
@@ -230,8 +248,8 @@ def test_without_overlap_a_frozen_base_takes_the_plain_sum(
     case: Case, mode: dict[str, bool]
 ) -> None:
     step = replace(case, hardware=replace(case.hardware, overlaps=False)).step(**mode)
-    copies = step.busy_s["fetch"] + step.busy_s["offload"]
-    assert step.total_s == pytest.approx(case.compute_s() + copies)
+    moves = sum(step.busy_s.values()) - step.busy_s["compute"]
+    assert step.total_s == pytest.approx(case.compute_s() + moves)
 
 
 # Against a session: the bytes of a step are those that the pager really moves.
@@ -431,6 +449,96 @@ def test_inputs_that_swap_are_there_before_the_block_recomputes() -> None:
     step = by_hand([1] * 2, 2, 1, 2, False, policies, [2, 0]).step()
     assert step.total_s == 3 + 2 + 3
     assert step.recompute_s == 1
+
+
+# Several ranks, by hand: two chunks of one page, one byte of the link a second.
+
+PAGE = 4096
+
+
+def of_ranks(
+    world: World, shards: int = 1, accumulation: int = 1, **rates: Any
+) -> Case:
+    """Two trained blocks of one page each, both in slots of their own."""
+    case = by_hand([PAGE // 4] * 2, 2, 0, 0, True, **rates)
+    plan = replace(case.plan, shards=shards)
+    return replace(case, plan=plan, world=world, accumulation=accumulation)
+
+
+INSTANT = dict.fromkeys(RATES, math.inf)
+
+
+def test_a_shard_is_fetched_and_then_gathered() -> None:
+    # two pages in two shards: a page each at 1, then 2 at 4; the second copy runs
+    # beside the first gather
+    rates = INSTANT | {"fetch_bytes_s": PAGE, "fetch_both_bytes_s": PAGE}
+    rates["gather_bytes_s"] = 2 * PAGE / 4
+    case = by_hand([PAGE // 2] * 2, 1, 0, 0, **rates)
+    case = replace(case, plan=replace(case.plan, shards=2), world=World(2, 2))
+    # forward brings the second chunk, backward the first
+    step = case.step()
+    assert step.total_s == (1 + 4) * 2
+    assert step.fetched_bytes == 2 * PAGE
+    assert step.busy_s["fetch"] == 2 and step.busy_s["communicate"] == 8
+    assert step.exposed_s["communicate"] == 10 and step.limiter == "communicate"
+    # with a slot each both are there
+    roomy = replace(case, plan=replace(case.plan, n_buffer=2)).step()
+    assert roomy.total_s == 0
+
+
+def test_gradients_are_reduced_before_a_part_of_them_leaves() -> None:
+    # a page is reduced in 3 s, half of it leaves in 1; the second chunk is reduced
+    # meanwhile and its part leaves from 6 to 7
+    rates = INSTANT | {"reduce_bytes_s": PAGE / 3}
+    rates |= {"offload_bytes_s": PAGE / 2, "offload_both_bytes_s": PAGE / 2}
+    step = of_ranks(World(2, 2), **rates).step()
+    assert step.total_s == 7
+    assert step.busy_s["communicate"] == 6
+    assert (step.busy_s["offload"], step.offloaded_bytes) == (2, PAGE)
+    # two nodes: a rank's half goes across in 5 s, the next reduction waits
+    across = rates | {"across_bytes_s": PAGE / 10}
+    assert of_ranks(World(4, 2), **across).step().total_s == 3 + 5 + 3 + 5 + 1
+    # nodes of one rank do not reduce inside, and all of a chunk leaves
+    single = of_ranks(World(3, 1), **across).step()
+    assert single.total_s == 10 + 10 + 2 and single.offloaded_bytes == 2 * PAGE
+
+
+def test_sums_of_earlier_micro_batches_come_back_once() -> None:
+    rates = INSTANT | {"fetch_bytes_s": PAGE / 2, "fetch_both_bytes_s": PAGE / 2}
+    for accumulation in (2, 5):
+        step = of_ranks(World(2, 2), 1, accumulation, **rates).step(clips=False)
+        # the update renews both chunks, and both sums come
+        assert step.fetched_bytes == 4 * PAGE
+        # all but the last send whole chunks
+        assert step.offloaded_bytes == 2 * PAGE * (accumulation - 1) + PAGE
+        assert step.total_s == 8
+    assert of_ranks(World(2, 2), **rates).step().fetched_bytes == 2 * PAGE
+
+
+def test_what_stays_on_the_device_is_reduced_beside_backward() -> None:
+    # adapters of 8 bytes, half of them a block, are reduced at 4 and gathered at 1
+    # byte a second: 5 s a block. Blocks end at 3, 6; all is there at 3 + 5 + 5
+    rates = INSTANT | {"reduce_bytes_s": 4, "gather_bytes_s": 1}
+    case = by_hand([1] * 2, 2, 0, 3, **rates)
+    case = replace(case, layout=replace(case.layout, fixed_trainable_bytes=8))
+    assert case.step().total_s == 6
+    step = replace(case, world=World(2, 2), accumulation=3).step()
+    assert step.busy_s["communicate"] == 10
+    assert step.total_s == 6 * 2 + 3 + 10
+    assert step.exposed_s["communicate"] == 7
+
+
+@given(cases(), st.sampled_from([2, 3, 8]))
+def test_more_ranks_of_a_node_have_less_to_update(case: Case, ranks: int) -> None:
+    trained = [chunk for chunk in case.layout.chunks if chunk.trainable]
+    for chunk in trained:
+        alone, together, more = (
+            host_work(chunk, case.hardware, case.fp32_master, world=World(n, n))
+            for n in (1, ranks, ranks + 1)
+        )
+        assert together.update_s == pytest.approx(alone.update_s / ranks)
+        assert more.update_s < together.update_s and more.norm_s < together.norm_s
+        assert more.part_bytes <= together.part_bytes < alone.nbytes + 1
 
 
 @pytest.mark.parametrize(

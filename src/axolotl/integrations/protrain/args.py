@@ -135,15 +135,16 @@ class ProTrainArgs(BaseModel):
     )
     protrain_force_all_persistent: Flag = Field(
         default=False,
-        description="Everything resident: plain training, no hooks, no overhead.",
+        description="Everything resident: plain training, plain DDP on several ranks.",
     )
     protrain_force_replicated_cpu_offload: Flag = Field(
         default=False,
-        description="Page from a host copy that the ranks of a node share.",
+        description="Page whole chunks from a host copy that the ranks of a node share.",
     )
     protrain_zero3_shard: Flag | None = Field(
         default=None,
-        description="Page with each chunk sharded over the ranks (two or more).",
+        description="Page with each chunk sharded over the ranks of a node (two or "
+        "more). False: never. Unset: if it is faster.",
     )
     protrain_n_persist_override: Count | None = Field(
         default=None,

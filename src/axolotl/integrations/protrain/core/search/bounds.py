@@ -163,6 +163,24 @@ class _Updates(NamedTuple):
     end_s: float
 
 
+class _Backward(NamedTuple):
+    """Backward of one micro-batch.
+
+    Attributes:
+        seconds: All of it, but for its gradients.
+        fetched_s: Of the fetch lane.
+        gathered_s: Of collectives that bring weights.
+        fetch_s: A byte's way from the host.
+        offload_s: A byte's way to it.
+    """
+
+    seconds: float
+    fetched_s: float
+    gathered_s: float
+    fetch_s: float
+    offload_s: float
+
+
 class PlacedBound:
     """Lower bounds of the plans that share their placements."""
 
@@ -194,6 +212,8 @@ class PlacedBound:
         works = [step.work[chunk.index] for chunk in self._held]
         self._leaving = sum(work.nbytes for work in works)
         self._parts = sum(work.part_bytes for work in works)
+        # what earlier micro-batches have added up
+        self._sums = self._leaving if step.accumulation > 1 else 0
         self._shared_s = shared * step.collectives.all_reduce_s
         self._gather_s = step.collectives.gather_s if shards > 1 else 0.0
         self._norm_s = sum(work.norm_s for work in works)
@@ -226,26 +246,24 @@ class PlacedBound:
         first_s = self._first_forward_s(n_buffer)
         if self._held:
             first_s = max(first_s, self._updates.start_s + later_s)
+        backward = _Backward(backward_s, fetched_s, gathered_s, fetch_s, offload_s)
         return self._together(
             first_s + step.outside_s,
             later_s + step.outside_s,
-            backward_s,
-            offload_s,
+            backward,
+            backward,
             lambda block: step.backward[-1] - step.backward[block],
         )
 
     def seconds(self, n_buffer: int, row: Row) -> float:
         """No plan with so many slots and these policies takes less."""
-        missing = self._backward_bytes(n_buffer)
-        # of several ranks the last micro-batch shares the link otherwise
-        leaving = self._leaving if self._step.world.size == 1 else 0
-        fetch_s, offload_s = seconds_per_byte(
-            missing + row.back_bytes, leaving, self._step.hardware
-        )
+        backward = last = self._backward(n_buffer, row, 0, self._leaving)
+        if self._step.world.size > 1:
+            last = self._backward(n_buffer, row, self._sums, self._parts)
         return self._together(
             *self._before_backward_s(n_buffer, row),
-            self._backward_s(n_buffer, row, missing, fetch_s),
-            offload_s,
+            backward,
+            last,
             partial(_done_s, row),
         )
 
@@ -253,8 +271,8 @@ class PlacedBound:
         self,
         first_s: float,
         later_s: float,
-        backward_s: float,
-        offload_s: float,
+        backward: _Backward,
+        last: _Backward,
         done_s: Callable[[int], float],
     ) -> float:
         """All micro-batches.
@@ -262,13 +280,14 @@ class PlacedBound:
         Args:
             first_s: Until backward, of the first one.
             later_s: Until backward, of another one.
-            backward_s: Of one, but for its gradients.
-            offload_s: A byte's way to the host.
+            backward: Of all; with several ranks of all but the last one.
+            last: Of that one.
             done_s: From the begin of backward until that of a block is done.
         """
         step, more = self._step, self._step.accumulation - 1
         if step.world.size > 1:
-            return self._of_ranks(first_s, later_s, backward_s, offload_s, done_s)
+            return self._of_ranks(first_s, later_s, backward, last, done_s)
+        backward_s, offload_s = backward.seconds, backward.offload_s
         if not step.hardware.overlaps:
             backward_s += self._leaving * offload_s
         if not self._held:
@@ -331,50 +350,71 @@ class PlacedBound:
         self,
         first_s: float,
         later_s: float,
-        backward_s: float,
-        offload_s: float,
+        backward: _Backward,
+        last: _Backward,
         done_s: Callable[[int], float],
     ) -> float:
         """All micro-batches of several ranks; arguments as in `_together`."""
-        step, more = self._step, self._step.accumulation - 1
-        last_s = self._last_backward_s(backward_s, offload_s, done_s) + self._norm_s
+        more = self._step.accumulation - 1
+        last_s = self._last_backward_s(last, done_s) + self._norm_s
         if not more:
             return first_s + last_s
-        if not step.hardware.overlaps:
+        backward_s, offload_s = backward.seconds, backward.offload_s
+        if not self._step.hardware.overlaps:
             backward_s += self._leaving * offload_s
-        first_batch_s = batch_s = backward_s
+        before_s = backward_s + (more - 1) * (later_s + backward_s) + later_s
         if self._held:
-            micro_batch_s = partial(self._micro_batch_s, backward_s, offload_s, done_s)
-            first_batch_s, batch_s = (
-                micro_batch_s(True, False),
-                micro_batch_s(False, False),
+            batch_s = partial(self._micro_batch_s, backward_s, offload_s, done_s)
+            middle_s = (more - 1) * (later_s + batch_s(False, False))
+            _, first_block, _, lead_bytes, every, _ = self._gradients
+            nbytes, first_sums_s, later_sums_s = every
+            ready_s = done_s(first_block)
+            before_s = max(
+                batch_s(True, False) + middle_s + later_s,
+                # before the last backward the host has all that came before
+                ready_s + more * nbytes * offload_s,
+                ready_s
+                + lead_bytes * offload_s
+                + first_sums_s
+                + (more - 1) * later_sums_s,
             )
-        middle_s = (more - 1) * (later_s + batch_s)
-        return first_s + first_batch_s + middle_s + later_s + last_s
+        return first_s + before_s + last_s
 
     def _last_backward_s(
-        self, backward_s: float, offload_s: float, done_s: Callable[[int], float]
+        self, last: _Backward, done_s: Callable[[int], float]
     ) -> float:
         """Of several ranks: one collective after the other, one part after the other
         leaves, and what earlier micro-batches have added up comes back in between."""
         step, scatter_s = self._step, self._step.collectives.scatter_s
-        communicated_s = self._leaving * scatter_s + self._shared_s
-        sums_s = 0.0
-        if step.accumulation > 1:
-            sums_s = self._leaving / step.hardware.fetch_bytes_s
+        sums_s = self._sums * last.fetch_s
+        reduced_s = self._leaving * scatter_s + self._shared_s
         if not step.hardware.overlaps:
-            return backward_s + sums_s + communicated_s + self._parts * offload_s
+            return last.seconds + sums_s + reduced_s + self._parts * last.offload_s
         start_s = done_s(len(step.layout.blocks) - 1)
-        if not self._held:
-            return max(backward_s, start_s + communicated_s)
-        works, first_block, *_ = self._gradients
-        ready_s = done_s(first_block)
-        return max(
-            backward_s,
-            done_s(0) + sums_s,
-            min(start_s, ready_s) + communicated_s,
-            ready_s + works[0].nbytes * scatter_s + self._parts * offload_s,
-        )
+        chains = [last.seconds, last.gathered_s + reduced_s]
+        if self._held:
+            works, first_block, last_block, lead_bytes, *_ = self._gradients
+            first_s, (*_, final) = works[0].nbytes * scatter_s, works
+            ready_s, last_ready_s = done_s(first_block), last.seconds
+            if last_block is not None:
+                last_ready_s = done_s(last_block)
+            lead = works[-len(self._part_sums_s)]
+            lead_part_s = lead.part_bytes * last.offload_s
+            final_part_s = final.part_bytes * last.offload_s
+            # the last part of all ends each way through reduction, link and host
+            chains += [
+                done_s(0) + sums_s,
+                last.fetched_s + sums_s,
+                ready_s + lead_bytes * scatter_s + lead_part_s + sum(self._part_sums_s),
+                final.part_sum_s
+                + max(
+                    ready_s + first_s + self._parts * last.offload_s,
+                    ready_s + self._leaving * scatter_s + final_part_s,
+                    last_ready_s + final.nbytes * scatter_s + final_part_s,
+                ),
+            ]
+            start_s = min(start_s, ready_s)
+        return max(*chains, start_s + reduced_s)
 
     def _weight_s(self, fetch_s: float) -> float:
         """Of one byte until all ranks have it; the slower way counts where both work
@@ -437,10 +477,17 @@ class PlacedBound:
         return _Gradients(works, first_block, last_block, lead_bytes, every, awaited)
 
     @cached_property
+    def _part_sums_s(self) -> list[float]:
+        """Of the host in the last micro-batch, from the first large one on."""
+        works, lead_bytes = self._gradients.works, self._gradients.lead_bytes
+        until = accumulate(work.nbytes for work in works)
+        pairs = zip(works, until, strict=True)
+        return [work.part_sum_s for work, nbytes in pairs if nbytes >= lead_bytes]
+
+    @cached_property
     def _updates(self) -> _Updates:
         step, shards = self._step, self._shards
         fetch_s = 1 / step.hardware.fetch_bytes_s
-        weight_s = self._weight_s(fetch_s)
         forward_s = step.forward[-1]
         seconds = 0.0 if step.hardware.overlaps else self._update_s
         done: dict[int, float] = {}
@@ -449,16 +496,21 @@ class PlacedBound:
             seconds += step.work[chunk.index].update_s
             done[chunk.index] = seconds
         start_s = self._update_s
+        fetch_from_s = arrived_s = 0.0
         for chunk in self._stale:
             start_s = max(start_s, done[chunk.index])
-            start_s += shard_bytes(chunk, shards) * fetch_s
-            start_s += padded_bytes(chunk, shards) * self._gather_s
-        fetch_from_s = arrived_s = start_s if self._stale else 0.0
+            # others are fetched while this one is gathered
+            fetch_from_s = start_s = start_s + shard_bytes(chunk, shards) * fetch_s
+            arrived_s = start_s = start_s + padded_bytes(chunk, shards) * self._gather_s
+        fetched_s = fetch_from_s
         ends = [start_s + forward_s]
         for chunk in self._paged:
             if chunk.trainable:
-                arrived_s = max(arrived_s, done[chunk.index])
-                arrived_s += padded_bytes(chunk, shards) * weight_s
+                free_s = fetched_s if step.hardware.overlaps else arrived_s
+                fetched_s = max(free_s, done[chunk.index])
+                fetched_s += shard_bytes(chunk, shards) * fetch_s
+                arrived_s = max(arrived_s, fetched_s)
+                arrived_s += padded_bytes(chunk, shards) * self._gather_s
                 ends.append(arrived_s + forward_s - step.forward[chunk.block or 0])
         return _Updates(start_s, fetch_from_s, max(ends))
 
@@ -494,6 +546,23 @@ class PlacedBound:
         if self._one_block_at_a_time(n_buffer):
             between_s = self._between_s
         return max(forward_s, first_s + fetch_s + between_s + last_s)
+
+    def _backward(
+        self, n_buffer: int, row: Row, more_bytes: int, leaving: int
+    ) -> _Backward:
+        """With so much more to fetch and so much that leaves."""
+        missing = self._backward_bytes(n_buffer)
+        fetched = missing // self._shards + row.back_bytes
+        fetch_s, offload_s = seconds_per_byte(
+            fetched + more_bytes, leaving, self._step.hardware
+        )
+        return _Backward(
+            self._backward_s(n_buffer, row, missing, fetch_s),
+            fetched * fetch_s,
+            missing * self._gather_s,
+            fetch_s,
+            offload_s,
+        )
 
     def _backward_s(
         self, n_buffer: int, row: Row, missing: int, second_per_byte: float

@@ -4,8 +4,8 @@ For every number of resident chunks, of slots and of swapping blocks, the fewest
 recomputed blocks that fit: recompute only ever adds compute. Candidates wait in the
 order of a lower bound of their time, from totals at first; what comes first is looked
 at more closely and waits again, or is simulated, until no bound is below the best time.
-So the result is the optimum over all of them, exactly, and a larger budget never gives
-a slower plan. Equation 1 of the paper, with a simulation for its equations 2 to 7.
+So the result is the optimum over all of them, exactly for one rank and up to `SLACK`
+for several, and a larger budget never gives a plan that is slower by more. Equation 1 of the paper, with a simulation for its equations 2 to 7.
 
 Numbers of swapping blocks: none; the paper's bound, the blocks divided by the interval
 at which their copies hide behind compute, with any number of the others recomputing;
@@ -56,6 +56,10 @@ would save two."""
 
 ROUNDING = 1e-9
 """Relative difference of seconds that are taken as equal."""
+
+SLACK = 0.005
+"""With several ranks, by how much less time a plan must be able to take to be tried:
+their bounds are less close, and every plan that might be faster would be simulated."""
 
 
 class _Place(NamedTuple):
@@ -175,11 +179,12 @@ class Search:
         """
         best: Plan | None = None
         best_s = inf
+        slack = ROUNDING if self._memory.workload.world.size == 1 else SLACK
         # what swaps has to beat the best that does not
         every = range(len(self._families))
         for shards, families in product(self._shards(modes), (every[:1], every[1:])):
             for candidate in self._by_bound(families, shards, modes, best_s):
-                if candidate.bound_s >= best_s * (1 - ROUNDING):
+                if candidate.bound_s >= best_s * (1 - slack):
                     break
                 if not candidate.fits:
                     continue
