@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from search_cases import PLENTY, Case, cases, missing_bytes
 
+from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.planner import (
     Forecast,
@@ -16,6 +17,7 @@ from axolotl.integrations.protrain.core.planner import (
     with_measured,
 )
 from axolotl.integrations.protrain.core.types import BlockTimes, Budget
+from axolotl.integrations.protrain.planning import FORCED, choose, nearest
 
 NOTHING = -1
 """A device that not even an empty model fits."""
@@ -150,3 +152,44 @@ def test_a_notch_is_the_fastest_plan_that_can_be_reached(
     assert forecast.device.peak_bytes < before.device_bytes
     assert forecast.plan.origin == "notch"
     assert forecast.budget.usable_bytes == device_bytes
+
+
+@given(cases(), st.sampled_from(list(FORCED)))
+def test_a_mode_is_had_or_its_key_is_named(case: Case, key: str) -> None:
+    args, mode = ProTrainArgs.model_construct(**{key: True}), FORCED[key]
+    assume(case.layout.pageable and not case.workload.fp32_master)
+    if mode == "C" and case.workload.world.local_size == 1:
+        with pytest.raises(ConfigError, match=f"`{key}: true` .* Remove the key"):
+            choose(args, planner(case))
+        return
+    assert choose(args, planner(case)).plan.mode == mode
+    least = nearest(args, planner(case, NOTHING)).device.peak_bytes
+    assert choose(args, planner(case, least)).plan.mode == mode
+    short = planner(case, least - 1)
+    try:
+        other = short.search().plan.mode
+    except BudgetError:
+        with pytest.raises(BudgetError, match="^protrain_capacity_bytes"):
+            choose(args, short)
+        return
+    with pytest.raises(BudgetError, match=f"`{key}: true`.* mode {other} does"):
+        choose(args, short)
+
+
+@given(cases())
+def test_what_is_not_to_be_shared_is_not(case: Case) -> None:
+    args = ProTrainArgs.model_construct(protrain_zero3_shard=False)
+    plan = choose(args, planner(case)).plan
+    assert plan.shards == 1
+
+
+@given(cases())
+def test_a_way_to_page_and_nothing_to_page(case: Case) -> None:
+    roomy = planner(case)
+    by_hand = {"n_persist": roomy.num_chunks, "n_buffer": 0}
+    knobs = {f"protrain_{knob}_override": value for knob, value in by_hand.items()}
+    args = ProTrainArgs.model_construct(
+        protrain_force_replicated_cpu_offload=True, **knobs
+    )
+    with pytest.raises(ConfigError, match="leaves nothing to page"):
+        choose(args, roomy)

@@ -252,9 +252,7 @@ class DryRun:
         if self._question.num_gpus > 1:
             for key, mode in FORCED.items():
                 yield _alternative(
-                    f"{key}: true",
-                    partial(planner.search, modes=frozenset(mode)),
-                    f"mode {mode}",
+                    f"mode {mode}", partial(_in_mode, planner, mode), f"{key}: true"
                 )
         elif answer["plan"]["mode"] == "B":
             resident = _alternative(
@@ -444,6 +442,14 @@ def _alternative(
     except (ConfigError, LayoutError, TraceError) as error:
         verdict, note = UNSUPPORTED, _and(note, str(error))
     return {"change": change, "verdict": verdict, **_price(forecast), "note": note}
+
+
+def _in_mode(planner: Planner, mode: str) -> Forecast:
+    modes = frozenset(mode)
+    try:
+        return planner.search(modes=modes)
+    except BudgetError:
+        raise BudgetError(_lack(planner.nearest(modes=modes))) from None
 
 
 def _and(note: str | None, error: str) -> str:
