@@ -624,6 +624,7 @@ def test_keys_name_what_changes_the_figures() -> None:
         hardware_key(CPU, {"transformers": "5.17"}, None, torch.bfloat16),
         hardware_key(CPU, VERSIONS, (1, 2, 3), torch.bfloat16),
         hardware_key(CPU, VERSIONS, None, torch.float32),
+        hardware_key(CPU, VERSIONS, None, torch.bfloat16, 2),
         block_key(CPU, VERSIONS, **block),
         block_key(CPU, VERSIONS, **{**block, "autocast_dtype": None}),
         block_key(CPU, VERSIONS, **{**block, "attention": "eager"}),

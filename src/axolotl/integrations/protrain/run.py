@@ -538,6 +538,7 @@ class TrainingRun:
             host_memory() + on_host,
             capacity,
             versions(),
+            together=self.ranks.world.local_size if self.ranks else 1,
         )
 
     def _warnings(self, forecast: Forecast) -> list[str]:

@@ -213,7 +213,9 @@ class MemoryModel:
         at_once = not hardware.overlaps or (several and workload.accumulation == 1)
         self._in_flight = 0 if at_once else GRADIENTS_IN_FLIGHT
         self._packed_bytes = [
-            reduce_bytes(chunk, workload.world.local_size) if chunk.trainable else 0
+            reduce_bytes(chunk, workload.world.local_size, workload.fp32_master)
+            if chunk.trainable
+            else 0
             for chunk in layout.chunks
             if several
         ]

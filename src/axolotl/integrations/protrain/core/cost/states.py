@@ -112,7 +112,7 @@ def state_bytes(
         reduction = PACKED_BUFFERS * max(packed_bytes[chunk.index] for chunk in reduced)
         if workload.accumulation > 1:
             # the sums of earlier micro-batches come back from the host
-            reduction += max(chunk.nbytes for chunk in reduced)
+            reduction += max(_sum_bytes(chunk, workload) for chunk in reduced)
     leaving.sort(reverse=True)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
@@ -176,7 +176,7 @@ def host_state_bytes(
     alignment = PAGE_BYTES if several else ALIGNMENT_BYTES
     sums = 0
     if several and workload.accumulation > 1:
-        sums = ranks * sum(chunk.nbytes for chunk in trained)
+        sums = ranks * sum(_sum_bytes(chunk, workload) for chunk in trained)
     return HostBytes(
         arena=sum(aligned(padded_bytes(c, shards), alignment) for c in kept),
         gradients=gradients + sums,
@@ -193,6 +193,11 @@ def host_bytes(
     """Host bytes of the arena, host gradients, their staging, masters and moments."""
     workload = Workload(fp32_master=fp32_master)
     return host_state_bytes(layout, placements, workload).total
+
+
+def _sum_bytes(chunk: Chunk, workload: Workload) -> int:
+    """Sums of micro-batches on one rank, in fp32 where there are masters."""
+    return chunk.nbytes + workload.fp32_master * chunk.payload_16_bit_bytes
 
 
 def _on_host(placements: Sequence[Placement], chunk: Chunk) -> bool:

@@ -122,10 +122,12 @@ def hardware_key(
     versions: Mapping[str, str],
     matmul: tuple[int, int, int] | None,
     weight_dtype: torch.dtype,
+    together: int = 1,
 ) -> dict[str, JSON]:
     """Key of `measure_hardware` with these arguments."""
     return {
         "measures": "hardware",
+        "together": together,
         "matmul": matmul or MATMUL_SIZES[torch_device.type],
         "weight_dtype": str(weight_dtype),
         **environment_key(torch_device, versions),
@@ -171,13 +173,24 @@ def cached_hardware(
     *,
     matmul: tuple[int, int, int] | None = None,
     weight_dtype: torch.dtype = torch.bfloat16,
+    together: int = 1,
 ) -> Hardware:
     """`measure_hardware`, or its rates from the cache with the memory of now.
+
+    Args:
+        folder: Of the cache; None for the platform's.
+        torch_device: See `measure_hardware`, as for what follows.
+        host_bytes: Passed on.
+        device_bytes: Passed on.
+        versions: What else changes the rates.
+        matmul: Passed on.
+        weight_dtype: Passed on.
+        together: Processes that share the machine's links while they measure.
 
     Raises:
         ConfigError: The folder cannot be made or written.
     """
-    key = hardware_key(torch_device, versions, matmul, weight_dtype)
+    key = hardware_key(torch_device, versions, matmul, weight_dtype, together)
 
     def make() -> dict[str, Any]:
         hardware = measure_hardware(
