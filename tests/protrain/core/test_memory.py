@@ -274,8 +274,8 @@ def test_device_bytes_of_several_ranks(
     assert terms["slots"] == 2 * (4096 * slot_pages or WHOLE)
     # DDP's copy of what it reduces: adapters and the resident chunk
     assert terms["gradient buckets"] == ADAPTERS + WHOLE
-    # whole pages of each rank's part, but for the first shards; alone all of a chunk
-    part = {1: WHOLE, 2: 3 * 4096, 4: 2 * 4096}[world.local_size]
+    # whole pages of each rank's part; alone all of a chunk, up to the alignment
+    part = {1: 20224, 2: 3 * 4096, 4: 2 * 4096}[world.local_size]
     packed = world.local_size * part
     sums = WHOLE if accumulation > 1 else 0
     assert terms["reduction buffers"] == 2 * packed + sums
@@ -304,7 +304,7 @@ def test_host_bytes_of_a_node(accumulation: int, master: bool) -> None:
         host = memory.host(plan).states
         assert host.arena == 4 * pages * 4096
         # a share of each rank is one copy, and the sums of each before they are reduced
-        private = 4 * 4 * WHOLE if accumulation > 1 else 0
+        private = 4 * trained if accumulation > 1 else 0
         assert host.gradients == trained + private
         assert host.masters == (trained if master else 0)
         assert host.moments == 2 * trained + 4 * 4
