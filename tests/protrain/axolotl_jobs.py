@@ -364,7 +364,12 @@ class Workers:
                     process.kill()
                 group = groups[size] = [self._start(rank, size) for rank in range(size)]
             try:
-                task.result.set_result(self._train(group, task.job))
+                result = self._train(group, task.job)
+                if result.error and size > 1:
+                    # ranks end after an error, some of them later than others
+                    for process in groups.pop(size):
+                        process.kill()
+                task.result.set_result(result)
             except Exception as error:  # a test waits for it in another thread
                 task.result.set_exception(error)
 

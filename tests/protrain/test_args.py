@@ -349,6 +349,7 @@ REFUSED_IN_AXOLOTL = [
     ("device_map", {"device_map": "auto"}),
     ("device_map", {"device_map": {"": 0}}),
     ("relora", {**LORA, "relora": True, "jagged_restart_steps": 10}),
+    ("use_ray", {"use_ray": True, "ray_num_workers": 2}),
     ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
     ("qat", {"qat": {"weight_dtype": "int8"}}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["model.embed_tokens[:100]"]}),

@@ -91,6 +91,7 @@ def test_adapters_over_a_paged_base(run: Run, jobs: Pair) -> None:
 def test_paged_weights(run: Run, jobs: Pair) -> None:
     """Also where nothing that trains is left for DDP."""
     paged, plain = run(jobs.paged), run(jobs.plain)
+    assert not paged.error and not plain.error
     assert not weight_differences(paged.weights, plain.weights, tolerance=0)
     assert not history_differences(paged.history, plain.history, ROUNDING)
     assert all(rank["num_reduces"] > 0 for rank in paged.report["ranks"])
@@ -182,6 +183,7 @@ KEPT = {
 @pytest.mark.parametrize("jobs", [pytest.param(KEPT[k], id=k) for k in KEPT])
 def test_evaluation_and_the_best_of_its_checkpoints(run: Run, jobs: Pair) -> None:
     paged, plain = run(jobs.paged), run(jobs.plain)
+    assert not paged.error and not plain.error
     assert not weight_differences(paged.weights, plain.weights, tolerance=0)
     assert not history_differences(paged.history, plain.history, ROUNDING)
     assert any("eval_loss" in entry for entry in paged.history)
