@@ -313,7 +313,7 @@ def _agree(weights: dict[str, Tensor]) -> bool:
 
 
 def memory(ranks: Ranks) -> dict[str, Any]:
-    """Host memory of weights and moments, in copies of the model and over all ranks."""
+    """Host memory of weights, gradients and moments, in copies of them all."""
     found = {}
     for mode in "BC":
         # models of earlier cases are views of their host copies
@@ -329,7 +329,7 @@ def memory(ranks: Ranks) -> dict[str, Any]:
         optimizer.step()
         session.settle()
         ranks.collect(None)
-        copies = 3 * sum(chunk.payload_bytes for chunk in layout.pageable)
+        copies = 4 * sum(chunk.payload_bytes for chunk in layout.pageable)
         resident, proportional = _shared_bytes()
         found[f"{mode} resident"] = resident / copies
         found[f"{mode} all"] = sum(ranks.collect(proportional)) / copies

@@ -107,7 +107,7 @@ def test_equals_plain_ddp(
     far = 2e-3 if CASES[case].dtype.itemsize == 2 or "dtypes" in case else 1e-6
     assert got["agree"]
     assert got["losses"] <= (0 if exact else far)
-    assert got["norms"] <= far
+    assert got["norms"] <= (0 if exact else far)
     assert got["weights"] <= (0 if exact else 20 * far)
 
 
@@ -137,8 +137,8 @@ def test_one_host_copy_for_all(
     got = found(ranks, case)
     assert 0.95 < got["B all"] < 1.05
     assert 0.95 < got["C all"] < 1.05
-    # all of the weights, its share of two moments
-    assert 0.95 < got["B resident"] / ((1 + 2 / ranks) / 3) < 1.05
+    # all of the weights, its share of gradients and moments
+    assert 0.95 < got["B resident"] / ((1 + 3 / ranks) / 4) < 1.05
     # a page fault maps its neighbours too
     assert 0.95 < got["C resident"] * ranks < 1.15
 

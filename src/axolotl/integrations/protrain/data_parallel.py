@@ -24,21 +24,18 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 """DDP reads this attribute of the very module that it wraps; names are from there."""
 
 
-def ignore_in_ddp(model: nn.Module, host_kept: Collection[str]) -> Callable[[], None]:
-    """Keep DDP away from parameters, under each of their names.
+def ignore_in_ddp(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
+    """Keep DDP away from parameters.
 
     Args:
         model: The module that DDP will get.
-        host_kept: One name of each parameter.
+        names: Every name of each parameter.
 
     Returns:
         Makes `model` what it was; what others had it ignore stays ignored till then.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    ids = {id(named[name]) for name in host_kept if name in named}
-    names = [name for name, param in named.items() if id(param) in ids]
     before = vars(model).get(IGNORED)
-    setattr(model, IGNORED, [*(before or ()), *names])
+    setattr(model, IGNORED, [*(before or ()), *sorted(names)])
 
     def restore() -> None:
         if before is None:
@@ -73,16 +70,6 @@ def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare_model
-
-
-def host_kept(forecast: Forecast) -> list[str]:
-    """Names of the parameters whose truth is on the host."""
-    return [
-        spec.name
-        for chunk in forecast.layout.chunks
-        if forecast.plan.placements[chunk.index].on_host
-        for spec in chunk.tensors
-    ]
 
 
 def gradient_order(forecast: Forecast) -> tuple[int, ...]:

@@ -47,7 +47,6 @@ from .core.session import Options, Session
 from .core.types import Hardware, World
 from .data_parallel import (
     gradient_order,
-    host_kept,
     ignore_in_ddp,
     plan_hash,
     require_same,
@@ -157,7 +156,7 @@ class TrainingRun:
             self._absent(model),
         )
         if self.ranks is not None:
-            self._hidden.callback(ignore_in_ddp(model, host_kept(forecast)))
+            self._hidden.callback(ignore_in_ddp(model, self.session.host_kept))
         self._logged = {}
         self._recovery = StepRecovery(device, self._shortage, self._lower)
 

@@ -24,7 +24,7 @@ from .optim import (
     ShardedChunk,
     SharedMemory,
     optimizer_bytes,
-    part_bytes,
+    parts_chunk,
 )
 from .runtime import (
     Arena,
@@ -44,7 +44,6 @@ from .runtime import (
     attach_entry,
     attach_state_dict,
     drop_ended_backward,
-    host_buffer,
 )
 from .types import Chunk, Layout, Placement, Plan, Policy
 
@@ -145,7 +144,7 @@ class Session:
         self._host_chunks: list[HostChunk | ShardedChunk] = []
         self._worker = HostWorker(device)
         self._arena = Arena(ranks=ranks)
-        self._gradient_arena = Arena()
+        self._gradient_arena = Arena(ranks=ranks)
         self._masters = Arena(ranks=ranks)
         self._moments = Arena(ranks=ranks), Arena(ranks=ranks)
         self._carrier = Carrier(device, ranks if plan.shards > 1 else None)
@@ -429,8 +428,7 @@ class Session:
         for region in regions:
             if region is not None:
                 # not before: pages are committed as chunks move in
-                self.device.pin(region)
-                self._pinned.append(region)
+                self._pin(region)
         self._host_chunks = _needed_first(
             [*self._host_chunks, *self._new_host_chunks(trained)]
         )
@@ -461,17 +459,22 @@ class Session:
         )
         for moment in self._moments:
             moment.add(leaves)
-        sizes = [part_bytes(c, ranks.world.local_size, masters) for c in trained]
-        if not any(sizes):
-            return []
-        gradients = host_buffer(sum(sizes))
-        self.device.pin(gradients)
-        self._pinned.append(gradients)
-        made = []
-        for chunk, own in zip(trained, gradients.split(sizes), strict=True):
-            memory = SharedMemory(self._arena, self._masters, self._moments, own)
-            made.append(ShardedChunk(chunk, params, memory, ranks, masters, device))
-        return made
+        size = ranks.world.local_size
+        received = [parts_chunk(chunk, size, masters) for chunk in trained]
+        self._gradient_arena.add(received)
+        for parts in received:
+            self._pin(self._gradient_arena.shard(parts, size, ranks.local_rank))
+        memory = SharedMemory(
+            self._arena, self._masters, self._moments, self._gradient_arena
+        )
+        return [
+            ShardedChunk(chunk, params, memory, ranks, masters, device)
+            for chunk in trained
+        ]
+
+    def _pin(self, region: Tensor) -> None:
+        self.device.pin(region)
+        self._pinned.append(region)
 
     def _source(self, index: int) -> Tensor:
         """What a fetch of a chunk copies: all of it, or this rank's shard."""

@@ -2,7 +2,7 @@
 
 from .gradients import GradientOffload
 from .host_adamw import HOST_OPTIMIZERS, HostAdamW
-from .host_chunks import HostChunk, ShardedChunk, SharedMemory, part_bytes
+from .host_chunks import HostChunk, ShardedChunk, SharedMemory, parts_chunk
 from .optimizer import PagedAdamW, optimizer_bytes
 from .reduction import GradientReduction
 
@@ -16,5 +16,5 @@ __all__ = [
     "ShardedChunk",
     "SharedMemory",
     "optimizer_bytes",
-    "part_bytes",
+    "parts_chunk",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Piece, Reduction, aligned, leaf_chunk, reductions
+from ..layout.shards import PAGE_BYTES
 from ..runtime import Arena, Device, Ranks
 from ..types import Chunk
 
@@ -173,19 +175,19 @@ class HostChunk:
 
 
 class SharedMemory(NamedTuple):
-    """Host memory that the ranks of a node share, and this rank's own.
+    """Host memory that the ranks of a node share.
 
     Attributes:
         weights: The arena.
         masters: fp32 masters of the chunks that have any.
         moments: AdamW's two, in the dtype of the leaves.
-        gradients: uint8, this rank's parts of one chunk's reductions back to back.
+        gradients: Each rank's parts of the reductions; see `parts_chunk`.
     """
 
     weights: Arena
     masters: Arena
     moments: tuple[Arena, Arena]
-    gradients: Tensor
+    gradients: Arena
 
 
 class ShardedChunk:
@@ -220,8 +222,14 @@ class ShardedChunk:
         self._ranks = ranks
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
-        self.reductions = reductions(chunk, ranks.world.local_size, fp32_master)
-        self.parts = _parts(self.reductions, memory.gradients)
+        size = ranks.world.local_size
+        self.reductions = reductions(chunk, size, fp32_master)
+        received = parts_chunk(chunk, size, fp32_master)
+        self._every_part = [
+            _parts(self.reductions, memory.gradients.shard(received, size, rank))
+            for rank in range(size)
+        ]
+        self.parts = self._every_part[ranks.local_rank]
         own_leaves = leaf_chunk(chunk, fp32_master).tensors
         whole_weights = [memory.weights.tensor(chunk.index, s) for s in chunk.tensors]
         self._whole_leaves = [
@@ -282,15 +290,27 @@ class ShardedChunk:
         """In which a parameter's gradients are summed."""
         return self._whole_leaves[index].dtype
 
-    def squares(self) -> Tensor:
-        """Sum of squares of this rank's piece of each gradient, fp64."""
-        self._device.reads(self.gradients)
+    def norms(self) -> Tensor:
+        """Norms of the gradients that fall to this rank, fp64; 0 for all others.
+
+        Of whole gradients, as without paging: in pieces the last bits would differ.
+        """
         found = torch.zeros(len(self.params), dtype=torch.float64)
-        for index, leaf in zip(self.owned, self.leaves, strict=True):
-            if leaf.grad is not None:
-                norm = torch.linalg.vector_norm(leaf.grad, dtype=torch.float64)
-                found[index] = norm.square()
+        mine = range(self._ranks.local_rank, len(found), self._ranks.world.local_size)
+        for index in self._used.intersection(mine):
+            found[index] = torch.linalg.vector_norm(self._whole_gradient(index))
         return found
+
+    def _whole_gradient(self, index: int) -> Tensor:
+        pieces = [
+            parts[number][start : start + piece.numel]
+            for rank, parts in enumerate(self._every_part)
+            for number, reduction in enumerate(self.reductions)
+            for piece in reduction.pieces[rank]
+            if piece.tensor == index
+            for start in [piece.position - rank * reduction.part_numel]
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def arrived(self, used: Iterable[int]) -> None:
         """The averages are in `parts`; `used` are the parameters that have any."""
@@ -378,9 +398,11 @@ class ShardedChunk:
                 weight.copy_(leaf)
 
 
-def part_bytes(chunk: Chunk, ranks: int, fp32_master: bool) -> int:
-    """Bytes of what one rank receives of a chunk's gradients."""
-    return sum(aligned(r.part_bytes) for r in reductions(chunk, ranks, fp32_master))
+def parts_chunk(chunk: Chunk, ranks: int, fp32_master: bool) -> Chunk:
+    """What the ranks of a node receive of a chunk's gradients, a shard for each."""
+    received = reductions(chunk, ranks, fp32_master)
+    own_bytes = sum(aligned(reduction.part_bytes) for reduction in received)
+    return replace(chunk, tensors=(), nbytes=ranks * aligned(own_bytes, PAGE_BYTES))
 
 
 def _parts(layout: Sequence[Reduction], buffer: Tensor) -> list[Tensor]:

@@ -258,12 +258,14 @@ class PagedAdamW(torch.optim.Optimizer):
         What is on the device is the same on all ranks, the rest is in shards.
         """
         sharded = [host for host in self._chunks if isinstance(host, ShardedChunk)]
-        squares = [host.squares() for host in sharded]
-        sums = ranks.node_sum(torch.cat(squares)).sqrt().split([*map(len, squares)])
+        own = [host.norms() for host in sharded]
+        every = ranks.node_sum(torch.cat(own)).split([*map(len, own)])
         of_shards = {
             id(param): norm.to(host.gradient_dtype(index))
-            for host, own in zip(sharded, sums, strict=True)
-            for index, (param, norm) in enumerate(zip(host.params, own, strict=True))
+            for host, all_norms in zip(sharded, every, strict=True)
+            for index, (param, norm) in enumerate(
+                zip(host.params, all_norms, strict=True)
+            )
             if host.is_used(index)
         }
         norms: dict[torch.dtype, list[Tensor]] = {}
@@ -274,8 +276,8 @@ class PagedAdamW(torch.optim.Optimizer):
             if norm is not None:
                 norms.setdefault(norm.dtype, []).append(norm)
         where = params[0].device
-        every = [norm.to(where) for own in norms.values() for norm in own]
-        return torch.linalg.vector_norm(torch.stack(every))
+        there = [norm.to(where) for alike in norms.values() for norm in alike]
+        return torch.linalg.vector_norm(torch.stack(there))
 
     def _total_norm(self, owners: Sequence[Tensor]) -> Tensor:
         gradients = [owner.grad for owner in owners if owner.grad is not None]
