@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import torch
 from axolotl.integrations.base import BasePlugin
 
+from axolotl.integrations.protrain import run
 from axolotl.integrations.protrain.core.profile import cache, hardware
 
 
@@ -73,6 +76,43 @@ class FasterClock(OddRank):
     def change(self, cfg: Any) -> None:
         real = time.perf_counter
         self.replace(time, "perf_counter", lambda: 3 * real())
+
+
+class _OtherRates(OddRank):
+    """What it has measured, alone in a cache of its own, is a tenth in some rates."""
+
+    rates: tuple[str, ...]
+
+    def change(self, cfg: Any) -> None:
+        cfg.protrain_cache_dir = str(Path(cfg.output_dir) / type(self).__name__)
+        measure = cache.measure_hardware
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            found = measure(*args, **kwargs)
+            tenths = {name: getattr(found, name) / 10 for name in self.rates}
+            return dataclasses.replace(found, **tenths)
+
+        self.replace(cache, "measure_hardware", slow)
+
+
+class CachedBandwidth(_OtherRates):
+    rates = "fetch_bytes_s", "offload_bytes_s", "fetch_both_bytes_s"
+
+
+class CachedProducts(_OtherRates):
+    rates = "flops_16", "flops_32", "adam_bytes_s"
+
+
+class OtherVersions(OddRank):
+    def change(self, cfg: Any) -> None:
+        self.replace(run, "versions", lambda: {"python": "3.99"})
+
+
+class OtherEnvironment(OddRank):
+    def change(self, cfg: Any) -> None:
+        others = {"LANG": "de_DE.UTF-8", "TZ": "Asia/Tokyo", "COLUMNS": "20"}
+        self._undo.enter_context(patch.dict(os.environ, others))
+        random.seed(7)
 
 
 class OtherKey(OddRank):

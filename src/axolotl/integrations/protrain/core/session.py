@@ -109,6 +109,9 @@ class Session:
             trains on the device is DistributedDataParallel's to average.
         absent: Names of frozen parameters that this rank has in name only; another of
             the node has their bytes.
+
+    Raises:
+        ValueError: The plan shards chunks over other ranks than a node has.
     """
 
     def __init__(
@@ -121,6 +124,10 @@ class Session:
         ranks: Ranks | None = None,
         absent: Collection[str] = (),
     ) -> None:
+        if plan.shards not in (1, ranks.world.local_size if ranks else 1):
+            raise ValueError(
+                f"{plan.shards} shards are not one for each rank of a node"
+            )
         self._ranks = ranks
         self.model = model
         self.layout = layout

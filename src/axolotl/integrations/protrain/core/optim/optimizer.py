@@ -268,16 +268,15 @@ class PagedAdamW(torch.optim.Optimizer):
             )
             if host.is_used(index)
         }
-        norms: dict[torch.dtype, list[Tensor]] = {}
+        where, norms = params[0].device, []
         for param in params:
             norm = of_shards.get(id(param))
             if norm is None and param.grad is not None:
                 norm = torch.linalg.vector_norm(param.grad)
             if norm is not None:
-                norms.setdefault(norm.dtype, []).append(norm)
-        where = params[0].device
-        there = [norm.to(where) for alike in norms.values() for norm in alike]
-        return torch.linalg.vector_norm(torch.stack(there))
+                norms.append(norm.to(where))
+        # that of a number is the number: its order of dtypes is torch's affair
+        return torch.nn.utils.get_total_norm(norms)
 
     def _total_norm(self, owners: Sequence[Tensor]) -> Tensor:
         gradients = [owner.grad for owner in owners if owner.grad is not None]
