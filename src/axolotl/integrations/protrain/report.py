@@ -132,6 +132,13 @@ class RunReport:
         timed = self.step_s[WATCHED_STEPS:] or self.step_s
         return statistics.median(timed) if timed else None
 
+    def _of_a_node(self, figure: str, measured: Measured) -> float:
+        """Over all ranks of one, as the host's bytes are predicted."""
+        if not self.ranks:
+            return getattr(measured, figure)
+        num_nodes = self.forecast.workload.world.num_nodes
+        return sum(rank[figure] for rank in self.ranks) / num_nodes
+
     def _compared(self, measured: Measured, step_s: float | None) -> dict[str, Any]:
         """Each predicted term beside what was measured of it."""
         forecast = self.forecast
@@ -142,13 +149,17 @@ class RunReport:
                 forecast.device.peak_bytes,
                 measured.device_peak_bytes,
             ),
-            "weights and slots": (states.weights, measured.device_placed_bytes),
+            # DDP makes its buckets once the plugin has placed everything
+            "weights and slots": (
+                states.weights - states.buckets,
+                measured.device_placed_bytes,
+            ),
             "optimizer state on the device": (
                 states.moments,
                 measured.device_optimizer_bytes,
             ),
             "gradients and activations": (
-                peak.gradients + peak.activations + peak.working,
+                peak.gradients + peak.activations + peak.working + states.buckets,
                 measured.device_peak_bytes
                 - measured.device_placed_bytes
                 - measured.device_optimizer_bytes,
@@ -156,7 +167,7 @@ class RunReport:
             "host arena": (host.arena, measured.host_arena_bytes),
             "host gradients, masters and moments": (
                 host.gradients + host.masters + host.moments,
-                measured.host_optimizer_bytes,
+                self._of_a_node("host_optimizer_bytes", measured),
             ),
             "fetched bytes a step": (
                 forecast.step.fetched_bytes,
@@ -175,8 +186,8 @@ class RunReport:
                 measured.swapped_in_bytes / max(len(self.step_s), 1),
             ),
             "host memory of swapped activations": (
-                sum(forecast.moved.out),
-                measured.host_swap_bytes,
+                forecast.host.states.swapped,
+                self._of_a_node("host_swap_bytes", measured),
             ),
             "step seconds": (forecast.step.total_s, step_s),
         }

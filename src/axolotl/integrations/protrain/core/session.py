@@ -150,7 +150,7 @@ class Session:
         self._swap: Swap | None = None
         self._host_chunks: list[HostChunk | ShardedChunk] = []
         self._worker = HostWorker(device)
-        self._arena = Arena(ranks=ranks)
+        self._arena = Arena(ranks=ranks, shards=plan.shards)
         self._gradient_arena = Arena(ranks=ranks)
         self._masters = Arena(ranks=ranks)
         self._moments = Arena(ranks=ranks), Arena(ranks=ranks)
@@ -345,7 +345,11 @@ class Session:
         """Counters so far."""
         optimizer = self._optimizer
         return Measured(
-            fetched_bytes=self._pager.fetched_bytes + self._residence.refreshed_bytes,
+            fetched_bytes=(
+                self._pager.fetched_bytes
+                + self._residence.refreshed_bytes
+                + self._gradients.fetched_bytes
+            ),
             offloaded_bytes=self._gradients.offloaded_bytes,
             num_fetches=self._pager.num_fetches,
             num_misses=self._pager.num_misses,
@@ -357,7 +361,9 @@ class Session:
             device_optimizer_bytes=self._device_optimizer_bytes(),
             host_arena_bytes=self._arena.nbytes,
             host_optimizer_bytes=(
-                optimizer.host_bytes() if isinstance(optimizer, PagedAdamW) else 0
+                optimizer.host_bytes() + self._gradients.host_bytes
+                if isinstance(optimizer, PagedAdamW)
+                else 0
             ),
             host_swap_bytes=self._swap.host_bytes if self._swap else 0,
             num_gathers=self._ranks.num_gathers if self._ranks else 0,

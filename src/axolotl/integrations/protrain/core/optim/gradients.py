@@ -59,7 +59,11 @@ class GradientOffload:
 
     Attributes:
         offloaded_bytes: Bytes sent so far.
+        fetched_bytes: None come back.
+        host_bytes: The leaves hold the sums.
     """
+
+    fetched_bytes = host_bytes = 0
 
     def __init__(self, device: Device, worker: HostWorker) -> None:
         self._device = device

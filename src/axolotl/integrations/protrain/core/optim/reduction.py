@@ -37,6 +37,8 @@ class GradientReduction:
 
     Attributes:
         offloaded_bytes: Bytes sent to the host so far.
+        fetched_bytes: Bytes of sums that came back so far.
+        host_bytes: Bytes of this rank's sums.
     """
 
     def __init__(
@@ -64,6 +66,11 @@ class GradientReduction:
         self._due = self._ends = False
         self._next = 0
         self._own_bytes = 0
+        self.fetched_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self._sums_arena.nbytes
 
     @property
     def offloaded_bytes(self) -> int:
@@ -236,6 +243,7 @@ class GradientReduction:
         device.fetch.wait(device.compute.record())
         device.fetch.copy(self._sums[: leaf.nbytes], self._sums_arena.chunk(leaf.index))
         device.compute.wait(device.fetch.record())
+        self.fetched_bytes += leaf.nbytes
         found = {}
         for index in waiting.sums.present:
             spec = leaf.tensors[index]

@@ -28,13 +28,18 @@ class Arena:
     Args:
         chunks: The chunks to hold from the start, each at an offset of its own.
         ranks: Whose node shares the memory; every rank then makes the same calls, and
-            shards begin on pages.
+            each chunk begins on a page.
+        shards: Each chunk has room for so many equal ones.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk] = (), ranks: Ranks | None = None
+        self,
+        chunks: Sequence[Chunk] = (),
+        ranks: Ranks | None = None,
+        shards: int = 1,
     ) -> None:
         self._ranks = ranks
+        self._shards = shards
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
         self.nbytes = 0
         self.add(chunks)
@@ -90,9 +95,7 @@ class Arena:
     def _size(self, chunk: Chunk) -> int:
         if self._ranks is None:
             return aligned(chunk.nbytes)
-        # for one rank of a node too: a chunk that ends on a page begins none in it
-        pages = -(-padded_bytes(chunk, self._ranks.world.local_size) // PAGE_BYTES)
-        return pages * PAGE_BYTES
+        return aligned(padded_bytes(chunk, self._shards), PAGE_BYTES)
 
     def _map(self, nbytes: int) -> mmap.mmap:
         if self._ranks is None or self._ranks.world.local_size == 1:
