@@ -701,7 +701,7 @@ def test_training_follows_the_plan(
     result = run(trained)
     assert not result.error
     root = result.folder.parent.parent
-    config = result.folder / "config.yaml"
+    config = result.folder / "config-0.yaml"
     plans.command("trained", str(config), "--json", folder=root)
     answer, report = fitting(plans, "trained"), result.report
     assert answer["plan"] == report["plan"]

@@ -123,8 +123,8 @@ def test_collectives_are_as_few_as_chunks(
     if case.startswith("C"):
         at_opening_and_updates = (steps + 1) * got["host_state"]
         most = steps * passes * got["chunks"] + at_opening_and_updates
-        # what is still in a slot does not come again
-        assert most / 2 < got["gathers"] <= most
+        # what is still in one of two slots does not come again
+        assert steps * passes * (got["chunks"] - 2) < got["gathers"] <= most
     else:
         assert got["gathers"] == 0
 

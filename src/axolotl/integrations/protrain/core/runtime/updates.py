@@ -114,14 +114,12 @@ class HostWorker:
         update = self._last.get(chunk)
         if update is None:
             return
-        try:
-            if not update.everywhere():
-                start = time.perf_counter()
-                update.wait_everywhere()
-                self.waited_s += time.perf_counter() - start
-        finally:
-            # forgotten only now: a signal handler may wait for the same chunk meanwhile
-            self._last.pop(chunk, None)
+        if not update.everywhere():
+            start = time.perf_counter()
+            update.wait_everywhere()
+            self.waited_s += time.perf_counter() - start
+        # forgotten only now: a signal handler may wait for the same chunk meanwhile
+        self._last.pop(chunk, None)
         update.result()
 
     def drain(self) -> None:
