@@ -140,10 +140,20 @@ def odd(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "jobs",
     [
-        pair("llama", LORA, plan={**PLANS["B-searched"], **odd(name)}, num_ranks=RANKS)
+        pytest.param(
+            pair(
+                "llama",
+                LORA,
+                plan={**PLANS["B-searched"], **odd(name)},
+                num_ranks=RANKS,
+            ),
+            id=name,
+            marks=()
+            if name in ("LessHostMemory", "CachedBandwidth")
+            else pytest.mark.full,
+        )
         for name in ODD_RANKS
     ],
-    ids=ODD_RANKS,
 )
 def test_ranks_on_unequal_machines_run_one_plan(run: Run, jobs: Pair) -> None:
     odd_one, plain = run(jobs.paged), run(jobs.plain)
