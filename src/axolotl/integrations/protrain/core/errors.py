@@ -5,7 +5,7 @@
     ProTrainError
      +-- ConfigError      (also a ValueError) a YAML key, or two that exclude each other
      +-- BudgetError      no plan fits the memory of this machine
- +-- DeviceMemoryError  the device ran out of memory and the step cannot be repeated
+     +-- DeviceMemoryError  the device ran out of memory and the step cannot be repeated
      +-- LayoutError      no repeated blocks were recognised in the model
      +-- TraceError       the model could not be run without weights
      +-- CheckpointError  a checkpoint could not be written or read back

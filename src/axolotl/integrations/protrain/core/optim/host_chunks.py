@@ -21,7 +21,48 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in its state."""
 
 
-class HostChunk:
+class _Leaves:
+    """What the optimizer updates of a chunk, beside the weights that fetches read."""
+
+    _device: Device
+    weights: list[Tensor]
+    leaves: list[Tensor]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those of the leaves that have one since the last clear."""
+        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+    def changes(self) -> None:
+        """Weights, leaves and gradients are about to be written by this thread."""
+        self._device.writes((*self.weights, *self.leaves, *self.gradients))
+
+    def reload(self) -> None:
+        """The weights were loaded from outside: renew the masters."""
+        self.changes()
+        for leaf, weight in self._mastered():
+            leaf.copy_(weight)
+
+    def _round(self) -> None:
+        for leaf, weight in self._mastered():
+            weight.copy_(leaf)
+
+    def _mastered(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(self.leaves, self.weights, strict=True)
+        return [(leaf, weight) for leaf, weight in pairs if leaf is not weight]
+
+    def _load_master(self, leaf: Tensor, state: dict[str, Any]) -> None:
+        master = state.pop(MASTER_KEY, None)
+        if master is not None:
+            self._device.writes((leaf,))
+            leaf.copy_(master)
+
+    def _bytes(self, gradients: Iterable[Tensor]) -> int:
+        masters = (leaf for leaf, _ in self._mastered())
+        return sum(tensor.nbytes for tensor in (*masters, *gradients))
+
+
+class HostChunk(_Leaves):
     """Private host tensors of one trainable chunk.
 
     Args:
@@ -73,18 +114,9 @@ class HostChunk:
         ]
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """Those that have arrived since the last clear."""
-        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-
-    @property
     def has_gradients(self) -> bool:
         """Whether an update would change anything."""
         return any(leaf.grad is not None for leaf in self.leaves)
-
-    def changes(self) -> None:
-        """Weights, leaves and gradients are about to be written by this thread."""
-        self._device.writes((*self.weights, *self.leaves, *self.gradients))
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to that of leaf `index`."""
@@ -121,16 +153,7 @@ class HostChunk:
         Returns:
             What is done once other ranks have published theirs; None without any.
         """
-        for leaf, weight in zip(self.leaves, self.weights, strict=True):
-            if leaf is not weight:
-                weight.copy_(leaf)
-
-    def reload(self) -> None:
-        """The weights were loaded from outside: renew the masters."""
-        self.changes()
-        for leaf, weight in zip(self.leaves, self.weights, strict=True):
-            if leaf is not weight:
-                leaf.copy_(weight)
+        self._round()
 
     def has_master(self, index: int) -> bool:
         """Whether a parameter is updated through an fp32 master."""
@@ -162,16 +185,12 @@ class HostChunk:
             The leaf and what AdamW needs for it; None if no leaf is here.
         """
         own, leaf = dict(state), self.leaves[index]
-        master = own.pop(MASTER_KEY, None)
-        if master is not None:
-            self._device.writes((leaf,))
-            leaf.copy_(master)
+        self._load_master(leaf, own)
         return leaf, own
 
     def host_bytes(self) -> int:
         """Bytes of masters and gradients; weights are the arena's, moments Adam's."""
-        own = (x for x, w in zip(self.leaves, self.weights, strict=True) if x is not w)
-        return sum(t.nbytes for t in (*own, *self._grads))
+        return self._bytes(self._grads)
 
 
 class SharedMemory(NamedTuple):
@@ -190,7 +209,7 @@ class SharedMemory(NamedTuple):
     gradients: Arena
 
 
-class ShardedChunk:
+class ShardedChunk(_Leaves):
     """The host side of a trainable chunk of which each rank updates a shard.
 
     Its face is that of `HostChunk`, but a leaf is a piece of a parameter, flat, and
@@ -268,14 +287,8 @@ class ShardedChunk:
         self.owned = [piece.tensor for piece in self._pieces]
         self._used: frozenset[int] = frozenset()
         self._num_updates = [0] * len(self.params)
-        for leaf, weight in zip(self.leaves, self.weights, strict=True):
-            if leaf is not weight:
-                leaf.copy_(weight)
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Pieces of the averaged gradients, once they are there."""
-        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        for leaf, weight in self._mastered():
+            leaf.copy_(weight)
 
     @property
     def has_gradients(self) -> bool:
@@ -320,10 +333,6 @@ class ShardedChunk:
         ):
             leaf.grad = gradient if index in self._used else None
 
-    def changes(self) -> None:
-        """Weights, leaves and gradients are about to be written by this thread."""
-        self._device.writes((*self.weights, *self.leaves, *self.gradients))
-
     def clear(self) -> None:
         """Forget the gradients."""
         self._used = frozenset()
@@ -336,13 +345,6 @@ class ShardedChunk:
         for index in self._used:
             self._num_updates[index] += 1
         return self._ranks.updated()
-
-    def reload(self) -> None:
-        """The weights were loaded from outside: renew the masters."""
-        self.changes()
-        for leaf, weight in zip(self.leaves, self.weights, strict=True):
-            if leaf is not weight:
-                leaf.copy_(weight)
 
     def has_master(self, index: int) -> bool:
         """Whether a parameter is updated through an fp32 master."""
@@ -374,28 +376,15 @@ class ShardedChunk:
         if index not in self.owned:
             return None
         number = self.owned.index(index)
-        own = {
-            key: _cut(value, self._pieces[number])
-            if isinstance(value, Tensor) and value.numel() > 1
-            else value
-            for key, value in state.items()
-        }
-        leaf = self.leaves[number]
-        master = own.pop(MASTER_KEY, None)
-        if master is not None:
-            self._device.writes((leaf,))
-            leaf.copy_(master)
-        return leaf, own
+        own = dict(state)
+        for key in own.keys() & {*MOMENTS, MASTER_KEY}:
+            own[key] = _cut(own[key], self._pieces[number])
+        self._load_master(self.leaves[number], own)
+        return self.leaves[number], own
 
     def host_bytes(self) -> int:
         """Bytes of this rank's masters and gradients."""
-        own = (x for x, w in zip(self.leaves, self.weights, strict=True) if x is not w)
-        return sum(t.nbytes for t in (*own, *self.parts))
-
-    def _round(self) -> None:
-        for leaf, weight in zip(self.leaves, self.weights, strict=True):
-            if leaf is not weight:
-                weight.copy_(leaf)
+        return self._bytes(self.parts)
 
 
 def parts_chunk(chunk: Chunk, ranks: int, fp32_master: bool) -> Chunk:

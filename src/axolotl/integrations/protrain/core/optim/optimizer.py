@@ -40,7 +40,8 @@ class PagedAdamW(torch.optim.Optimizer):
         ranks: Those of the node, each with a shard of every host chunk; None for one.
 
     Raises:
-        ConfigError: `plain` is not a `torch.optim.AdamW`.
+        ConfigError: `plain` is not a `torch.optim.AdamW`, or keeps a third moment
+            although several ranks train.
     """
 
     def __init__(
@@ -60,6 +61,11 @@ class PagedAdamW(torch.optim.Optimizer):
                 f"optimizer: {type(plain).__name__} cannot update parameters whose "
                 "state is on the host. Use adamw_torch_fused or adamw_torch, an "
                 "adapter, or protrain_force_all_persistent: true."
+            )
+        if ranks is not None and any(g.get("amsgrad") for g in plain.param_groups):
+            raise ConfigError(
+                "optim_args: amsgrad keeps a third moment, which several ranks do not "
+                "share. Remove it, or set protrain_force_all_persistent: true."
             )
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._names = names

@@ -70,13 +70,11 @@ class Ranks:
         dist.all_gather_into_tensor(whole, part, group=self._node)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """Sum `whole` over all ranks; `part` is this rank's range of the result."""
+        """Sum `whole` over all ranks; `part` is this rank's range of it, in place."""
         self.num_reduces += 1
         self.reduced_bytes += whole.nbytes
         if self.world.local_size > 1:
             dist.reduce_scatter_tensor(part, whole, group=self._node)
-        elif part.data_ptr() != whole.data_ptr():
-            part.copy_(whole)
         if self.world.num_nodes > 1:
             dist.all_reduce(part, group=self._across)
 
