@@ -36,6 +36,7 @@ from core_models import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import (
     CheckedDevice,
@@ -437,6 +438,64 @@ def _copied(state: Any) -> Any:
     )
 
 
+def master(ranks: Ranks) -> dict[str, Any]:
+    """bf16 weights through fp32 masters: several ranks, and one with all batches."""
+    size = ranks.world.size
+    data = [batches(2 * size, seed) for seed in range(STEPS)]
+    options = Options(fp32_master=True)
+
+    def opened(shards: int, with_ranks: Ranks | None) -> tuple[Any, Session, Any]:
+        model = stack(dtype=torch.bfloat16)
+        layout = build_layout(model)
+        plan = make_plan(layout, shards=shards, outside=HOST_STATE)
+        session = Session(model, layout, plan, CpuDevice(), options, with_ranks)
+        return model, session, session.wrap_optimizer(adamw(model))
+
+    alone, session, optimizer = opened(1, None)
+    for tokens in data:
+        _accumulate(alone, alone, tokens, session, optimizer)
+    expected = _copied(optimizer.state_dict()["state"])
+    session.close()
+    found = {}
+    for mode in "BC":
+        shards = ranks.world.local_size if mode == "C" else 1
+        model, session, optimizer = opened(shards, ranks)
+        for tokens in data:
+            own = tokens[ranks.rank :: size]
+            _accumulate(model, model, own, session, optimizer)
+        state = optimizer.state_dict()["state"]
+        found[mode] = max(
+            _far(state[index][key], values[key])
+            for index, values in expected.items()
+            for key in ("master", "exp_avg", "exp_avg_sq")
+        )
+        session.close()
+        found[f"{mode} weights"] = max(
+            _far(weight, alone.state_dict()[name])
+            for name, weight in model.state_dict().items()
+        )
+    return found
+
+
+def _far(ours: Tensor, theirs: Tensor) -> float:
+    return (ours.float() - theirs.float()).abs().max().item()
+
+
+def amsgrad(ranks: Ranks) -> dict[str, Any]:
+    """What several ranks say to a third moment."""
+    model = stack()
+    layout = build_layout(model)
+    plan = make_plan(layout)
+    session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
+    try:
+        session.wrap_optimizer(adamw(model, amsgrad=True))
+    except ConfigError as error:
+        return {"said": str(error)}
+    finally:
+        session.close()
+    return {"said": ""}
+
+
 MOMENTS = ("opening", "forward", "backward", "update", "closing")
 
 
@@ -477,6 +536,8 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
 
 
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    "amsgrad": amsgrad,
+    "master": master,
     "memory": memory,
     "resume": resume,
 }

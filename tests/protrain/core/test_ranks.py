@@ -153,6 +153,23 @@ def test_modes_and_numbers_of_ranks_continue_one_curve(
     assert got["scale"] > 1
 
 
+@pytest.mark.parametrize("case", ["master"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_masters_on_several_ranks_equal_those_of_one(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    got = found(ranks, case)
+    assert max(got.values()) <= 1e-6
+
+
+@pytest.mark.parametrize("case", ["amsgrad"])
+@pytest.mark.parametrize("ranks", [2])
+def test_a_third_moment_is_refused(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    assert found(ranks, case)["said"].startswith("optim_args: amsgrad")
+
+
 TWO_NODES = ["B-full-3-clip", "B-skips", "C-full-3-clip", "C-mixed"]
 
 
