@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -481,6 +482,18 @@ def _far(ours: Tensor, theirs: Tensor) -> float:
     return (ours.float() - theirs.float()).abs().max().item()
 
 
+def collectives(ranks: Ranks) -> dict[str, Any]:
+    """What c10d was called for in the training of a full fine-tune or adapter, by mode."""
+    found = {}
+    for name in ("A-full-3-clip", "B-lora-3-clip", "B-full-3-clip", "C-full-3-clip"):
+        with torch.profiler.profile() as profile:
+            run(CASES[name], ranks)
+        calls = Counter(event.name for event in profile.events())
+        for kind in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"):
+            found[f"{name} {kind}"] = calls[f"c10d::{kind}"]
+    return found
+
+
 def amsgrad(ranks: Ranks) -> dict[str, Any]:
     """What several ranks say to a third moment."""
     model = stack()
@@ -537,6 +550,7 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
 
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "amsgrad": amsgrad,
+    "collectives": collectives,
     "master": master,
     "memory": memory,
     "resume": resume,

@@ -129,6 +129,28 @@ def test_collectives_are_as_few_as_chunks(
         assert got["gathers"] == 0
 
 
+@pytest.mark.parametrize("case", ["collectives"])
+@pytest.mark.parametrize("ranks", [2])
+def test_torch_counts_the_same_collectives(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    """By torch's profiler, of a plain and a paged training of three steps each."""
+    got = found(ranks, case)
+    chunks = 6
+    for name in ("A-full-3-clip", "B-lora-3-clip"):
+        assert got[f"{name} _allgather_base_"] == 0
+        assert got[f"{name} _reduce_scatter_base_"] == 0
+        # one bucket a step, in either
+        assert got[f"{name} allreduce_"] == 2 * 3
+    for name in ("B-full-3-clip", "C-full-3-clip"):
+        assert got[f"{name} _reduce_scatter_base_"] == 3 * chunks
+        # used flags and norms beside DDP's bucket
+        assert got[f"{name} allreduce_"] == 2 * 3 + 3 * 2
+    assert got["B-full-3-clip _allgather_base_"] == 0
+    # accumulation 3, both ways; what two slots still hold does not come again
+    assert 18 * (chunks - 2) < got["C-full-3-clip _allgather_base_"] <= 18 * chunks
+
+
 @pytest.mark.parametrize("case", ["memory"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_host_copy_for_all(
