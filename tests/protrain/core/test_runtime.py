@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -424,6 +425,19 @@ def test_the_cpu_device_counts_its_peak() -> None:
     assert device.peak_bytes() == 280
     del buffer, placed
     assert device.used_bytes() == 60
+
+
+def test_the_end_of_counted_memory_runs_no_python() -> None:
+    """Python that runs then would lose what a signal handler raises, as Ctrl-C does."""
+    device = CpuDevice()
+    called: list[str] = []
+    with device.watch(already=0):
+        kept = [torch.ones(25), device.allocate(100)]
+    sys.setprofile(lambda frame, event, _: called.append(f"{event} {frame}"))
+    kept.clear()
+    sys.setprofile(None)
+    assert not [entry for entry in called if entry.startswith("call")]
+    assert device.used_bytes() == 0
 
 
 def test_a_cpu_device_keeps_to_its_capacity() -> None:

@@ -239,6 +239,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class _Followed(weakref.ref[torch.UntypedStorage]):
+    """A counted storage."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
 class CpuDevice(Device):
     """A device with a budget in host memory, for machines without an accelerator.
 
@@ -252,7 +260,8 @@ class CpuDevice(Device):
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__()
         self._capacity_bytes = capacity_bytes
-        self._live: set[int] = set()
+        self._live: dict[int, _Followed] = {}
+        self._ended: list[_Followed] = []
         self.torch_device = torch.device("cpu")
         self.fetch = _ImmediateStream(self)
         self.offload = _ImmediateStream(self)
@@ -289,10 +298,12 @@ class CpuDevice(Device):
         event.synchronize()
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
+        self._settle()
         self._count(already)
         return _Watch(self._follow)
 
     def probe(self, nbytes: int) -> None:
+        self._settle()
         capacity = self._capacity_bytes
         if capacity is not None and self._used + nbytes > capacity:
             raise torch.OutOfMemoryError(
@@ -301,25 +312,31 @@ class CpuDevice(Device):
             )
 
     def used_bytes(self) -> int:
+        self._settle()
         return self._used
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is gone."""
+        self._settle()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key not in self._live:
-            self.probe(nbytes)
-            self._live.add(key)
-            self._count(nbytes)
-            weakref.finalize(storage, self._gone, key, nbytes).atexit = False
+        if key in self._live:
+            return
+        self.probe(nbytes)
+        # no Python of ours when it ends: what a signal handler raises there is lost
+        followed = self._live[key] = _Followed(storage, self._ended.append)
+        followed.key, followed.nbytes = key, nbytes
+        self._count(nbytes)
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._live.discard(key)
-        self._count(-nbytes)
+    def _settle(self) -> None:
+        """Forget the storages that have ended."""
+        while self._ended:
+            ended = self._ended.pop()
+            del self._live[ended.key]
+            self._used -= ended.nbytes
 
     def _count(self, nbytes: int) -> None:
         self._used += nbytes
-        if self._used > self._peak:
-            self._peak = self._used
+        self._peak = max(self._peak, self._used)
 
     def peak_bytes(self) -> int:
         return self._peak
