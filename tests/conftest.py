@@ -11,15 +11,19 @@ import pytest
 # small that threads of several processes only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ALONE = ("test_plan.py", "test_selftest.py")
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files of core one by one; all others in one process, which owns the trainings."""
+    """Files that own what they start one by one; all others in one process, which owns
+    the trainings that they share."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if "/core/" in file else "with axolotl"
+            alone = "/core/" in file or file.endswith(ALONE)
+            return file if alone else "with axolotl"
 
     return ByFile(config, log)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from core_models import layouts
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from axolotl.integrations.protrain.core.cost import MemoryModel, StepTime
 from axolotl.integrations.protrain.core.errors import BudgetError
@@ -34,6 +34,9 @@ from axolotl.integrations.protrain.core.types import (
     Workload,
     World,
 )
+
+few = settings(max_examples=settings.default.max_examples // 10)
+"""For tests that look at every plan of a case: seconds an example."""
 
 PLENTY = 1 << 50
 RATES = (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, strategies as st
-from search_cases import PLENTY, Case, cases, missing_bytes
+from search_cases import PLENTY, Case, cases, few, missing_bytes
 
 from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
@@ -111,6 +111,7 @@ def test_measured_times_replace_computed_ones() -> None:
     assert with_measured(computed, {}) == computed
 
 
+@few
 @given(cases(), st.data())
 def test_a_notch_is_the_fastest_plan_that_can_be_reached(
     case: Case, data: st.DataObject
@@ -154,6 +155,7 @@ def test_a_notch_is_the_fastest_plan_that_can_be_reached(
     assert forecast.budget.usable_bytes == device_bytes
 
 
+@few
 @given(cases(), st.sampled_from(list(FORCED)))
 def test_a_mode_is_had_or_its_key_is_named(case: Case, key: str) -> None:
     args, mode = ProTrainArgs.model_construct(**{key: True}), FORCED[key]

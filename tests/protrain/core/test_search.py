@@ -21,8 +21,8 @@ from core_models import (
     twin,
     weights,
 )
-from hypothesis import given, settings, strategies as st
-from search_cases import PLENTY, Case, Judged, cases, missing_bytes
+from hypothesis import given, strategies as st
+from search_cases import PLENTY, Case, Judged, cases, few, missing_bytes
 
 from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
@@ -268,7 +268,7 @@ def a_budget(data: st.DataObject, plans: list[Judged]) -> tuple[int, int]:
     return device, data.draw(st.sampled_from([*hosts, PLENTY]))
 
 
-@settings(max_examples=15)
+@few
 @given(st.one_of(cases(), cases(trained=False), cases(trained=True)), st.data())
 def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
     plans = case.plans()
@@ -287,7 +287,7 @@ def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
     assert search.simulate(plan).total_s <= best_s * case.almost
 
 
-@settings(max_examples=15)
+@few
 @given(cases(), st.data())
 def test_more_budget_is_never_slower(case: Case, data: st.DataObject) -> None:
     plans = case.plans()
@@ -301,7 +301,7 @@ def test_more_budget_is_never_slower(case: Case, data: st.DataObject) -> None:
     assert large_s <= small.simulate(small.fastest()).total_s * case.almost
 
 
-@settings(max_examples=15)
+@few
 @given(cases())
 def test_bounds_are_not_above_any_plan(case: Case) -> None:
     bound = StepBound(case.layout, case.times, case.workload, case.hardware)
@@ -313,6 +313,7 @@ def test_bounds_are_not_above_any_plan(case: Case) -> None:
         assert seconds <= judged.step.total_s * ALMOST
 
 
+@few
 @given(cases(), st.data())
 def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
     plans = [judged for judged in case.plans() if is_resident(case, judged.plan)]
@@ -332,7 +333,7 @@ def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
 # nothing fits
 
 
-@settings(max_examples=15)
+@few
 @given(cases(), st.booleans())
 def test_the_plan_named_lacks_the_least_of_the_device(
     case: Case, resident: bool
@@ -351,7 +352,7 @@ def test_the_plan_named_lacks_the_least_of_the_device(
     case.search(least).fastest(modes)
 
 
-@settings(max_examples=15)
+@few
 @given(cases(), st.data())
 def test_the_plan_named_lacks_the_least_of_the_host(
     case: Case, data: st.DataObject
