@@ -16,7 +16,8 @@ export HF_HUB_OFFLINE := 1
 export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo demo-2 test test-full matrix mutants lint format bench clean
+.PHONY: help install install-dev install-bench demo demo-2 test test-full \
+	matrix mutants lint format bench compare clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -66,6 +67,15 @@ lint: install-dev ## ruff, mypy, bandit: nothing is changed
 format: install-dev ## let ruff fix and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+install-bench: $(VENV)/.installed-bench ## the same and what benchmarks compare with
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@$(PIP) install --no-build-isolation -e ".[bench]"
+	@touch $@
+
+compare: install-bench ## side by side with plain training, FSDP2, DeepSpeed, ...
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/compare.py --quick
 
 bench: install ## what the paging hooks cost per step
 	@$(BIN)/python benchmarks/hook_cost.py

@@ -1,0 +1,158 @@
+"""The same training under this plugin and under what people would use instead.
+
+Each system trains the same model on the same batches in a process of its own. What
+cannot run here is listed with its own error. Results go to a dated JSON file, which
+later calls of the same day add to, and from it to Markdown and a plot.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from comparison import report
+from comparison.cases import CASES, GPU, QUICK, Case
+from comparison.machine import describe
+from comparison.system_run import EXTENSIONS, SystemRun
+from comparison.systems import LABELS
+
+HERE = Path(__file__).parent
+LARGE = ("32b", "70b", "8b")
+"""Shapes whose systems do not all fit into one command of the GPU set."""
+MINUTES = 9.0
+_FIRST, _SECOND = tuple(LABELS)[:4], tuple(LABELS)[4:]
+
+
+@click.command(help=__doc__)
+@click.option("--quick", is_flag=True, help="All cases for two CPU cores, minutes.")
+@click.option("--gpu", is_flag=True, help="Print the commands of the GPU set.")
+@click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)))
+@click.option(
+    "--systems", default=",".join(LABELS), help="With commas; default: all of them."
+)
+@click.option(
+    "--minutes", default=MINUTES, help="A command ends within these, or says why."
+)
+@click.option("--output", default=HERE / "results", type=click.Path(path_type=Path))
+@click.option("--label", default="", help="Goes into the names of the files.")
+def main(
+    quick: bool,
+    gpu: bool,
+    cases: Sequence[str],
+    systems: str,
+    minutes: float,
+    output: Path,
+    label: str,
+) -> None:
+    if gpu:
+        for command in gpu_commands():
+            click.echo(command)
+        return
+    chosen = QUICK if quick else tuple(CASES[name] for name in cases)
+    if not chosen:
+        raise click.UsageError("say --quick, --gpu or --case")
+    names = systems.split(",")
+    unknown = set(names) - set(LABELS)
+    if unknown:
+        raise click.BadParameter(
+            f"{', '.join(sorted(unknown))}: not among {', '.join(LABELS)}",
+            param_hint="--systems",
+        )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    deadline = time.monotonic() + minutes * 60
+    records = list(_measure_all(chosen, names, device_type, deadline))
+    stem = "-".join(
+        part
+        for part in (date.today().isoformat(), device_type, "compare", label)
+        if part
+    )
+    path = output / f"{stem}.md"
+    machine = describe()
+    every = report.merge(path.with_suffix(".json"), machine, records)
+    command = "python benchmarks/compare.py " + " ".join(sys.argv[1:])
+    report.write(path, machine, command, every)
+    click.echo(f"written to {path}")
+    wrong = report.unequal(every)
+    if wrong:
+        raise click.ClickException(f"losses differ: {'; '.join(wrong)}")
+
+
+def gpu_commands() -> Iterator[str]:
+    """Each ends within `MINUTES` on one GPU, 16 cores and 128 GB of host memory."""
+    for case in GPU:
+        for systems in (_FIRST, _SECOND) if case.shape in LARGE else (tuple(LABELS),):
+            yield (
+                f"python benchmarks/compare.py --case {case.name} "
+                f"--systems {','.join(systems)}"
+            )
+
+
+def _measure_all(
+    cases: Sequence[Case], systems: Sequence[str], device_type: str, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Case by case; on a CPU the systems of a case take turns, step by step."""
+    for case in cases:
+        # what slows the machine for a while slows them all; a GPU has room for one
+        size = len(systems) if device_type == "cpu" else 1
+        for first in range(0, len(systems), size):
+            group = systems[first : first + size]
+            for record in _in_turns(case, group, device_type, deadline):
+                _say(case, record)
+                yield record
+
+
+def _in_turns(
+    case: Case, systems: Sequence[str], device_type: str, deadline: float
+) -> list[dict[str, Any]]:
+    with ExitStack() as ends:
+        runs = []
+        for system in systems:
+            run = SystemRun(case, system, device_type, _environment())
+            ends.callback(run.close)
+            runs.append(run)
+            # alone until it is open: time to the first step is one of the figures
+            run.wait(deadline)
+            run.begin_step()
+            run.wait(deadline)
+        for _ in range(case.warmup + case.steps - 1):
+            for run in runs:
+                run.begin_step()
+                run.wait(deadline)
+        return [run.record() for run in runs]
+
+
+def _say(case: Case, record: dict[str, Any]) -> None:
+    said = record.get("excuse")
+    if said is None:
+        tokens_s = case.tokens / statistics.median(record["step_s"])
+        peak = report.size(record["device_allocated_bytes"])
+        said = f"{tokens_s:,.0f} tokens/s, device peak {peak}"
+    click.echo(f"{case.name:18} {LABELS[record['system']]:28} {said}")
+
+
+def _environment() -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(cores),
+        # those whose turn it is not must not spin
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        # products must round alike wherever a weight lies
+        "MKL_CBWR": "AUTO,STRICT",
+        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+    }
+
+
+if __name__ == "__main__":
+    main()

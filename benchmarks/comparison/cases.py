@@ -1,0 +1,96 @@
+"""What is trained: model shape, method, precision, batch, memory, steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama by its sizes; heads are of 32 to 128 elements."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+
+SHAPES = {
+    "nano": Shape(32, 96, 4, 1, 1, 64),
+    "tiny": Shape(256, 768, 8, 4, 2, 256),
+    "1b": Shape(2048, 8192, 16, 32, 8, 128256),
+    "3b": Shape(3072, 8192, 28, 24, 8, 128256),
+    "8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "32b": Shape(5120, 25600, 64, 64, 8, 151936),
+    "70b": Shape(8192, 28672, 80, 64, 8, 128256),
+}
+"""Two for CPUs, then the sizes of Llama 3.2, Llama 3.1, Qwen3 and Llama 3.1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of work, the same for every system.
+
+    Attributes:
+        name: Of the case, in files and on the command line.
+        shape: Key of `SHAPES`.
+        method: Adapters on a 16-bit or 32-bit base, on a 4-bit base, or everything.
+        precision: `bf16` is bf16 weights under autocast, adapters in fp32.
+        rows: Sequences of a micro-batch, each full: there is no padding.
+        length: Tokens of a sequence.
+        capacity_bytes: Memory of the device that may be used.
+        recompute: Whether systems that offload recompute every block; ours decides
+            for itself.
+        warmup: Steps before the clock counts, the first of them included.
+        steps: Steps that are timed.
+    """
+
+    name: str
+    shape: str
+    method: Literal["lora", "qlora", "full"]
+    precision: Literal["bf16", "fp32"]
+    rows: int
+    length: int
+    capacity_bytes: int
+    recompute: bool
+    warmup: int = 3
+    steps: int = 7
+
+    @property
+    def tokens(self) -> int:
+        """Of a step; all of them count."""
+        return self.rows * self.length
+
+
+SMALL_CARD = 24 * GIB
+
+QUICK = (
+    Case("lora-bf16-1k-fits", "nano", "lora", "bf16", 1, 1024, 64 * MIB, False, 2, 5),
+    Case("lora-1k", "tiny", "lora", "fp32", 1, 1024, 48 * MIB, True, 2, 5),
+    Case("qlora-1k", "tiny", "qlora", "fp32", 1, 1024, 41 * MIB, True, 2, 5),
+    Case("full-1k", "tiny", "full", "fp32", 1, 1024, 64 * MIB, True, 2, 5),
+    Case("lora-8k", "nano", "lora", "fp32", 1, 8192, 35 * MIB, True, 2, 3),
+)
+"""Two CPU cores, minutes. Most in fp32: a CPU without bf16 units is a hundred times
+slower in bf16."""
+
+GPU = (
+    Case("lora-8b-1k-fits", "8b", "lora", "bf16", 4, 1024, SMALL_CARD, True),
+    Case("lora-32b-1k", "32b", "lora", "bf16", 4, 1024, SMALL_CARD, True),
+    Case("lora-32b-8k", "32b", "lora", "bf16", 1, 8192, SMALL_CARD, True, 2, 5),
+    Case("qlora-8b-1k-fits", "8b", "qlora", "bf16", 4, 1024, SMALL_CARD, True),
+    Case("qlora-70b-1k", "70b", "qlora", "bf16", 4, 1024, SMALL_CARD, True, 2, 5),
+    Case("full-1b-1k-fits", "1b", "full", "bf16", 4, 1024, SMALL_CARD, True),
+    Case("full-3b-1k", "3b", "full", "bf16", 4, 1024, SMALL_CARD, True),
+    Case("full-3b-8k", "3b", "full", "bf16", 1, 8192, SMALL_CARD, True),
+    Case("full-8b-8k", "8b", "full", "bf16", 1, 8192, SMALL_CARD, True, 2, 5),
+)
+"""One GPU of which 24 GiB may be used, 16 cores, 128 GB of host memory."""
+
+CASES = {case.name: case for case in (*QUICK, *GPU)}

@@ -1,0 +1,69 @@
+"""Where it ran, and with what: for the head of every results file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "axolotl",
+    "deepspeed",
+    "torchao",
+)
+
+
+def describe() -> dict[str, str]:
+    """Hardware, versions and commit."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        total = torch.cuda.get_device_properties(0).total_memory
+        device += f", {total / 2**30:.0f} GiB"
+    else:
+        device = "none, the plugin's CPU device stands in"
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "device": device,
+        "processor": f"{_processor()}, {cores} cores",
+        "host memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """Of this checkout, with a plus if files differ from it; a copy has none."""
+    here = Path(__file__).parent
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return told.stdout.strip() or os.environ.get("COMMIT", "unknown")

@@ -1,0 +1,71 @@
+"""What a process takes while a step runs: device memory, host memory, bytes moved."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for everything queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def limit_memory(device: torch.device, capacity_bytes: int) -> None:
+    """Let a large card stand in for a smaller one; the CPU device has its own limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(capacity_bytes / total, 1.0), device
+        )
+
+
+def allocated_peak(device: torch.device) -> tuple[int, int] | None:
+    """Highest bytes allocated and reserved, of a GPU."""
+    if device.type != "cuda":
+        return None
+    return (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+    )
+
+
+def torch_pinned_bytes(device: torch.device) -> int:
+    """Highest bytes that torch's own allocator has page-locked."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
+def resident_peak_bytes() -> int:
+    """Highest resident set of this process, which includes pinned memory."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def copied_bytes(act: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes to the GPU and back while `act` runs, as the driver counts copies."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        act()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    both = [0, 0]
+    for event in events:
+        if event.get("cat") == "gpu_memcpy":
+            for way, name in enumerate(("HtoD", "DtoH")):
+                if name in event["name"]:
+                    both[way] += int(event["args"].get("bytes", 0))
+    return both[0], both[1]

@@ -1,0 +1,248 @@
+"""Results of one machine and day: raw JSON, Markdown, and a plot of time and memory."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
+
+from .cases import CASES, Case  # noqa: E402
+from .systems import EXACT, LABELS, REFERENCE  # noqa: E402
+
+Record = Mapping[str, Any]
+
+
+def merge(
+    path: Path, machine: Mapping[str, str], new: Iterable[Record]
+) -> list[Record]:
+    """Add records to a JSON file, in the place of those of the same case and system."""
+    old = json.loads(path.read_text())["records"] if path.exists() else []
+    by_key = {(record["case"]["name"], record["system"]): record for record in old}
+    by_key.update(
+        {(record["case"]["name"], record["system"]): record for record in new}
+    )
+    records = sorted(by_key.values(), key=_order)
+    content = {"machine": machine, "records": records}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1))
+    return records
+
+
+def _order(record: Record) -> tuple[int, int]:
+    return (
+        list(CASES).index(record["case"]["name"]),
+        list(LABELS).index(record["system"]),
+    )
+
+
+def write(
+    path: Path, machine: Mapping[str, str], command: str, records: Sequence[Record]
+) -> None:
+    """The Markdown file at `path` and the plot beside it."""
+    plot(path.with_suffix(".svg"), records)
+    lines = [
+        f"# {path.stem}",
+        "",
+        "; ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+        "",
+        f"Command: `{command}`. Raw figures, step by step, and each system's "
+        f"configuration: [{path.stem}.json]({path.stem}.json).",
+        "How to read the columns: [README](../README.md#how-to-read-comparepy).",
+        "",
+        f"![seconds of a step against device memory]({path.stem}.svg)",
+        "",
+    ]
+    for case, of_case in _by_case(records):
+        lines += [f"## {case.name}", "", _sentence(case), "", *_table(of_case), ""]
+        lines += [*_excuses(of_case), *_roofline(of_case)]
+    path.write_text("\n".join(lines).rstrip() + "\n")
+
+
+def plot(path: Path, records: Sequence[Record]) -> None:
+    """Time against memory, one point a system, one field a case."""
+    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "protrain"})
+    by_case = _by_case(records)
+    columns = min(3, len(by_case))
+    rows = -(-len(by_case) // columns)
+    figure, fields = pyplot.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False
+    )
+    for field in fields.flat[len(by_case) :]:
+        field.set_visible(False)
+    for field, (case, of_case) in zip(fields.flat, by_case, strict=False):
+        field.set_title(case.name, fontsize=10)
+        field.axvline(case.capacity_bytes / 2**30, color="0.8", zorder=0)
+        for number, (system, label) in enumerate(LABELS.items()):
+            for record in of_case:
+                if record["system"] == system and "excuse" not in record:
+                    _draw(field, record, label, f"C{number}")
+        field.set_xlabel("device peak, GiB")
+        field.set_ylabel("seconds a step")
+        field.set_ylim(bottom=0)
+        field.set_xlim(left=0)
+        field.legend(fontsize=6, loc="best")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _draw(field: Any, record: Record, label: str, colour: str) -> None:
+    seconds = statistics.median(record["step_s"])
+    peak = record["device_allocated_bytes"]
+    if peak is None:
+        # device and host are one memory to it, so only its time is known
+        field.axhline(seconds, color=colour, linestyle=":", label=label)
+    else:
+        field.plot([peak / 2**30], [seconds], "o", color=colour, label=label)
+
+
+def _by_case(records: Sequence[Record]) -> list[tuple[Case, list[Record]]]:
+    names = dict.fromkeys(record["case"]["name"] for record in records)
+    return [
+        (
+            Case(**next(r["case"] for r in records if r["case"]["name"] == name)),
+            [r for r in records if r["case"]["name"] == name],
+        )
+        for name in names
+    ]
+
+
+def _sentence(case: Case) -> str:
+    recompute = "recompute every block" if case.recompute else "recompute nothing"
+    return (
+        f"{case.shape} Llama, {case.method}, {case.precision}, {case.rows} x "
+        f"{case.length} tokens a step, device memory capped at "
+        f"{size(case.capacity_bytes)}; the others {recompute}. {case.warmup} steps of "
+        f"warm-up, {case.steps} timed."
+    )
+
+
+def size(nbytes: float | None) -> str:
+    if nbytes is None:
+        return "–"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+_HEAD = (
+    "system",
+    "tokens/s",
+    "quartiles",
+    "device peak",
+    "reserved",
+    "host resident",
+    "pinned",
+    "first step",
+    "to device",
+    "from device",
+    "last loss",
+    "losses against plain",
+)
+
+
+def _table(of_case: Sequence[Record]) -> list[str]:
+    measured = [record for record in of_case if "excuse" not in record]
+    reference = next((r for r in measured if r["system"] == REFERENCE), None)
+    lines = [_row(_HEAD), _row(["---", *["---:"] * (len(_HEAD) - 2), "---"])]
+    for record in measured:
+        seconds = record["step_s"]
+        low, middle, high = (
+            statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        )
+        tokens = record["tokens"]
+        to, back = record["copied_bytes"] or record["moved_bytes"] or (None, None)
+        lines.append(
+            _row(
+                (
+                    LABELS[record["system"]],
+                    f"{tokens / middle:,.0f}",
+                    f"{tokens / high:,.0f} – {tokens / low:,.0f}",
+                    size(record["device_allocated_bytes"]),
+                    size(record["device_reserved_bytes"]),
+                    size(record["host_resident_bytes"]),
+                    size(record["host_pinned_bytes"] or None),
+                    f"{record['first_step_s']:.1f} s",
+                    size(to),
+                    size(back),
+                    f"{record['losses'][-1]:.6f}",
+                    agreement(record, reference),
+                )
+            )
+        )
+    return lines
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def difference(record: Record, reference: Record) -> float:
+    """Largest relative difference of a loss."""
+    pairs = zip(record["losses"], reference["losses"], strict=True)
+    return max(abs(loss - plain) / abs(plain) for loss, plain in pairs)
+
+
+def agreement(record: Record, reference: Record | None) -> str:
+    """How the losses compare, and the system's own reason to differ."""
+    if reference is None:
+        return "no reference"
+    apart = difference(record, reference)
+    text = "equal" if apart == 0 else f"{apart:.1e} apart"
+    return f"{text}; {record['arithmetic']}" if record["arithmetic"] else text
+
+
+def unequal(records: Sequence[Record]) -> list[str]:
+    """Cases and systems that promise plain training's losses and have others."""
+    wrong = []
+    for case, of_case in _by_case(records):
+        measured = {r["system"]: r for r in of_case if "excuse" not in r}
+        reference = measured.get(REFERENCE)
+        if reference is None:
+            continue
+        wrong += [
+            f"{case.name}: {LABELS[system]}"
+            for system in EXACT
+            if system in measured and difference(measured[system], reference) > 0
+        ]
+    return wrong
+
+
+def _excuses(of_case: Sequence[Record]) -> list[str]:
+    excused = [record for record in of_case if "excuse" in record]
+    if not excused:
+        return []
+    lines = [f"- {LABELS[record['system']]}: {record['excuse']}" for record in excused]
+    return ["Not measured, in their own words:", "", *lines, ""]
+
+
+def _roofline(of_case: Sequence[Record]) -> list[str]:
+    ours = next(
+        (r for r in of_case if r["system"] == "ours" and "excuse" not in r), None
+    )
+    if ours is None:
+        return []
+    record = ours["record"]
+    roof, plan = record["roofline"], record["plan"]
+    step_s = statistics.median(ours["step_s"])
+    return [
+        f"Roofline: compute {roof['compute_s']:.3f} s ({roof['flops'] / 1e12:.3f} TFLOP), "
+        f"to the device {roof['fetch_s']:.3f} s ({size(roof['fetched_bytes'])}), from it "
+        f"{roof['offload_s']:.3f} s ({size(roof['offloaded_bytes'])}), host update "
+        f"{roof['update_s']:.3f} s; floor {roof['floor_s']:.3f} s, ours "
+        f"{step_s:.3f} s: {roof['floor_s'] / step_s:.0%} of it. Plan: mode "
+        f"{plan['mode']}, n_persist {plan['n_persist']}, n_buffer {plan['n_buffer']}, "
+        f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']}; predicted step "
+        f"{record['predicted']['step_s']:.3f} s, peak "
+        f"{size(record['predicted']['device_peak_bytes'])}.",
+        "",
+    ]

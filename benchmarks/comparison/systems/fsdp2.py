@@ -1,0 +1,39 @@
+"""PyTorch FSDP2 with `CPUOffloadPolicy`, one rank: weights and updates on the host."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from ..setup import HOST, Setup, Training
+
+
+def open(setup: Setup) -> Training:
+    # gradients that come to the host are reduced there
+    dist.init_process_group(
+        "gloo" if setup.on_cpu else "cpu:gloo,cuda:nccl",
+        init_method="tcp://127.0.0.1:0",
+        rank=0,
+        world_size=1,
+    )
+    mesh = init_device_mesh(setup.device.type, (1,))
+    model = setup.model(HOST)
+    if setup.case.recompute:
+        setup.recompute(model)
+    policy = CPUOffloadPolicy(pin_memory=not setup.on_cpu)
+    base = model if setup.case.method == "full" else model.get_base_model()
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for buffer in model.buffers():
+        # FSDP2 leaves those where they are
+        buffer.data = buffer.data.to(setup.device)
+    return Training(
+        setup.step(model, setup.optimizer(model)),
+        {
+            "offload_policy": f"CPUOffloadPolicy(pin_memory={not setup.on_cpu})",
+            "units": "each block, and the rest",
+            "recompute": setup.case.recompute,
+        },
+    )

@@ -1,0 +1,116 @@
+"""This plugin's own run: it traces, plans, and trains under the fastest plan that fits.
+
+What the plugin's trainer calls is called here, so that a step out of memory is repeated
+and report.json is written as in `axolotl train`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.logging import get_logger
+from torch import Tensor
+from transformers import TrainerState
+
+from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.run import TrainingRun
+
+from ..roofline import roofline
+from ..setup import HOST, Batch, Setup, Training
+
+
+def open(setup: Setup) -> Training:
+    case = setup.case
+    folder = Path(tempfile.mkdtemp(prefix="protrain-compare-"))
+    args = ProTrainArgs(
+        protrain_auto_memory=True,
+        protrain_capacity_bytes=case.capacity_bytes,
+        # rates of now, which the roofline needs, not those of another day
+        protrain_cache_dir=str(folder),
+    )
+    cfg = DictDefault(
+        micro_batch_size=case.rows,
+        sequence_len=case.length,
+        pad_to_sequence_len=False,
+        gradient_accumulation_steps=1,
+        optimizer="adamw_torch_fused",
+        bf16=case.precision == "bf16",
+        output_dir=str(folder),
+    )
+    model = setup.model(HOST)
+    run = TrainingRun(args, cfg, False, get_logger(__name__))
+    run.open(model, setup.device, saves_optimizer=False)
+    session, report = run.session, run.report
+    assert session is not None and report is not None
+    optimizer = session.wrap_optimizer(setup.optimizer(model))
+    run.guard_update(optimizer)
+
+    state = TrainerState()
+
+    def step(batch: Batch) -> Tensor:
+        def forward_backward() -> Tensor:
+            loss = setup.loss(model, batch)
+            loss.backward()
+            return loss.detach()
+
+        # the first steps are watched in there
+        run.begin_step(state.global_step, state)
+        start = time.perf_counter()
+        loss = run.attempt(forward_backward, "forward")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.end_step(time.perf_counter() - start)
+        state.global_step += 1
+        return loss
+
+    def moved() -> tuple[int, int]:
+        measured = session.measured()
+        return (
+            measured.fetched_bytes + measured.swapped_in_bytes,
+            measured.offloaded_bytes + measured.swapped_out_bytes,
+        )
+
+    def pinned_bytes() -> int:
+        measured = session.measured()
+        return (
+            measured.host_arena_bytes
+            + measured.host_optimizer_bytes
+            + measured.host_swap_bytes
+        )
+
+    def record() -> dict[str, Any]:
+        forecast = report.forecast
+        floor = roofline(forecast)
+        plan = forecast.plan
+        measured = asdict(session.measured())
+        run.close()
+        return {
+            "roofline": {**asdict(floor), "floor_s": floor.floor_s},
+            "plan": {
+                "n_persist": plan.n_persist,
+                "n_buffer": plan.n_buffer,
+                "n_swap": plan.n_swap,
+                "n_checkpoint": plan.n_checkpoint,
+                "mode": plan.mode,
+            },
+            "predicted": {
+                "step_s": forecast.step.total_s,
+                "device_peak_bytes": forecast.device.peak_bytes,
+            },
+            "measured": measured,
+            "notes": report.notes,
+        }
+
+    return Training(
+        step,
+        args.model_dump(exclude_none=True, exclude_defaults=True),
+        peak_bytes=lambda: session.measured().device_peak_bytes,
+        moved=moved,
+        pinned_bytes=pinned_bytes if not setup.on_cpu else int,
+        record=record,
+    )

@@ -1,0 +1,62 @@
+"""DeepSpeed ZeRO-3 with weights and optimizer on the host, one rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ..setup import HOST, LEARNING_RATE, Batch, Setup, Training
+
+
+def open(setup: Setup) -> Training:
+    if setup.on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29517",
+    }.items():
+        os.environ.setdefault(name, value)
+    # looks at the environment when it is imported, and builds its kernels
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    deepspeed.init_distributed("gloo" if setup.on_cpu else "nccl")
+    model = setup.model(HOST)
+    if setup.case.recompute:
+        # the other way compares shapes of weights that are not there
+        setup.recompute(model, reentrant=True)
+    pin = not setup.on_cpu
+    config = {
+        "train_micro_batch_size_per_gpu": setup.case.rows,
+        "bf16": {"enabled": setup.case.precision == "bf16"},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": pin},
+            "offload_optimizer": {"device": "cpu", "pin_memory": pin},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+        "steps_per_print": 1 << 30,
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # torch's decay, and its default is DeepSpeed's too
+    optimizer = DeepSpeedCPUAdam(trained, lr=LEARNING_RATE, weight_decay=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(batch: Batch) -> Tensor:
+        with torch.autocast(setup.device.type, enabled=False):
+            loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Training(
+        step,
+        {**config, "recompute": setup.case.recompute},
+        arithmetic="fp32 masters and moments" if config["bf16"]["enabled"] else "",
+    )
