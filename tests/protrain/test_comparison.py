@@ -1,0 +1,145 @@
+"""benchmarks/compare.py: what it says of figures, and that it measures real systems."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from comparison import report  # noqa: E402 - benchmarks are no package
+from comparison.cases import CASES, GPU, QUICK  # noqa: E402
+from comparison.roofline import Roofline  # noqa: E402
+from comparison.system_run import own_words  # noqa: E402
+from comparison.systems import EXACT, LABELS, REFERENCE  # noqa: E402
+
+CASE = QUICK[0]
+MACHINE = {"device": "a test"}
+ROOF = Roofline(0.5, 0.2, 0.1, 0.4, True, 10**12, 2**20, 2**19)
+
+
+def measured(system: str, *losses: float, **other: Any) -> dict[str, Any]:
+    return {
+        "case": asdict(CASE),
+        "system": system,
+        "tokens": 1000,
+        "step_s": [1.0, 2.0, 4.0],
+        "losses": list(losses),
+        "first_step_s": 9.0,
+        "device_allocated_bytes": 3 * 2**20,
+        "device_reserved_bytes": None,
+        "host_resident_bytes": 2**30,
+        "host_pinned_bytes": 0,
+        "moved_bytes": None,
+        "copied_bytes": None,
+        "arithmetic": "",
+        "record": {},
+        **other,
+    }
+
+
+def excused(system: str, why: str) -> dict[str, Any]:
+    return {"case": asdict(CASE), "system": system, "excuse": why}
+
+
+OURS = measured(
+    "ours",
+    3.0,
+    2.0,
+    record={
+        "roofline": {**asdict(ROOF), "floor_s": ROOF.floor_s},
+        "plan": dict.fromkeys(
+            ("mode", "n_persist", "n_buffer", "n_swap", "n_checkpoint"), 1
+        ),
+        "predicted": {"step_s": 1.9, "device_peak_bytes": 3 * 2**20},
+    },
+)
+PLAIN = measured(REFERENCE, 3.0, 2.0)
+
+
+def written(folder: Path, *records: Mapping[str, Any]) -> str:
+    path = folder / "day-cpu-compare.md"
+    every = report.merge(path.with_suffix(".json"), MACHINE, records)
+    report.write(path, MACHINE, "compare", every)
+    assert path.with_suffix(".svg").read_text().count("<svg") == 1
+    return path.read_text()
+
+
+def test_the_table_has_medians_and_excuses(tmp_path: Path) -> None:
+    text = written(tmp_path, PLAIN, OURS, excused("torchao", "`AssertionError: no`"))
+    row = next(line for line in text.splitlines() if line.startswith("| ProTrain"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[2] == "500" and cells[4] == "3 MiB" and cells[-2] == "equal"
+    assert "torchao CPUOffloadOptimizer: `AssertionError: no`" in text
+    # the larger of compute, transfer and update, beside the median step
+    assert "floor 0.500 s, ours 2.000 s: 25% of it" in text
+
+
+def test_a_later_call_replaces_its_own_rows_only(tmp_path: Path) -> None:
+    written(tmp_path, PLAIN, excused("fsdp2", "no time"))
+    text = written(tmp_path, measured("fsdp2", 3.0, 2.0, step_s=[0.5, 0.5]), OURS)
+    assert "no time" not in text
+    assert "| 2,000 |" in text and f"| {LABELS[REFERENCE]} |" in text
+
+
+@pytest.mark.parametrize("system", EXACT[2:] + EXACT[:1])
+def test_a_loss_that_differs_is_named(system: str) -> None:
+    wrong = measured(system, 3.0, 2.0000001)
+    assert report.unequal([PLAIN, wrong]) == [f"{CASE.name}: {LABELS[system]}"]
+    assert not report.unequal([PLAIN, measured(system, 3.0, 2.0)])
+    # others may add in another order
+    assert not report.unequal([PLAIN, measured("zero3", 3.0, 2.0000001)])
+
+
+def test_floors() -> None:
+    assert ROOF.floor_s == 0.5
+    assert Roofline(0.1, 0.2, 0.3, 0.1, True, 0, 0, 0).floor_s == 0.3
+    assert Roofline(0.1, 0.2, 0.3, 0.1, False, 0, 0, 0).floor_s == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    "said, exit_code, words",
+    [
+        ("Traceback\n  x\na.b.OutError: no room\n", 1, "`a.b.OutError: no room`"),
+        ("[rank0]: ValueError: bad\n[rank0]:   more\n", 1, "`ValueError: bad`"),
+        ("working\n", -9, "ended by SIGKILL"),
+        ("usage: what\n", 2, "exit code 2: `usage: what`"),
+    ],
+)
+def test_an_excuse_is_in_the_systems_own_words(
+    said: str, exit_code: int, words: str
+) -> None:
+    assert own_words(said, exit_code) == words
+
+
+def test_cases_cover_what_is_asked() -> None:
+    assert len(CASES) == len(QUICK) + len(GPU)
+    for cases in (QUICK, GPU):
+        assert {case.method for case in cases} == {"lora", "qlora", "full"}
+        assert {1024, 8192} <= {case.length for case in cases}
+        assert {True, False} == {case.name.endswith("-fits") for case in cases}
+
+
+@pytest.mark.full
+def test_real_systems(tmp_path: Path) -> None:
+    """Plain and ours are equal, and what needs a GPU says so itself."""
+    subprocess.run(
+        [
+            *(sys.executable, str(BENCHMARKS / "compare.py"), "--case", CASE.name),
+            *("--systems", f"ours,{REFERENCE},layer_offloading"),
+            *("--output", str(tmp_path)),
+        ],
+        check=True,
+    )
+    (path,) = tmp_path.glob("*.json")
+    records = {r["system"]: r for r in json.loads(path.read_text())["records"]}
+    assert records["ours"]["losses"] == records[REFERENCE]["losses"]
+    assert "no CUDA parameters" in records["layer_offloading"]["excuse"]
