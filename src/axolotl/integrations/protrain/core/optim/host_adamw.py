@@ -25,6 +25,52 @@ HOST_OPTIMIZERS = ("torch", "deepspeed")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """Fused AdamW of CPU tensors, without a torch operator to count each one's steps.
+
+    The kernel is called at once: what torch does around it takes longer than the
+    update of a chunk that is in cache. `step` in the state is an int.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            amsgrad = group["amsgrad"]
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self._counted(param, amsgrad) for param in params]
+            counts = {
+                state["step"]: torch.tensor(float(state["step"])) for state in states
+            }
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                params,
+                [param.grad for param in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
+                [counts[state["step"]] for state in states],
+                lr=group["lr"],
+                beta1=float(beta1),
+                beta2=float(beta2),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=amsgrad,
+                maximize=group["maximize"],
+            )
+
+    def _counted(self, param: Tensor, amsgrad: bool) -> dict[str, Any]:
+        """The state of a parameter whose next update begins."""
+        state = self.state[param]
+        if not state:
+            names = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
+            state.update(step=0, **{name: torch.zeros_like(param) for name in names})
+        state["step"] += 1
+        return state
+
+
 class HostAdamW:
     """Updates the leaves of host chunks.
 
@@ -46,7 +92,6 @@ class HostAdamW:
     ) -> None:
         self._chunks = chunks
         self._worker = worker
-        self._kind = kind
         make = _maker(kind)
         self._optimizers: list[torch.optim.Optimizer | None] = []
         self._group_indices: list[list[int]] = []
@@ -111,7 +156,7 @@ class HostAdamW:
     def state(self) -> dict[int, dict[str, Any]]:
         """Optimizer state by `id(leaf)`; drain the worker first."""
         return {
-            id(leaf): dict(state)
+            id(leaf): {**state, "step": torch.tensor(float(state["step"]))}
             for optimizer in filter(None, self._optimizers)
             for leaf, state in optimizer.state.items()
         }
@@ -136,17 +181,9 @@ class HostAdamW:
                     own = {**given, **first}
                 if own is not None:
                     optimizer.state[leaf] = {
-                        key: self._own(key, value, leaf, copy and first is None)
+                        key: _own(key, value, leaf, copy and first is None)
                         for key, value in own.items()
                     }
-
-    def _own(self, key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
-        if key == "step":
-            count = float(value)
-            return int(count) if self._kind == "deepspeed" else torch.tensor(count)
-        if isinstance(value, Tensor):
-            return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
-        return value
 
     def state_bytes(self) -> int:
         """Bytes of the moments held on the host."""
@@ -157,6 +194,14 @@ class HostAdamW:
             for value in state.values()
             if isinstance(value, Tensor)
         )
+
+
+def _own(key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
+    if key == "step":
+        return int(value)
+    if isinstance(value, Tensor):
+        return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
+    return value
 
 
 def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -170,9 +215,10 @@ def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def _torch_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    # a group's own `fused: None` or `foreach: True` would win over the argument
-    fused = [{**group, "fused": True, "foreach": None} for group in groups]
-    return torch.optim.AdamW(fused, fused=True)
+    own = [
+        {k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in groups
+    ]
+    return FusedAdamW(own)
 
 
 def _deepspeed_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
