@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..runtime import HostWorker
+from ..runtime import HostWorker, host_zeros
 from ..runtime.device import Event
 from .host_chunks import HostChunk, ShardedChunk
 
@@ -26,10 +26,10 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """Fused AdamW of CPU tensors, without a torch operator to count each one's steps.
+    """Fused AdamW of CPU tensors that calls the kernel at once.
 
-    The kernel is called at once: what torch does around it takes longer than the
-    update of a chunk that is in cache. `step` in the state is an int.
+    What torch does around it takes longer than the update of a small chunk, and needs
+    the interpreter lock. `step` in the state is an int.
     """
 
     @torch.no_grad()
@@ -42,7 +42,8 @@ class FusedAdamW(torch.optim.AdamW):
                 continue
             states = [self._counted(param, amsgrad) for param in params]
             counts = {
-                state["step"]: torch.tensor(float(state["step"])) for state in states
+                count: torch.tensor(float(count))
+                for count in {state["step"] for state in states}
             }
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
@@ -66,7 +67,8 @@ class FusedAdamW(torch.optim.AdamW):
         state = self.state[param]
         if not state:
             names = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
-            state.update(step=0, **{name: torch.zeros_like(param) for name in names})
+            moments = {name: host_zeros(param.shape, param.dtype) for name in names}
+            state.update(step=0, **moments)
         state["step"] += 1
         return state
 
@@ -199,9 +201,11 @@ class HostAdamW:
 def _own(key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
     if key == "step":
         return int(value)
-    if isinstance(value, Tensor):
-        return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
-    return value
+    if not isinstance(value, Tensor):
+        return value
+    if copy:
+        return host_zeros(value.shape, leaf.dtype).copy_(value.detach())
+    return value.detach().to(device="cpu", dtype=leaf.dtype)
 
 
 def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
