@@ -307,6 +307,6 @@ def test_host_bytes_of_a_node(accumulation: int, master: bool) -> None:
         private = 4 * trained if accumulation > 1 else 0
         assert host.gradients == trained + private
         assert host.masters == (trained if master else 0)
-        assert host.moments == 2 * trained + 4 * 4
+        assert host.moments == 2 * trained
         assert host.staging == 4 * 2 * WHOLE
         assert host.loader == 4 * 7

@@ -170,7 +170,6 @@ def host_state_bytes(
     mastered = workload.fp32_master * sum(c.payload_16_bit_bytes for c in trained)
     masters = 2 * mastered
     gradients = sum(chunk.payload_bytes for chunk in trained) - mastered + masters
-    steps = STEP_BYTES * sum(len(chunk.tensors) for chunk in trained)
     largest = max((chunk.nbytes for chunk in trained), default=0)
     # several ranks map it, each chunk from a page of its own
     alignment = PAGE_BYTES if several else ALIGNMENT_BYTES
@@ -181,7 +180,7 @@ def host_state_bytes(
         arena=sum(aligned(padded_bytes(c, shards), alignment) for c in kept),
         gradients=gradients + sums,
         masters=masters,
-        moments=2 * gradients + steps,
+        moments=2 * gradients,
         staging=ranks * STAGING_BUFFERS * largest,
         loader=ranks * workload.loader_bytes,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..runtime import HostWorker
+from ..runtime import HostWorker, host_zeros
 from ..runtime.device import Event
 from .host_chunks import HostChunk, ShardedChunk
 
@@ -23,6 +23,54 @@ Hyperparameters = dict[str, Any]
 HOST_OPTIMIZERS = ("torch", "deepspeed")
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """Fused AdamW of CPU tensors that calls the kernel at once.
+
+    What torch does around it takes longer than the update of a small chunk, and needs
+    the interpreter lock. `step` in the state is an int.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            amsgrad = group["amsgrad"]
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self._counted(param, amsgrad) for param in params]
+            counts = {
+                count: torch.tensor(float(count))
+                for count in {state["step"] for state in states}
+            }
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                params,
+                [param.grad for param in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
+                [counts[state["step"]] for state in states],
+                lr=group["lr"],
+                beta1=float(beta1),
+                beta2=float(beta2),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=amsgrad,
+                maximize=group["maximize"],
+            )
+
+    def _counted(self, param: Tensor, amsgrad: bool) -> dict[str, Any]:
+        """The state of a parameter whose next update begins."""
+        state = self.state[param]
+        if not state:
+            names = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
+            moments = {name: host_zeros(param.shape, param.dtype) for name in names}
+            state.update(step=0, **moments)
+        state["step"] += 1
+        return state
 
 
 class HostAdamW:
@@ -46,7 +94,6 @@ class HostAdamW:
     ) -> None:
         self._chunks = chunks
         self._worker = worker
-        self._kind = kind
         make = _maker(kind)
         self._optimizers: list[torch.optim.Optimizer | None] = []
         self._group_indices: list[list[int]] = []
@@ -111,7 +158,7 @@ class HostAdamW:
     def state(self) -> dict[int, dict[str, Any]]:
         """Optimizer state by `id(leaf)`; drain the worker first."""
         return {
-            id(leaf): dict(state)
+            id(leaf): {**state, "step": torch.tensor(float(state["step"]))}
             for optimizer in filter(None, self._optimizers)
             for leaf, state in optimizer.state.items()
         }
@@ -136,17 +183,9 @@ class HostAdamW:
                     own = {**given, **first}
                 if own is not None:
                     optimizer.state[leaf] = {
-                        key: self._own(key, value, leaf, copy and first is None)
+                        key: _own(key, value, leaf, copy and first is None)
                         for key, value in own.items()
                     }
-
-    def _own(self, key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
-        if key == "step":
-            count = float(value)
-            return int(count) if self._kind == "deepspeed" else torch.tensor(count)
-        if isinstance(value, Tensor):
-            return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
-        return value
 
     def state_bytes(self) -> int:
         """Bytes of the moments held on the host."""
@@ -157,6 +196,16 @@ class HostAdamW:
             for value in state.values()
             if isinstance(value, Tensor)
         )
+
+
+def _own(key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
+    if key == "step":
+        return int(value)
+    if not isinstance(value, Tensor):
+        return value
+    if copy:
+        return host_zeros(value.shape, leaf.dtype).copy_(value.detach())
+    return value.detach().to(device="cpu", dtype=leaf.dtype)
 
 
 def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -170,9 +219,10 @@ def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def _torch_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    # a group's own `fused: None` or `foreach: True` would win over the argument
-    fused = [{**group, "fused": True, "foreach": None} for group in groups]
-    return torch.optim.AdamW(fused, fused=True)
+    own = [
+        {k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in groups
+    ]
+    return FusedAdamW(own)
 
 
 def _deepspeed_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

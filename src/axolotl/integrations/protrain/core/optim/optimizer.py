@@ -311,6 +311,9 @@ class PagedAdamW(torch.optim.Optimizer):
             return None
         max_norm, total_norm = clip
         norm = total_norm.cpu()
+        if _factor(max_norm, norm) == 1:
+            # spares a pass over all gradients
+            return None
 
         def scale(leaves: Sequence[Tensor]) -> None:
             torch.nn.utils.clip_grads_with_norm_(leaves, max_norm, norm)
@@ -352,6 +355,14 @@ def _places(
         for host in chunks
         for index, param in enumerate(host.params)
     }
+
+
+def _factor(max_norm: float, total_norm: Tensor) -> Tensor:
+    """What `clip_grads_with_norm_` multiplies gradients with, as it computes it."""
+    one = torch.ones(1)
+    one.grad = torch.ones(1)
+    torch.nn.utils.clip_grads_with_norm_(one, max_norm, total_norm)
+    return one.grad
 
 
 def _check_master(has_master: bool, state: Mapping[str, Any]) -> None:
