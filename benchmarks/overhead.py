@@ -18,8 +18,10 @@ Paged (target: the measured step is explained within 15 %):
 
 Explained is predicted / measured. Predicted is the plain step plus the bytes moved over
 the memcpy rate between the same chunks and slots, measured in each round. In wall time
-the update that goes to the host is taken off and what compute waited for it, measured, is
-put on; in cpu time it is the same work on another thread.
+the update that goes to the host is taken off, and what compute waited for it, measured,
+is put on; where it runs beside compute, the plain step is one beside which a thread
+updates as many bytes, because both share cores, caches and memory. In cpu time it is the
+same work on another thread.
 
 `--axolotl` pairs whole `axolotl train` processes instead, with the plugin under
 `protrain_force_all_persistent` and without it. cpu is the time of all threads of the
@@ -41,6 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -60,7 +63,7 @@ from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import Arena, Device, open_device
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
-from axolotl.integrations.protrain.core.types import Layout, Placement, Plan
+from axolotl.integrations.protrain.core.types import Chunk, Layout, Placement, Plan
 from axolotl.integrations.protrain.planning import adapter_names
 from axolotl.integrations.protrain.report import WATCHED_STEPS
 
@@ -167,6 +170,16 @@ class Trainer:
         self._settle()
         return steps
 
+    def run_beside(self, work: Callable[[], object], num_steps: int) -> list[Step]:
+        """Steps that each begin with other work on another thread."""
+        steps = []
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(num_steps):
+                other = pool.submit(work)
+                steps.append(self.step())
+                other.result()
+        return steps
+
 
 @dataclass(frozen=True)
 class Case:
@@ -245,6 +258,9 @@ class Pair:
         ]
         updated = sum(chunk.nbytes for chunk in self.moved if chunk.trainable)
         self.updated_share = updated / trained
+        self.update = None
+        if self.session and self.session.plan.paged and updated:
+            self.update = host_update(self.moved)
 
     def moved_bytes(self) -> tuple[int, int]:
         """Fetched and offloaded so far."""
@@ -320,12 +336,24 @@ class Memcpy:
             self._device.unpin(host)
 
 
+def host_update(chunks: Sequence[Chunk]) -> Callable[[], object]:
+    """An update of as many weights as the host updates, which are nobody's."""
+    leaves = []
+    for chunk in chunks:
+        for spec in chunk.tensors:
+            leaf = torch.zeros(spec.shape, dtype=spec.dtype)
+            leaf.grad = torch.zeros_like(leaf)
+            leaves.append(leaf)
+    return torch.optim.AdamW(leaves, lr=1e-4, fused=True).step
+
+
 @dataclass(frozen=True)
 class Round:
     """Medians of the steps of a round, and of a paged one what a step moves."""
 
     plain: Step
     ours: Step
+    beside: Step
     fetched_bytes: float = 0.0
     offloaded_bytes: float = 0.0
     rate: Rate = Rate(1.0, 1.0, 1.0)
@@ -339,7 +367,7 @@ class Round:
     @property
     def predicted_s(self) -> float:
         host_s = self.ours.waited_s - self.host_update_s
-        return self.plain.wall_s + self.copies_s + host_s
+        return self.beside.wall_s + self.copies_s + host_s
 
     @property
     def predicted_cpu_s(self) -> float:
@@ -505,9 +533,15 @@ def play(
         for then, now in zip(before, pair.moved_bytes(), strict=True)
     )
     plain, ours = runs[pair.plain], runs[pair.ours]
+    beside = plain
+    if pair.update is not None:
+        beside = pair.plain.run_beside(pair.update, num_steps + first)
+        # the two keep to the same batches
+        pair.ours.run(num_steps + first)
     one = Round(
         median_step(plain[first:]),
         median_step(ours[first:]),
+        median_step(beside[first:]),
         fetched,
         offloaded,
         host_update_s=median_step(plain).update_s * pair.updated_share,
