@@ -573,7 +573,7 @@ def axolotl_pairs(num_pairs: int, num_steps: int) -> list[dict[str, float]]:
 
     demo.build_inputs()
     base = yaml.safe_load(demo.PAGED_YAML.read_text("utf-8"))
-    del base["protrain_capacity_bytes"], base["protrain_auto_memory"]
+    del base["protrain_auto_memory"], base["protrain_capacity_bytes"]
     pairs = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(num_pairs):
@@ -594,6 +594,7 @@ def axolotl_pairs(num_pairs: int, num_steps: int) -> list[dict[str, float]]:
                     plugins.append("axolotl.integrations.protrain.ProTrainPlugin")
                     config["protrain_force_all_persistent"] = True
                     config["protrain_auto_memory"] = True
+                    config["protrain_capacity_bytes"] = "8GiB"
                 train(config, output.with_suffix(".yaml"))
                 clock = json.loads((output / "steps.json").read_text("utf-8"))
                 # the watched steps, and one more that fills caches

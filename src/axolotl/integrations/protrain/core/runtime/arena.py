@@ -117,6 +117,9 @@ def _map_private(nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_DONTFORK"):
         # dataloader workers would make every updated page exist twice
         memory.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # filled four times as fast, and copied and updated a little faster
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
