@@ -132,7 +132,7 @@ def _map_private(nbytes: int) -> mmap.mmap:
         memory.madvise(mmap.MADV_DONTFORK)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
-            # AdamW reads and writes seven streams: fewer misses in address translation
+            # faults when it is filled, and misses of translation when it is updated
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             # a kernel built without them
