@@ -22,7 +22,7 @@ import torch
 from comparison import report
 from comparison.cases import CASES, GPU, QUICK, Case
 from comparison.machine import describe
-from comparison.system_run import EXTENSIONS, SystemRun
+from comparison.system_run import EXTENSIONS, SystemRun, prepare
 from comparison.systems import LABELS
 
 HERE = Path(__file__).parent
@@ -68,6 +68,8 @@ def main(
             param_hint="--systems",
         )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ.update(_environment())
+    prepare(device_type)
     deadline = time.monotonic() + minutes * 60
     records = list(_measure_all(chosen, names, device_type, deadline))
     stem = "-".join(
@@ -116,7 +118,7 @@ def _in_turns(
     with ExitStack() as ends:
         runs = []
         for system in systems:
-            run = SystemRun(case, system, device_type, _environment())
+            run = SystemRun(case, system, device_type)
             ends.callback(run.close)
             runs.append(run)
             # alone until it is open: time to the first step is one of the figures
@@ -140,9 +142,9 @@ def _say(case: Case, record: dict[str, Any]) -> None:
 
 
 def _environment() -> dict[str, str]:
+    """Of all systems alike."""
     cores = len(os.sched_getaffinity(0))
     return {
-        **os.environ,
         "OMP_NUM_THREADS": str(cores),
         # those whose turn it is not must not spin
         "OMP_WAIT_POLICY": "PASSIVE",

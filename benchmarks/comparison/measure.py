@@ -1,48 +1,21 @@
-"""One system on one case, in this process: `python -m comparison.measure`."""
+"""One system on one case, in this process."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import meters
 from .cases import CASES
-from .setup import Setup
+from .setup import Setup, Training
 from .systems import REFERENCE
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("system")
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("device", choices=("cpu", "cuda"))
-    parser.add_argument("output", type=Path)
-    parser.add_argument("started", type=float, help="time.time() of the start")
-    parser.add_argument("ready", type=int, help="descriptor; gets a byte before a step")
-    given = parser.parse_args()
-    torch.manual_seed(0)
-
-    def wait_for_turn() -> None:
-        os.write(given.ready, b".")
-        sys.stdin.readline()
-
-    measured = measure(
-        given.system, given.case, given.device, given.started, wait_for_turn
-    )
-    given.output.write_text(json.dumps(measured))
-    sys.stdout.flush()
-    # process groups and worker threads of some systems never end
-    os._exit(0)
 
 
 def measure(
@@ -63,6 +36,8 @@ def measure(
     """
     case = CASES[case_name]
     device = torch.device(device_type, 0 if device_type == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     setup = Setup(case, device, capped=system != REFERENCE)
     if setup.capped:
         meters.limit_memory(device, case.capacity_bytes)
@@ -70,39 +45,31 @@ def measure(
     imported_s = time.time() - started
     training = adapter.open(setup)
     opened_s = time.time() - started
-    losses: list[float] = []
-    seconds: list[float] = []
-    first_s = 0.0
-    before = (0, 0)
-    for number in range(case.warmup + case.steps):
-        batch = setup.batch(number)
-        meters.synchronise(device)
+    wait_for_turn()
+    losses = [_step(setup, training, 0)[0]]
+    first_s = time.time() - started
+    for number in range(1, case.warmup):
         wait_for_turn()
-        if number == case.warmup and training.moved is not None:
-            before = training.moved()
-        start = time.perf_counter()
-        if number < case.warmup:
-            with training.watch():
-                loss = training.step(batch)
-        else:
-            loss = training.step(batch)
-        meters.synchronise(device)
-        losses.append(float(loss))
-        if number >= case.warmup:
-            seconds.append(time.perf_counter() - start)
-        if number == 0:
-            first_s = time.time() - started
+        losses.append(_step(setup, training, number)[0])
+    before = training.moved() if training.moved else None
+    seconds = []
+    for number in range(case.warmup, case.warmup + case.steps):
+        training.between()
+        wait_for_turn()
+        loss, step_s = _step(setup, training, number, watched=False)
+        losses.append(loss)
+        seconds.append(step_s)
     moved = None
-    if training.moved is not None:
-        now = training.moved()
-        moved = [(now[way] - before[way]) / case.steps for way in (0, 1)]
+    if training.moved is not None and before is not None:
+        pairs = zip(training.moved(), before, strict=True)
+        moved = [(now - then) / case.steps for now, then in pairs]
     peak = meters.allocated_peak(device)
     pinned = meters.torch_pinned_bytes(device) + training.pinned_bytes()
     resident = meters.resident_peak_bytes()
     copied = None
     if device.type == "cuda":
         batch = setup.batch(len(losses))
-        copied = meters.copied_bytes(lambda: training.step(batch))
+        copied = meters.copied_bytes(partial(training.step, batch))
     return {
         "case": asdict(case),
         "system": system,
@@ -124,5 +91,14 @@ def measure(
     }
 
 
-if __name__ == "__main__":
-    main()
+def _step(
+    setup: Setup, training: Training, number: int, watched: bool = True
+) -> tuple[float, float]:
+    """Loss and seconds of one step."""
+    batch = setup.batch(number)
+    meters.synchronise(setup.device)
+    start = time.perf_counter()
+    with training.watch() if watched else nullcontext():
+        loss = training.step(batch)
+    meters.synchronise(setup.device)
+    return float(loss), time.perf_counter() - start

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from axolotl.integrations.protrain.core.planner import Forecast
+from axolotl.integrations.protrain.core.types import Hardware
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class Roofline:
         return max(self.compute_s + self.fetch_s + self.offload_s, self.update_s)
 
 
-def roofline(forecast: Forecast) -> Roofline:
+def roofline(forecast: Forecast, hardware: Hardware) -> Roofline:
     """Of the plan's own traffic: another plan may move less and compute more."""
-    hardware, moved = forecast.hardware, forecast.moved
+    moved = forecast.moved
     work = [segment.work for segment in forecast.trace.segments]
     accumulation = forecast.workload.accumulation
     flops_16 = accumulation * sum(w.flops_16 for w in work)
@@ -70,5 +73,17 @@ def _updated_bytes(forecast: Forecast) -> int:
     return sum(
         chunk.nbytes
         for chunk in forecast.layout.chunks
-        if chunk.trainable and placements[chunk.index].state_on_host
+        if chunk.trainable and placements[chunk.index].on_host
     )
+
+
+def median(measured: Sequence[Hardware]) -> Hardware:
+    """One machine measured several times: the median of each rate."""
+    rates = {
+        name: statistics.median(getattr(hardware, name) for hardware in measured)
+        for name in _RATES
+    }
+    return replace(measured[0], **rates)
+
+
+_RATES = ("flops_16", "flops_32", "fetch_bytes_s", "offload_bytes_s", "adam_bytes_s")

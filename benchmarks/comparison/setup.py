@@ -26,8 +26,8 @@ class CannotRunError(RuntimeError):
     """The system said so itself, in a warning instead of an error."""
 
 
-def no_peak() -> None:
-    """Device memory that nobody can tell from the host's."""
+def nothing() -> None:
+    """No figure, or nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Training:
         moved: Bytes to the device and bytes from it so far, where the system counts.
         pinned_bytes: Host memory that it has page-locked itself, beside torch's own
             pinned memory.
+        between: Called before each step that is timed, outside its time.
         record: More for the JSON file, asked for at the end.
     """
 
@@ -51,9 +52,10 @@ class Training:
     config: dict[str, Any] = field(default_factory=dict)
     arithmetic: str = ""
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    peak_bytes: Callable[[], int | None] = no_peak
+    peak_bytes: Callable[[], int | None] = nothing
     moved: Callable[[], tuple[int, int]] | None = None
     pinned_bytes: Callable[[], int] = int
+    between: Callable[[], Any] = nothing
     record: Callable[[], dict[str, Any]] = dict
 
 

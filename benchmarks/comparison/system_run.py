@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import re
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,20 @@ from .cases import Case
 
 EXTENSIONS = Path.home() / ".cache" / "protrain-benchmarks" / "torch_extensions"
 """Where peers build their kernels on first use, apart from what others build."""
+
+READY = "ready"
+"""What a process says before each step."""
+
+
+def prepare(device_type: str) -> None:
+    """Start the server that all processes fork from, with the environment of now.
+
+    On a CPU it has the libraries loaded that all systems need, which saves minutes; a
+    GPU must be opened in the process that uses it, so there nothing is loaded before.
+    """
+    multiprocessing.set_start_method("forkserver")
+    if device_type == "cpu":
+        multiprocessing.set_forkserver_preload(["comparison.models"])
 
 
 class SystemRun:
@@ -29,45 +41,30 @@ class SystemRun:
         case: What it trains.
         system: Key of `LABELS`.
         device_type: cpu or cuda.
-        environment: Of the process.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        system: str,
-        device_type: str,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, case: Case, system: str, device_type: str) -> None:
         self._key = {"case": asdict(case), "system": system}
         self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        self._written, self._said = folder / "measured.json", folder / "said"
+        self._said = Path(self._folder.name) / "said"
         self._excuse = ""
-        self._ready, ready = os.pipe()
-        with self._said.open("w") as said:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "comparison.measure"),
-                    *(system, case.name, device_type, str(self._written)),
-                    *(str(time.time()), str(ready)),
-                ],
-                cwd=Path(__file__).parents[1],
-                env=dict(environment),
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                pass_fds=(ready,),
-                start_new_session=True,
-            )
-        os.close(ready)
+        self._measured: dict[str, Any] | None = None
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(
+            target=_measure,
+            args=(system, case.name, device_type, time.time(), theirs, self._said),
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def _over(self) -> bool:
+        return bool(self._excuse) or self._measured is not None
 
     def begin_step(self) -> None:
         """Let it step once; does nothing if it has ended."""
-        assert self._process.stdin is not None
-        if self._process.poll() is None and not self._excuse:
-            self._process.stdin.write(b"\n")
-            self._process.stdin.flush()
+        if not self._over:
+            self._connection.send(READY)
 
     def wait(self, deadline: float) -> None:
         """Until it is ready for a step, or has ended.
@@ -75,38 +72,67 @@ class SystemRun:
         Args:
             deadline: Of `time.monotonic`; it is ended then.
         """
-        if self._excuse:
+        if self._over:
             return
-        left_s = max(deadline - time.monotonic(), 0)
-        ready, _, _ = select.select([self._ready], [], [], left_s)
-        if not ready:
+        if not self._connection.poll(max(deadline - time.monotonic(), 0)):
             self._excuse = "not done in time: raise --minutes"
             self._kill()
-        elif not os.read(self._ready, 1):
-            self._process.wait()
+            return
+        try:
+            said = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            text = self._said.read_text(errors="replace")
+            self._excuse = own_words(text, self._process.exitcode or 0)
+            return
+        if said != READY:
+            self._measured = said
 
     def record(self) -> dict[str, Any]:
         """What it has measured, or why it has not."""
-        if not self._excuse and self._process.wait() == 0:
-            return dict(json.loads(self._written.read_text()))
-        said = self._said.read_text(errors="replace")
-        excuse = self._excuse or own_words(said, self._process.returncode)
-        return {**self._key, "excuse": excuse}
+        return self._measured or {**self._key, "excuse": self._excuse}
 
     def close(self) -> None:
         """End it, whatever it does."""
         self._kill()
-        os.close(self._ready)
+        self._connection.close()
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        if self._process.poll() is None:
-            # builds of extensions have children of their own
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            for lock in EXTENSIONS.rglob("lock"):
-                # of a build that was ended with it; the next would wait forever
-                lock.unlink()
+        if self._process.pid is None or not self._process.is_alive():
+            return
+        # builds of extensions have children of their own
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        for lock in EXTENSIONS.rglob("lock"):
+            # of a build that was ended with it; the next would wait forever
+            lock.unlink()
+
+
+def _measure(
+    system: str,
+    case_name: str,
+    device_type: str,
+    started: float,
+    connection: Connection,
+    said: Path,
+) -> None:
+    """What runs in the process."""
+    os.setsid()
+    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    # imports torch, which the parent has no use for
+    from .measure import measure
+
+    def wait_for_turn() -> None:
+        connection.send(READY)
+        connection.recv()
+
+    connection.send(measure(system, case_name, device_type, started, wait_for_turn))
+    sys.stdout.flush()
+    # process groups and worker threads of some systems never end
+    os._exit(0)
 
 
 def own_words(said: str, exit_code: int) -> str:

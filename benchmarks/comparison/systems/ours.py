@@ -18,10 +18,13 @@ from torch import Tensor
 from transformers import TrainerState
 
 from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.core.profile import measure_hardware
+from axolotl.integrations.protrain.core.types import Hardware
 from axolotl.integrations.protrain.run import TrainingRun
 
-from ..roofline import roofline
-from ..setup import HOST, Batch, Setup, Training
+from ..cases import SHAPES
+from ..roofline import median, roofline
+from ..setup import HOST, Batch, Setup, Training, nothing
 
 
 def open(setup: Setup) -> Training:
@@ -83,9 +86,22 @@ def open(setup: Setup) -> Training:
             + measured.host_swap_bytes
         )
 
+    shape = SHAPES[case.shape]
+    seen: list[Hardware] = []
+
+    def measure_again() -> None:
+        # a shared machine is another one at every step
+        was = report.forecast.hardware
+        size = (case.tokens, shape.hidden, shape.intermediate)
+        seen.append(
+            measure_hardware(
+                setup.device, was.host_bytes, was.device_bytes, matmul=size
+            )
+        )
+
     def record() -> dict[str, Any]:
         forecast = report.forecast
-        floor = roofline(forecast)
+        floor = roofline(forecast, median(seen) if seen else forecast.hardware)
         plan = forecast.plan
         measured = asdict(session.measured())
         run.close()
@@ -112,5 +128,7 @@ def open(setup: Setup) -> Training:
         peak_bytes=lambda: session.measured().device_peak_bytes,
         moved=moved,
         pinned_bytes=pinned_bytes if not setup.on_cpu else int,
+        # on a GPU it would reset torch's memory statistics, and is not needed
+        between=measure_again if setup.on_cpu else nothing,
         record=record,
     )
