@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..runtime import HostWorker, host_zeros
+from ..runtime import HostWorker
 from ..runtime.device import Event
 from .host_chunks import HostChunk, ShardedChunk
 
@@ -67,8 +67,7 @@ class FusedAdamW(torch.optim.AdamW):
         state = self.state[param]
         if not state:
             names = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
-            moments = {name: host_zeros(param.shape, param.dtype) for name in names}
-            state.update(step=0, **moments)
+            state.update(step=0, **{name: torch.zeros_like(param) for name in names})
         state["step"] += 1
         return state
 
@@ -201,11 +200,9 @@ class HostAdamW:
 def _own(key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
     if key == "step":
         return int(value)
-    if not isinstance(value, Tensor):
-        return value
-    if copy:
-        return host_zeros(value.shape, leaf.dtype).copy_(value.detach())
-    return value.detach().to(device="cpu", dtype=leaf.dtype)
+    if isinstance(value, Tensor):
+        return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
+    return value
 
 
 def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:

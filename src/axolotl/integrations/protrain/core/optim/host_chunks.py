@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layout import Piece, Reduction, aligned, leaf_chunk, reductions
 from ..layout.shards import PAGE_BYTES
-from ..runtime import Arena, Device, Ranks, host_zeros
+from ..runtime import Arena, Device, Ranks
 from ..types import Chunk
 
 MASTER_KEY = "master"
@@ -103,15 +103,13 @@ class HostChunk(_Leaves):
         self.owned = list(range(len(self.params)))
         self.weights = [arena.tensor(chunk.index, spec) for spec in chunk.tensors]
         self.leaves = [
-            host_zeros(spec.shape, torch.float32).copy_(weight)
-            if fp32_master and spec.is_16_bit
-            else weight
+            weight.to(torch.float32) if fp32_master and spec.is_16_bit else weight
             for weight, spec in zip(self.weights, chunk.tensors, strict=True)
         ]
         self._grads = [
             gradients.tensor(chunk.index, spec)
             if buffered
-            else host_zeros(spec.shape, leaf.dtype)
+            else torch.empty(spec.shape, dtype=leaf.dtype)
             for leaf, spec in zip(self.leaves, chunk.tensors, strict=True)
         ]
 

@@ -3,7 +3,7 @@
 Decides nothing: imports neither cost nor search nor profile.
 """
 
-from .arena import Arena, host_buffer, host_zeros, return_freed_memory
+from .arena import Arena, host_buffer, return_freed_memory
 from .carrier import Carrier
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
@@ -52,7 +52,6 @@ __all__ = [
     "attach_state_dict",
     "drop_ended_backward",
     "host_buffer",
-    "host_zeros",
     "open_device",
     "return_freed_memory",
 ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -17,9 +15,6 @@ from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
 from .ranks import Ranks
 from .shared import map_shared
-
-HUGE_PAGE_BYTES = 2 << 20
-"""Of x86; smaller memory gains nothing from a mapping of its own."""
 
 
 class Arena:
@@ -115,14 +110,6 @@ def host_buffer(nbytes: int) -> Tensor:
     return torch.frombuffer(_map_private(nbytes), dtype=torch.uint8)
 
 
-def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the host; large ones as `host_buffer` makes them."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < HUGE_PAGE_BYTES:
-        return torch.zeros(*shape, dtype=dtype)
-    return host_buffer(nbytes).view(dtype).view(*shape)
-
-
 def _map_private(nbytes: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
@@ -130,14 +117,6 @@ def _map_private(nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_DONTFORK"):
         # dataloader workers would make every updated page exist twice
         memory.madvise(mmap.MADV_DONTFORK)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            # faults when it is filled, and misses of translation when it is updated
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            # a kernel built without them
-            if error.errno != errno.EINVAL:
-                raise
     return memory
 
 
