@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import gc
 import json
 import os
@@ -739,6 +740,19 @@ def write(
     )
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as a GPU's caching allocator does.
+
+    Else every gradient of a plain step is page faults (1.4 GB/s here), while a paged one
+    frees and reuses memory block by block: it was 16 % faster than explained.
+    """
+    if sys.platform == "linux":
+        trim_threshold, mmap_threshold = -1, -3
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**25)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -764,6 +778,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     console = Console()
     if not console.is_terminal:
         console = Console(width=170)

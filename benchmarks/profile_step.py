@@ -23,7 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from overhead import CASES, Case, Page, Pair, Size, environment, write
+from overhead import (
+    CASES,
+    Case,
+    Page,
+    Pair,
+    Size,
+    environment,
+    keep_freed_memory,
+    write,
+)
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
@@ -143,6 +152,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for Markdown and JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     console = Console(width=120)
     pages = []
     for case in cases():
