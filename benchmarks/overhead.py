@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import gc
 import json
 import os
@@ -141,7 +142,7 @@ class Trainer:
         settle: Callable[[], None] = lambda: None,
         waited_s: Callable[[], float] = float,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self.model, self._optimizer = model, optimizer
         self._batch, self._finish, self._settle = batch, finish, settle
         self.waited_s = waited_s
         self._num_steps = 0
@@ -151,7 +152,7 @@ class Trainer:
         self._num_steps += 1
         waited_s = self.waited_s()
         cpu, start = time.process_time(), time.perf_counter()
-        loss = self._model(input_ids=tokens, labels=tokens).loss
+        loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         backward = time.perf_counter()
         self._optimizer.step()
@@ -309,21 +310,21 @@ class Memcpy:
         self._nbytes = sum(chunk.nbytes for chunk in pair.moved)
         largest = max(chunk.nbytes for chunk in pair.moved)
         slots = [device.allocate(largest) for _ in range(2)]
-        self._copies = []
+        self.copies = []
         for number, chunk in enumerate(pair.moved):
             host = arena.chunk(chunk.index).fill_(1)
             device.pin(host)
-            self._copies.append((slots[number % 2][: chunk.nbytes], host))
+            self.copies.append((slots[number % 2][: chunk.nbytes], host))
 
     def rate(self) -> Rate:
         """Both ways once; the device buffers are the least of what is cached."""
         stream, device = self._device.fetch, self._device
         cpu, start = time.process_time(), time.perf_counter()
-        for buffer, host in self._copies:
+        for buffer, host in self.copies:
             stream.copy(buffer, host)
         device.synchronize()
         fetched = time.perf_counter()
-        for buffer, host in self._copies:
+        for buffer, host in self.copies:
             device.offload.copy(host, buffer)
         device.synchronize()
         end = time.perf_counter()
@@ -334,7 +335,7 @@ class Memcpy:
         )
 
     def close(self) -> None:
-        for _, host in self._copies:
+        for _, host in self.copies:
             self._device.unpin(host)
 
 
@@ -739,6 +740,19 @@ def write(
     )
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as a GPU's caching allocator does.
+
+    Else every gradient of a plain step is page faults (1.4 GB/s here), while a paged one
+    frees and reuses memory block by block: it was 16 % faster than explained.
+    """
+    if sys.platform == "linux":
+        trim_threshold, mmap_threshold = -1, -3
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**25)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -764,6 +778,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     console = Console()
     if not console.is_terminal:
         console = Console(width=170)
