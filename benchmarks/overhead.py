@@ -53,6 +53,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -735,9 +736,17 @@ def write(
     head = "".join(f"- {key}: {value}\n" for key, value in facts.items())
     body = "\n".join(page.markdown() for page in pages)
     (folder / f"{stem}.md").write_text(f"# {name}\n\n{head}\n{body}", "utf-8")
-    (folder / f"{stem}.json").write_text(
-        json.dumps({**facts, "results": raw}, indent=1) + "\n", "utf-8"
-    )
+    text = json.dumps({**facts, "results": rounded(raw)}, separators=(",", ":"))
+    (folder / f"{stem}.json").write_text(f"{text}\n", "utf-8")
+
+
+def rounded(raw: Any) -> Any:
+    """Five digits of every number, wherever it is."""
+    if isinstance(raw, float):
+        return float(f"{raw:.5g}")
+    if isinstance(raw, dict):
+        return {key: rounded(value) for key, value in raw.items()}
+    return [rounded(v) for v in raw] if isinstance(raw, (list, tuple)) else raw
 
 
 def keep_freed_memory() -> None:
