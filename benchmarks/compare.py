@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import date
+from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ _FIRST, _SECOND = tuple(LABELS)[:4], tuple(LABELS)[4:]
 )
 @click.option("--output", default=HERE / "results", type=click.Path(path_type=Path))
 @click.option("--label", default="", help="Goes into the names of the files.")
+@click.option(
+    "--redraw",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Measure nothing: put these JSON files together.",
+)
 def main(
     quick: bool,
     gpu: bool,
@@ -52,10 +59,14 @@ def main(
     minutes: float,
     output: Path,
     label: str,
+    redraw: Sequence[Path],
 ) -> None:
     if gpu:
         for command in gpu_commands():
             click.echo(command)
+        return
+    if redraw:
+        _publish(output / redraw[0].name, [loads(path.read_text()) for path in redraw])
         return
     chosen = QUICK if quick else tuple(CASES[name] for name in cases)
     if not chosen:
@@ -77,13 +88,20 @@ def main(
         for part in (date.today().isoformat(), device_type, "compare", label)
         if part
     )
-    path = output / f"{stem}.md"
-    machine = describe()
-    every = report.merge(path.with_suffix(".json"), machine, records)
-    command = "python benchmarks/compare.py " + " ".join(sys.argv[1:])
-    report.write(path, machine, command, every)
-    click.echo(f"written to {path}")
-    wrong = report.unequal(every)
+    measured = {
+        "machine": describe(),
+        "command": "python benchmarks/compare.py " + " ".join(sys.argv[1:]),
+        "records": records,
+    }
+    _publish(output / f"{stem}.json", [measured])
+
+
+def _publish(path: Path, new: Sequence[dict[str, Any]]) -> None:
+    """Add results to a JSON file and write the Markdown and the plot beside it."""
+    results = report.merge(path, new)
+    report.write(path.with_suffix(".md"), results)
+    click.echo(f"written to {path.with_suffix('.md')}")
+    wrong = report.unequal(results["records"])
     if wrong:
         raise click.ClickException(f"losses differ: {'; '.join(wrong)}")
 

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
-
-from .cases import CASES, Case  # noqa: E402
-from .systems import EXACT, LABELS, REFERENCE  # noqa: E402
+from .cases import CASES, Case
+from .systems import EXACT, LABELS, REFERENCE
 
 Record = Mapping[str, Any]
 
 
-def merge(
-    path: Path, machine: Mapping[str, str], new: Iterable[Record]
-) -> list[Record]:
-    """Add records to a JSON file, in the place of those of the same case and system."""
-    old = json.loads(path.read_text())["records"] if path.exists() else []
-    by_key = {(record["case"]["name"], record["system"]): record for record in old}
-    by_key.update(
-        {(record["case"]["name"], record["system"]): record for record in new}
-    )
-    records = sorted(by_key.values(), key=_order)
-    content = {"machine": machine, "records": records}
+def merge(path: Path, new: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add results to a JSON file, records in the place of those of the same case and
+    system; returns all of it.
+
+    Args:
+        path: The file; need not exist.
+        new: Each with `machine`, `command` and `records`, the last one winning.
+    """
+    results = [json.loads(path.read_text())] if path.exists() else []
+    results += new
+    by_key = {}
+    for result in results:
+        for record in result["records"]:
+            # calls of one day may be of several commits
+            own = {"commit": result["machine"]["commit"], **record}
+            by_key[record["case"]["name"], record["system"]] = own
+    merged = {
+        "machine": results[-1]["machine"],
+        "command": results[-1]["command"],
+        "records": sorted(by_key.values(), key=_order),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1))
-    return records
+    path.write_text(json.dumps(merged, indent=1))
+    return merged
 
 
 def _order(record: Record) -> tuple[int, int]:
@@ -42,21 +48,26 @@ def _order(record: Record) -> tuple[int, int]:
     )
 
 
-def write(
-    path: Path, machine: Mapping[str, str], command: str, records: Sequence[Record]
-) -> None:
-    """The Markdown file at `path` and the plot beside it."""
-    plot(path.with_suffix(".svg"), records)
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """The Markdown file at `path` and the plot beside it, where matplotlib is."""
+    records = results["records"]
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in records))
+    machine = {**results["machine"], "commit": commits}
+    if importlib.util.find_spec("matplotlib") is None:
+        figure = f"No plot: matplotlib is not installed; `--redraw {path.stem}.json`."
+    else:
+        plot(path.with_suffix(".svg"), records)
+        figure = f"![seconds of a step against device memory]({path.stem}.svg)"
     lines = [
         f"# {path.stem}",
         "",
         "; ".join(f"{name} {value}" for name, value in machine.items()) + ".",
         "",
-        f"Command: `{command}`. Raw figures, step by step, and each system's "
+        f"Command: `{results['command']}`. Raw figures, step by step, and each system's "
         f"configuration: [{path.stem}.json]({path.stem}.json).",
         "How to read the columns: [README](../README.md#how-to-read-comparepy).",
         "",
-        f"![seconds of a step against device memory]({path.stem}.svg)",
+        figure,
         "",
     ]
     for case, of_case in _by_case(records):
@@ -67,6 +78,11 @@ def write(
 
 def plot(path: Path, records: Sequence[Record]) -> None:
     """Time against memory, one point a system, one field a case."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "protrain"})
     by_case = _by_case(records)
     columns = min(3, len(by_case))

@@ -22,7 +22,7 @@ from comparison.system_run import own_words  # noqa: E402
 from comparison.systems import EXACT, LABELS, REFERENCE  # noqa: E402
 
 CASE = QUICK[0]
-MACHINE = {"device": "a test"}
+MACHINE = {"device": "a test", "commit": "abc"}
 ROOF = Roofline(0.5, 0.2, 0.1, 0.4, True, 10**12, 2**20, 2**19)
 
 
@@ -67,8 +67,8 @@ PLAIN = measured(REFERENCE, 3.0, 2.0)
 
 def written(folder: Path, *records: Mapping[str, Any]) -> str:
     path = folder / "day-cpu-compare.md"
-    every = report.merge(path.with_suffix(".json"), MACHINE, records)
-    report.write(path, MACHINE, "compare", every)
+    new = {"machine": MACHINE, "command": "compare", "records": list(records)}
+    report.write(path, report.merge(path.with_suffix(".json"), [new]))
     assert path.with_suffix(".svg").read_text().count("<svg") == 1
     return path.read_text()
 
