@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import CASES, Case
+from .cases import CASES, MIB, Case
 from .systems import EXACT, LABELS, REFERENCE
 
 Record = Mapping[str, Any]
@@ -94,15 +94,16 @@ def plot(path: Path, records: Sequence[Record]) -> None:
         field.set_visible(False)
     for field, (case, of_case) in zip(fields.flat, by_case, strict=False):
         field.set_title(case.name, fontsize=10)
-        field.axvline(case.capacity_bytes / 2**30, color="0.8", zorder=0)
+        field.axvline(case.capacity_bytes / MIB, color="0.8", zorder=0)
         for number, (system, label) in enumerate(LABELS.items()):
             for record in of_case:
                 if record["system"] == system and "excuse" not in record:
                     _draw(field, record, label, f"C{number}")
-        field.set_xlabel("device peak, GiB")
+        field.set_xlabel("device peak, MiB")
         field.set_ylabel("seconds a step")
-        field.set_ylim(bottom=0)
-        field.set_xlim(left=0)
+        # points at an edge would be cut in half
+        field.set_ylim(0, 1.1 * field.get_ylim()[1])
+        field.set_xlim(0, 1.1 * field.get_xlim()[1])
         field.legend(fontsize=6, loc="best")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
@@ -116,7 +117,7 @@ def _draw(field: Any, record: Record, label: str, colour: str) -> None:
         # device and host are one memory to it, so only its time is known
         field.axhline(seconds, color=colour, linestyle=":", label=label)
     else:
-        field.plot([peak / 2**30], [seconds], "o", color=colour, label=label)
+        field.plot([peak / MIB], [seconds], "o", color=colour, label=label)
 
 
 def _by_case(records: Sequence[Record]) -> list[tuple[Case, list[Record]]]:
