@@ -23,7 +23,7 @@ class Shape:
 
 SHAPES = {
     "nano": Shape(32, 96, 4, 1, 1, 64),
-    "tiny": Shape(256, 768, 8, 4, 2, 256),
+    "tiny": Shape(192, 576, 6, 3, 1, 256),
     "1b": Shape(2048, 8192, 16, 32, 8, 128256),
     "3b": Shape(3072, 8192, 28, 24, 8, 128256),
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
@@ -71,10 +71,10 @@ class Case:
 SMALL_CARD = 24 * GIB
 
 QUICK = (
-    Case("lora-bf16-1k-fits", "nano", "lora", "bf16", 1, 1024, 64 * MIB, False, 2, 5),
-    Case("lora-1k", "tiny", "lora", "fp32", 1, 1024, 48 * MIB, True, 2, 5),
-    Case("qlora-1k", "tiny", "qlora", "fp32", 1, 1024, 41 * MIB, True, 2, 5),
-    Case("full-1k", "tiny", "full", "fp32", 1, 1024, 64 * MIB, True, 2, 5),
+    Case("lora-bf16-1k-fits", "nano", "lora", "bf16", 1, 1024, 64 * MIB, False, 2, 3),
+    Case("lora-1k", "tiny", "lora", "fp32", 1, 1024, 32 * MIB, True, 2, 3),
+    Case("qlora-1k", "tiny", "qlora", "fp32", 1, 1024, 28 * MIB, True, 2, 3),
+    Case("full-1k", "tiny", "full", "fp32", 1, 1024, 40 * MIB, True, 2, 3),
     Case("lora-8k", "nano", "lora", "fp32", 1, 8192, 35 * MIB, True, 2, 3),
 )
 """Two CPU cores, minutes. Most in fp32: a CPU without bf16 units is a hundred times

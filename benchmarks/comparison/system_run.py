@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -102,7 +103,10 @@ class SystemRun:
         if self._process.pid is None or not self._process.is_alive():
             return
         # builds of extensions have children of their own
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # it may not have made its group yet
+        self._process.kill()
         self._process.join()
         for lock in EXTENSIONS.rglob("lock"):
             # of a build that was ended with it; the next would wait forever
