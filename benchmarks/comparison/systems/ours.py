@@ -124,7 +124,9 @@ def open(setup: Setup) -> Training:
 
     return Training(
         step,
-        args.model_dump(exclude_none=True, exclude_defaults=True),
+        args.model_dump(
+            exclude_none=True, exclude_defaults=True, exclude={"protrain_cache_dir"}
+        ),
         peak_bytes=lambda: session.measured().device_peak_bytes,
         moved=moved,
         pinned_bytes=pinned_bytes if not setup.on_cpu else int,
