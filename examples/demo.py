@@ -116,6 +116,9 @@ def train(config: Path, steps: int, ranks: int = 1) -> Path:
     environment = defaults | dict(os.environ)
     folders = [str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(folders)
+    # where axolotl looks for torchrun, also in an environment that is not activated
+    programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    environment["PATH"] = os.pathsep.join(programs)
     run = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if run.returncode:
         sys.exit(f"axolotl train stopped with exit code {run.returncode}")
