@@ -32,7 +32,10 @@ def prepare(device_type: str) -> None:
     """
     multiprocessing.set_start_method("forkserver")
     if device_type == "cpu":
-        multiprocessing.set_forkserver_preload(["comparison.models"])
+        # the server finds installed modules only, and says nothing of others
+        multiprocessing.set_forkserver_preload(
+            ["bitsandbytes", "peft", "transformers.models.llama.modeling_llama"]
+        )
 
 
 class SystemRun:
