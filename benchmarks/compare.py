@@ -22,9 +22,9 @@ import click
 import torch
 from comparison import report
 from comparison.cases import CASES, GPU, QUICK, Case
-from comparison.machine import describe
 from comparison.system_run import EXTENSIONS, SystemRun, prepare
 from comparison.systems import LABELS
+from machine import describe
 
 HERE = Path(__file__).parent
 LARGE = ("32b", "70b", "8b")

@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import commit, package_version
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -440,27 +440,8 @@ def copy_bytes_s() -> float:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        found["deepspeed"] = version("deepspeed")
-    except PackageNotFoundError:
-        found["deepspeed"] = "not installed"
-    return found
-
-
-def commit() -> str:
-    def git(*words: str) -> str:
-        run = subprocess.run(
-            ["git", *words],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return run.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", ".", "../src")
-    return git("rev-parse", "--short", "HEAD") + " and changes" * bool(changed)
+    packages = {name: package_version(name) for name in ("torch", "deepspeed")}
+    return {"python": platform.python_version(), **packages}
 
 
 def child(threads: int, args: argparse.Namespace) -> dict[str, Any]:

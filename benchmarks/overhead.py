@@ -51,12 +51,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from machine import commit, package_version
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -64,6 +64,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.profile.hardware import cpu_name
 from axolotl.integrations.protrain.core.runtime import Arena, Device, open_device
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
@@ -689,33 +690,27 @@ class Page:
 
 def environment(device: torch.device) -> dict[str, str]:
     """What the figures depend on; no path and no host name."""
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    changed = ["git", "-C", str(ROOT), "status", "--porcelain", "--", "src"]
-    run = partial(subprocess.check_output, text=True)
-    cpus = f"{len(os.sched_getaffinity(0))} cores of {_processor()}"
+    cpus = f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}"
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
         "date": date.today().isoformat(),
-        "commit": run(commit).strip() + (" with changes" if run(changed) else ""),
+        "commit": commit(),
         "hardware": ", ".join(filter(None, [gpu, cpus])),
         "load": f"{os.getloadavg()[0]:.1f} (1 minute, at the end)",
         "threads": str(torch.get_num_threads()),
         "versions": ", ".join(
             [
                 f"Python {platform.python_version()}",
-                *(f"{name} {version(name)}" for name in ("torch", "transformers")),
+                *(
+                    f"{name} {package_version(name)}"
+                    for name in ("torch", "transformers")
+                ),
             ]
         ),
         "command": shlex.join(
             ["python", f"benchmarks/{Path(sys.argv[0]).name}", *_own_options()]
         ),
     }
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    return names[0].strip() if names else platform.machine()
 
 
 def _own_options() -> list[str]:

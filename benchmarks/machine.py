@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from axolotl.integrations.protrain.core.profile.hardware import cpu_name
+
 _PACKAGES = (
     "torch",
     "transformers",
@@ -34,29 +36,23 @@ def describe() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "device": device,
-        "processor": f"{_processor()}, {cores} cores",
+        "processor": f"{cpu_name()}, {cores} cores",
         "host memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
-        "commit": _commit(),
+        **{package: package_version(package) for package in _PACKAGES},
+        "commit": commit(),
     }
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The installed one, in words if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of this checkout, with a plus if files differ from it; a copy has none."""
     here = Path(__file__).parent
     told = subprocess.run(
