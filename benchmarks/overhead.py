@@ -757,25 +757,31 @@ def keep_freed_memory() -> None:
         libc.mallopt(mmap_threshold, 2**25)
 
 
-def arguments() -> argparse.Namespace:
+def common_arguments(description: str | None) -> argparse.ArgumentParser:
+    """What `profile_step.py` asks for too."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=torch.device, default=default)
     parser.add_argument("--hidden", type=int, default=512, help="multiple of 64")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="folder for Markdown and JSON")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = common_arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=64, help="of a step, resident")
     parser.add_argument(
         "--paged-tokens", type=int, default=16, help="few, so that copies weigh more"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="of each in a round")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=("resident", "paged"))
     parser.add_argument("--axolotl", action="store_true", help="pairs of processes")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="folder for Markdown and JSON")
     return parser.parse_args()
 
 

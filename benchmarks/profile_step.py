@@ -14,7 +14,6 @@ the same, so what is left between the two is the plugin's own.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -33,6 +32,7 @@ from overhead import (
     Page,
     Pair,
     Size,
+    common_arguments,
     environment,
     keep_freed_memory,
     write,
@@ -184,17 +184,9 @@ def cases() -> Iterable[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default)
-    parser.add_argument("--hidden", type=int, default=512, help="multiple of 64")
-    parser.add_argument("--layers", type=int, default=12)
+    parser = common_arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="folder for Markdown and JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
