@@ -25,19 +25,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from overhead import (
+from pairs import (
     CASES,
     Case,
     Memcpy,
-    Page,
     Pair,
     Size,
     common_arguments,
-    environment,
     keep_freed_memory,
-    write,
 )
 from rich.console import Console
+from tables import Page, environment, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -185,7 +183,6 @@ def cases() -> Iterable[Case]:
 
 def main() -> int:
     parser = common_arguments(__doc__)
-    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -193,7 +190,7 @@ def main() -> int:
     console = Console(width=120)
     pages = []
     for case in cases():
-        pair = Pair(case, Size(args.hidden, args.layers, args.tokens), args.device)
+        pair = Pair(case, Size(*args.paged), args.device)
         try:
             # counters are the benchmark's own affair
             pair.ours.waited_s = float
@@ -206,9 +203,7 @@ def main() -> int:
             pair.close()
         for page in pages[-2:]:
             page.show(console)
-    pair = Pair(
-        next(iter(cases())), Size(args.hidden, args.layers, args.tokens), args.device
-    )
+    pair = Pair(next(iter(cases())), Size(*args.paged), args.device)
     pages.append(copies_page(pair, args.device, 2 * args.steps))
     pair.close()
     pages[-1].show(console)

@@ -71,11 +71,11 @@ class Case:
 SMALL_CARD = 24 * GIB
 
 QUICK = (
-    Case("lora-bf16-1k-fits", "nano", "lora", "bf16", 1, 1024, 64 * MIB, False, 2, 3),
-    Case("lora-1k", "tiny", "lora", "fp32", 1, 1024, 32 * MIB, True, 2, 3),
-    Case("qlora-1k", "tiny", "qlora", "fp32", 1, 1024, 28 * MIB, True, 2, 3),
-    Case("full-1k", "tiny", "full", "fp32", 1, 1024, 40 * MIB, True, 2, 3),
-    Case("lora-8k", "nano", "lora", "fp32", 1, 8192, 35 * MIB, True, 2, 3),
+    Case("lora-bf16-1k-fits", "nano", "lora", "bf16", 1, 1024, 64 * MIB, False, 2, 8),
+    Case("lora-1k", "tiny", "lora", "fp32", 1, 1024, 32 * MIB, True, 2, 8),
+    Case("qlora-1k", "tiny", "qlora", "fp32", 1, 1024, 28 * MIB, True, 2, 8),
+    Case("full-1k", "tiny", "full", "fp32", 1, 1024, 40 * MIB, True, 2, 8),
+    Case("lora-8k", "nano", "lora", "fp32", 1, 8192, 35 * MIB, True, 2, 8),
 )
 """Two CPU cores, minutes. Most in fp32: a CPU without bf16 units is a hundred times
 slower in bf16."""

@@ -136,7 +136,7 @@ def _sentence(case: Case) -> str:
     return (
         f"{case.shape} Llama, {case.method}, {case.precision}, {case.rows} x "
         f"{case.length} tokens a step, device memory capped at "
-        f"{size(case.capacity_bytes)}; the others {recompute}. {case.warmup} steps of "
+        f"{size(case.capacity_bytes)}; peers that offload {recompute}. {case.warmup} steps of "
         f"warm-up, {case.steps} timed."
     )
 

@@ -16,7 +16,8 @@ class Roofline:
 
     Attributes:
         compute_s: FLOPs of forward and backward, nothing repeated, over the rate of
-            matrix products.
+            matrix products; 16-bit ones over that of fp32 where it is higher, as on
+            a CPU without 16-bit units, whose kernels may convert.
         fetch_s: Bytes that the plan moves to the device over the link's rate.
         offload_s: Bytes that it moves back.
         update_s: Weights that the host updates over the rate of its AdamW.
@@ -56,8 +57,9 @@ def roofline(forecast: Forecast, hardware: Hardware) -> Roofline:
     flops_32 = accumulation * sum(w.flops_32 for w in work)
     fetched = forecast.step.fetched_bytes + accumulation * sum(moved.back)
     offloaded = forecast.step.offloaded_bytes + accumulation * sum(moved.out)
+    fastest_16 = max(hardware.flops_16, hardware.flops_32)
     return Roofline(
-        compute_s=flops_16 / hardware.flops_16 + flops_32 / hardware.flops_32,
+        compute_s=flops_16 / fastest_16 + flops_32 / hardware.flops_32,
         fetch_s=fetched / hardware.fetch_bytes_s,
         offload_s=offloaded / hardware.offload_bytes_s,
         update_s=_updated_bytes(forecast) / hardware.adam_bytes_s,
