@@ -38,6 +38,9 @@ def measure(
     device = torch.device(device_type, 0 if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # else even two plain runs differ; all systems pay for it alike
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     setup = Setup(case, device, capped=system != REFERENCE)
     if setup.capped:
         meters.limit_memory(device, case.capacity_bytes)

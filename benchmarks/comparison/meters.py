@@ -52,12 +52,18 @@ def resident_peak_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def copied_bytes(act: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes to the GPU and back while `act` runs, as the driver counts copies."""
+def copied_bytes(act: Callable[[], Any]) -> tuple[int, int] | None:
+    """Bytes to the GPU and back while `act` runs, as the driver counts copies.
+
+    None where the profiler sees nothing, or leaves too little memory for the step.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        act()
-        torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            act()
+            torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -68,4 +74,4 @@ def copied_bytes(act: Callable[[], Any]) -> tuple[int, int]:
             for way, name in enumerate(("HtoD", "DtoH")):
                 if name in event["name"]:
                     both[way] += int(event["args"].get("bytes", 0))
-    return both[0], both[1]
+    return (both[0], both[1]) if any(both) else None

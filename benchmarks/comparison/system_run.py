@@ -20,6 +20,8 @@ from .cases import Case
 EXTENSIONS = Path.home() / ".cache" / "protrain-benchmarks" / "torch_extensions"
 """Where peers build their kernels on first use, apart from what others build."""
 
+NOT_IN_TIME = "not done in time: raise --minutes"
+"""Excuse of a system that says nothing about it."""
 READY = "ready"
 """What a process says before each step."""
 
@@ -79,7 +81,7 @@ class SystemRun:
         if self._over:
             return
         if not self._connection.poll(max(deadline - time.monotonic(), 0)):
-            self._excuse = "not done in time: raise --minutes"
+            self._excuse = NOT_IN_TIME
             self._kill()
             return
         try:
@@ -126,6 +128,8 @@ def _measure(
 ) -> None:
     """What runs in the process."""
     os.setsid()
+    # if the host's memory is not enough, this process ends and not the others
+    Path("/proc/self/oom_score_adj").write_text("1000")
     descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from axolotl.monkeypatch.fsdp2_qlora import (
+    apply_init_dtype_attrs_patch,
+    apply_init_sharded_param_patch,
+    apply_init_unsharded_param_patch,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -21,6 +26,11 @@ def open(setup: Setup) -> Training:
     model = setup.model(HOST)
     if setup.case.recompute:
         setup.recompute(model)
+    if setup.case.method == "qlora":
+        # as Axolotl does: else FSDP2 forgets the quant states
+        apply_init_sharded_param_patch()
+        apply_init_unsharded_param_patch()
+        apply_init_dtype_attrs_patch()
     policy = CPUOffloadPolicy(pin_memory=not setup.on_cpu)
     base = model if setup.case.method == "full" else model.get_base_model()
     for layer in base.model.layers:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.core.optim import PagedAdamW
 from axolotl.integrations.protrain.core.profile import measure_hardware
 from axolotl.integrations.protrain.core.types import Hardware
 from axolotl.integrations.protrain.run import TrainingRun
@@ -78,14 +79,6 @@ def open(setup: Setup) -> Training:
             measured.offloaded_bytes + measured.swapped_out_bytes,
         )
 
-    def pinned_bytes() -> int:
-        measured = session.measured()
-        return (
-            measured.host_arena_bytes
-            + measured.host_optimizer_bytes
-            + measured.host_swap_bytes
-        )
-
     shape = SHAPES[case.shape]
     seen: list[Hardware] = []
 
@@ -122,14 +115,18 @@ def open(setup: Setup) -> Training:
             "notes": report.notes,
         }
 
+    arithmetic = ""
+    if not setup.on_cpu and isinstance(optimizer, PagedAdamW):
+        arithmetic = "AdamW on the host rounds as a CPU does"
     return Training(
         step,
         args.model_dump(
             exclude_none=True, exclude_defaults=True, exclude={"protrain_cache_dir"}
         ),
+        arithmetic=arithmetic,
         peak_bytes=lambda: session.measured().device_peak_bytes,
         moved=moved,
-        pinned_bytes=pinned_bytes if not setup.on_cpu else int,
+        pinned_bytes=session.pinned_bytes if not setup.on_cpu else int,
         # on a GPU it would reset torch's memory statistics, and is not needed
         between=measure_again if setup.on_cpu else nothing,
         record=record,

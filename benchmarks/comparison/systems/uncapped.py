@@ -7,8 +7,9 @@ from ..setup import Setup, Training
 
 def open(setup: Setup) -> Training:
     model = setup.model(setup.device)
-    # changes no number, but some cases of the GPU set fit nowhere without it
-    recompute = setup.case.recompute and not setup.on_cpu
-    if recompute:
+    if setup.case.reference_recomputes:
+        # changes no number
         setup.recompute(model)
-    return setup.resident(model, setup.optimizer(model), recompute=recompute)
+    return setup.resident(
+        model, setup.optimizer(model), recompute=setup.case.reference_recomputes
+    )

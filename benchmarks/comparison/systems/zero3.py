@@ -46,6 +46,16 @@ def open(setup: Setup) -> Training:
     trained = [p for p in model.parameters() if p.requires_grad]
     # torch's decay, and its default is DeepSpeed's too
     optimizer = DeepSpeedCPUAdam(trained, lr=LEARNING_RATE, weight_decay=1e-2)
+    if config["bf16"]["enabled"]:
+        model.bfloat16()
+    # one weight at a time: `initialize` moves the whole model to the device
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(setup.device))
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            state.to(setup.device)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(batch: Batch) -> Tensor:

@@ -528,7 +528,9 @@ class TrainingRun:
             on_host *= self.ranks.world.local_size
         capacity = self.args.protrain_capacity_bytes
         if device.type != "cpu":
-            capacity = device_memory(device)
+            free = device_memory(device)
+            # what kernels take unseen grows with what may be used
+            capacity = min(free, capacity or free)
         if capacity is None:
             raise missing_capacity()
         return cached_hardware(

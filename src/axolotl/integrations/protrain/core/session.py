@@ -341,6 +341,12 @@ class Session:
             return self._optimizer.device_bytes()
         return optimizer_bytes(self._optimizer) if self._optimizer is not None else 0
 
+    def pinned_bytes(self) -> int:
+        """Host memory that is page-locked now, on a device that has it."""
+        swap = self._swap.host_bytes if self._swap else 0
+        own = sum(region.nbytes for region in self._pinned)
+        return own + self._gradients.host_bytes + swap
+
     def measured(self) -> Measured:
         """Counters so far."""
         optimizer = self._optimizer
