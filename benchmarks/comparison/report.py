@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -216,9 +217,10 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def difference(record: Record, reference: Record) -> float:
-    """Largest relative difference of a loss."""
+    """Largest relative difference of a loss; infinite if one is not a number."""
     pairs = zip(record["losses"], reference["losses"], strict=True)
-    return max(abs(loss - plain) / abs(plain) for loss, plain in pairs)
+    apart = [abs(loss - plain) / abs(plain) for loss, plain in pairs]
+    return math.inf if any(map(math.isnan, apart)) else max(apart)
 
 
 def agreement(record: Record, reference: Record | None) -> str:
@@ -245,9 +247,8 @@ def unequal(records: Sequence[Record]) -> list[str]:
             f"{case.name}: {LABELS[system]}"
             for system in EXACT
             if system in measured
-            # also if either is not a number
-            and not difference(measured[system], reference)
-            <= (OTHER_ROUNDING if measured[system]["arithmetic"] else 0)
+            and difference(measured[system], reference)
+            > (OTHER_ROUNDING if measured[system]["arithmetic"] else 0)
         ]
     return wrong
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from comparison import report  # noqa: E402 - benchmarks are no package
 from comparison.cases import CASES, GPU, QUICK  # noqa: E402
 from comparison.roofline import Roofline  # noqa: E402
-from comparison.system_run import own_words  # noqa: E402
+from comparison.system_run import NOT_IN_TIME, own_words  # noqa: E402
 from comparison.systems import EXACT, LABELS, REFERENCE  # noqa: E402
 
 CASE = QUICK[0]
@@ -41,6 +41,7 @@ def measured(system: str, *losses: float, **other: Any) -> dict[str, Any]:
         "moved_bytes": None,
         "copied_bytes": None,
         "arithmetic": "",
+        "config": {},
         "record": {},
         **other,
     }
@@ -90,11 +91,30 @@ def test_a_later_call_replaces_its_own_rows_only(tmp_path: Path) -> None:
     assert "| 2,000 |" in text and f"| {LABELS[REFERENCE]} |" in text
 
 
+def test_what_was_measured_outlives_a_call_without_time(tmp_path: Path) -> None:
+    written(tmp_path, PLAIN, OURS)
+    text = written(tmp_path, excused("ours", NOT_IN_TIME))
+    assert "| ProTrain" in text and NOT_IN_TIME not in text
+    assert NOT_IN_TIME in written(tmp_path, excused("zero3", NOT_IN_TIME))
+
+
+def test_who_recomputes_is_named(tmp_path: Path) -> None:
+    recomputed = measured(REFERENCE, 3.0, 2.0, config={"recompute": True})
+    text = written(tmp_path, recomputed, OURS)
+    assert f"| {LABELS[REFERENCE]}, recompute |" in text
+    assert f"| {LABELS['ours']} |" in text
+
+
 @pytest.mark.parametrize("system", EXACT[2:] + EXACT[:1])
 def test_a_loss_that_differs_is_named(system: str) -> None:
     wrong = measured(system, 3.0, 2.0000001)
     assert report.unequal([PLAIN, wrong]) == [f"{CASE.name}: {LABELS[system]}"]
     assert not report.unequal([PLAIN, measured(system, 3.0, 2.0)])
+    assert report.unequal([PLAIN, measured(system, 3.0, float("nan"))])
+    # unless it says that it rounds otherwise, and then by little
+    rounded = measured(system, 3.0, 2.0001, arithmetic="rounds")
+    assert not report.unequal([PLAIN, rounded])
+    assert report.unequal([PLAIN, measured(system, 3.0, 2.1, arithmetic="rounds")])
     # others may add in another order
     assert not report.unequal([PLAIN, measured("zero3", 3.0, 2.0000001)])
 
