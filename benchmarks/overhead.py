@@ -42,6 +42,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from pairs import (
@@ -106,6 +107,19 @@ class Result:
     rounds: list[Round] = field(default_factory=list)
     equal: bool = True
     watch_s: float = 0.0
+
+    def raw_rounds(self) -> list[dict[str, Any]]:
+        """What each figure comes from."""
+        if not self.case.resident:
+            return [asdict(one) for one in self.rounds]
+        kinds = ("wall_s", "cpu_s")
+        return [
+            {
+                "plain": {kind: getattr(one.plain, kind) for kind in kinds},
+                "ours": {kind: getattr(one.ours, kind) for kind in kinds},
+            }
+            for one in self.rounds
+        ]
 
     @property
     def ratios(self) -> list[float]:
@@ -351,7 +365,7 @@ def main() -> int:
                 "num_hooks": result.num_hooks,
                 "losses_equal": result.equal,
                 "watch_s": result.watch_s,
-                "rounds": [asdict(one) for one in result.rounds],
+                "rounds": result.raw_rounds(),
             }
             for result in results
         ]
