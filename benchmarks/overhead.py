@@ -26,7 +26,7 @@ updates as many bytes, because both share cores, caches and memory. In cpu time 
 same work on another thread.
 
 `--axolotl` pairs whole `axolotl train` processes instead, with the plugin under
-`protrain_force_all_persistent` and without it. cpu is the time of all threads of the
+`protrain_force_all_persistent` and without it, which take turns step by step. cpu is the time of all threads of the
 process, which other load on the machine changes less than wall time; `least cpu` is the
 ratio of the fastest rounds, and `watch ms` what counting every storage of the CPU device
 adds to each of a run's first steps, which are in no other figure.
@@ -324,7 +324,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="of each in a round")
     parser.add_argument("--only", choices=("resident", "paged"))
     parser.add_argument("--axolotl", action="store_true", help="pairs of processes")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=5, help="of processes")
     return parser.parse_args()
 
 
@@ -336,12 +336,12 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=170)
     if args.axolotl:
-        pairs = axolotl_pairs(args.pairs, num_steps=20)
+        pairs = axolotl_pairs(args.pairs, num_steps=40)
         pages = [axolotl_page(pairs)]
-        raw: list[dict] = [dict(pair) for pair in pairs]
-        ratios = [pair["ours_wall_s"] / pair["plain_wall_s"] for pair in pairs]
+        raw: list[dict] = [asdict(pair) for pair in pairs]
+        ratios = [ratio for pair in pairs for ratio in pair.ratios]
         missed = median_interval(ratios)[0] > 1 + RESIDENT_TARGET
-        missed |= any(pair["ours_loss"] != pair["plain_loss"] for pair in pairs)
+        missed |= not all(pair.equal for pair in pairs)
     else:
         results = []
         for case in CASES:
