@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -90,10 +89,7 @@ def main(
         if part
     )
     path = output / f"{stem}.json"
-    about = {
-        "machine": describe(),
-        "command": "python benchmarks/compare.py " + " ".join(sys.argv[1:]),
-    }
+    about = {"machine": describe(), "command": command()}
     for record in _measure_all(chosen, names, device_type, deadline):
         # at once: what comes next may end this process too
         report.merge(path, [{**about, "records": [record]}])

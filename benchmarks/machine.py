@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,6 +52,15 @@ def package_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def command() -> str:
+    """How this process was started, but for where its results go."""
+    options = sys.argv[1:]
+    if "--output" in options:
+        at = options.index("--output")
+        options = [*options[:at], *options[at + 2 :]]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *options])
 
 
 def commit() -> str:

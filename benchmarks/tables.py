@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, package_version
+from machine import command, commit, package_version
 from rich.console import Console
 from rich.table import Table
 
@@ -75,19 +73,8 @@ def environment(device: torch.device) -> dict[str, str]:
                 ),
             ]
         ),
-        "command": shlex.join(
-            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *_own_options()]
-        ),
+        "command": command(),
     }
-
-
-def _own_options() -> list[str]:
-    # where the results go is the machine's affair
-    options = sys.argv[1:]
-    if "--output" in options:
-        at = options.index("--output")
-        options = [*options[:at], *options[at + 2 :]]
-    return options
 
 
 def write(
