@@ -63,8 +63,8 @@ def main(
     redraw: Sequence[Path],
 ) -> None:
     if gpu:
-        for command in gpu_commands():
-            click.echo(command)
+        for line in gpu_commands():
+            click.echo(line)
         return
     if redraw:
         _publish(output / redraw[0].name, [loads(path.read_text()) for path in redraw])
