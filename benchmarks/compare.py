@@ -23,7 +23,7 @@ from comparison import report
 from comparison.cases import CASES, GPU, QUICK, Case
 from comparison.system_run import EXTENSIONS, SystemRun, prepare
 from comparison.systems import LABELS
-from machine import describe
+from machine import command, describe
 
 HERE = Path(__file__).parent
 LARGE = ("32b", "70b", "8b")
