@@ -125,8 +125,8 @@ class Search:
         self._place = lru_cache(maxsize=None)(self._make_place)
         self._activations = lru_cache(maxsize=None)(self._walk)
 
-    def simulate(self, plan: Plan) -> StepTime:
-        """Predicted seconds of an optimizer step, by lane."""
+    def simulate(self, plan: Plan, limit_s: float = inf) -> StepTime:
+        """Predicted seconds of an optimizer step, by lane; see `simulate_step`."""
         workload, hardware = self._memory.workload, self._memory.hardware
         trained = sum(
             chunk.nbytes
@@ -143,6 +143,7 @@ class Search:
             workload.fp32_master,
             self._memory.moved_bytes(plan.policies),
             world=workload.world,
+            limit_s=limit_s,
         )
 
     def fastest(self, modes: Set[str] = MODES) -> Plan:
@@ -163,7 +164,7 @@ class Search:
             if self._compute_s(candidate.row) >= best_s * (1 - ROUNDING):
                 break
             plan = self._plan(candidate)
-            step_s = self.simulate(plan).total_s
+            step_s = self.simulate(plan, best_s).total_s
             if step_s < best_s * (1 - ROUNDING) and self._fits_host(plan):
                 best, best_s = plan, step_s
         if best is None:
