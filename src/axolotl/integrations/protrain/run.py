@@ -193,6 +193,7 @@ class TrainingRun:
         """An optimizer step begins, the `number`-th of this run."""
         if self.session is None or self._recovery is None:
             return
+        self.note_peak()
         self._number, self._step = number, state.global_step + 1
         self._repeated = False
         self._recovery.begin(state)
@@ -200,6 +201,7 @@ class TrainingRun:
 
     def end_step(self, seconds: float) -> None:
         """It has ended."""
+        self.note_peak()
         self._watching.close()
         self._step = 0
         if self.session is None or self.report is None or self._recovery is None:
@@ -400,6 +402,11 @@ class TrainingRun:
             self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
         )
+
+    def note_peak(self) -> None:
+        """Read the device's peak before a log resets the allocator's record of it."""
+        if self.session is not None:
+            self.session.device.peak_bytes()
 
     def log_values(self) -> dict[str, float]:
         """Counters since the last call, and peaks, for the Trainer's log."""
