@@ -13,7 +13,7 @@ from .args import ProTrainArgs, overrides
 from .core.cost import ALONE
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
-from .core.planner import Forecast, Knobs, Planner
+from .core.planner import Forecast, Planner
 from .core.profile import (
     Emulation,
     Target,
@@ -22,7 +22,7 @@ from .core.profile import (
     trace_step,
 )
 from .core.search import MODES
-from .core.types import Budget, Layout, Workload, World
+from .core.types import Budget, Knobs, Layout, Workload, World
 from .report import format_bytes
 from .stand_ins import planning_stand_ins
 

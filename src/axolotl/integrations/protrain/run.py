@@ -46,7 +46,6 @@ from .core.runtime import CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
 from .core.types import Hardware, World
 from .data_parallel import (
-    gradient_order,
     ignore_in_ddp,
     plan_hash,
     require_same,
@@ -149,8 +148,6 @@ class TrainingRun:
                 poison=self.args.protrain_check_races,
                 fp32_master=self.args.protrain_fp32_master,
                 cpu_optimizer=self.args.protrain_cpu_optimizer,
-                swap_bytes=forecast.moved.out,
-                gradient_order=gradient_order(forecast),
             ),
             self.ranks,
             self._absent(model),
@@ -297,7 +294,7 @@ class TrainingRun:
         self._repeated = True
         # what moves now is not the step's
         self._watching.close()
-        session.replan(forecast.plan, forecast.moved.out)
+        session.replan(forecast.plan)
         report.notch(self._step, asdict(shortage), forecast)
         self._log.warning(
             f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"

@@ -20,6 +20,7 @@ from .types import (
     BlockTimes,
     Budget,
     Hardware,
+    Knobs,
     Layout,
     Moved,
     Placement,
@@ -43,16 +44,6 @@ def with_measured(
         backward_s=tuple(backward),
         measured=bool(measured),
     )
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """The four knobs by hand."""
-
-    n_persist: int
-    n_buffer: int
-    n_swap: int
-    n_checkpoint: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +95,7 @@ class Planner:
     ) -> None:
         self._layout = layout
         self._given = (layout, trace, workload, hardware, times, budget)
+        self._gradient_order = gradient_order(layout, trace)
         self._memory = MemoryModel(layout, trace, workload, hardware)
         self._redone_if_paged = redone_if_paged
         self._search = Search(
@@ -218,11 +210,27 @@ class Planner:
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""
+        moved = self._memory.moved_bytes(plan.policies)
         return Forecast(
             *self._given,
-            plan,
+            replace(plan, swap_bytes=moved.out, gradient_order=self._gradient_order),
             self._memory.device(plan),
             self._memory.host(plan),
             self._search.simulate(plan),
-            self._memory.moved_bytes(plan.policies),
+            moved,
         )
+
+
+def gradient_order(layout: Layout, trace: Trace) -> tuple[int, ...]:
+    """Chunks in the order in which the traced backward was done with them."""
+    chunk_of = {
+        spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
+    }
+    done: dict[int, None] = {}
+    for segment in trace.segments:
+        for name, _ in segment.gradients:
+            if name in chunk_of:
+                # the last gradient of a chunk decides
+                done.pop(chunk_of[name], None)
+                done[chunk_of[name]] = None
+    return tuple(done)

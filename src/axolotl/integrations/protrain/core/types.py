@@ -13,6 +13,9 @@ from functools import cached_property
 
 import torch
 
+IN_FLIGHT = 2
+"""Chunks of gradients between device and host: sent, staged or packed."""
+
 
 class Placement(Enum):
     """Where the parts of a chunk live. The members say which memory is in use."""
@@ -169,6 +172,16 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Knobs:
+    """The paper's four knobs, by hand; see `Plan`."""
+
+    n_persist: int
+    n_buffer: int
+    n_swap: int
+    n_checkpoint: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the runtime does, decided once. The four knobs carry the paper's names.
 
@@ -183,6 +196,10 @@ class Plan:
         origin: What decided the knobs, for the report.
         shards: Ranks that each keep and fetch one shard of every host-kept chunk, all
             those of a node; 1 where each rank fetches whole chunks.
+        swap_bytes: For each block what it is expected to send to the host in a
+            micro-batch; what is missing is found out in the first one.
+        gradient_order: Chunks in the order in which backward is done with them; what is
+            missing comes last. Only several ranks ask for it.
     """
 
     n_persist: int
@@ -193,6 +210,8 @@ class Plan:
     policies: tuple[Policy, ...]
     origin: str
     shards: int = 1
+    swap_bytes: tuple[int, ...] = ()
+    gradient_order: tuple[int, ...] = ()
 
     @property
     def recompute(self) -> tuple[bool, ...]:

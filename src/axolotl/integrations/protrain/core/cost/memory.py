@@ -15,9 +15,18 @@ from operator import add
 from typing import NamedTuple
 
 from ..layout import reduce_bytes, slot_bytes
-from ..types import Hardware, Layout, Moved, Placement, Plan, Policy, Trace, Workload
+from ..types import (
+    IN_FLIGHT,
+    Hardware,
+    Layout,
+    Moved,
+    Placement,
+    Plan,
+    Policy,
+    Trace,
+    Workload,
+)
 from .states import (
-    GRADIENTS_IN_FLIGHT,
     HostBytes,
     StateBytes,
     host_state_bytes,
@@ -211,7 +220,7 @@ class MemoryModel:
         # a copy that runs at once leaves no gradient behind on the device, nor does
         # a reduction, which packs them first
         at_once = not hardware.overlaps or (several and workload.accumulation == 1)
-        self._in_flight = 0 if at_once else GRADIENTS_IN_FLIGHT
+        self._in_flight = 0 if at_once else IN_FLIGHT
         self._packed_bytes = [
             reduce_bytes(chunk, workload.world.local_size, workload.fp32_master)
             if chunk.trainable

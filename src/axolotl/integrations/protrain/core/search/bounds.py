@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..cost import (
-    MAX_IN_FLIGHT,
     Collectives,
     HostWork,
     host_work,
@@ -24,6 +23,7 @@ from ..cost import (
 )
 from ..layout import padded_bytes, shard_bytes
 from ..types import (
+    IN_FLIGHT,
     BlockTimes,
     Chunk,
     Hardware,
@@ -467,7 +467,7 @@ class PlacedBound:
         # the trainer waits for all at the update, before that for all but these
         every, awaited = (
             (sum(nbytes[:stop]), sum(first_sums_s[:stop]), sum(later_sums_s[:stop]))
-            for stop in (None, -MAX_IN_FLIGHT)
+            for stop in (None, -IN_FLIGHT)
         )
         first_block = len(step.layout.blocks)
         if len(outside) < 2:
