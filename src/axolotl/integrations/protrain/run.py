@@ -29,6 +29,7 @@ from .core.checkpoint import checkpoint_bytes, require_space
 from .core.cost import block_times
 from .core.errors import BudgetError, ConfigError, DeviceMemoryError, ProTrainError
 from .core.layout import build_layout, find_blocks
+from .core.layout.tensors import may_repack
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Target,
@@ -61,6 +62,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NOT_REPACKED = (
+    "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
+    "(AVX512-BF16) and trains without their gradients from then on. It does not in "
+    "this run, so a plain one differs, in evaluation by its rounding."
+)
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
@@ -133,6 +139,9 @@ class TrainingRun:
         self._is_adapter = bool(adapter_names(model))
         forecast, notes = self._plan(model, device)
         notes += self._warnings(forecast)
+        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
+        if evaluates and device.type == "cpu" and may_repack(model):
+            notes.append(NOT_REPACKED)
         self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._saves_optimizer = saves_optimizer
         if self._is_first:
