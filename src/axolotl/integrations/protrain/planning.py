@@ -23,7 +23,7 @@ from .core.profile import (
 )
 from .core.search import MODES
 from .core.types import Budget, Knobs, Layout, Workload, World
-from .report import format_bytes
+from .report.forecast import format_bytes
 from .stand_ins import planning_stand_ins
 
 

@@ -54,7 +54,8 @@ from .data_parallel import (
 )
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
-from .report import WATCHED_STEPS, RunReport, format_bytes, summary
+from .report.forecast import format_bytes
+from .report.run import WATCHED_STEPS, RunReport
 from .stand_ins import make_experts_traceable
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ class TrainingRun:
         # what moves now is not the step's
         self._watching.close()
         session.replan(forecast.plan)
-        report.notch(self._step, asdict(shortage), forecast)
+        report.replanned(self._step, asdict(shortage), forecast)
         self._log.warning(
             f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
             + report.table()
@@ -365,7 +366,7 @@ class TrainingRun:
             report.ranks = ranks.collect(own)
         if not self._is_first:
             return
-        self._log.info(summary(measured, report))
+        self._log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
