@@ -293,7 +293,7 @@ class TrainingRun:
         force = self.args.protrain_force_all_persistent
         before = report.forecast.plan
         try:
-            forecast = planner.notch(
+            forecast = planner.replan(
                 before,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import TraceError
 from ..nested import map_tensors, tensors_in
-from ..types import SMALLEST_SWAP_BYTES, Hold, Holding, Segment, Trace, Work
+from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .meta import MetaMode
 from .operators import may_multiply, work_of
@@ -42,7 +42,6 @@ def trace_step(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
-    batch_bytes: int = 0,
     every_block: bool = False,
 ) -> TracedStep:
     """Run `loss_of` and its backward on a model without weights.
@@ -51,7 +50,6 @@ def trace_step(
         model: On the meta device, `requires_grad` final, nothing recomputed.
         blocks: From `find_blocks(model)`.
         loss_of: Runs the forward and returns the loss.
-        batch_bytes: Bytes of one batch on the device.
         every_block: Run blocks of a kind that has run before, too.
 
     Raises:
@@ -70,7 +68,7 @@ def trace_step(
             f"{type(model).__name__} cannot be run without weights, which a plan needs: "
             f"{error}. Train it without ProTrain (protrain_auto_memory: false)."
         ) from error
-    return recorder.result(batch_bytes)
+    return recorder.result()
 
 
 class _Open:
@@ -412,7 +410,7 @@ class _Recorder(MetaMode):
 
     # the result
 
-    def result(self, batch_bytes: int) -> TracedStep:
+    def result(self) -> TracedStep:
         """What was recorded, blocks numbered in the order of first use."""
         unused = (i for i in range(len(self._blocks)) if i not in self._order)
         order = [*self._order, *unused]
@@ -425,18 +423,17 @@ class _Recorder(MetaMode):
             if segment.undone_in is not None:
                 # it is computed again only then
                 segment.redone_peak += segment.undone_in.final.kept_at_unpack or 0
-        fates: Counter[tuple[int, int, tuple[Hold, ...], bool]] = Counter()
+        fates: Counter[tuple[int, int, tuple[Save, ...], bool]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
         trace = Trace(
             segments=tuple(segment.closed(number) for segment in segments),
-            holdings=tuple(
-                Holding(made, forgotten, holds, nbytes, large)
-                for (made, forgotten, holds, large), nbytes in fates.items()
-                if forgotten > made or any(hold.segment > made for hold in holds)
+            lifetimes=tuple(
+                Lifetime(made, forgotten, saves, nbytes, large)
+                for (made, forgotten, saves, large), nbytes in fates.items()
+                if forgotten > made or any(save.segment > made for save in saves)
             ),
             blocks=tuple(self._blocks[index][0] for index in order),
-            batch_bytes=batch_bytes,
         )
         samples = {number[old]: sample for old, sample in self._samples.items()}
         return TracedStep(trace, samples, tuple(self._uncounted))
@@ -500,12 +497,12 @@ class _Recorder(MetaMode):
 
 def _fate(
     record: _Record, num_segments: int, number: Mapping[int | None, int]
-) -> tuple[int, int, tuple[Hold, ...], bool]:
-    """When a storage was made, when forgotten, what held it, and whether it is large."""
+) -> tuple[int, int, tuple[Save, ...], bool]:
+    """When a storage was made, when forgotten, what saved it, and whether it is large."""
     forgotten = record.forgotten
     end = forgotten.final.index if forgotten is not None else num_segments
-    holds = {
-        Hold(segment.final.index, number.get(block))
+    saves = {
+        Save(segment.final.index, number.get(block))
         for block, segment in record.released
     }
     inputs: dict[tuple[int, int | None], bool] = {}
@@ -514,10 +511,10 @@ def _fate(
             key = forward.undone_in.final.index, number.get(forward.block)
             # another reference to it stays on the device
             inputs[key] = inputs.get(key, True) and by_position
-    holds |= {
-        Hold(*key, as_input=True, by_position=each) for key, each in inputs.items()
+    saves |= {
+        Save(*key, as_input=True, by_position=each) for key, each in inputs.items()
     }
-    ordered = sorted(holds, key=lambda h: (h.segment, h.block or -1, h.as_input))
+    ordered = sorted(saves, key=lambda s: (s.segment, s.block or -1, s.as_input))
     return record.made.final.index, end, tuple(ordered), record.large
 
 
