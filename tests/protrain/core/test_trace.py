@@ -398,6 +398,45 @@ def test_flops_of_a_llama_block() -> None:
     ]
 
 
+class OwnKernel(torch.autograd.Function):
+    """A product by an operator of which torch knows nothing but the shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return torch.ops.protrain_tests.product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+class WithOwnKernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)
+        )
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        decayed = self.weight * 2 + self.weight.to(BF16).t().float()
+        return OwnKernel.apply(x, self.weight).sum() + decayed.sum()
+
+
+def test_an_operator_without_a_count_is_named() -> None:
+    library = torch.library.Library("protrain_tests", "DEF")
+    library.define("product(Tensor x, Tensor weight) -> Tensor")
+    library.impl("product", lambda x, weight: x.new_empty(x.shape), "Meta")
+    model = meta_twin(WithOwnKernel())
+    x = torch.empty(2, 8, device="meta")
+    traced = trace_step(model, find_blocks(model), lambda: model(x))
+    library._destroy()
+    assert traced.uncounted == ("protrain_tests::product",)
+
+
 def test_gradients_are_those_of_the_real_step() -> None:
     model = stack(tie=True)
     freeze(model, ["embed", "norm", "extra"])
