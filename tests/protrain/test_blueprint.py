@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.blueprint import Blueprint, load_blueprint
-from axolotl.integrations.protrain.core.cost.compute import work_s
+from axolotl.integrations.protrain.core.cost import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (

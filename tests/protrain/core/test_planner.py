@@ -49,7 +49,7 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
         return
     forecast = planner(case, device_bytes).search()
     # what follows from the trace is added
-    swap_bytes = case.memory.moved_bytes(plan.policies).out
+    swap_bytes = case.memory.activations(plan.policies).moved.out
     order = forecast.plan.gradient_order
     assert forecast.plan == replace(plan, swap_bytes=swap_bytes, gradient_order=order)
     assert forecast.step == search.simulate(plan)
@@ -145,7 +145,9 @@ def test_a_smaller_plan_is_the_fastest_plan_that_can_be_reached(
     lower = reached(before.device_bytes - asked) or reached(before.device_bytes - 1)
 
     def replan() -> Forecast:
-        return planner(case, device_bytes).replan(before.plan, unplanned, asked, movable)
+        return planner(case, device_bytes).replan(
+            before.plan, unplanned, asked, movable
+        )
 
     if not lower:
         with pytest.raises(BudgetError):

@@ -177,14 +177,6 @@ def host_state_bytes(
     )
 
 
-def host_bytes(
-    layout: Layout, placements: Sequence[Placement], fp32_master: bool
-) -> int:
-    """Host bytes of the arena, host gradients, their staging, masters and moments."""
-    workload = Workload(fp32_master=fp32_master)
-    return host_state_bytes(layout, placements, workload).total
-
-
 def _sum_bytes(chunk: Chunk, workload: Workload) -> int:
     """Sums of micro-batches on one rank, in fp32 where there are masters."""
     return chunk.nbytes + workload.fp32_master * chunk.payload_16_bit_bytes

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
@@ -129,10 +128,10 @@ def simulate_step(
     hardware: Hardware,
     accumulation: int,
     fp32_master: bool,
-    moved: Moved,
+    moved: Moved | None = None,
     *,
     world: World = ALONE,
-    limit_s: float = inf,
+    launches_ahead: bool = True,
 ) -> StepTime:
     """Run one step of a plan on clocks.
 
@@ -141,42 +140,37 @@ def simulate_step(
         plan: Where chunks live and what becomes of activations.
         times: Compute of one micro-batch under no plan; `update_s` of this plan.
         hardware: Rates. `adam_bytes_s` counts the bytes of what AdamW updates: fp32
-            masters where there are any. Unless it `overlaps`, blocks compute on the
-            calling thread, so do copies, and only host updates run beside it.
+            masters where there are any. Unless it `overlaps`, every copy runs on the
+            calling thread, as compute does, and only host updates run beside it.
         accumulation: Micro-batches of a step.
         fp32_master: Whether 16-bit host weights are updated through masters.
-        moved: What swapping moves.
+        moved: What swapping moves; needed only for plans that swap.
         world: Who trains together.
-        limit_s: A step that cannot take less counts as endless: once a lane alone
-            takes that long, or what is left to compute after the first forward.
+        launches_ahead: Where copies overlap, whether the calling thread runs ahead of
+            the device, as on CUDA; False where blocks compute on it.
     """
     d = Demand(layout, plan, times, hardware, accumulation, fp32_master, moved, world)
-    step, busy = _Step(d, hardware.overlaps), d.busy()
+    step = _Step(d, hardware.overlaps, launches_ahead)
     step.update()
-    step.forward(first=True)
-    left_s = accumulation * d.compute_s - sum(d.forward_s) - d.outside_s
-    endless = max(step.now + left_s, *busy.values()) >= limit_s
+    before: list[float] | None = None
     # the last micro-batch of several ranks is unlike the others
     alike = accumulation - d.reduces
-    before: list[float] | None = None
-    for number in range(0 if endless else alike):
+    for number in range(alike):
         started, exposed = step.issued, dict(step.exposed)
-        if number:
-            step.forward(first=False)
+        step.forward(first=number == 0)
         step.backward(first=number == 0)
         offsets = step.offsets()
         if before is not None and _close(offsets, before, step.issued - started):
             step.repeat(alike - 1 - number, started, exposed)
             break
         before = offsets
-    if d.reduces and not endless:
-        if alike:
-            step.forward(first=False)
+    if d.reduces:
+        step.forward(first=alike == 0)
         step.reduce()
     step.settle()
     return StepTime(
-        total_s=inf if endless else step.now + step.skipped,
-        busy_s=busy,
+        total_s=step.now + step.skipped,
+        busy_s=d.busy(),
         exposed_s=step.exposed,
         recompute_s=accumulation * d.recompute_s,
         fetched_bytes=d.fetched_bytes,
@@ -184,7 +178,7 @@ def simulate_step(
     )
 
 
-class _Link(NamedTuple):
+class Link(NamedTuple):
     """Traffic of forward or backward and what it costs, seconds per byte."""
 
     fetch_bytes: int
@@ -294,13 +288,13 @@ class Demand:
         hardware: Hardware,
         accumulation: int,
         fp32_master: bool,
-        moved: Moved,
+        moved: Moved | None,
         world: World,
     ) -> None:
         self.accumulation = accumulation
         self.reduces = world.size > 1
         self.collectives = Collectives.of(hardware, world)
-        self.moved = moved
+        self.moved = moved or Moved(*[(0,) * len(layout.blocks)] * 2)
         self.swaps = [policy.swaps for policy in plan.policies]
         self.forward_s = times.forward_s
         again = [
@@ -422,10 +416,10 @@ class Demand:
         gradients = sum(work.nbytes for work in self.works)
         parts = sum(work.part_bytes for work in self.works)
 
-        def link(chunks: list[int], more: int, offload_bytes: int) -> _Link:
+        def link(chunks: list[int], more: int, offload_bytes: int) -> Link:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
             rates = seconds_per_byte(fetch_bytes, offload_bytes, hardware)
-            return _Link(fetch_bytes, offload_bytes, *rates)
+            return Link(fetch_bytes, offload_bytes, *rates)
 
         again = self.accumulation - 1
         self.first = link(self.missing_first, refreshed, out)
@@ -458,9 +452,10 @@ class _Step:
         exposed: Seconds that compute stood still, by the lane it waited for.
     """
 
-    def __init__(self, demand: Demand, overlaps: bool) -> None:
+    def __init__(self, demand: Demand, overlaps: bool, launches_ahead: bool) -> None:
         self._demand = demand
         self._overlaps = overlaps
+        self._ahead = overlaps and launches_ahead
         self.now = self.issued = self.skipped = 0.0
         lanes = [*LANES[1:], COMMUNICATE] if demand.reduces else LANES[1:]
         self.exposed = dict.fromkeys(lanes, 0.0)
@@ -533,7 +528,7 @@ class _Step:
         self._backward(self._demand.last, self._reduce, self._demand.shared_s)
 
     def _backward(
-        self, link: _Link, send: Callable[[HostWork], None], shared_s: Sequence[float]
+        self, link: Link, send: Callable[[HostWork], None], shared_s: Sequence[float]
     ) -> None:
         d = self._demand
         missing = d.missing_backward[:]
@@ -602,7 +597,7 @@ class _Step:
             self.exposed[self._cause] += self.issued - self.now
             self.now = self.issued
         self.now += seconds
-        if not self._overlaps:
+        if not self._ahead:
             self.issued = self.now
 
     def _stand(self, seconds: float, lane: str) -> None:
@@ -635,7 +630,7 @@ class _Step:
         if gather_s:
             self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)
 
-    def _fetch_chunk(self, chunk: int, link: _Link) -> None:
+    def _fetch_chunk(self, chunk: int, link: Link) -> None:
         d = self._demand
         seconds = d.chunk_bytes[chunk] * link.fetch_s
         arrival = self._queue("fetch", seconds, self._last_use[chunk % d.num_slots])
@@ -651,7 +646,7 @@ class _Step:
         for chunk in range(start, stop):
             self._last_use[chunk % self._demand.num_slots] = self.now
 
-    def _swap_in(self, block: int, link: _Link) -> float:
+    def _swap_in(self, block: int, link: Link) -> float:
         """Not before compute is here: the room for it comes from its stream."""
         nbytes = self._demand.moved.back[block]
         return self._queue("fetch", nbytes * link.fetch_s, self.now) if nbytes else 0.0

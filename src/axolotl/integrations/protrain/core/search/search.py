@@ -125,8 +125,8 @@ class Search:
         self._place = lru_cache(maxsize=None)(self._make_place)
         self._activations = lru_cache(maxsize=None)(self._walk)
 
-    def simulate(self, plan: Plan, limit_s: float = inf) -> StepTime:
-        """Predicted seconds of an optimizer step, by lane; see `simulate_step`."""
+    def simulate(self, plan: Plan) -> StepTime:
+        """Predicted seconds of an optimizer step, by lane."""
         workload, hardware = self._memory.workload, self._memory.hardware
         trained = sum(
             chunk.nbytes
@@ -141,9 +141,8 @@ class Search:
             hardware,
             workload.accumulation,
             workload.fp32_master,
-            self._memory.moved_bytes(plan.policies),
+            self._memory.activations(plan.policies).moved,
             world=workload.world,
-            limit_s=limit_s,
         )
 
     def fastest(self, modes: Set[str] = MODES) -> Plan:
@@ -164,7 +163,7 @@ class Search:
             if self._compute_s(candidate.row) >= best_s * (1 - ROUNDING):
                 break
             plan = self._plan(candidate)
-            step_s = self.simulate(plan, best_s).total_s
+            step_s = self.simulate(plan).total_s
             if step_s < best_s * (1 - ROUNDING) and self._fits_host(plan):
                 best, best_s = plan, step_s
         if best is None:
@@ -224,9 +223,7 @@ class Search:
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
-        peak = self._memory.peak_bytes(
-            plan.placements, plan.n_buffer, plan.policies, plan.shards
-        )
+        peak = self._memory.device(plan).peak_bytes
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
     @cached_property
@@ -243,13 +240,13 @@ class Search:
     @cached_property
     def _families(self) -> list[list[_Row]]:
         """All policies that are tried, the fewest recomputed blocks first: without
-        swaps, with inputs that swap, and with saved tensors that do."""
+        swaps, with saved tensors that swap, and with inputs that do."""
         blocks = self._num_blocks
         most = ceil(blocks / self.swap_interval)
         return [
             [_Row(0, n) for n in range(blocks + 1)],
-            *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
             [_Row(most, n) for n in range(blocks - most + 1)],
+            *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
         ]
 
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
@@ -283,7 +280,7 @@ class Search:
                 n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
                 for n_buffer in range(slot_floor(layout, placements), most + 1)
             },
-            memory.parameters(placements, memory.states(placements, shards)),
+            memory.parameters(placements, shards),
             self._paged_blocks(placements),
         )
 
@@ -293,13 +290,22 @@ class Search:
         return slot_floor(self._layout, nothing) + MAX_EXTRA_SLOTS
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
-        """Plans for which the device has room; the host may lack it for what swaps."""
+        """Plans for which the device has room; the host may lack it for what swaps.
+
+        Swaps only add to a plan that recomputes nothing, and those of inputs to one that
+        fits without: then they are left out.
+        """
+        plain, saved, *inputs = self._families
         for at in places:
-            for (n_buffer, nbytes), rows in product(at.slots.items(), self._families):
+            for n_buffer, nbytes in at.slots.items():
                 room = self._budget.usable_bytes - nbytes
-                row = self._first_that_fits(rows, at, room)
-                if row is not None:
-                    yield _Candidate(row, n_buffer, at)
+                row = self._first_that_fits(plain, at, room)
+                rows = [row]
+                if row is None or row.n_checkpoint:
+                    rows.append(self._first_that_fits(saved, at, room))
+                if row is None:
+                    rows += [self._first_that_fits(some, at, room) for some in inputs]
+                yield from (_Candidate(row, n_buffer, at) for row in rows if row)
 
     def _first_that_fits(
         self, rows: Iterable[_Row], at: _Place, room: float
