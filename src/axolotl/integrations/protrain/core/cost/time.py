@@ -187,36 +187,6 @@ class Link(NamedTuple):
     offload_s: float
 
 
-class Collectives(NamedTuple):
-    """Seconds per byte: of an all-gather's result, of a reduce-scatter's input, and of
-    what each rank then reduces with other nodes; 0 where there is nobody to do it with.
-    """
-
-    gather_s: float
-    reduce_s: float
-    across_s: float
-
-    @classmethod
-    def of(cls, hardware: Hardware, world: World) -> Collectives:
-        """Those of a world on a machine."""
-        inside, across = world.local_size > 1, world.num_nodes > 1
-        return cls(
-            1 / hardware.gather_bytes_s if inside else 0.0,
-            1 / hardware.reduce_bytes_s if inside else 0.0,
-            1 / (world.local_size * hardware.across_bytes_s) if across else 0.0,
-        )
-
-    @property
-    def scatter_s(self) -> float:
-        """Of sums over all ranks, of which each rank of a node gets a part."""
-        return self.reduce_s + self.across_s
-
-    @property
-    def all_reduce_s(self) -> float:
-        """Of sums that all ranks get, as DDP makes them."""
-        return self.scatter_s + self.gather_s
-
-
 class HostWork(NamedTuple):
     """Of one host-kept trained chunk: gradient bytes that leave in a micro-batch, and
     seconds of the host to add them up, for their norm and for the update.
@@ -293,7 +263,13 @@ class Demand:
     ) -> None:
         self.accumulation = accumulation
         self.reduces = world.size > 1
-        self.collectives = Collectives.of(hardware, world)
+        # seconds per byte: of an all-gather's result, of sums over all ranks of which
+        # each rank of a node gets a part; 0 where there is nobody to do it with
+        inside, across = world.local_size > 1, world.num_nodes > 1
+        self.gathering_s = 1 / hardware.gather_bytes_s if inside else 0.0
+        self.scatter_s = 1 / hardware.reduce_bytes_s if inside else 0.0
+        if across:
+            self.scatter_s += 1 / (world.local_size * hardware.across_bytes_s)
         self.moved = moved or Moved(*[(0,) * len(layout.blocks)] * 2)
         self.swaps = [policy.swaps for policy in plan.policies]
         self.forward_s = times.forward_s
@@ -316,7 +292,7 @@ class Demand:
         self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in paged]
         self.gather_s = [self._gather_s(chunk, plan.shards) for chunk in paged]
         # of the two ways that a shard goes
-        gathers = plan.shards * self.collectives.gather_s > 1 / hardware.fetch_bytes_s
+        gathers = plan.shards * self.gathering_s > 1 / hardware.fetch_bytes_s
         self.slower = COMMUNICATE if plan.shards > 1 and gathers else "fetch"
         # chunks of each block, by their numbers among the paged ones
         self.bounds: list[tuple[int, int]] = []
@@ -331,9 +307,9 @@ class Demand:
 
     def busy(self) -> dict[str, float]:
         """Seconds of work by lane."""
-        more, added = self.accumulation - 1, self.accumulation - 1
-        if self.reduces and more:
-            added -= 1
+        more = self.accumulation - 1
+        # the last ones of several ranks are reduced first
+        added = max(0, more - self.reduces)
         host_s = self.norm_s + sum(update.seconds for update in self.updates)
         host_s += sum(
             w.first_sum_s + added * w.later_sum_s + w.part_sum_s for w in self.works
@@ -350,7 +326,7 @@ class Demand:
             busy[COMMUNICATE] = (
                 sum(self.gather_s[chunk] for chunk in gathered)
                 + sum(u.gather_s for u in self.updates if u.number is None)
-                + sum(w.nbytes for w in self.works) * self.collectives.scatter_s
+                + sum(w.nbytes for w in self.works) * self.scatter_s
                 + sum(self.shared_s)
             )
         return busy
@@ -358,7 +334,7 @@ class Demand:
     def _gather_s(self, chunk: Chunk, shards: int) -> float:
         if shards == 1:
             return 0.0
-        return padded_bytes(chunk, shards) * self.collectives.gather_s
+        return padded_bytes(chunk, shards) * self.gathering_s
 
     def _add_training(
         self,
@@ -380,8 +356,10 @@ class Demand:
                 continue
             if plan.placements[chunk.index].on_host:
                 work = host_work(chunk, hardware, fp32_master, world)
-                of_block = chunk.block is not None
-                (self.gradients[chunk.block] if of_block else self.outside).append(work)
+                if chunk.block is None:
+                    self.outside.append(work)
+                else:
+                    self.gradients[chunk.block].append(work)
                 self.norm_s += work.norm_s
                 self.updates.append(
                     _Update(
@@ -401,7 +379,7 @@ class Demand:
         self.works = [w for works in (*self.gradients, self.outside) for w in works]
         # of DDP, when each block's backward is done
         each = outside / len(inside) if inside else 0.0
-        rate = self.collectives.all_reduce_s
+        rate = self.scatter_s + self.gathering_s
         self.shared_s = [rate * (nbytes + each) for nbytes in inside]
 
     def _add_traffic(self, hardware: Hardware) -> None:
@@ -671,7 +649,7 @@ class _Step:
             # one buffer for them: compute has just read those before
             self._await(self._queue("fetch", gradients.nbytes * link.fetch_s, self.now))
         self._await(self._packed.popleft(), COMMUNICATE)
-        scatter_s = gradients.nbytes * d.collectives.scatter_s
+        scatter_s = gradients.nbytes * d.scatter_s
         reduced = self._queue(COMMUNICATE, scatter_s, self.now)
         seconds = gradients.part_bytes * link.offload_s
         arrived = self._queue("offload", seconds, max(self.now, reduced))

@@ -16,7 +16,7 @@ with chunks that they share (mode C).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, inf
@@ -81,8 +81,13 @@ class _Place(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A place, its slots, and a row of policies that fits there."""
+    """A place, its slots, and a row of policies that may fit there.
 
+    In the order in which they are tried, but for the place: at a tie in `compute_s`,
+    below which the step cannot be, what swaps less, recomputes less or has fewer slots.
+    """
+
+    compute_s: float
     row: _Row
     n_buffer: int
     at: _Place
@@ -122,7 +127,6 @@ class Search:
             for chunk in self._layout.chunks
         )
         self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
-        self._place = lru_cache(maxsize=None)(self._make_place)
         self._activations = lru_cache(maxsize=None)(self._walk)
 
     def simulate(self, plan: Plan) -> StepTime:
@@ -156,11 +160,9 @@ class Search:
         """
         best: Plan | None = None
         best_s = inf
-        candidates = list(self._candidates(self._places(modes, host=True)))
-        # at a tie those first that swap less, recompute less or have fewer slots
-        candidates.sort(key=lambda c: (self._compute_s(c.row), c.row, c.n_buffer))
-        for candidate in candidates:
-            if self._compute_s(candidate.row) >= best_s * (1 - ROUNDING):
+        candidates = self._candidates(self._places(modes, host=True))
+        for candidate in sorted(candidates, key=lambda candidate: candidate[:-1]):
+            if candidate.compute_s >= best_s * (1 - ROUNDING):
                 break
             plan = self._plan(candidate)
             step_s = self.simulate(plan).total_s
@@ -262,11 +264,11 @@ class Search:
                 at = self._place(num_paged, outside, shards)
                 if self._reachable and not self._reachable(at.placements):
                     continue
-                plain = _Candidate(_Row(0, 0), min(at.slots), at)
+                plain = self._candidate(_Row(0, 0), min(at.slots), at)
                 if not host or self._fits_host(self._plan(plain)):
                     yield at
 
-    def _make_place(self, num_paged: int, outside: Placement, shards: int) -> _Place:
+    def _place(self, num_paged: int, outside: Placement, shards: int) -> _Place:
         layout, memory = self._layout, self._memory
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
         placements = place(layout, n_persist, masters, outside)
@@ -305,7 +307,7 @@ class Search:
                     rows.append(self._first_that_fits(saved, at, room))
                 if row is None:
                     rows += [self._first_that_fits(some, at, room) for some in inputs]
-                yield from (_Candidate(row, n_buffer, at) for row in rows if row)
+                yield from (self._candidate(row, n_buffer, at) for row in rows if row)
 
     def _first_that_fits(
         self, rows: Iterable[_Row], at: _Place, room: float
@@ -327,29 +329,29 @@ class Search:
 
     def _smallest(self, places: Iterable[_Place]) -> _Candidate:
         """The plan that takes the least of the device."""
-        best, least = None, inf
+        best = self._candidate(_Row(0, 0), 0, self._place(0, self._outside[0], 1))
+        least = inf
         # most often what recomputes most takes the least
         rows = [row for rows in self._families for row in reversed(rows)]
         for at in places:
             n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
             while row := self._first_that_fits(rows, at, least - 1 - slots):
-                best, least = _Candidate(row, n_buffer, at), slots
+                best, least = self._candidate(row, n_buffer, at), slots
                 least += self._peak_bytes(row, at)
-        assert best is not None, "one slot for each chunk of a block is always tried"
         return best
 
     def _peak_bytes(self, row: _Row, at: _Place) -> int:
         """Of the device, without slots."""
         return self._memory.peak_without_slots(at.parameters, self._activations(row))
 
-    def _compute_s(self, row: _Row) -> float:
-        """No plan with these policies takes less."""
+    def _candidate(self, row: _Row, n_buffer: int, at: _Place) -> _Candidate:
         times = self._times
         again = zip(times.forward_s, self._policies(row), strict=True)
-        outside_s = times.outside_forward_s + times.outside_backward_s
-        micro_batch_s = sum(times.forward_s) + sum(times.backward_s) + outside_s
+        micro_batch_s = sum(times.forward_s) + sum(times.backward_s)
+        micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
-        return times.update_s + self._memory.workload.accumulation * micro_batch_s
+        compute_s = times.update_s + self._memory.workload.accumulation * micro_batch_s
+        return _Candidate(compute_s, row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
@@ -368,7 +370,7 @@ class Search:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
     def _plan(self, candidate: _Candidate) -> Plan:
-        row, n_buffer, at = candidate
+        _, row, n_buffer, at = candidate
         knobs = Knobs(self._num_chunks - at.num_paged, n_buffer, *row)
         return self._make_plan(knobs, at.outside, at.shards, "search")
 
@@ -377,10 +379,7 @@ class Search:
     ) -> Plan:
         return make_plan(
             self._layout,
-            knobs.n_persist,
-            knobs.n_buffer,
-            knobs.n_swap,
-            knobs.n_checkpoint,
+            *astuple(knobs),
             self._memory.workload.fp32_master,
             outside,
             origin,
