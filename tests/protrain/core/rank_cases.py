@@ -34,6 +34,7 @@ from core_models import (
     make_plan,
     stack,
 )
+from simulated import SimulatedDevice, at_random
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,8 +45,6 @@ from axolotl.integrations.protrain.core.runtime import (
     CpuDevice,
     Device,
     Ranks,
-    SimulatedDevice,
-    at_random,
 )
 from axolotl.integrations.protrain.core.session import Options, Session
 

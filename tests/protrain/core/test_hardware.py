@@ -714,7 +714,7 @@ def rates_of(rank: int, store: str, size: int, results: Any) -> None:
     )
     ranks = Ranks("cpu")
     rates = measure_collectives(ranks, CPU)
-    results.put((rates, ranks.num_gathers, ranks.reduced_bytes))
+    results.put(rates)
     ranks.close()
     dist.destroy_process_group()
 
@@ -726,6 +726,5 @@ def test_collectives_are_measured_by_all_ranks(tmp_path: Path) -> None:
         rates_of, (str(tmp_path / "store"), 2, results), nprocs=2
     )
     for _ in range(2):
-        (gather, reduce, across), *counted = results.get(timeout=60)
+        gather, reduce, across = results.get(timeout=60)
         assert 1e6 < gather < 1e12 and 1e6 < reduce < 1e12 and across == 0
-        assert counted == [0, 0]

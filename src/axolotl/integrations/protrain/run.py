@@ -258,7 +258,7 @@ class TrainingRun:
             for point in self.report.forecast.device.timeline
             if point.phase == "update"
         )
-        made = self.session.measured().device_optimizer_bytes
+        made = self.session.device_optimizer_bytes()
         self.session.device.probe(max(update.moments - made, 0) + update.working)
 
     def _shortage(self, error: torch.OutOfMemoryError, phase: str) -> Shortage:
@@ -409,7 +409,8 @@ class TrainingRun:
         """Counters since the last call, and peaks, for the Trainer's log."""
         if self.session is None:
             return {}
-        now = asdict(self.session.measured())
+        session = self.session
+        now = {**asdict(session.counters), "stall_s": session.stall_s}
         since = {
             key: now[key] - self._logged.get(key, 0)
             for key in (
@@ -421,7 +422,7 @@ class TrainingRun:
             )
         }
         self._logged = now
-        since["device_peak_bytes"] = now["device_peak_bytes"]
+        since["device_peak_bytes"] = session.device.peak_bytes()
         since["host_peak_bytes"] = host_peak_bytes()
         return {f"protrain/{key}": value for key, value in since.items()}
 
