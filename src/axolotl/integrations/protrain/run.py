@@ -29,6 +29,7 @@ from .core.checkpoint import checkpoint_bytes, require_space
 from .core.cost import block_times
 from .core.errors import BudgetError, ConfigError, DeviceMemoryError, ProTrainError
 from .core.layout import build_layout, find_blocks
+from .core.layout.tensors import may_repack
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Target,
@@ -53,7 +54,8 @@ from .data_parallel import (
 )
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
-from .report import WATCHED_STEPS, RunReport, format_bytes, summary
+from .report.forecast import format_bytes
+from .report.run import WATCHED_STEPS, RunReport
 from .stand_ins import make_experts_traceable
 
 if TYPE_CHECKING:
@@ -61,6 +63,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NOT_REPACKED = (
+    "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
+    "(AVX512-BF16) and trains without their gradients from then on. It does not in "
+    "this run, so a plain one differs, in evaluation by its rounding."
+)
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
@@ -133,6 +140,9 @@ class TrainingRun:
         self._is_adapter = bool(adapter_names(model))
         forecast, notes = self._plan(model, device)
         notes += self._warnings(forecast)
+        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
+        if evaluates and device.type == "cpu" and may_repack(model):
+            notes.append(NOT_REPACKED)
         self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._saves_optimizer = saves_optimizer
         if self._is_first:
@@ -283,7 +293,7 @@ class TrainingRun:
         force = self.args.protrain_force_all_persistent
         before = report.forecast.plan
         try:
-            forecast = planner.notch(
+            forecast = planner.replan(
                 before,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
@@ -295,7 +305,7 @@ class TrainingRun:
         # what moves now is not the step's
         self._watching.close()
         session.replan(forecast.plan)
-        report.notch(self._step, asdict(shortage), forecast)
+        report.replanned(self._step, asdict(shortage), forecast)
         self._log.warning(
             f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
             + report.table()
@@ -356,7 +366,7 @@ class TrainingRun:
             report.ranks = ranks.collect(own)
         if not self._is_first:
             return
-        self._log.info(summary(measured, report))
+        self._log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
