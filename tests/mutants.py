@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "a step does not wait for sums on the host",
         GRADIENTS,
-        "            self._retire()\n        for slot in range(MAX_IN_FLIGHT):\n"
+        "            self._retire()\n        for slot in range(IN_FLIGHT):\n"
         "            self._wait_staging(slot)\n",
         "            self._retire()\n",
         ("test_races.py::test_settling_waits_for_sums_on_the_host",),

@@ -32,10 +32,8 @@ from axolotl.integrations.protrain.core.cost import (
 from axolotl.integrations.protrain.core.cost.time import (
     COMMUNICATE,
     LANES,
-    MAX_IN_FLIGHT,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
-from axolotl.integrations.protrain.core.optim import gradients
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -395,7 +393,6 @@ def test_a_fetch_waits_for_the_update_of_its_own_chunk_only() -> None:
 
 
 def test_at_most_two_chunks_of_gradients_are_on_their_way() -> None:
-    assert MAX_IN_FLIGHT == gradients.MAX_IN_FLIGHT
     # all four slots hold their chunk again at 0; gradients take 4 seconds each, from 1;
     # the third is sent at 5 instead of 3, the fourth at 9
     fast = dict.fromkeys(("fetch_bytes_s", "fetch_both_bytes_s"), math.inf)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .core.errors import ConfigError
-from .core.planner import Forecast
 from .core.types import Layout, Plan
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -70,23 +69,6 @@ def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare_model
-
-
-def gradient_order(forecast: Forecast) -> tuple[int, ...]:
-    """Chunks in the order in which the traced backward was done with them."""
-    chunk_of = {
-        spec.name: chunk.index
-        for chunk in forecast.layout.chunks
-        for spec in chunk.tensors
-    }
-    done: dict[int, None] = {}
-    for segment in forecast.trace.segments:
-        for name, _ in segment.gradients:
-            if name in chunk_of:
-                # the last gradient of a chunk decides
-                done.pop(chunk_of[name], None)
-                done[chunk_of[name]] = None
-    return tuple(done)
 
 
 def plan_hash(plan: Plan, layout: Layout) -> str:

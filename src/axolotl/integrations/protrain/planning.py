@@ -23,7 +23,7 @@ from .args import ProTrainArgs, overrides
 from .core.cost import ALONE, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
-from .core.planner import Forecast, Knobs, Planner, with_measured
+from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Emulation,
     Target,
@@ -42,12 +42,12 @@ from .core.profile import (
 )
 from .core.runtime import Ranks
 from .core.search import MODES
-from .core.types import Budget, Hardware, Layout, Workload, World
+from .core.types import Budget, Hardware, Knobs, Layout, Workload, World
 from .data_parallel import plan_hash, require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .refusals import refuse_quantised
-from .report import format_bytes
+from .report.forecast import format_bytes
 
 # ------------------------------------------------------------------------ subject
 
@@ -101,7 +101,8 @@ def subject_of(
     batch = sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
     target = Target(device_type, autocast_dtype(cfg))
-    traced, headroom = _traced(model, batch, target, args, assumptions)
+    with fake_kernels(device_type) as used:
+        traced, headroom = _traced(model, batch, target, args, assumptions)
     laid_out = real or model
     layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
@@ -111,6 +112,7 @@ def subject_of(
             f"protrain_lora_mlp_forbid_offload: {len(redone)} of {len(layout.blocks)} "
             "blocks are under lora_mlp_kernel and recompute where their weights page"
         )
+    assumptions += used
     workload = _workload(cfg, args, batch, device_type, world, assumptions)
     return Subject(
         traced, target, layout, workload, redone, headroom, tuple(assumptions)
@@ -141,23 +143,24 @@ def _traced(
     text = {name: value for name, value in batch.items() if name not in _IMAGES}
     headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
     reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
-    with fake_kernels(target.device_type) as used:
-        try:
-            traced = trace_step(model, blocks, _loss(model, batch, target))
-            if len(text) < len(batch):
-                headroom = 0
-            elif has_vision_tower(model):
-                assumptions.append(
-                    f"no images in the batch: {reserved} the vision tower"
-                )
-        except TraceError as error:
-            if not has_vision_tower(model) or len(text) == len(batch):
-                raise
-            assumptions.append(
-                f"the vision tower could not be traced ({error}); {reserved} it"
-            )
-            traced = trace_step(model, blocks, _loss(model, text, target))
-    assumptions += used
+    try:
+        traced = trace_step(model, blocks, _loss(model, batch, target))
+        if len(text) < len(batch):
+            headroom = 0
+        elif has_vision_tower(model):
+            assumptions.append(f"no images in the batch: {reserved} the vision tower")
+    except TraceError as error:
+        if not has_vision_tower(model) or len(text) == len(batch):
+            raise
+        assumptions.append(
+            f"the vision tower could not be traced ({error}); {reserved} it"
+        )
+        traced = trace_step(model, blocks, _loss(model, text, target))
+    if traced.uncounted:
+        assumptions.append(
+            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
+            "take, so their time is that of the bytes they move"
+        )
     return traced, headroom
 
 

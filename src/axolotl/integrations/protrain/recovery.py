@@ -24,7 +24,8 @@ from .core.errors import BudgetError, DeviceMemoryError
 from .core.planner import Forecast, Planner
 from .core.runtime import asked_bytes
 from .core.session import Session
-from .report import RunReport, format_bytes
+from .report.forecast import format_bytes
+from .report.run import RunReport
 
 Result = TypeVar("Result")
 
@@ -249,7 +250,7 @@ class Recovery(StepRecovery):
         session = self._session()
         assert session is not None
         try:
-            forecast = self._planner.notch(
+            forecast = self._planner.replan(
                 self._report.forecast.plan,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
@@ -259,7 +260,7 @@ class Recovery(StepRecovery):
             raise self._refusal(shortage, "no smaller plan leaves that room") from error
         self._repeated = True
         self._replan(forecast)
-        self._report.notch(self._step, asdict(shortage), forecast)
+        self._report.replanned(self._step, asdict(shortage), forecast)
         self._log.warning(
             f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
             + self._report.table()

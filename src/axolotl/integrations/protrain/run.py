@@ -21,19 +21,25 @@ from transformers import TrainerState
 from .args import ProTrainArgs, overrides
 from .core.checkpoint import checkpoint_bytes, require_space
 from .core.errors import ProTrainError
+from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.runtime import CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
-from .data_parallel import gradient_order, ignore_in_ddp
+from .data_parallel import ignore_in_ddp
 from .planning import adapter_names, plan_here
 from .recovery import Recovery, Result
-from .report import WATCHED_STEPS, RunReport, summary
+from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
     from .loading import LoadShare
 
 T = TypeVar("T")
 
+NOT_REPACKED = (
+    "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
+    "(AVX512-BF16) and trains without their gradients from then on. It does not in "
+    "this run, so a plain one differs, in evaluation by its rounding."
+)
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
@@ -106,6 +112,9 @@ class TrainingRun:
         self._is_adapter = bool(adapter_names(model))
         self._saves_optimizer = saves_optimizer
         notes = [*planned.notes, *self._warnings(forecast)]
+        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
+        if evaluates and device.type == "cpu" and may_repack(model):
+            notes.append(NOT_REPACKED)
         self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._recovery = Recovery(
             self.args,
@@ -129,8 +138,6 @@ class TrainingRun:
                 poison=self.args.protrain_check_races,
                 fp32_master=self.args.protrain_fp32_master,
                 cpu_optimizer=self.args.protrain_cpu_optimizer,
-                swap_bytes=forecast.moved.out,
-                gradient_order=gradient_order(forecast),
             ),
             self.ranks,
             absent,
@@ -168,12 +175,14 @@ class TrainingRun:
         """An optimizer step begins, the `number`-th of this run."""
         if self.session is None or self._recovery is None:
             return
+        self.note_peak()
         self._number = number
         self._recovery.begin_step(state)
         self._watch()
 
     def end_step(self, seconds: float) -> None:
         """It has ended."""
+        self.note_peak()
         self._watching.close()
         if self.session is None or self.report is None or self._recovery is None:
             return
@@ -206,7 +215,7 @@ class TrainingRun:
         assert self.session is not None
         # what moves now is not the step's
         self._watching.close()
-        self.session.replan(forecast.plan, forecast.moved.out)
+        self.session.replan(forecast.plan)
         self._watch()
 
     def _watch(self) -> None:
@@ -249,7 +258,7 @@ class TrainingRun:
             report.ranks = ranks.collect(own)
         if not self._is_first:
             return
-        self._log.info(summary(measured, report))
+        self._log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
@@ -289,6 +298,11 @@ class TrainingRun:
             self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
         )
+
+    def note_peak(self) -> None:
+        """Read the device's peak before a log resets the allocator's record of it."""
+        if self.session is not None:
+            self.session.device.peak_bytes()
 
     def log_values(self) -> dict[str, float]:
         """Counters since the last call, and peaks, for the Trainer's log."""

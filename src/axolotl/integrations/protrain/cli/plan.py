@@ -15,16 +15,24 @@ from ..args import ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware, host_memory
-from ..core.types import Budget, Hardware, Plan, World
+from ..core.types import Budget, Hardware, World
 from ..offline.meta_model import load_meta_model
 from ..planning import FORCED, Subject, plan_for, subject_of, this_machine
-from ..report import forecast_dict, format_bytes, page_dict
+from ..report.forecast import (
+    DOES_NOT_FIT,
+    FITS,
+    UNSUPPORTED,
+    answer_dict,
+    format_bytes,
+    hardware_dict,
+    lack,
+    price_dict,
+)
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
 
-FITS, DOES_NOT_FIT, UNSUPPORTED = "fits", "does-not-fit", "unsupported"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 2, UNSUPPORTED: 3}
 
 
@@ -153,14 +161,14 @@ class DryRun:
         forecast = found.get(low)
         return {
             "verdict": FITS if forecast else DOES_NOT_FIT,
-            "hardware": _hardware_dict(card),
+            "hardware": hardware_dict(card),
             "max": {
                 "key": key,
                 "value": low * stride if forecast else None,
                 "now": self._cfg[key],
                 "note": self._limit_note(what, low * stride),
             },
-            **_price(forecast),
+            **price_dict(forecast),
         }
 
     def _limit(self, what: str) -> int:
@@ -185,23 +193,14 @@ class DryRun:
 
     def _answer(self, card: Hardware) -> dict[str, Any]:
         forecast, planner = self._plan(card)
-        reason = _shortage(forecast)
-        answer = {
-            "verdict": DOES_NOT_FIT if reason else FITS,
-            "reason": reason,
-            "hardware": _hardware_dict(card),
-            **forecast_dict(forecast),
-        }
-        answer["device_bytes"]["peak_at"] = forecast.device.peak.label
-        if reason:
-            answer["step_s"] = None
+        answer = answer_dict(forecast, fits=lack(forecast) is None)
         answer["alternatives"] = list(self._alternatives(card, planner, forecast))
         answer["assumptions"] = [
             *self._meta.assumptions,
             *self._subject().assumptions,
             *self._unknowns(card, forecast),
         ]
-        return answer | page_dict(forecast)
+        return answer
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         question, args = self._question, self._args
@@ -230,7 +229,7 @@ class DryRun:
         self, card: Hardware, planner: Planner, forecast: Forecast
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
-        fits = _lack(forecast) is None
+        fits = lack(forecast) is None
         others: list[dict[str, Any]] = []
         for key, _, least in _SETTINGS.values():
             if self._is_set(key):
@@ -375,7 +374,7 @@ def _alternative(
     except (BudgetError, ConfigError, LayoutError, TraceError) as error:
         verdict = DOES_NOT_FIT if isinstance(error, BudgetError) else UNSUPPORTED
         note = f"{note}: {error}" if note else str(error)
-    return {"change": change, "verdict": verdict, **_price(forecast), "note": note}
+    return {"change": change, "verdict": verdict, **price_dict(forecast), "note": note}
 
 
 def _without_plugin(planner: Planner) -> dict[str, Any]:
@@ -407,73 +406,10 @@ def _fitting(forecast: Forecast) -> Forecast:
     Raises:
         BudgetError: It does.
     """
-    lack = _lack(forecast)
-    if lack is not None:
-        raise BudgetError(lack)
+    lacking = lack(forecast)
+    if lacking is not None:
+        raise BudgetError(lacking)
     return forecast
-
-
-def _price(forecast: Forecast | None) -> dict[str, Any]:
-    """What a table of settings says of each."""
-    if forecast is None:
-        return dict.fromkeys(("device_peak_bytes", "step_s", "tokens_per_s", "plan"))
-    return {
-        "device_peak_bytes": forecast.device.peak_bytes,
-        "step_s": forecast.step.total_s,
-        "tokens_per_s": forecast.tokens_per_s,
-        "plan": {
-            knob: getattr(forecast.plan, knob)
-            for knob in ("n_persist", "n_buffer", "n_swap", "n_checkpoint", "mode")
-        },
-    }
-
-
-def _lack(forecast: Forecast) -> str | None:
-    """How much a plan lacks, of the device first; None if it fits."""
-    budget = forecast.budget
-    for where, needed, has in (
-        ("device", forecast.device.peak_bytes, budget.usable_bytes),
-        ("host", forecast.host.peak_bytes, budget.host_bytes),
-    ):
-        if needed > has:
-            return f"{format_bytes(needed - has)} of {where} memory missing"
-    return None
-
-
-def _shortage(forecast: Forecast) -> str | None:
-    """The same with the moment at which it is missing."""
-    lack = _lack(forecast)
-    if lack is None:
-        return None
-    device, host, budget = forecast.device, forecast.host, forecast.budget
-    text = f"{lack}: {_which(forecast.plan)} takes "
-    if device.peak_bytes > budget.usable_bytes:
-        text += (
-            f"{format_bytes(device.peak_bytes)} at {device.peak.label}, "
-            f"{format_bytes(budget.usable_bytes)} may be used."
-        )
-        if device.peak.label.endswith("outside blocks"):
-            text += (
-                " That is where the loss holds the logits of all tokens; "
-                "liger_fused_linear_cross_entropy or cut_cross_entropy avoids them."
-            )
-        return text
-    phase = max(host.phases, key=host.phases.__getitem__)
-    return (
-        f"{text}{format_bytes(host.peak_bytes)} {_HOST_PHASES[phase]}, "
-        f"{format_bytes(budget.host_bytes)} may be used."
-    )
-
-
-_HOST_PHASES = {
-    "load": "while the model is loaded, when all of it is on the host",
-    "train": "while it trains",
-    "save": "while a checkpoint is saved",
-}
-
-
-def _which(plan: Plan) -> str:
-    return "the smallest plan" if plan.origin == "search" else "the plan of the YAML"
 
 
 def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]:
@@ -490,10 +426,6 @@ def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]
             yield (
                 f"{key} asks for more than the {format_bytes(has)} beside {card.name}"
             )
-
-
-def _hardware_dict(card: Hardware) -> dict[str, Any]:
-    return {"name": card.name, "source": card.source, "link": card.link}
 
 
 def _with_plugin(config: Path) -> dict[str, object]:

@@ -56,17 +56,11 @@ class Options:
         poison: Fill a slot with NaN bytes when its chunk leaves.
         fp32_master: Update bf16 weights through fp32 masters on the host.
         cpu_optimizer: Host AdamW, `torch` or `deepspeed`.
-        swap_bytes: For each block what it is expected to send to the host in a
-            micro-batch; what is missing here is found out in the first one.
-        gradient_order: Indices of chunks in the order in which backward is done with
-            them; what is missing here comes last. Only several ranks ask for it.
     """
 
     poison: bool = False
     fp32_master: bool = False
     cpu_optimizer: str = "torch"
-    swap_bytes: tuple[int, ...] = ()
-    gradient_order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +158,6 @@ class Session:
             holders=ranks.holders(absent) if ranks else None,
         )
         self._gradients = self._new_gradients()
-        self._swap_bytes = options.swap_bytes
         self._pager = self._build_pager()
         try:
             self._open()
@@ -253,7 +246,7 @@ class Session:
             c.index for c in self.layout.chunks if trains or not c.trainable
         )
 
-    def replan(self, plan: Plan, swap_bytes: tuple[int, ...] = ()) -> None:
+    def replan(self, plan: Plan) -> None:
         """Go on under another plan, before a step or in the middle of one.
 
         Gradients so far are forgotten. What is on the host stays there, where it is.
@@ -261,7 +254,6 @@ class Session:
 
         Args:
             plan: The other plan.
-            swap_bytes: As in `Options`, under it.
 
         Raises:
             ValueError: The plan moves a chunk that may not move, or several ranks train.
@@ -288,7 +280,7 @@ class Session:
             slot.release()
         self._gradients.close()
         pager, gradients, old_plan = self._pager, self._gradients, self.plan
-        self.plan, self._swap_bytes = plan, swap_bytes
+        self.plan = plan
         self._open(old_plan)
         self._pager = self._build_pager()
         for counter in ("fetched_bytes", "num_fetches", "num_misses"):
@@ -512,7 +504,7 @@ class Session:
             self.device,
             self._worker,
             self._ranks,
-            self._options.gradient_order or _backward_order(self.layout),
+            self.plan.gradient_order or _backward_order(self.layout),
             self._options.fp32_master,
         )
 
@@ -560,7 +552,7 @@ class Session:
         return Swap(
             self.device,
             [*weights, *self.model.buffers()],
-            dict(enumerate(self._swap_bytes)),
+            dict(enumerate(self.plan.swap_bytes)),
         )
 
     def _attach(self) -> None:
@@ -667,6 +659,8 @@ class Session:
         for block in self._running:
             block.unwind()
         self._pager.close_any()
+        # or gradients would stay on the device until backward sends the next ones
+        self._gradients.retire()
         self.ready()
 
     def _before_update(self, host: HostChunk | ShardedChunk) -> None:

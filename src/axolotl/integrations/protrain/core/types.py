@@ -13,6 +13,9 @@ from functools import cached_property
 
 import torch
 
+IN_FLIGHT = 2
+"""Chunks of gradients between device and host: sent, staged or packed."""
+
 
 class Placement(Enum):
     """Where the parts of a chunk live. The members say which memory is in use."""
@@ -169,6 +172,16 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Knobs:
+    """The paper's four knobs, by hand; see `Plan`."""
+
+    n_persist: int
+    n_buffer: int
+    n_swap: int
+    n_checkpoint: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the runtime does, decided once. The four knobs carry the paper's names.
 
@@ -183,6 +196,10 @@ class Plan:
         origin: What decided the knobs, for the report.
         shards: Ranks that each keep and fetch one shard of every host-kept chunk, all
             those of a node; 1 where each rank fetches whole chunks.
+        swap_bytes: For each block what it is expected to send to the host in a
+            micro-batch; what is missing is found out in the first one.
+        gradient_order: Chunks in the order in which backward is done with them; what is
+            missing comes last. Only several ranks ask for it.
     """
 
     n_persist: int
@@ -193,6 +210,8 @@ class Plan:
     policies: tuple[Policy, ...]
     origin: str
     shards: int = 1
+    swap_bytes: tuple[int, ...] = ()
+    gradient_order: tuple[int, ...] = ()
 
     @property
     def recompute(self) -> tuple[bool, ...]:
@@ -283,8 +302,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """A reason to keep bytes beyond the segment in which the model forgets them.
+class Save:
+    """Why autograd keeps bytes beyond the segment in which the model forgets them.
 
     Attributes:
         segment: Index of the segment in which the reason ends.
@@ -300,20 +319,20 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Holding:
+class Lifetime:
     """Activation bytes that outlive the segment that made them.
 
     Attributes:
         made: Index of that segment.
         forgotten: Index of the segment in which the model's own references end.
-        holds: What autograd keeps of it.
+        saves: For whom autograd keeps them.
         nbytes: Bytes of all tensors with this fate.
         large: Whether each of them has at least `SMALLEST_SWAP_BYTES`.
     """
 
     made: int
     forgotten: int
-    holds: tuple[Hold, ...]
+    saves: tuple[Save, ...]
     nbytes: int
     large: bool = True
 
@@ -324,18 +343,14 @@ class Trace:
 
     Attributes:
         segments: Forward segments in order, then those of backward in order.
-        holdings: What lives from one segment into another.
+        lifetimes: What lives from one segment into another.
         blocks: Names of the blocks in the order of first use, unused ones last;
             indices of blocks are positions in this order.
-        assumptions: What could not be traced, and what was taken instead.
-        batch_bytes: Bytes of one batch on the device.
     """
 
     segments: tuple[Segment, ...]
-    holdings: tuple[Holding, ...]
+    lifetimes: tuple[Lifetime, ...]
     blocks: tuple[str, ...]
-    assumptions: tuple[str, ...] = ()
-    batch_bytes: int = 0
 
     @property
     def num_blocks(self) -> int:

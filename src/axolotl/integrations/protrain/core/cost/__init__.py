@@ -13,7 +13,6 @@ from .states import StateBytes, host_bytes, state_bytes
 from .time import (
     ALONE,
     COMMUNICATE,
-    MAX_IN_FLIGHT,
     Collectives,
     HostWork,
     StepTime,
@@ -27,7 +26,6 @@ from .time import (
 __all__ = [
     "ALONE",
     "COMMUNICATE",
-    "MAX_IN_FLIGHT",
     "Activations",
     "Collectives",
     "DeviceEstimate",

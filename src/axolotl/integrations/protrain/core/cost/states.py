@@ -10,19 +10,10 @@ from dataclasses import dataclass, fields
 
 from ..layout import ALIGNMENT_BYTES, aligned, padded_bytes, slot_bytes
 from ..layout.shards import PAGE_BYTES
-from ..types import Chunk, Layout, Placement, Workload
+from ..types import IN_FLIGHT, Chunk, Layout, Placement, Workload
 
 STEP_BYTES = 4
 """AdamW's step count, an fp32 scalar of each parameter."""
-
-GRADIENTS_IN_FLIGHT = 2
-"""Chunks whose gradients are on their way to the host beside the one being made."""
-
-STAGING_BUFFERS = 2
-"""Host buffers, as large as the largest trainable chunk, for sums of gradients."""
-
-PACKED_BUFFERS = 2
-"""Device buffers in which the gradients of a chunk are reduced over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def state_bytes(
     placements: Sequence[Placement],
     n_buffer: int,
     workload: Workload,
-    in_flight: int = GRADIENTS_IN_FLIGHT,
+    in_flight: int = IN_FLIGHT,
     shards: int = 1,
     packed_bytes: Sequence[int] = (),
 ) -> StateBytes:
@@ -109,7 +100,7 @@ def state_bytes(
             reduced.append(chunk)
     reduction = 0
     if packed_bytes and reduced:
-        reduction = PACKED_BUFFERS * max(packed_bytes[chunk.index] for chunk in reduced)
+        reduction = IN_FLIGHT * max(packed_bytes[chunk.index] for chunk in reduced)
         if workload.accumulation > 1:
             # the sums of earlier micro-batches come back from the host
             reduction += max(_sum_bytes(chunk, workload) for chunk in reduced)
@@ -181,7 +172,7 @@ def host_state_bytes(
         gradients=gradients + sums,
         masters=masters,
         moments=2 * gradients,
-        staging=ranks * STAGING_BUFFERS * largest,
+        staging=ranks * IN_FLIGHT * largest,
         loader=ranks * workload.loader_bytes,
     )
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
 from ..types import (
+    IN_FLIGHT,
     BlockTimes,
     Chunk,
     Hardware,
@@ -36,10 +37,6 @@ from ..types import (
 LANES = ("compute", "fetch", "offload", "host")
 COMMUNICATE = "communicate"
 """One more lane where there are several ranks."""
-
-MAX_IN_FLIGHT = 2
-"""Chunks whose gradients are on their way to the host, and staging buffers there; also
-those that are being reduced."""
 
 ADAM_MOVED_BYTES = 7
 """Bytes that AdamW moves for each byte it updates: reads weight, gradient and two
@@ -554,8 +551,8 @@ class _Step:
         self._last_use = [0.0] * demand.num_slots
         self._gone = 0.0
         self._in_flight: deque[float] = deque()
-        self._staging = deque([0.0] * MAX_IN_FLIGHT)
-        self._packed = deque([0.0] * MAX_IN_FLIGHT)
+        self._staging = deque([0.0] * IN_FLIGHT)
+        self._packed = deque([0.0] * IN_FLIGHT)
 
     def update(self) -> None:
         """`PagedAdamW.step`: the device's part, then one host update after another."""
@@ -770,7 +767,7 @@ class _Step:
 
     def _send(self, gradients: HostWork, first: bool) -> None:
         """`GradientOffload._send` of a chunk."""
-        if len(self._in_flight) == MAX_IN_FLIGHT:
+        if len(self._in_flight) == IN_FLIGHT:
             self._block(self._in_flight.popleft(), "offload")
         sum_s = gradients.first_sum_s if first else gradients.later_sum_s
         if sum_s:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
-from ..types import Chunk
+from ..types import IN_FLIGHT, Chunk
 from .host_chunks import HostChunk
 
 
@@ -36,10 +36,6 @@ class GradientTarget(Protocol):
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to the sum for parameter `index`."""
-
-
-MAX_IN_FLIGHT = 2
-"""Chunks whose gradients may still be on the device on their way to the host."""
 
 
 @dataclass
@@ -72,7 +68,7 @@ class GradientOffload:
         self._of_block: dict[int | None, list[Arriving]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._staging: list[Tensor] = []
-        self._staging_users: list[HostTask[None] | None] = [None] * MAX_IN_FLIGHT
+        self._staging_users: list[HostTask[None] | None] = [None] * IN_FLIGHT
         self._next_staging = 0
         self.offloaded_bytes = 0
 
@@ -99,6 +95,11 @@ class GradientOffload:
             if arriving.gradients:
                 self._send(arriving)
 
+    def retire(self) -> None:
+        """Let go of what has arrived on the host; waits for nothing."""
+        while self._in_flight and self._in_flight[0][0].query():
+            self._retire()
+
     def settle(self) -> None:
         """Return once every gradient produced so far is in its leaf."""
         for arriving in self._arriving:
@@ -107,7 +108,7 @@ class GradientOffload:
                 self._send(arriving)
         while self._in_flight:
             self._retire()
-        for slot in range(MAX_IN_FLIGHT):
+        for slot in range(IN_FLIGHT):
             self._wait_staging(slot)
 
     def discard(self) -> None:
@@ -128,7 +129,7 @@ class GradientOffload:
         with ExitStack() as rest:
             while self._staging:
                 rest.callback(self._device.unpin, self._staging.pop())
-            for slot in range(MAX_IN_FLIGHT):
+            for slot in range(IN_FLIGHT):
                 rest.callback(self._wait_staging, slot)
 
     def take(self, arriving: Arriving, index: int, gradient: Tensor) -> None:
@@ -144,7 +145,7 @@ class GradientOffload:
     def _send(self, arriving: Arriving) -> None:
         host = arriving.host
         gradients, arriving.gradients = arriving.gradients, {}
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
+        while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
         stream = self._device.offload
         stream.wait(self._device.compute.record())
@@ -168,12 +169,11 @@ class GradientOffload:
             self._staging_users[slot] = self._worker.submit(
                 _addition(event, host, staged)
             )
-        while self._in_flight and self._in_flight[0][0].query():
-            self._retire()
+        self.retire()
 
     def _claim_staging(self) -> tuple[int, Tensor]:
         slot = self._next_staging
-        self._next_staging = (slot + 1) % MAX_IN_FLIGHT
+        self._next_staging = (slot + 1) % IN_FLIGHT
         if slot == len(self._staging):
             # only runs that accumulate need them
             buffer = host_buffer(

@@ -17,12 +17,9 @@ from torch import Tensor
 from ..layout import aligned, leaf_chunk, reduce_bytes
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable
 from ..runtime.device import Event
-from ..types import Chunk
+from ..types import IN_FLIGHT, Chunk
 from .gradients import Arriving, GradientOffload, hook_gradients
 from .host_chunks import ShardedChunk
-
-NUM_BUFFERS = 2
-"""Chunks that may be on their way to other ranks and the host at a time."""
 
 
 class GradientReduction:
@@ -87,7 +84,7 @@ class GradientReduction:
             if block is not None:
                 self._first_of_block.setdefault(block, number)
         nbytes = max(self._packed_bytes(host.chunk) for host in chunks)
-        for _ in range(NUM_BUFFERS):
+        for _ in range(IN_FLIGHT):
             self._buffers.append(self._device.allocate(nbytes))
             self._free.append(self._device.compute.record())
         return [
@@ -117,6 +114,10 @@ class GradientReduction:
 
     def _end_backward(self) -> None:
         self._launch_until(len(self._waiting))
+
+    def retire(self) -> None:
+        """Let go of what has arrived on the host; waits for nothing."""
+        self._offload.retire()
 
     def settle(self) -> None:
         """Return once every averaged gradient is in its leaf.
@@ -196,7 +197,7 @@ class GradientReduction:
             self._next += 1
 
     def _launch(self, waiting: _Waiting) -> None:
-        device, turn = self._device, self._next % NUM_BUFFERS
+        device, turn = self._device, self._next % IN_FLIGHT
         buffer, host = self._buffers[turn], waiting.host
         # who has not used the chunk has not waited for its last update either
         self._worker.wait(host.chunk.index)
