@@ -210,11 +210,9 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def format_terms(terms: Mapping[str, int]) -> str:
-    """Those that are not zero in a line."""
-    return ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in terms.items() if size
-    )
+def format_seconds(seconds: float) -> str:
+    """`seconds` with three significant digits."""
+    return f"{seconds:.3g} s"
 
 
 def format_rate(tokens_per_s: float) -> str:
