@@ -17,16 +17,18 @@ from string import Template
 from typing import Any
 
 from .forecast import (
-    DOES_NOT_FIT,
     FITS,
+    LANES,
     MODES,
     PLACEMENTS,
     POLICIES,
     POLICY_LETTERS,
-    UNSUPPORTED,
     VERDICTS,
     format_bytes,
-    format_rate,
+    format_limiter,
+    format_pace,
+    format_seconds,
+    format_speed,
     highest_phase,
 )
 
@@ -35,12 +37,19 @@ Answer = Mapping[str, Any]
 Colours = Mapping[str, str]
 Piece = tuple[str, float, str]
 """Style, length and name of a piece of a bar."""
+Mark = tuple[str, float, float, str]
+"""Style, start, length and text of what is drawn in a bar."""
 
 WIDTH, HEIGHT, CELL = 1000, 400, 32
 """Units of a drawing: bars are `WIDTH` wide, the timeline is `HEIGHT` high as well;
 `CELL` is a block's width on the screen, or its hatchings would be squeezed."""
 NUM_COLOURS = 8
-MARKS = {FITS: "✓", DOES_NOT_FIT: "✕", UNSUPPORTED: "✕"}
+PRICE: dict[str, Callable[[float], str]] = {
+    "device_peak_bytes": format_bytes,
+    "step_s": format_seconds,
+    "tokens_per_s": format_speed,
+}
+"""What `price_dict` says of a setting, in words."""
 
 
 def plan_page(answers: Sequence[Answer], config_name: str) -> str:
@@ -84,9 +93,9 @@ class Html(str):
 def tag(
     name: str, content: object = "", css: str = "", /, **attributes: object
 ) -> Html:
-    """An element of the class `css`; `data_tip` stands for the attribute data-tip."""
-    given = {"class": css, **attributes} if css else attributes
-    said = (f' {k.replace("_", "-")}="{_html(text)}"' for k, text in given.items())
+    """An element of the class `css`; `data_tip` is the attribute data-tip, if not ""."""
+    given = {"class": css, **attributes}.items()
+    said = (f' {k.replace("_", "-")}="{_html(v)}"' for k, v in given if v != "")
     return Html(f"<{name}{''.join(said)}>{_html(content)}</{name}>")
 
 
@@ -119,33 +128,27 @@ def _summary(answers: Sequence[Answer], best: Answer | None) -> str:
         return f"{answers[0]['hardware']['name']} {_marked(answers[0])}."
     text = f"{sum(a['verdict'] == FITS for a in answers)} of {len(answers)} cards fit"
     if best:
-        text += (
-            f"; the fastest is {best['hardware']['name']} at {_speed(best['step_s'])}"
-        )
+        speed = format_speed(best["step_s"]["tokens_per_s"])
+        text += f"; the fastest is {best['hardware']['name']} at {speed}"
     return f"{text}."
 
 
 def _card(answer: Answer, best: Answer | None) -> Html:
     """The verdict of one card, its speed compared with that of `best`."""
-    step, device, lines = answer["step_s"], answer["device_bytes"], []
-    number, unit = _speed(step).split() if step else ("–", "no step time")
+    step, lines = answer["step_s"], []
+    number, unit = "–", "no step time"
     if step:
-        lines.append(tag("span", f"{_pace(step)}, limited by {step['limiter']}"))
+        number, unit = format_speed(step["tokens_per_s"]).split()
+        pace = f"{format_seconds(step['total'])} a step, {format_limiter(step)}"
+        lines.append(tag("span", pace))
         if best and answer["verdict"] == FITS:
             share = step["tokens_per_s"] / best["step_s"]["tokens_per_s"]
             text = "fastest" if answer is best else f"{share:.0%} of the fastest"
             lines.append(tag("span", text, "soft"))
-    if device:
-        lines.append(tag("span", f"GPU: {_margin(device)}"))
-    verdict = _verdict(answer)
-    return part(
-        "card",
-        **answer["hardware"],
-        verdict=verdict,
-        number=number,
-        unit=unit,
-        lines=lines,
-    )
+    if answer["device_bytes"]:
+        lines.append(tag("span", f"GPU: {_margin(answer['device_bytes'])}"))
+    speed = {"number": number, "unit": unit, "lines": lines}
+    return part("card", **answer["hardware"], **speed, verdict=_verdict(answer))
 
 
 def _panel(index: int, answer: Answer, colours: Colours) -> Html:
@@ -195,15 +198,10 @@ def _memory(title: str, memory: Answer | None, colours: Colours) -> Html:
     ]
     terms.append(("peak", format_bytes(peak), _margin(memory)))
     unit = WIDTH / max(budget, *phases.values(), 1)
-    highest = [
-        (
-            phase,
-            format_bytes(size),
-            _bar([_rect(0, size * unit, "phase"), limit], phase),
-        )
-        for limit in [_limit(budget * unit)]
-        for phase, size in phases.items()
-    ]
+    highest = []
+    for phase, size in phases.items():
+        bar = _bar(phase, [("phase", 0, size, "")], unit, budget)
+        highest.append((phase, format_bytes(size), bar))
     text = f"Budget {format_bytes(budget)}"
     if memory.get("reserve"):
         text += f", and {format_bytes(memory['reserve'])} in reserve"
@@ -222,23 +220,17 @@ def _alternatives(answer: Answer) -> Html:
     step, device = answer["step_s"] or {}, answer["device_bytes"] or {}
     now = {"device_peak_bytes": device.get("peak"), "step_s": step.get("total")}
     now |= {"tokens_per_s": step.get("tokens_per_s"), "verdict": answer["verdict"]}
-    forms: dict[str, Callable[[Any], str]] = {
-        "device_peak_bytes": format_bytes,
-        "step_s": _seconds,
-        "tokens_per_s": lambda _: _speed(other),
-    }
-    rows = []
-    for other in (
-        {**now, "change": "as configured", "note": ""},
-        *answer["alternatives"],
-    ):
-        cells: list[object] = [other["change"], _verdict(other)]
-        for name, form in forms.items():
-            value, base = other[name], now[name] if rows else None
-            change = tag("small", f"{value / base - 1:+.0%}") if value and base else ""
-            text = "–" if value is None else form(value)
-            cells.append([text, " ", change] if change else text)
-        rows.append((*cells, other["note"] or ""))
+    now |= {"change": "as configured", "note": None}
+    rows: list[Sequence[object]] = []
+    for other in (now, *answer["alternatives"]):
+        row = [other["change"], _verdict(other)]
+        for figure, form in PRICE.items():
+            value, base = other[figure], now[figure]
+            cell = ["–" if value is None else form(value)]
+            if value is not None and base and other is not now:
+                cell += [" ", tag("small", f"{value / base - 1:+.0%}")]
+            row.append(cell)
+        rows.append([*row, other["note"] or ""])
     text = "Each alone, everything else as it is; small figures compare with this plan."
     heads = ("Change", "Verdict", "GPU peak", "Step", "Speed", "Note")
     return _figure("Alternatives and their price", text, _table(heads, rows, "options"))
@@ -261,27 +253,19 @@ def _fit(answers: Sequence[Answer], colours: Colours) -> Html:
     for answer in answers:
         device, bar, text = answer["device_bytes"], "no memory forecast", "–"
         if device:
-            text = f"{format_bytes(device['peak'])} of {format_bytes(device['budget'])}"
-            bar = _bar(_fit_marks(device, colours, unit), f"peak {text}")
+            peak, budget, reserve = (device[k] for k in ("peak", "budget", "reserve"))
+            over = max(peak - budget, 0)
+            marks = [
+                ("track", 0, budget, ""),
+                ("reserve", budget, reserve, f"reserve {format_bytes(reserve)}"),
+                *_stacked(_terms(device, colours), format_bytes),
+                ("over", budget, over, f"{format_bytes(over)} over the budget"),
+            ]
+            text = f"{format_bytes(peak)} of {format_bytes(budget)}"
+            bar = _bar(f"peak {text}", marks, unit, budget)
         rows.append((answer["hardware"]["name"], bar, text))
     text = "GPU memory at the peak of the run. The upright line is the budget."
     return _figure("Does it fit?", text, _legend(keys), _rows(rows))
-
-
-def _fit_marks(device: Answer, colours: Colours, unit: float) -> list[Html]:
-    budget, reserve = device["budget"], device["reserve"]
-    marks = [
-        _rect(0, budget * unit, "track"),
-        _rect(
-            budget * unit, reserve * unit, "reserve", f"reserve {format_bytes(reserve)}"
-        ),
-        *_stack(_terms(device, colours), unit, format_bytes),
-    ]
-    over = device["peak"] - budget
-    if over > 0:
-        tip = f"{format_bytes(over)} over the budget"
-        marks.append(_rect(budget * unit, over * unit, "over", tip))
-    return [*marks, _limit(budget * unit)]
 
 
 def _timeline(answer: Answer, colours: Colours) -> Html:
@@ -295,9 +279,8 @@ def _timeline(answer: Answer, colours: Colours) -> Html:
     totals, budget = [sum(row) for row in rows], device["budget"]
     peak = max(totals)
     at, top = totals.index(peak), 1.08 * max(peak, budget, 1)
-    ticks = _ticks(top)
-    labels = [f"{n / 2**30:g}" for n in ticks]
-    labels[-1] += " GiB"
+    ticks = [(n / top, f"{n / 2**30:g}") for n in _ticks(top)]
+    ticks[-1] = (ticks[-1][0], f"{ticks[-1][1]} GiB")
     hover = {
         "names": names,
         "budget": budget,
@@ -313,13 +296,13 @@ def _timeline(answer: Answer, colours: Colours) -> Html:
         "timeline",
         size=f"{WIDTH} {HEIGHT}",
         areas=[
-            *(_rule(n / top, "grid") for n in ticks),
+            *(_rule(share, "grid") for share, _ in ticks),
             *_areas(rows, top, [colours[name] for name in names]),
             _rule(budget / top, "budget"),
         ],
         ticks=[
-            tag("span", label, "tick", style=f"bottom:{n / top:.2%}")
-            for n, label in zip(ticks, labels, strict=True)
+            tag("span", label, "tick", style=f"bottom:{share:.2%}")
+            for share, label in ticks
         ],
         budget=format_bytes(budget),
         budget_at=f"{budget / top:.2%}",
@@ -336,23 +319,18 @@ def _timeline(answer: Answer, colours: Colours) -> Html:
 
 def _areas(
     rows: Sequence[Sequence[int]], top: float, styles: Sequence[str]
-) -> list[Html]:
+) -> Iterable[Html]:
     """One polygon a term over all points, stacked in the order of `styles`."""
     if len(rows) == 1:  # an area needs a width
         rows = [rows[0], rows[0]]
-    edges = [list(accumulate(row, initial=0)) for row in rows]
-    polygons = []
-    for term, style in enumerate(styles):
-        roof, floor = (
-            [
-                f"{WIDTH * i / (len(rows) - 1):.2f},{HEIGHT * (1 - edge[n] / top):.2f}"
-                for i, edge in enumerate(edges)
-            ]
-            for n in (term + 1, term)
-        )
-        corners = " ".join(roof + floor[::-1])
-        polygons.append(tag("polygon", "", style, points=corners))
-    return polygons
+    xs = [f"{WIDTH * i / (len(rows) - 1):.2f}" for i in range(len(rows))]
+    edges = zip(*(accumulate(row, initial=0) for row in rows), strict=True)
+    lines = [
+        [f"{x},{HEIGHT * (1 - n / top):.2f}" for x, n in zip(xs, edge, strict=True)]
+        for edge in edges
+    ]
+    for floor, roof, style in zip(lines, lines[1:], styles, strict=False):
+        yield tag("polygon", "", style, points=" ".join(roof + floor[::-1]))
 
 
 def _phase_band(phases: Sequence[str]) -> Iterable[Html]:
@@ -383,10 +361,8 @@ def _residency(blocks: Sequence[Answer]) -> Html:
             text = f" {policy}, {meaning}: {number} of {len(blocks)} blocks"
             marks.append(tag("li", [mark, text]))
     cells = tag("div", [_cell(i, block) for i, block in enumerate(blocks)], "map")
-    text = (
-        "Blocks in order, divided into their chunks; the letter says what becomes of "
-    )
-    return _figure(title, f"{text}their activations.", _legend(keys, marks), cells)
+    text = "Blocks in order, divided into their chunks; the letter says what becomes "
+    return _figure(title, f"{text}of their activations.", _legend(keys, marks), cells)
 
 
 def _cell(index: int, block: Answer) -> Html:
@@ -394,12 +370,10 @@ def _cell(index: int, block: Answer) -> Html:
     chunks, policy = block["chunks"], block["policy"]
     lines = [f"{block['name']}: {policy}"]
     lines += [f"{c['placement']} {format_bytes(c['bytes'])}" for c in chunks]
-    lines += [f"{way} {_seconds(block[f'{way}_s'])}" for way in ("forward", "backward")]
-    tip = "\n".join(lines)
-    unit = CELL / max(sum(chunk["bytes"] for chunk in chunks), 1)
-    bar = _bar(
-        _stack([(c["placement"], c["bytes"], "") for c in chunks], unit), tip, CELL
-    )
+    ways = {way: format_seconds(block[f"{way}_s"]) for way in ("forward", "backward")}
+    tip = "\n".join([*lines, *map(" ".join, ways.items())])
+    pieces = _stacked((c["placement"], c["bytes"], "") for c in chunks)
+    bar = _bar(tip, pieces, CELL / max(sum(c["bytes"] for c in chunks), 1), width=CELL)
     mark = tag("span", POLICY_LETTERS[policy], "mark")
     return tag("div", [tag("span", index, "no"), bar, mark], "cell", data_tip=tip)
 
@@ -409,38 +383,35 @@ def _lanes(step: Answer | None) -> Html:
     if not step:
         return _figure("Step time", "No step time: there is no plan to time.")
     total, lanes, recompute = step["total"], step["lanes"], step["recompute"]
+    names = {lane: LANES.get(lane, lane) for lane in lanes}
     waits = {lane: s for lane, s in step["exposed"].items() if lane != "compute" and s}
     compute = [
         ("compute", lanes["compute"] - recompute, "compute"),
         ("recompute", recompute, "recompute"),
     ]
-    exposed = [("exposed", s, f"wait for {lane}") for lane, s in waits.items()]
+    exposed = [("exposed", s, f"wait for {names[lane]}") for lane, s in waits.items()]
     rest = total - lanes["compute"] - sum(waits.values())
     other = [("other", rest, "other")] if rest > 1e-3 * total else []
-    bars = [("step", [*compute, *exposed, *other], _seconds(total))]
+    bars = [("step", [*compute, *exposed, *other], format_seconds(total))]
     for lane, busy in lanes.items():
-        wait = min(waits.get(lane, 0), busy)
-        pieces, more = compute, f", {_seconds(recompute)} of it recompute"
+        wait, text = min(waits.get(lane, 0), busy), f"{format_seconds(busy)} busy"
+        pieces = compute
         if lane != "compute":
-            more = f", {_seconds(wait)} exposed" if wait else ", hidden"
-            pieces = [("hidden", busy - wait, f"{lane}, hidden")]
-            pieces.append(("exposed", wait, f"{lane}, exposed"))
-        elif not recompute:
-            more = ""
-        bars.append((lane, pieces, f"{_seconds(busy)} busy{more if busy else ''}"))
+            pieces = [("hidden", busy - wait, f"{names[lane]}, hidden")]
+            pieces.append(("exposed", wait, f"{names[lane]}, exposed"))
+            if busy:
+                text += f", {format_seconds(wait)} exposed" if wait else ", hidden"
+        elif recompute:
+            text += f", {format_seconds(recompute)} of it recompute"
+        bars.append((names[lane], pieces, text))
     unit = WIDTH / max(total, total - rest, *lanes.values())
     rows = [
-        (name, _bar(_stack(pieces, unit, _seconds), f"{name} {text}"), text)
+        (name, _bar(f"{name} {text}", _stacked(pieces, format_seconds), unit), text)
         for name, pieces, text in bars
     ]
-    keys = [
-        ("compute", "compute"),
-        ("recompute", "recompute"),
-        ("hidden", "behind compute"),
-        ("exposed", "exposed: compute waits"),
-        *((style, name) for style, _, name in other),
-    ]
-    text = f"{_pace(step)}, {_speed(step)}, limited by {step['limiter']}."
+    keys = [(style, style) for style, _, _ in [*compute, *other]]
+    keys[2:2] = [("hidden", "behind compute"), ("exposed", "exposed: compute waits")]
+    text = f"{format_pace(total, step['tokens_per_s'])}, {format_limiter(step)}."
     return _figure("Step time", text, _legend(keys), _rows(rows, "rows first"))
 
 
@@ -478,32 +449,33 @@ def _key(style: str) -> Html:
     return tag("svg", patch, "key", viewBox="0 0 13 13")
 
 
-def _bar(marks: Iterable[Html], label: str, width: int = WIDTH) -> Html:
-    """A drawing of `width` by 20 units that fills its box."""
+def _bar(
+    label: str,
+    marks: Iterable[Mark],
+    unit: float,
+    limit: float = -1,
+    width: int = WIDTH,
+) -> Html:
+    """A drawing of `width` by 20 that fills its box; 1 is `unit` long, `limit` a line."""
+    drawn = []
+    for style, start, length, tip in marks:
+        if length > 0:
+            at = {"x": f"{start * unit:.2f}", "width": f"{length * unit:.2f}"}
+            drawn.append(tag("rect", "", style, data_tip=tip, **at, height=20))
+    if limit >= 0:
+        drawn.append(tag("path", "", "budget", d=f"M{limit * unit:.2f} -4V24"))
     form = {"viewBox": f"0 0 {width} 20", "preserveAspectRatio": "none", "role": "img"}
-    return tag("svg", marks, "bar", **form, aria_label=label)
+    return tag("svg", drawn, "bar", **form, aria_label=label)
 
 
-def _stack(
-    pieces: Iterable[Piece], unit: float, form: Callable[[float], str] | None = None
-) -> Iterable[Html]:
-    """Pieces one after the other, `unit` wide for each 1 of length; `form` for tips."""
+def _stacked(
+    pieces: Iterable[Piece], form: Callable[[float], str] | None = None
+) -> Iterable[Mark]:
+    """Pieces one after the other; `form` gives their length in the text."""
     start = 0.0
     for style, length, name in pieces:
-        if length > 0:
-            tip = f"{name} {form(length)}" if form else ""
-            yield _rect(start * unit, length * unit, f"seg {style}", tip)
-            start += length
-
-
-def _rect(x: float, width: float, style: str, tip: str = "") -> Html:
-    hint = {"data_tip": tip} if tip else {}
-    return tag("rect", "", style, **hint, x=f"{x:.2f}", width=f"{width:.2f}", height=20)
-
-
-def _limit(x: float) -> Html:
-    """The budget's line across a bar."""
-    return tag("path", "", "budget", d=f"M{x:.2f} -4V24")
+        yield f"seg {style}", start, length, f"{name} {form(length)}" if form else ""
+        start += max(length, 0)
 
 
 def _rule(share: float, style: str) -> Html:
@@ -513,12 +485,8 @@ def _rule(share: float, style: str) -> Html:
 
 def _ticks(top: float) -> list[float]:
     """At most six round values of GiB up to `top` bytes, zero among them."""
-    scale = 2.0**30
-    while top < scale:
-        scale /= 10
-    while top >= 10 * scale:
-        scale *= 10
-    step = next(step for m in (0.2, 0.5, 1, 2) if top < 6 * (step := m * scale))
+    steps = (m * 10.0**k * 2**30 for k in range(-9, 9) for m in (1, 2, 5))
+    step = next(step for step in steps if top < 6 * step)
     return [step * i for i in range(int(top / step) + 1)]
 
 
@@ -539,7 +507,8 @@ def _terms(memory: Answer, colours: Colours) -> list[Piece]:
 
 
 def _marked(answer: Answer) -> str:
-    return f"{MARKS[answer['verdict']]} {VERDICTS[answer['verdict']]}"
+    mark = "✓" if answer["verdict"] == FITS else "✕"
+    return f"{mark} {VERDICTS[answer['verdict']]}"
 
 
 def _verdict(answer: Answer) -> Html:
@@ -550,18 +519,3 @@ def _margin(memory: Answer) -> str:
     """How far the peak stays below the budget, or goes above it."""
     free = memory["budget"] - memory["peak"]
     return f"{format_bytes(abs(free))} {'free' if free >= 0 else 'over budget'}"
-
-
-def _pace(step: Answer) -> str:
-    return f"{_seconds(step['total'])} a step"
-
-
-def _speed(step: Answer) -> str:
-    return f"{format_rate(step['tokens_per_s'])} tokens/s"
-
-
-def _seconds(value: float) -> str:
-    """Seconds in s or ms."""
-    if value >= 1 or not value:
-        return f"{value:.{0 if value >= 100 else 2}f} s"
-    return f"{1e3 * value:.{0 if value >= 0.1 else 1 if value >= 1e-3 else 3}f} ms"

@@ -20,10 +20,13 @@ from .forecast import (
     VERDICTS,
     forecast_dict,
     format_bytes,
+    format_limiter,
+    format_pace,
     format_policies,
     format_rate,
     format_runs,
     format_seconds,
+    format_speed,
     highest_phase,
 )
 
@@ -76,7 +79,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
         (
             "step",
             format_seconds(step["total"]),
-            f"{format_rate(step['tokens_per_s'])} tokens/s, {_limiter(step)}; "
+            f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}; "
             + ", ".join(f"{lane} {format_seconds(s)}" for lane, s in busy),
         ),
     ):
@@ -116,7 +119,7 @@ def largest_text(answers: Sequence[Mapping[str, Any]]) -> str:
         if found["value"] is None:
             lines.append(f"{name}: no {found['key']} fits")
             continue
-        speed = _speed(answer["step_s"], answer["tokens_per_s"])
+        speed = format_pace(answer["step_s"], answer["tokens_per_s"])
         lines.append(
             f"{name}: {found['key']} up to {found['value']} (now {found['now']}), then "
             f"{speed}, {format_bytes(answer['device_peak_bytes'])} of the device"
@@ -131,7 +134,7 @@ def _print_card(console: Console, answer: Mapping[str, Any]) -> None:
     head = hardware["name"] + (f" on {hardware['link']}" if hardware["link"] else "")
     head += f": {VERDICTS[answer['verdict']]}"
     console.print(
-        f"{head}, {_speed(step['total'], step['tokens_per_s'])}" if fits else head
+        f"{head}, {format_pace(step['total'], step['tokens_per_s'])}" if fits else head
     )
     if answer["reason"]:
         console.print(answer["reason"])
@@ -208,7 +211,7 @@ def _lanes(step: Mapping[str, Any]) -> Table:
             if lane == "compute" and step["recompute"]:
                 table.add_row("  recomputing", format_seconds(step["recompute"]), "")
     table.add_section()
-    table.add_row("together", format_seconds(step["total"]), _limiter(step))
+    table.add_row("together", format_seconds(step["total"]), format_limiter(step))
     return table
 
 
@@ -241,11 +244,3 @@ def _table(*heads: str) -> Table:
 def _listed(terms: Mapping[str, int]) -> str:
     present = ((name, nbytes) for name, nbytes in terms.items() if nbytes)
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in present)
-
-
-def _limiter(step: Mapping[str, Any]) -> str:
-    return f"limited by {LANES[step['limiter']]}"
-
-
-def _speed(step_s: float, tokens_per_s: float) -> str:
-    return f"{format_seconds(step_s)} a step, {format_rate(tokens_per_s)} tokens/s"
