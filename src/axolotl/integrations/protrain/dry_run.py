@@ -256,7 +256,7 @@ class DryRun:
         elif answer["plan"]["mode"] == "B":
             resident = _alternative(
                 "protrain_force_all_persistent: true (no paging)",
-                partial(planner.search, all_resident=True),
+                partial(planner.search, frozenset("A")),
             )
             if resident["verdict"] == FITS:
                 yield resident

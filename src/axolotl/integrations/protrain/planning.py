@@ -92,6 +92,11 @@ def trace_model(
             "no images in the batch: protrain_vision_headroom_bytes reserves "
             f"{format_bytes(headroom)} for the vision tower"
         )
+    if traced.uncounted:
+        assumptions.append(
+            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
+            "take, so their time is that of the bytes they move"
+        )
     order = traced.trace.blocks
     if layout is None or tuple(block.name for block in layout.blocks) != order:
         layout = build_layout(model, adapter_names(model), order)

@@ -29,6 +29,7 @@ from .core.checkpoint import checkpoint_bytes, require_space
 from .core.cost import block_times
 from .core.errors import BudgetError, ConfigError, DeviceMemoryError, ProTrainError
 from .core.layout import build_layout, find_blocks
+from .core.layout.tensors import may_repack
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Target,
@@ -62,6 +63,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NOT_REPACKED = (
+    "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
+    "(AVX512-BF16) and trains without their gradients from then on. It does not in "
+    "this run, so a plain one differs, in evaluation by its rounding."
+)
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
@@ -134,6 +140,9 @@ class TrainingRun:
         self._is_adapter = bool(adapter_names(model))
         forecast, notes = self._plan(model, device)
         notes += self._warnings(forecast)
+        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
+        if evaluates and device.type == "cpu" and may_repack(model):
+            notes.append(NOT_REPACKED)
         self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._saves_optimizer = saves_optimizer
         if self._is_first:
@@ -191,6 +200,7 @@ class TrainingRun:
         """An optimizer step begins, the `number`-th of this run."""
         if self.session is None or self._recovery is None:
             return
+        self.note_peak()
         self._number, self._step = number, state.global_step + 1
         self._repeated = False
         self._recovery.begin(state)
@@ -198,6 +208,7 @@ class TrainingRun:
 
     def end_step(self, seconds: float) -> None:
         """It has ended."""
+        self.note_peak()
         self._watching.close()
         self._step = 0
         if self.session is None or self.report is None or self._recovery is None:
@@ -282,7 +293,7 @@ class TrainingRun:
         force = self.args.protrain_force_all_persistent
         before = report.forecast.plan
         try:
-            forecast = planner.notch(
+            forecast = planner.replan(
                 before,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
@@ -398,6 +409,11 @@ class TrainingRun:
             self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
         )
+
+    def note_peak(self) -> None:
+        """Read the device's peak before a log resets the allocator's record of it."""
+        if self.session is not None:
+            self.session.device.peak_bytes()
 
     def log_values(self) -> dict[str, float]:
         """Counters since the last call, and peaks, for the Trainer's log."""
