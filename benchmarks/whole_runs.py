@@ -18,7 +18,7 @@ import yaml
 from step_clock import TURNS
 from tables import Page, median_interval, spread
 
-from axolotl.integrations.protrain.report import WATCHED_STEPS
+from axolotl.integrations.protrain.report.run import WATCHED_STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 

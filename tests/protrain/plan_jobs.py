@@ -147,7 +147,8 @@ class Plans:
 def serve() -> None:
     """Answer the lines of standard input until it ends."""
     # imported before the first fork, and what it imports late
-    from axolotl.integrations.protrain import dry_run, plan_page, plan_text  # noqa: F401
+    from axolotl.integrations.protrain import dry_run  # noqa: F401
+    from axolotl.integrations.protrain.report import page, text  # noqa: F401
 
     home = Path.cwd()
     running = 0

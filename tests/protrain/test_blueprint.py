@@ -27,13 +27,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.blueprint import Blueprint, load_blueprint
+from axolotl.integrations.protrain.core.cost.compute import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (
     Emulation,
     Target,
     outputs_as_fp32,
 )
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.core.types import Work
 from axolotl.integrations.protrain.planning import trace_model
 from axolotl.integrations.protrain.stand_ins import planning_stand_ins
 
@@ -86,6 +89,15 @@ LLAMA_70B = {
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+LLAMA_8B_OF_TWO_LAYERS = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
@@ -279,6 +291,37 @@ def test_adapters_run(keys: dict[str, Any], tmp_path: Path) -> None:
     blueprint = blueprint_of(tmp_path, "llama", keys)
     assert_without_weights(blueprint)
     assert not run_on_meta(blueprint).without_gradient
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> None:
+    """bitsandbytes multiplies in one operator, of which torch knows no formula."""
+    works = {}
+    for name, keys in {"lora": LORA, "qlora": QLORA}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        blueprint = blueprint_of(folder, LLAMA_8B_OF_TWO_LAYERS, keys | UNFUSED)
+        subject = trace_model(
+            blueprint.model,
+            blueprint.batch,
+            Target(target, blueprint.autocast_dtype),
+            ProTrainArgs(),
+        )
+        assert subject.traced.uncounted == ()
+        segments = subject.traced.trace.segments
+        works[name] = [
+            sum((s.work for s in segments if s.backward is backward), Work())
+            for backward in (False, True)
+        ]
+    linear = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    weights = linear + 4096 * 128256
+    card = gpu_hardware("4090", None, 0)
+    for plain, packed in zip(works["lora"], works["qlora"], strict=True):
+        assert plain.flops_16 > 2 * BATCH * LENGTH * weights
+        assert (packed.flops_16, packed.flops_32) == (plain.flops_16, plain.flops_32)
+        # each weight is read in 4 bits and written in 16 before it is multiplied
+        assert packed.moved_bytes - plain.moved_bytes > 2.5 * linear
+        assert work_s(packed, card) > work_s(plain, card)
 
 
 def test_fp32_has_no_autocast(tmp_path: Path) -> None:

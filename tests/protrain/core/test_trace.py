@@ -72,7 +72,7 @@ def text(rows: int = 2, length: int = 24, padding: int = 0) -> dict[str, Tensor]
 
 
 def assert_same_trace(short: Trace, whole: Trace) -> None:
-    """Equal in every number; holdings of one fate may be listed in parts."""
+    """Equal in every number; lifetimes of one fate may be listed in parts."""
     assert short.blocks == whole.blocks
     assert len(short.segments) == len(whole.segments)
     for ours, theirs in zip(short.segments, whole.segments, strict=True):
@@ -88,10 +88,10 @@ def names(segment: Segment) -> list[str]:
 
 def fates(trace: Trace) -> Counter:
     bytes_of: Counter = Counter()
-    for holding in trace.holdings:
-        holds = frozenset(holding.holds)
-        fate = holding.made, holding.forgotten, holds, holding.large
-        bytes_of[fate] += holding.nbytes
+    for lifetime in trace.lifetimes:
+        saves = frozenset(lifetime.saves)
+        fate = lifetime.made, lifetime.forgotten, saves, lifetime.large
+        bytes_of[fate] += lifetime.nbytes
     return bytes_of
 
 
@@ -396,6 +396,45 @@ def test_flops_of_a_llama_block() -> None:
     assert [s.work.flops_16 for s in in_bf16.segments if s.block is not None] == [
         s.work.flops_32 for s in traced.segments if s.block is not None
     ]
+
+
+class OwnKernel(torch.autograd.Function):
+    """A product by an operator of which torch knows nothing but the shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return torch.ops.protrain_tests.product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+class WithOwnKernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)
+        )
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        decayed = self.weight * 2 + self.weight.to(BF16).t().float()
+        return OwnKernel.apply(x, self.weight).sum() + decayed.sum()
+
+
+def test_an_operator_without_a_count_is_named() -> None:
+    library = torch.library.Library("protrain_tests", "DEF")
+    library.define("product(Tensor x, Tensor weight) -> Tensor")
+    library.impl("product", lambda x, weight: x.new_empty(x.shape), "Meta")
+    model = meta_twin(WithOwnKernel())
+    x = torch.empty(2, 8, device="meta")
+    traced = trace_step(model, find_blocks(model), lambda: model(x))
+    library._destroy()
+    assert traced.uncounted == ("protrain_tests::product",)
 
 
 def test_gradients_are_those_of_the_real_step() -> None:
@@ -743,15 +782,15 @@ def test_what_can_be_swapped_is_told() -> None:
         model = Positions()
         rows = torch.ones(64, 32)
     trace = trace_step(model, find_blocks(model), lambda: model(rows)).trace
-    inputs = [h for holding in trace.holdings for h in holding.holds if h.as_input]
-    assert Counter((h.block, h.by_position) for h in inputs) == {
+    inputs = [s for lifetime in trace.lifetimes for s in lifetime.saves if s.as_input]
+    assert Counter((s.block, s.by_position) for s in inputs) == {
         (0, True): 1,
         (0, False): 1,
         (1, True): 1,
         (1, False): 1,
     }
-    assert {holding.large for holding in trace.holdings} == {True, False}
+    assert {lifetime.large for lifetime in trace.lifetimes} == {True, False}
     whole = rows.numel() * 4
-    assert all(h.large == (h.nbytes >= whole) for h in trace.holdings)
+    assert all(x.large == (x.nbytes >= whole) for x in trace.lifetimes)
     forward = next(s for s in trace.segments if s.block == 1)
     assert forward.dropped_peak_bytes < forward.swapped_peak_bytes < forward.peak_bytes

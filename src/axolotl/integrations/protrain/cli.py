@@ -151,8 +151,9 @@ def plan(
             gc.disable()
             # imported here: `axolotl --help` reads this module
             from .dry_run import DryRun, Question, worst
-            from .plan_page import plan_page
-            from .plan_text import largest_text, plan_text
+            from .report.forecast import DRAWN
+            from .report.page import plan_page
+            from .report.text import largest_text, plan_text
 
             dry_run = DryRun(Question(config, gpus, num_gpus, ram_gib, link))
             answers = dry_run.largest(largest) if largest else dry_run.forecasts()
@@ -164,8 +165,7 @@ def plan(
             reason = {"verdict": "unsupported", "reason": unplanned.message}
             _print_json([{**reason, "hardware": {"name": gpu}} for gpu in gpus or [""]])
         raise unplanned from error
-    drawn = ("timeline", "blocks")
-    shown = [{k: v for k, v in a.items() if k not in drawn} for a in answers]
+    shown = [{k: v for k, v in a.items() if k not in DRAWN} for a in answers]
     if as_json:
         _print_json(shown)
     else:

@@ -27,7 +27,7 @@ from .core.profile import (
     gpu_hardware,
     host_memory,
 )
-from .core.types import Budget, Hardware, Plan, Workload, World
+from .core.types import Budget, Hardware, Workload, World
 from .planning import (
     FORCED,
     Subject,
@@ -37,14 +37,22 @@ from .planning import (
     trace_model,
     workload_of,
 )
-from .report import forecast_dict, format_bytes, page_dict
+from .report.forecast import (
+    DOES_NOT_FIT,
+    FITS,
+    UNSUPPORTED,
+    answer_dict,
+    format_bytes,
+    hardware_dict,
+    lack,
+    price_dict,
+)
 from .run import args_from, cache_folder, missing_capacity, versions
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
 
-FITS, DOES_NOT_FIT, UNSUPPORTED = "fits", "does-not-fit", "unsupported"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 2, UNSUPPORTED: 3}
 
 SEARCHED = {"seq": "sequence_len", "batch": "micro_batch_size", "rank": "lora_r"}
@@ -151,14 +159,14 @@ class DryRun:
         forecast = found.get(low)
         return {
             "verdict": FITS if forecast else DOES_NOT_FIT,
-            "hardware": _hardware_dict(card),
+            "hardware": hardware_dict(card),
             "max": {
                 "key": key,
                 "value": low * stride if forecast else None,
                 "now": self._blueprint.cfg[key],
                 "note": self._limit_note(what, low * stride),
             },
-            **_price(forecast),
+            **price_dict(forecast),
         }
 
     def _limit(self, what: str) -> int:
@@ -187,22 +195,13 @@ class DryRun:
     def _answer(self, card: Hardware) -> dict[str, Any]:
         planner = self._planner(card, {})
         subject, _, assumed = self._subject({})
-        verdict, reason = FITS, None
+        fits = True
         try:
             forecast = choose(self._args, planner)
         except BudgetError:
-            verdict = DOES_NOT_FIT
+            fits = False
             forecast = nearest(self._args, planner)
-            reason = _shortage(forecast)
-        answer = {
-            "verdict": verdict,
-            "reason": reason,
-            "hardware": _hardware_dict(card),
-            **forecast_dict(forecast),
-        }
-        answer["device_bytes"]["peak_at"] = forecast.device.peak.label
-        if verdict == DOES_NOT_FIT:
-            answer["step_s"] = None
+        answer = answer_dict(forecast, fits)
         answer["alternatives"] = list(self._alternatives(card, planner, answer))
         answer["assumptions"] = [
             *self._blueprint.assumptions,
@@ -210,7 +209,7 @@ class DryRun:
             *assumed,
             *self._unknowns(card, forecast),
         ]
-        return answer | page_dict(forecast)
+        return answer
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         question, args = self._question, self._args
@@ -257,7 +256,7 @@ class DryRun:
         elif answer["plan"]["mode"] == "B":
             resident = _alternative(
                 "protrain_force_all_persistent: true (no paging)",
-                partial(planner.search, all_resident=True),
+                partial(planner.search, frozenset("A")),
             )
             if resident["verdict"] == FITS:
                 yield resident
@@ -330,10 +329,10 @@ class DryRun:
         def plain() -> Forecast:
             for recompute in (False, True):
                 forecast = planner.without_paging(recompute)
-                lack = _lack(forecast)
-                if lack is None:
+                lacking = lack(forecast)
+                if lacking is None:
                     return forecast
-            raise BudgetError(lack)
+            raise BudgetError(lacking)
 
         other = _alternative("without this plugin", plain)
         if other["verdict"] == FITS:
@@ -347,7 +346,7 @@ class DryRun:
         try:
             return choose(self._args, planner)
         except BudgetError:
-            raise BudgetError(_lack(nearest(self._args, planner))) from None
+            raise BudgetError(lack(nearest(self._args, planner))) from None
 
     def _budget(self, card: Hardware) -> Budget:
         """The YAML's limits; of a card that is not here not more than it has."""
@@ -441,7 +440,7 @@ def _alternative(
         verdict, note = DOES_NOT_FIT, _and(note, str(error))
     except (ConfigError, LayoutError, TraceError) as error:
         verdict, note = UNSUPPORTED, _and(note, str(error))
-    return {"change": change, "verdict": verdict, **_price(forecast), "note": note}
+    return {"change": change, "verdict": verdict, **price_dict(forecast), "note": note}
 
 
 def _in_mode(planner: Planner, mode: str) -> Forecast:
@@ -449,71 +448,11 @@ def _in_mode(planner: Planner, mode: str) -> Forecast:
     try:
         return planner.search(modes=modes)
     except BudgetError:
-        raise BudgetError(_lack(planner.nearest(modes=modes))) from None
+        raise BudgetError(lack(planner.nearest(modes=modes))) from None
 
 
 def _and(note: str | None, error: str) -> str:
     return f"{note}: {error}" if note else error
-
-
-def _price(forecast: Forecast | None) -> dict[str, Any]:
-    """What a table of settings says of each."""
-    if forecast is None:
-        return dict.fromkeys(("device_peak_bytes", "step_s", "tokens_per_s", "plan"))
-    return {
-        "device_peak_bytes": forecast.device.peak_bytes,
-        "step_s": forecast.step.total_s,
-        "tokens_per_s": forecast.tokens_per_s,
-        "plan": {
-            knob: getattr(forecast.plan, knob)
-            for knob in ("n_persist", "n_buffer", "n_swap", "n_checkpoint", "mode")
-        },
-    }
-
-
-def _lack(forecast: Forecast) -> str | None:
-    """How much a plan lacks, of the device first; None if it fits."""
-    budget = forecast.budget
-    for where, needed, has in (
-        ("device", forecast.device.peak_bytes, budget.usable_bytes),
-        ("host", forecast.host.peak_bytes, budget.host_bytes),
-    ):
-        if needed > has:
-            return f"{format_bytes(needed - has)} of {where} memory missing"
-    return None
-
-
-def _shortage(forecast: Forecast) -> str:
-    """The same with the moment at which it is missing."""
-    device, host, budget = forecast.device, forecast.host, forecast.budget
-    text = f"{_lack(forecast)}: {_which(forecast.plan)} takes "
-    if device.peak_bytes > budget.usable_bytes:
-        text += (
-            f"{format_bytes(device.peak_bytes)} at {device.peak.label}, "
-            f"{format_bytes(budget.usable_bytes)} may be used."
-        )
-        if device.peak.label.endswith("outside blocks"):
-            text += (
-                " That is where the loss holds the logits of all tokens; "
-                "liger_fused_linear_cross_entropy or cut_cross_entropy avoids them."
-            )
-        return text
-    phase = max(host.phases, key=host.phases.__getitem__)
-    return (
-        f"{text}{format_bytes(host.peak_bytes)} {_HOST_PHASES[phase]}, "
-        f"{format_bytes(budget.host_bytes)} may be used."
-    )
-
-
-_HOST_PHASES = {
-    "load": "while the model is loaded, when all of it is on the host",
-    "train": "while it trains",
-    "save": "while a checkpoint is saved",
-}
-
-
-def _which(plan: Plan) -> str:
-    return "the smallest plan" if plan.origin == "search" else "the plan of the YAML"
 
 
 def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]:
@@ -530,10 +469,6 @@ def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]
             yield (
                 f"{key} asks for more than the {format_bytes(has)} beside {card.name}"
             )
-
-
-def _hardware_dict(card: Hardware) -> dict[str, Any]:
-    return {"name": card.name, "source": card.source, "link": card.link}
 
 
 def _with_plugin(config: Path) -> dict[str, object]:

@@ -23,7 +23,7 @@ from .core.profile import (
 )
 from .core.search import MODES
 from .core.types import Budget, Knobs, Layout, Workload, World
-from .report import format_bytes
+from .report.forecast import format_bytes
 from .stand_ins import planning_stand_ins
 
 
@@ -91,6 +91,11 @@ def trace_model(
         assumptions.append(
             "no images in the batch: protrain_vision_headroom_bytes reserves "
             f"{format_bytes(headroom)} for the vision tower"
+        )
+    if traced.uncounted:
+        assumptions.append(
+            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
+            "take, so their time is that of the bytes they move"
         )
     order = traced.trace.blocks
     if layout is None or tuple(block.name for block in layout.blocks) != order:

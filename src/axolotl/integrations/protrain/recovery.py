@@ -19,7 +19,7 @@ import torch
 
 from .core.planner import Forecast
 from .core.runtime import asked_bytes
-from .report import format_bytes
+from .report.forecast import format_bytes
 
 Result = TypeVar("Result")
 

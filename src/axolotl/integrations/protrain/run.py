@@ -54,7 +54,8 @@ from .data_parallel import (
 )
 from .planning import adapter_names, budget_of, choose, trace_model, workload_of
 from .recovery import Result, Shortage, StepRecovery
-from .report import WATCHED_STEPS, RunReport, format_bytes, summary
+from .report.forecast import format_bytes
+from .report.run import WATCHED_STEPS, RunReport
 from .stand_ins import make_experts_traceable
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class TrainingRun:
         """An optimizer step begins, the `number`-th of this run."""
         if self.session is None or self._recovery is None:
             return
+        self.note_peak()
         self._number, self._step = number, state.global_step + 1
         self._repeated = False
         self._recovery.begin(state)
@@ -206,6 +208,7 @@ class TrainingRun:
 
     def end_step(self, seconds: float) -> None:
         """It has ended."""
+        self.note_peak()
         self._watching.close()
         self._step = 0
         if self.session is None or self.report is None or self._recovery is None:
@@ -290,7 +293,7 @@ class TrainingRun:
         force = self.args.protrain_force_all_persistent
         before = report.forecast.plan
         try:
-            forecast = planner.notch(
+            forecast = planner.replan(
                 before,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
@@ -302,7 +305,7 @@ class TrainingRun:
         # what moves now is not the step's
         self._watching.close()
         session.replan(forecast.plan)
-        report.notch(self._step, asdict(shortage), forecast)
+        report.replanned(self._step, asdict(shortage), forecast)
         self._log.warning(
             f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
             + report.table()
@@ -363,7 +366,7 @@ class TrainingRun:
             report.ranks = ranks.collect(own)
         if not self._is_first:
             return
-        self._log.info(summary(measured, report))
+        self._log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
@@ -406,6 +409,11 @@ class TrainingRun:
             self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
         )
+
+    def note_peak(self) -> None:
+        """Read the device's peak before a log resets the allocator's record of it."""
+        if self.session is not None:
+            self.session.device.peak_bytes()
 
     def log_values(self) -> dict[str, float]:
         """Counters since the last call, and peaks, for the Trainer's log."""

@@ -40,6 +40,9 @@ def planning_stand_ins(target: str) -> Iterator[list[str]]:
             undo.enter_context(registered_attention())
             undo.enter_context(_triton_launches(used))
             undo.enter_context(_axolotl_dequantize(used))
+            if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+                packet = torch.ops.bitsandbytes.gemm_4bit
+                undo.enter_context(replaced(packet, "default", _gemm_4bit))
             undo.enter_context(replaced(torch, "equal", _equal))
         yield used
 
@@ -193,6 +196,32 @@ def _axolotl_dequantize(used: list[str]) -> Iterator[None]:
 
     with replaced(quantize, "_ctypes_nf4_dequant", dequantize):
         yield
+
+
+def _gemm_4bit(
+    rows: Tensor,
+    packed: Tensor,
+    shape: Any,
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """What the GPU kernel does above 1536 rows: it writes the whole weight first.
+
+    Below, a fused kernel may do without that buffer, by a table of GPUs and shapes.
+    """
+    ops = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        scales = (absmax_8bit, absmax, absmax_code, 256, torch.float32)
+        absmax = ops.dequantize_blockwise(*scales) + absmax_offset
+    weight = ops.dequantize_4bit(
+        packed, absmax, blocksize, quant_type, shape, rows.dtype
+    )
+    return torch.nn.functional.linear(rows, weight, bias)
 
 
 @contextmanager

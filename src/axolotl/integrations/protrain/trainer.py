@@ -105,6 +105,7 @@ class ProTrainTrainerMixin:
         return self.protrain.attempt(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.protrain.note_peak()
         if "loss" in logs:
             logs.update(self.protrain.log_values())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -659,6 +659,8 @@ class Session:
         for block in self._running:
             block.unwind()
         self._pager.close_any()
+        # or gradients would stay on the device until backward sends the next ones
+        self._gradients.retire()
         self.ready()
 
     def _before_update(self, host: HostChunk | ShardedChunk) -> None:

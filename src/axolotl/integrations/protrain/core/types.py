@@ -302,8 +302,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """A reason to keep bytes beyond the segment in which the model forgets them.
+class Save:
+    """Why autograd keeps bytes beyond the segment in which the model forgets them.
 
     Attributes:
         segment: Index of the segment in which the reason ends.
@@ -319,20 +319,20 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Holding:
+class Lifetime:
     """Activation bytes that outlive the segment that made them.
 
     Attributes:
         made: Index of that segment.
         forgotten: Index of the segment in which the model's own references end.
-        holds: What autograd keeps of it.
+        saves: For whom autograd keeps them.
         nbytes: Bytes of all tensors with this fate.
         large: Whether each of them has at least `SMALLEST_SWAP_BYTES`.
     """
 
     made: int
     forgotten: int
-    holds: tuple[Hold, ...]
+    saves: tuple[Save, ...]
     nbytes: int
     large: bool = True
 
@@ -343,18 +343,14 @@ class Trace:
 
     Attributes:
         segments: Forward segments in order, then those of backward in order.
-        holdings: What lives from one segment into another.
+        lifetimes: What lives from one segment into another.
         blocks: Names of the blocks in the order of first use, unused ones last;
             indices of blocks are positions in this order.
-        assumptions: What could not be traced, and what was taken instead.
-        batch_bytes: Bytes of one batch on the device.
     """
 
     segments: tuple[Segment, ...]
-    holdings: tuple[Holding, ...]
+    lifetimes: tuple[Lifetime, ...]
     blocks: tuple[str, ...]
-    assumptions: tuple[str, ...] = ()
-    batch_bytes: int = 0
 
     @property
     def num_blocks(self) -> int:

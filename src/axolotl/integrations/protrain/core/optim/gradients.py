@@ -95,6 +95,11 @@ class GradientOffload:
             if arriving.gradients:
                 self._send(arriving)
 
+    def retire(self) -> None:
+        """Let go of what has arrived on the host; waits for nothing."""
+        while self._in_flight and self._in_flight[0][0].query():
+            self._retire()
+
     def settle(self) -> None:
         """Return once every gradient produced so far is in its leaf."""
         for arriving in self._arriving:
@@ -164,8 +169,7 @@ class GradientOffload:
             self._staging_users[slot] = self._worker.submit(
                 _addition(event, host, staged)
             )
-        while self._in_flight and self._in_flight[0][0].query():
-            self._retire()
+        self.retire()
 
     def _claim_staging(self) -> tuple[int, Tensor]:
         slot = self._next_staging

@@ -115,6 +115,10 @@ class GradientReduction:
     def _end_backward(self) -> None:
         self._launch_until(len(self._waiting))
 
+    def retire(self) -> None:
+        """Let go of what has arrived on the host; waits for nothing."""
+        self._offload.retire()
+
     def settle(self) -> None:
         """Return once every averaged gradient is in its leaf.
 

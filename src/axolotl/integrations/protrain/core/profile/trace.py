@@ -15,31 +15,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from ..errors import TraceError
 from ..nested import map_tensors, tensors_in
-from ..types import SMALLEST_SWAP_BYTES, Hold, Holding, Segment, Trace, Work
+from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .meta import MetaMode
+from .operators import may_multiply, work_of
 from .repeats import Repeats
-
-_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A trace, and one call of each block to time it with."""
+    """A trace, and one call of each block to time it with.
+
+    `uncounted` names operators that take weights and may multiply them, and of which
+    nobody knows how many operations they do: they count as the bytes they move.
+    """
 
     trace: Trace
     samples: Mapping[int, BlockSample]
+    uncounted: tuple[str, ...] = ()
 
 
 def trace_step(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
-    batch_bytes: int = 0,
     every_block: bool = False,
 ) -> TracedStep:
     """Run `loss_of` and its backward on a model without weights.
@@ -48,7 +50,6 @@ def trace_step(
         model: On the meta device, `requires_grad` final, nothing recomputed.
         blocks: From `find_blocks(model)`.
         loss_of: Runs the forward and returns the loss.
-        batch_bytes: Bytes of one batch on the device.
         every_block: Run blocks of a kind that has run before, too.
 
     Raises:
@@ -67,7 +68,7 @@ def trace_step(
             f"{type(model).__name__} cannot be run without weights, which a plan needs: "
             f"{error}. Train it without ProTrain (protrain_auto_memory: false)."
         ) from error
-    return recorder.result(batch_bytes)
+    return recorder.result()
 
 
 class _Open:
@@ -84,9 +85,7 @@ class _Open:
         # of a block's backward: what it has made when it first asks for a saved tensor
         self.kept_at_unpack: int | None = None
         self.gradients: list[tuple[str, int]] = []
-        self.flops = {True: 0, False: 0}
-        self.moved_bytes = 0
-        self.num_kernels = 0
+        self.work = Work()
         self.operators: list[tuple[str, int]] = []
         self.merged_into: _Open | None = None
         # of a block's forward: the segment in which its backward runs, and the
@@ -119,10 +118,7 @@ class _Open:
         self.swapped += later.swapped
         self.gradient_bytes += later.gradient_bytes
         self.gradients += later.gradients
-        for is_16_bit in self.flops:
-            self.flops[is_16_bit] += later.flops[is_16_bit]
-        self.moved_bytes += later.moved_bytes
-        self.num_kernels += later.num_kernels
+        self.work += later.work
         later.merged_into = self
 
     def copy(self, other: _Open, rename: Callable[[str], str]) -> None:
@@ -132,8 +128,7 @@ class _Open:
         self.redone_peak, self.first_peak = other.redone_peak, other.first_peak
         self.kept_at_unpack = other.kept_at_unpack
         self.gradients = [(rename(name), nbytes) for name, nbytes in other.gradients]
-        self.flops = dict(other.flops)
-        self.moved_bytes, self.num_kernels = other.moved_bytes, other.num_kernels
+        self.work = other.work
         self.operators = other.operators
 
     @property
@@ -144,9 +139,7 @@ class _Open:
         return Segment(
             block=number.get(self.block),
             backward=self.backward,
-            work=Work(
-                self.flops[True], self.flops[False], self.moved_bytes, self.num_kernels
-            ),
+            work=self.work,
             peak_bytes=self.peak,
             dropped_peak_bytes=self.dropped_peak,
             swapped_peak_bytes=self.swapped_peak,
@@ -207,6 +200,12 @@ class _Recorder(MetaMode):
             self._pack, self._unpack
         )
         self._busy = False
+        self._weights = {
+            param.untyped_storage()._cdata
+            for param in model.parameters()
+            if param.ndim > 1
+        }
+        self._uncounted: dict[str, None] = {}
         self._forwards: dict[int, _Open] = {}
         self._copies: list[tuple[_Open, _Open]] = []
         repeated = () if every_block else blocks
@@ -256,25 +255,10 @@ class _Recorder(MetaMode):
             # an operator in place may change a parameter, which is no activation
             if tensor.untyped_storage()._cdata not in given:
                 self._follow(tensor)
-        now.num_kernels += 1
-        packet = func._overloadpacket
-        now.operators.append((packet.__name__, now.kept))
-        formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
-        if packet is _aten._grouped_mm:
-            # rows are spread over the experts: each meets one weight
-            is_16_bit = read[0].dtype.itemsize == 2
-            now.flops[is_16_bit] += 2 * read[0].numel() * read[1].shape[-1]
-            return
-        if formula is not None:
-            is_16_bit = read[0].dtype.itemsize == 2
-            now.flops[is_16_bit] += formula(*args, out_val=output)
-            return
-        written = sum(tensor.nbytes for tensor in made)
-        if packet in _GATHERS:
-            # reads as many rows as it writes, not the whole table
-            now.moved_bytes += 2 * written
-        else:
-            now.moved_bytes += written + sum(tensor.nbytes for tensor in read)
+        now.operators.append((func._overloadpacket.__name__, now.kept))
+        now.work += work_of(func, args, output, read, made)
+        if not self._weights.isdisjoint(given) and may_multiply(func):
+            self._uncounted[func._overloadpacket._qualified_op_name] = None
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -426,7 +410,7 @@ class _Recorder(MetaMode):
 
     # the result
 
-    def result(self, batch_bytes: int) -> TracedStep:
+    def result(self) -> TracedStep:
         """What was recorded, blocks numbered in the order of first use."""
         unused = (i for i in range(len(self._blocks)) if i not in self._order)
         order = [*self._order, *unused]
@@ -439,21 +423,20 @@ class _Recorder(MetaMode):
             if segment.undone_in is not None:
                 # it is computed again only then
                 segment.redone_peak += segment.undone_in.final.kept_at_unpack or 0
-        fates: Counter[tuple[int, int, tuple[Hold, ...], bool]] = Counter()
+        fates: Counter[tuple[int, int, tuple[Save, ...], bool]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
         trace = Trace(
             segments=tuple(segment.closed(number) for segment in segments),
-            holdings=tuple(
-                Holding(made, forgotten, holds, nbytes, large)
-                for (made, forgotten, holds, large), nbytes in fates.items()
-                if forgotten > made or any(hold.segment > made for hold in holds)
+            lifetimes=tuple(
+                Lifetime(made, forgotten, saves, nbytes, large)
+                for (made, forgotten, saves, large), nbytes in fates.items()
+                if forgotten > made or any(save.segment > made for save in saves)
             ),
             blocks=tuple(self._blocks[index][0] for index in order),
-            batch_bytes=batch_bytes,
         )
         samples = {number[old]: sample for old, sample in self._samples.items()}
-        return TracedStep(trace, samples)
+        return TracedStep(trace, samples, tuple(self._uncounted))
 
     def _fill_in(self, segments: Sequence[_Open]) -> None:
         """Give skipped blocks what the block of their kind has shown."""
@@ -514,12 +497,12 @@ class _Recorder(MetaMode):
 
 def _fate(
     record: _Record, num_segments: int, number: Mapping[int | None, int]
-) -> tuple[int, int, tuple[Hold, ...], bool]:
-    """When a storage was made, when forgotten, what held it, and whether it is large."""
+) -> tuple[int, int, tuple[Save, ...], bool]:
+    """When a storage was made, when forgotten, what saved it, and whether it is large."""
     forgotten = record.forgotten
     end = forgotten.final.index if forgotten is not None else num_segments
-    holds = {
-        Hold(segment.final.index, number.get(block))
+    saves = {
+        Save(segment.final.index, number.get(block))
         for block, segment in record.released
     }
     inputs: dict[tuple[int, int | None], bool] = {}
@@ -528,22 +511,11 @@ def _fate(
             key = forward.undone_in.final.index, number.get(forward.block)
             # another reference to it stays on the device
             inputs[key] = inputs.get(key, True) and by_position
-    holds |= {
-        Hold(*key, as_input=True, by_position=each) for key, each in inputs.items()
+    saves |= {
+        Save(*key, as_input=True, by_position=each) for key, each in inputs.items()
     }
-    ordered = sorted(holds, key=lambda h: (h.segment, h.block or -1, h.as_input))
+    ordered = sorted(saves, key=lambda s: (s.segment, s.block or -1, s.as_input))
     return record.made.final.index, end, tuple(ordered), record.large
-
-
-_COUNTED_AS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: (
-        _aten._scaled_dot_product_flash_attention
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-_GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 
 
 def _detached(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """The forecasts of `axolotl protrain plan` as one HTML page, nothing loaded from outside.
 
-The page around what is made here is `plan_page.html`.
+The page around what is made here is `page.html`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from .plan_figures import (
+from .figures import (
     WIDTH,
     Colours,
     Forecast,
@@ -30,7 +30,7 @@ from .plan_figures import (
     term_colours,
     timeline_figure,
 )
-from .report import MODES, format_bytes
+from .forecast import MODES, format_bytes
 
 VERDICTS = {
     "fits": "✓ fits",
@@ -74,7 +74,7 @@ def plan_page(forecasts: Sequence[Forecast], config_name: str) -> str:
         "model, times from the rates of the hardware. 1 GiB is 2<sup>30</sup> bytes."
         "</footer>",
     ]
-    template = files(__package__).joinpath("plan_page.html").read_text("utf-8")
+    template = files(__package__).joinpath("page.html").read_text("utf-8")
     return Template(template).substitute(title=title, body="\n".join(body))
 
 

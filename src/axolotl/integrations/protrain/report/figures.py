@@ -12,7 +12,7 @@ from html import escape
 from itertools import accumulate, groupby
 from typing import Any
 
-from .report import POLICY_LETTERS, format_bytes
+from .forecast import PLACEMENTS, POLICIES, POLICY_LETTERS, format_bytes
 
 Forecast = Mapping[str, Any]
 Colours = Mapping[str, str]
@@ -22,17 +22,6 @@ Part = tuple[str, float, str]
 WIDTH, HEIGHT = 1000, 400
 """Units of a drawing: bars are `WIDTH` wide, the timeline is `HEIGHT` high as well."""
 NUM_COLOURS = 8
-PLACEMENTS = {
-    "resident": "weights and optimizer state on the GPU",
-    "host-state": "weights on the GPU, optimizer state on the host",
-    "paged": "all on the host, weights pass through a slot",
-}
-POLICIES = {
-    "keep": "activations stay on the GPU",
-    "recompute": "activations are computed again in backward",
-    "swap": "activations go to the host and come back",
-    "swap-input": "inputs go to the host, the rest is computed again",
-}
 
 
 def fit_figure(forecasts: Sequence[Forecast], colours: Colours) -> str:

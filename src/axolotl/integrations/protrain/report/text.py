@@ -12,22 +12,20 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from .report import MODES, format_bytes, policy_row
+from ..core.planner import Forecast
+from .forecast import (
+    LANES,
+    MODES,
+    VERDICTS,
+    forecast_dict,
+    format_bytes,
+    format_policies,
+    format_rate,
+    format_runs,
+    format_terms,
+)
 
 WIDTH = 100
-
-VERDICTS = {
-    "fits": "fits",
-    "does-not-fit": "does not fit",
-    "unsupported": "unsupported",
-}
-LANES = {
-    "compute": "compute",
-    "fetch": "copies to the device",
-    "offload": "copies to the host",
-    "host": "AdamW on the host",
-    "communicate": "exchange between ranks",
-}
 
 
 def plan_text(answers: Sequence[Mapping[str, Any]]) -> str:
@@ -81,7 +79,7 @@ def _overview(answers: Sequence[Mapping[str, Any]]) -> Table:
             format_bytes(host["peak"]),
             format_bytes(host["budget"]),
             f"{step['total']:.3g} s" if step else "-",
-            _rate(step["tokens_per_s"]) if step else "-",
+            format_rate(step["tokens_per_s"]) if step else "-",
         )
     return table
 
@@ -103,7 +101,7 @@ def _one(console: Console, answer: Mapping[str, Any]) -> None:
         f"({MODES[plan['mode']]}), {_ranks(plan)}n_persist {plan['n_persist']} of "
         f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
         f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
-        f"{plan['num_blocks']} blocks ({policy_row(plan['block_policies'])})",
+        f"{plan['num_blocks']} blocks ({format_policies(plan['block_policies'])})",
         markup=False,
     )
     side_by_side = Table.grid(padding=(0, 6, 0, 0))
@@ -121,11 +119,7 @@ def _one(console: Console, answer: Mapping[str, Any]) -> None:
 
 
 def _speed(step_s: float, tokens_per_s: float) -> str:
-    return f"{step_s:.3g} s a step, {_rate(tokens_per_s)} tokens/s"
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
+    return f"{step_s:.3g} s a step, {format_rate(tokens_per_s)} tokens/s"
 
 
 def _ranks(plan: Mapping[str, Any]) -> str:
@@ -186,7 +180,7 @@ def _print_alternatives(console: Console, answer: Mapping[str, Any]) -> None:
             VERDICTS[other["verdict"]],
             format_bytes(other["device_peak_bytes"]) if fits else "-",
             f"{other['step_s']:.3g} s" if fits else "-",
-            _rate(other["tokens_per_s"]) if fits else "-",
+            format_rate(other["tokens_per_s"]) if fits else "-",
             other["note"] or "",
         )
     console.print(table)
@@ -197,3 +191,59 @@ def _item(text: str) -> Table:
     item = Table.grid()
     item.add_row("  - ", Padding(text, 0))
     return item
+
+
+def forecast_table(forecast: Forecast, device: str) -> str:
+    """A plan and what it will cost, for the log of a training."""
+    layout, placements = forecast.layout, forecast.plan.placements
+    world = forecast.workload.world
+    shown = forecast_dict(forecast)
+    plan, step = shown["plan"], shown["step_s"]
+    on_device, on_host = shown["device_bytes"], shown["host_bytes"]
+    outside = [placements[c.index].value for c in layout.chunks if not c.pageable]
+    table = Table(title=f"ProTrain plan ({plan['origin']})", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("detail")
+    for row in (
+        ("mode", plan["mode"], MODES[plan["mode"]]),
+        ("ranks", str(plan["num_ranks"]), f"{world.local_size} on each node"),
+        (
+            "resident chunks",
+            f"{plan['n_persist']} of {plan['num_chunks']}",
+            format_runs(plan["resident_chunks"]),
+        ),
+        ("slots", str(plan["n_buffer"]), format_bytes(forecast.device.states.slots)),
+        (
+            "activations",
+            f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']}",
+            f"of {plan['num_blocks']} blocks: {format_policies(plan['block_policies'])}",
+        ),
+        (
+            "outside blocks",
+            ", ".join(sorted(set(outside))) or "frozen, resident",
+            f"{len(outside)} trainable",
+        ),
+        (
+            f"device ({device})",
+            format_bytes(on_device["peak"]),
+            f"of {format_bytes(on_device['budget'])}, at "
+            f"{forecast.device.peak.label}: {format_terms(on_device['terms'])}",
+        ),
+        (
+            "host (all its ranks)" if world.local_size > 1 else "host",
+            format_bytes(on_host["peak"]),
+            f"of {format_bytes(on_host['budget'])}: {format_terms(on_host['terms'])}",
+        ),
+        (
+            "step",
+            f"{step['total']:.3g} s",
+            f"{format_rate(step['tokens_per_s'])} tokens/s, limited by "
+            f"{LANES[step['limiter']]}; "
+            + ", ".join(f"{LANES[k]} {s:.3g} s" for k, s in step["lanes"].items() if s),
+        ),
+    ):
+        table.add_row(*row)
+    text = StringIO()
+    Console(file=text, width=110).print(table)
+    return text.getvalue().rstrip()

@@ -1,0 +1,107 @@
+"""What one operator does: operations by formula, bytes moved for all without one.
+
+torch has formulas for its own matrix products. Kernels of other libraries, products
+that torch forgets and those that count rows otherwise stand in the table below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ..types import Work
+
+_aten = torch.ops.aten
+
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (
+        _aten._scaled_dot_product_flash_attention
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+_GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
+
+_PRODUCTS: dict[str, Callable[..., int]] = {
+    # each row of the first operand [..., K] meets so many columns; the rows of a
+    # grouped product are spread over the experts, so each meets one weight
+    "aten::_grouped_mm": lambda a, b, *_: b.shape[-1],
+    "aten::_int_mm": lambda a, b, *_: b.shape[-1],
+    "bitsandbytes::gemm_4bit": lambda a, b, shape, *_: shape[0],
+    "bitsandbytes::gemv_4bit": lambda a, b, shape, *_: shape[0],
+    "bitsandbytes::int8_linear_matmul": lambda a, b, *_: b.shape[0],
+    "bitsandbytes::int8_scaled_mm": lambda a, b, *_: b.shape[0],
+    "bitsandbytes::int8_mixed_scaled_mm": lambda a, a_8bit, b, *_: b.shape[0],
+}
+_DEQUANTISES = "bitsandbytes::gemm_4bit"
+
+_NO_PRODUCT = {
+    f"aten::{name}"
+    for name in (
+        "_to_copy clone copy_ detach cat stack embedding embedding_dense_backward index "
+        "index_select index_put index_put_ gather scatter scatter_add slice_backward "
+        "select_backward constant_pad_nd repeat_interleave flip roll sum mean amax amin "
+        "linalg_vector_norm norm var_mean std native_layer_norm _fused_rms_norm "
+        "_softmax _log_softmax empty_like new_empty zeros_like ones_like full_like "
+        "new_zeros _weight_norm_interface tril triu"
+    ).split()
+} | {"bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
+"""Operators that take weights, are not pointwise, and multiply no matrices."""
+
+
+def work_of(
+    func: Any, args: Any, output: Any, read: Sequence[Tensor], made: Sequence[Tensor]
+) -> Work:
+    """Of one call.
+
+    Args:
+        func: The operator, overload included.
+        args: Its arguments by position.
+        output: What it returned.
+        read: Tensors among `args`.
+        made: Tensors of `output`.
+    """
+    packet = func._overloadpacket
+    name = packet._qualified_op_name
+    if name in _PRODUCTS:
+        flops = 2 * read[0].numel() * _PRODUCTS[name](*args)
+        moved = 0
+        if name == _DEQUANTISES:
+            # with many rows it writes the whole weight, and multiplies that
+            numel = args[2][0] * args[2][1]
+            moved = sum(t.nbytes for t in read[1:]) + numel * read[0].itemsize
+        return _of_products(flops, read[0], moved)
+    formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    if formula is not None:
+        return _of_products(formula(*args, out_val=output), read[0])
+    written = sum(tensor.nbytes for tensor in made)
+    if packet in _GATHERS:
+        # reads as many rows as it writes, not the whole table
+        return Work(moved_bytes=2 * written, num_kernels=1)
+    moved = written + sum(tensor.nbytes for tensor in read)
+    return Work(moved_bytes=moved, num_kernels=1)
+
+
+def may_multiply(func: Any) -> bool:
+    """Whether an operator may hide products that `work_of` does not count."""
+    packet = func._overloadpacket
+    name = packet._qualified_op_name
+    return not (
+        func.is_view
+        or name in _PRODUCTS
+        or name in _NO_PRODUCT
+        or _COUNTED_AS.get(packet, packet) in flop_registry
+        or torch.Tag.pointwise in func.tags
+    )
+
+
+def _of_products(flops: int, first: Tensor, moved_bytes: int = 0) -> Work:
+    # fp8 and int8 are at least as fast as 16 bits
+    if first.itemsize <= 2:
+        return Work(flops_16=flops, moved_bytes=moved_bytes, num_kernels=1)
+    return Work(flops_32=flops, moved_bytes=moved_bytes, num_kernels=1)
