@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from fork_server import call
 from tiny_models import (
     TOKENIZER,
     VOCABULARY,
@@ -480,27 +479,21 @@ def report_patched(folder: Path, model: Any, keys: dict[str, Any]) -> Patched:
     )
 
 
-@pytest.fixture
-def fresh() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 def test_fused_lora_kernels_are_on_as_on_the_target(
-    fresh: ProcessPoolExecutor, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     for name, keys in {"lora": LORA, "qlora": QLORA}.items():
         folder = tmp_path / name
         folder.mkdir()
-        patched = fresh.submit(report_patched, folder, "llama", keys).result()
+        patched = call(report_patched, folder, "llama", keys)
         assert patched.mlp_forward == "apply_lora_mlp_swiglu"
         assert not patched.run.without_gradient
         four_bit = any("4-bit" in line for line in patched.assumptions)
         assert four_bit == (name == "qlora")
 
 
-def test_liger_has_no_logits(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
-    patched = fresh.submit(report_patched, tmp_path, "llama", LIGER).result()
+def test_liger_has_no_logits(tmp_path: Path) -> None:
+    patched = call(report_patched, tmp_path, "llama", LIGER)
     assert not patched.run.without_gradient
     assert any("swiglu_forward_kernel" in line for line in patched.assumptions)
     # as many chunks as the vocabulary is wider than the hidden size
@@ -510,8 +503,8 @@ def test_liger_has_no_logits(fresh: ProcessPoolExecutor, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_seventy_billion_parameters(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
-    patched = fresh.submit(report_patched, tmp_path, LLAMA_70B, QLORA).result()
+def test_seventy_billion_parameters(tmp_path: Path) -> None:
+    patched = call(report_patched, tmp_path, LLAMA_70B, QLORA)
     assert patched.peak_bytes < 2.5e9
 
 
