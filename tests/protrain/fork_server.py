@@ -108,9 +108,7 @@ class Fork:
             given.append(stdout)
         request = (str(folder or Path.cwd()), dict(environment or {}))
         with open(os.devnull, "r+b") as nothing:
-            files = [
-                (nothing if f is None else f) for f in (stdin, stdout, stderr)
-            ]
+            files = [(nothing if f is None else f) for f in (stdin, stdout, stderr)]
             numbers = [f if isinstance(f, int) else f.fileno() for f in files]
             self._server = _connect()
             message = json.dumps(request).encode() + b"\n"

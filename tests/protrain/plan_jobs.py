@@ -112,7 +112,6 @@ class Plans:
         return str(folder)
 
 
-
 def run_command(argv: list[str]) -> None:
     """Become `axolotl protrain`; ends with its exit code."""
     from axolotl.integrations.protrain.cli import protrain
