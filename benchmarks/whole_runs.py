@@ -61,7 +61,7 @@ def axolotl_pairs(num_pairs: int, num_steps: int) -> list[ProcessPair]:
     import demo
 
     demo.build_inputs()
-    base = yaml.safe_load(demo.PAGED_YAML.read_text("utf-8"))
+    base = yaml.safe_load(demo.YAML.read_text("utf-8"))
     for key in ("protrain_auto_memory", "protrain_capacity_bytes", "save_steps"):
         del base[key]
     base |= {
