@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from axolotl.integrations.protrain.core.cost import (
     simulate_step,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
-from axolotl.integrations.protrain.core.runtime import SimulatedDevice, at_rate
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
@@ -40,6 +40,10 @@ from axolotl.integrations.protrain.core.types import (
     Plan,
     Policy,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protrain" / "core"))
+
+from simulated import SimulatedDevice, at_rate  # noqa: E402
 
 NUM_BLOCKS = 8
 WIDTH = 128

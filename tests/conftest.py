@@ -10,6 +10,9 @@ import pytest
 # read when torch is imported, here and in processes that tests start: the models are so
 # small that threads of several processes only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # with this process ends the fork server that all of them share
+    os.environ["PROTRAIN_TESTS_OWNER"] = str(os.getpid())
 
 ALONE = ("test_plan.py", "test_selftest.py")
 

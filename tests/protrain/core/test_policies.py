@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -22,15 +23,10 @@ from core_models import (
     twin,
     wrapped,
 )
+from simulated import DeferredDevice, SimulatedDevice, at_rate
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.runtime import (
-    CpuDevice,
-    DeferredDevice,
-    Device,
-    SimulatedDevice,
-    at_rate,
-)
+from axolotl.integrations.protrain.core.runtime import CpuDevice, Device, Swap
 from axolotl.integrations.protrain.core.types import SMALLEST_SWAP_BYTES
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -320,3 +316,21 @@ def test_interrupted_forwards_leave_nothing(policy: str) -> None:
     taken = session.measured().swapped_out_bytes
     torch.ones(4096, requires_grad=True).exp().sum().backward()
     assert session.measured().swapped_out_bytes == taken
+
+
+def test_the_end_of_what_waits_on_the_host_runs_no_python() -> None:
+    """Python that runs then would lose what a signal handler raises, as Ctrl-C does."""
+    swap = Swap(CpuDevice(), [], {})
+    hooks = swap.saving(0)
+    kept = [hooks.pack_hook(torch.ones(2048))]
+    swap.settle()
+    swap.open_backward(0)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(f"{event} {frame}"))
+    kept.clear()
+    sys.setprofile(None)
+    assert not [entry for entry in called if entry.startswith("call")]
+    # its region is free again
+    swap.saving(0).pack_hook(torch.ones(2048))
+    assert swap.host_bytes == 8192
+    swap.close()

@@ -11,7 +11,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from core_models import batches, checked, open_session
+from core_models import batches, checked, host_weight, open_session
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -394,7 +394,7 @@ def test_the_state_of_one_layer_and_every_host_weight() -> None:
     session = open_session(model, adapters(model))
     assert_same_bits(
         {
-            spec.name: session.host_weight(spec.name)
+            spec.name: host_weight(session, spec.name)
             for block in BLOCKS
             for spec in frozen_chunk(session, block).tensors
             if spec.name.endswith("absmax") and "state2" not in spec.name

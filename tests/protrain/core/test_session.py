@@ -31,11 +31,12 @@ from core_models import (
     wrapped,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import Direction, build_layout
-from axolotl.integrations.protrain.core.runtime import DeferredDevice, Pager
+from axolotl.integrations.protrain.core.runtime import Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
 

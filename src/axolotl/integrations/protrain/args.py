@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -290,6 +290,14 @@ def overrides(args: object) -> Overrides | None:
             knob: _COMPLETION[knob] if knob in filled else given[knob] for knob in given
         },
         filled=filled,
+    )
+
+
+def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
+    """The plugin's keys out of a validated Axolotl configuration."""
+    known = ProTrainArgs.model_fields
+    return ProTrainArgs.model_construct(
+        **{key: cfg[key] for key in known if cfg.get(key) is not None}
     )
 
 

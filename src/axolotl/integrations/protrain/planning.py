@@ -1,105 +1,110 @@
-"""What both the dry run and training ask core's planner, in Axolotl's terms."""
+"""The way of a model to its plan, the same in training and in a dry run.
+
+`subject_of` traces a model without weights and says what a step of it asks;
+`plan_for` plans that for one machine. `plan_here` is both for the model that is about
+to be trained: on this machine, its blocks timed, with one plan for all ranks.
+"""
 
 from __future__ import annotations
 
+import platform
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .args import ProTrainArgs, overrides
-from .core.cost import ALONE
+from .core.cost import ALONE, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
-from .core.planner import Forecast, Planner
+from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Emulation,
     Target,
     TracedStep,
+    block_key,
+    cached,
+    cached_hardware,
+    device_memory,
+    host_memory,
+    measure_blocks,
+    measure_collectives,
+    meta_twin,
     outputs_as_fp32,
     trace_step,
+    weakest,
 )
+from .core.runtime import Ranks
 from .core.search import MODES
-from .core.types import Budget, Knobs, Layout, Workload, World
+from .core.types import Budget, Hardware, Knobs, Layout, Workload, World
+from .data_parallel import plan_hash, require_same, require_same_keys
+from .offline.batches import sample_batch
+from .offline.fake_kernels import fake_kernels, make_experts_traceable
+from .refusals import refuse_quantised
 from .report.forecast import format_bytes
-from .stand_ins import planning_stand_ins
+
+# ------------------------------------------------------------------------ subject
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model without weights, traced.
+    """What a plan is for.
 
     Attributes:
-        traced: One micro-batch of it.
-        layout: Its chunks, in the order of first use.
+        traced: One micro-batch of the model, run without weights.
+        target: Where it will run.
+        layout: The model's chunks, in the order of first use.
+        workload: The rest of a step.
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for a vision tower that was not traced.
         assumptions: What was not known, and what was taken instead.
     """
 
     traced: TracedStep
+    target: Target
     layout: Layout
+    workload: Workload
     redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
 
 
-_IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-
-
-def trace_model(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    target: Target,
+def subject_of(
+    cfg: Any,
     args: ProTrainArgs,
-    layout: Layout | None = None,
+    model: nn.Module,
+    device_type: str,
+    world: World = ALONE,
+    real: nn.Module | None = None,
 ) -> Subject:
-    """Trace one micro-batch of a model on the meta device.
-
-    A model with a vision tower that cannot be traced is traced with text alone.
+    """Trace the largest micro-batch that the YAML allows.
 
     Args:
-        model: As it will be trained.
-        batch: The micro-batch.
-        target: Where it will run.
-        args: The YAML's keys.
-        layout: Of the same model, if it is known from another batch.
+        cfg: Axolotl's validated configuration.
+        args: The plugin's keys of it.
+        model: As it will be trained, on the meta device.
+        device_type: "cuda" or "cpu".
+        world: Who trains together.
+        real: The same with its weights, to be laid out: what runs may cast a bias.
 
     Raises:
         TraceError: It cannot be run without weights.
+        ConfigError: It takes images in a way that is not known here.
     """
-    blocks = find_blocks(model)
-    headroom = 0
-    assumptions = []
-    text = {name: value for name, value in batch.items() if name not in _IMAGES}
-    with planning_stand_ins(target.device_type) as used:
-        try:
-            traced = trace_step(model, blocks, _loss(model, batch, target))
-        except TraceError as error:
-            if not has_vision_tower(model) or len(text) == len(batch):
-                raise
-            headroom = args.protrain_vision_headroom_bytes
-            assumptions.append(
-                f"the vision tower could not be traced ({error}); "
-                f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for it"
-            )
-            traced = trace_step(model, blocks, _loss(model, text, target))
-    if has_vision_tower(model) and not headroom and len(text) == len(batch):
-        headroom = args.protrain_vision_headroom_bytes
-        assumptions.append(
-            "no images in the batch: protrain_vision_headroom_bytes reserves "
-            f"{format_bytes(headroom)} for the vision tower"
-        )
-    if traced.uncounted:
-        assumptions.append(
-            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
-            "take, so their time is that of the bytes they move"
-        )
-    order = traced.trace.blocks
-    if layout is None or tuple(block.name for block in layout.blocks) != order:
-        layout = build_layout(model, adapter_names(model), order)
+    assumptions: list[str] = []
+    batch = sample_batch(cfg, model, assumptions)
+    make_experts_traceable(model, assumptions)
+    target = Target(device_type, autocast_dtype(cfg))
+    with fake_kernels(device_type) as used:
+        traced, headroom = _traced(model, batch, target, args, assumptions)
+    laid_out = real or model
+    layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
         redone = _blocks_with_mlp_kernel(model, layout)
@@ -107,13 +112,56 @@ def trace_model(
             f"protrain_lora_mlp_forbid_offload: {len(redone)} of {len(layout.blocks)} "
             "blocks are under lora_mlp_kernel and recompute where their weights page"
         )
+    assumptions += used
+    workload = _workload(cfg, args, batch, device_type, world, assumptions)
     return Subject(
-        traced=traced,
-        layout=layout,
-        redone_if_paged=redone,
-        headroom_bytes=headroom,
-        assumptions=(*assumptions, *used),
+        traced, target, layout, workload, redone, headroom, tuple(assumptions)
     )
+
+
+def autocast_dtype(cfg: Any) -> torch.dtype | None:
+    """What accelerate wraps the forward in; `bf16: full` asks for none."""
+    if cfg.bf16 == "full":
+        return None
+    if cfg.bf16 or cfg.bfloat16:
+        return torch.bfloat16
+    return torch.float16 if cfg.fp16 else None
+
+
+_IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+def _traced(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    target: Target,
+    args: ProTrainArgs,
+    assumptions: list[str],
+) -> tuple[TracedStep, int]:
+    """A step, with text alone where a vision tower cannot be traced, and its headroom."""
+    blocks = find_blocks(model)
+    text = {name: value for name, value in batch.items() if name not in _IMAGES}
+    headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
+    reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
+    try:
+        traced = trace_step(model, blocks, _loss(model, batch, target))
+        if len(text) < len(batch):
+            headroom = 0
+        elif has_vision_tower(model):
+            assumptions.append(f"no images in the batch: {reserved} the vision tower")
+    except TraceError as error:
+        if not has_vision_tower(model) or len(text) == len(batch):
+            raise
+        assumptions.append(
+            f"the vision tower could not be traced ({error}); {reserved} it"
+        )
+        traced = trace_step(model, blocks, _loss(model, text, target))
+    if traced.uncounted:
+        assumptions.append(
+            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
+            "take, so their time is that of the bytes they move"
+        )
+    return traced, headroom
 
 
 def _blocks_with_mlp_kernel(model: nn.Module, layout: Layout) -> frozenset[int]:
@@ -191,17 +239,17 @@ _OPTIMIZERS = {
 }
 
 
-def workload_of(
+def _workload(
     cfg: Any,
     args: ProTrainArgs,
     batch: Mapping[str, Tensor],
     device_type: str,
-    world: World = ALONE,
-) -> tuple[Workload, tuple[str, ...]]:
-    """What a step of this configuration asks beside its model, and assumptions."""
+    world: World,
+    assumptions: list[str],
+) -> Workload:
+    """What a step of this configuration asks beside its model."""
     name = str(getattr(cfg.optimizer, "value", cfg.optimizer) or "adamw_torch_fused")
     optimizer = _OPTIMIZERS.get(name)
-    assumptions = []
     if optimizer is None:
         optimizer = _Optimizer(2, scratch=1)
         assumptions.append(
@@ -213,7 +261,7 @@ def workload_of(
     batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
     on_cpu = device_type == "cpu"
-    workload = Workload(
+    return Workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
@@ -224,18 +272,48 @@ def workload_of(
         loader_bytes=(1 + waiting) * batch_bytes,
         world=world,
     )
-    return workload, tuple(assumptions)
 
 
-def budget_of(
-    args: ProTrainArgs, subject: Subject, device_bytes: int, host_bytes: int
-) -> Budget:
-    """What the plan may use; the keys of the YAML win over what the machine has."""
-    return Budget(
-        device_bytes=args.protrain_capacity_bytes or device_bytes,
+# --------------------------------------------------------------------------- plan
+
+
+def plan_for(
+    args: ProTrainArgs,
+    subject: Subject,
+    hardware: Hardware,
+    measured: Mapping[int, tuple[float, float]] | None = None,
+    anyway: bool = False,
+) -> tuple[Forecast, Planner]:
+    """Plan a subject on one machine, as the keys ask for.
+
+    Args:
+        args: Their limits win over what the machine has.
+        subject: What is to be planned.
+        hardware: The machine.
+        measured: Forward and backward seconds of blocks that were timed on it; the
+            others' follow from counted operations.
+        anyway: Where nothing fits, answer with the plan that lacks the least.
+
+    Raises:
+        ConfigError: A knob is outside its legal range, or the mode cannot be had.
+        BudgetError: It does not fit.
+    """
+    trace, layout = subject.traced.trace, subject.layout
+    budget = Budget(
+        device_bytes=args.protrain_capacity_bytes or hardware.device_bytes,
         reserve_bytes=subject.headroom_bytes,
-        host_bytes=args.protrain_cpu_capacity_bytes or host_bytes,
+        host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
+    planner = Planner(
+        layout,
+        trace,
+        subject.workload,
+        hardware,
+        with_measured(block_times(trace, layout, hardware), measured or {}),
+        budget,
+        subject.redone_if_paged,
+    )
+    return choose(args, planner, anyway), planner
 
 
 FORCED = {
@@ -246,21 +324,21 @@ FORCED = {
 """The key that asks for each mode."""
 
 
-def choose(args: ProTrainArgs, planner: Planner) -> Forecast:
+def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Forecast:
     """The plan that the keys ask for: of one mode, by hand, or the fastest that fits.
 
     Raises:
         ConfigError: A knob is outside its legal range, or the mode cannot be had.
-        BudgetError: It does not fit.
+        BudgetError: It does not fit, and the one that lacks the least will not do.
     """
     modes, key = _modes(args, planner.world)
-    knobs = _knobs(args, planner)
-    if knobs is not None:
-        return planner.by_hand(*knobs)
+    asked = _by_hand(args, planner, key)
     try:
-        return planner.search(modes=modes)
+        return planner.by_hand(*asked) if asked else planner.search(modes=modes)
     except BudgetError as error:
-        if key is None:
+        if anyway:
+            return planner.asked(*asked) if asked else planner.nearest(modes=modes)
+        if asked or key is None:
             raise
         try:
             other = planner.search().plan.mode
@@ -269,13 +347,6 @@ def choose(args: ProTrainArgs, planner: Planner) -> Forecast:
         raise BudgetError(
             f"`{key}: true` does not fit: {error} Without it mode {other} does."
         ) from error
-
-
-def nearest(args: ProTrainArgs, planner: Planner) -> Forecast:
-    """Where `choose` finds that nothing fits: the plan that lacks the least."""
-    modes, _ = _modes(args, planner.world)
-    knobs = _knobs(args, planner)
-    return planner.nearest(modes=modes) if knobs is None else planner.asked(*knobs)
 
 
 def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None]:
@@ -292,7 +363,9 @@ def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None
     return MODES - {"C"} if args.protrain_zero3_shard is False else MODES, None
 
 
-def _knobs(args: ProTrainArgs, planner: Planner) -> tuple[Knobs, int] | None:
+def _by_hand(
+    args: ProTrainArgs, planner: Planner, key: str | None
+) -> tuple[Knobs, int] | None:
     """The overrides and `Plan.shards`."""
     by_hand = overrides(args)
     if by_hand is None:
@@ -301,7 +374,6 @@ def _knobs(args: ProTrainArgs, planner: Planner) -> tuple[Knobs, int] | None:
     if "n_buffer" in by_hand.filled:
         # what nobody asked for must not be refused as too many
         n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    _, key = _modes(args, planner.world)
     if key is not None and by_hand.n_persist >= planner.num_chunks:
         raise ConfigError(
             f"protrain_n_persist_override: {by_hand.n_persist} leaves nothing to page, "
@@ -311,3 +383,170 @@ def _knobs(args: ProTrainArgs, planner: Planner) -> tuple[Knobs, int] | None:
     shards = planner.world.local_size if args.protrain_zero3_shard else 1
     knobs = Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
     return knobs, shards
+
+
+# ------------------------------------------------------------------- this machine
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What training goes by.
+
+    Attributes:
+        forecast: The plan and what it will cost.
+        planner: Made it, and can make a smaller one; None where ranks train together.
+        notes: Assumptions, for the report.
+        hash: Of plan and layout, the same on every rank; empty with one.
+    """
+
+    forecast: Forecast
+    planner: Planner | None
+    notes: list[str]
+    hash: str = ""
+
+
+def plan_here(
+    cfg: Any,
+    args: ProTrainArgs,
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks | None,
+    absent: frozenset[str],
+) -> Planned:
+    """Plan what is about to be trained: of several ranks the first, for the weakest.
+
+    Args:
+        cfg: Axolotl's validated configuration.
+        args: The plugin's keys of it.
+        model: On the host, `requires_grad` final.
+        device: Where to train it.
+        ranks: Who trains together.
+        absent: Names of weights that this rank has in name only.
+
+    Raises:
+        ProTrainError: There is no plan, or the ranks do not have the same model.
+    """
+
+    def planned(hardware: Hardware, world: World = ALONE) -> Planned:
+        subject = subject_of(
+            cfg, args, meta_twin(model), device.type, world, real=model
+        )
+        measured = _measured(cfg, args, model, subject, device)
+        forecast, planner = plan_for(args, subject, hardware, measured)
+        return Planned(forecast, planner, list(subject.assumptions))
+
+    def check() -> None:
+        refuse_quantised(model)
+        find_blocks(model)
+
+    loaded = {
+        n: p.nbytes for n, p in model.named_parameters() if p.device.type == "cpu"
+    }
+    loaded_bytes = sum(loaded[name] for name in loaded.keys() - absent)
+    if ranks is None:
+        check()
+        return planned(this_machine(args, device, host_memory() + loaded_bytes))
+    ranks.together(check)
+    keys = args.model_dump(exclude={"protrain_cache_dir"})
+    require_same_keys(ranks.collect(keys))
+    world = ranks.world
+    # the arena of a node takes the place of what each of its ranks has loaded
+    host_bytes = host_memory() + loaded_bytes * world.local_size
+    hardware = ranks.together(
+        partial(this_machine, args, device, host_bytes, world.local_size)
+    )
+    gather, reduce, across = measure_collectives(ranks, device)
+    hardware = replace(
+        hardware,
+        gather_bytes_s=gather,
+        reduce_bytes_s=reduce,
+        across_bytes_s=across,
+    )
+    hardware = weakest(ranks.collect(hardware))
+    first = ranks.from_first(lambda: replace(planned(hardware, world), planner=None))
+    forecast = first.forecast
+    order = tuple(block.name for block in forecast.layout.blocks)
+    own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
+    ranks.together(partial(require_same, own, forecast.layout))
+    hash_ = plan_hash(forecast.plan, own)
+    note = f"{world.size} ranks, {world.local_size} a node, run plan {hash_}."
+    return Planned(forecast, None, [*first.notes, note], hash_)
+
+
+def this_machine(
+    args: ProTrainArgs, device: torch.device, host_bytes: int, together: int = 1
+) -> Hardware:
+    """What it gives, its rates from the cache if they are known.
+
+    Args:
+        args: A limit for the device, and the folder of the cache.
+        device: Where to train.
+        host_bytes: Host memory that may be used.
+        together: Processes that share the machine's links while they measure.
+
+    Raises:
+        ConfigError: The CPU device has no limit, or the cache cannot be written.
+    """
+    capacity = args.protrain_capacity_bytes
+    if device.type != "cpu":
+        free = device_memory(device)
+        # what kernels take unseen grows with what may be used
+        capacity = min(free, capacity or free)
+    if capacity is None:
+        raise missing_capacity()
+    return cached_hardware(
+        _cache_folder(args),
+        device,
+        host_bytes,
+        capacity,
+        _versions(),
+        together=together,
+    )
+
+
+def missing_capacity() -> ConfigError:
+    """This machine has no accelerator and the YAML gives the CPU device no budget."""
+    return ConfigError(
+        "protrain_capacity_bytes: this machine has no accelerator, so ProTrain trains "
+        "on its CPU device and needs that device's budget, for example "
+        '`protrain_capacity_bytes: "2GiB"`.'
+    )
+
+
+def _measured(
+    cfg: Any,
+    args: ProTrainArgs,
+    model: nn.Module,
+    subject: Subject,
+    device: torch.device,
+) -> dict[int, tuple[float, float]]:
+    """Seconds of the blocks, from the cache under everything that changes them."""
+    dtype, config = subject.target.autocast_dtype, getattr(model, "config", None)
+
+    def cached_times(
+        block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        key = block_key(
+            device,
+            _versions(),
+            block=block,
+            autocast_dtype=dtype,
+            attention=str(getattr(config, "_attn_implementation", None)),
+            kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
+        )
+        return cached(_cache_folder(args), key, measure)
+
+    names, samples = subject.traced.trace.blocks, subject.traced.samples
+    return measure_blocks(model, names, samples, device, dtype, cached_times)
+
+
+def _cache_folder(args: ProTrainArgs) -> Path | None:
+    """Where measurements are kept; None for the platform's folder."""
+    folder = args.protrain_cache_dir
+    return Path(folder) if folder is not None else None
+
+
+def _versions() -> dict[str, str]:
+    """Of what takes part in a measurement beside torch."""
+    packages = ("transformers", "peft", "bitsandbytes", "axolotl")
+    return {"python": platform.python_version()} | {p: version(p) for p in packages}

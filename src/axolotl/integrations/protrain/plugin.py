@@ -10,9 +10,10 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 
-from .args import ProTrainArgs, reject_unknown_keys
+from .args import ProTrainArgs, args_from, reject_unknown_keys
 from .core.errors import ConfigError
-from .run import TrainingRun, args_from, missing_capacity
+from .planning import missing_capacity
+from .run import TrainingRun
 
 if TYPE_CHECKING:
     from .loading import LoadShare

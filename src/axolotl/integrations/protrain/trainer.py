@@ -16,8 +16,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
 from .data_parallel import reduced_by_ddp, without_ddp
+from .offline.fake_kernels import replaced
 from .run import TrainingRun
-from .stand_ins import replaced
 
 
 @dataclass
@@ -73,9 +73,7 @@ class ProTrainTrainerMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         trainer: Any = self
         trainer.optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if self.protrain.session is not None:
-            trainer.optimizer = self.protrain.session.wrap_optimizer(trainer.optimizer)
-            self.protrain.guard_update(trainer.optimizer)
+        trainer.optimizer = self.protrain.wrap_optimizer(trainer.optimizer)
         return trainer.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,7 @@
 """The values that flow from layout to plan to runtime. Frozen, no behaviour beyond arithmetic.
 
+`Counters` alone changes: what a session has moved.
+
 Words are those of DESIGN.md: a *chunk* is the unit of residency and transfer, a
 *block* the unit of compute, a *slot* a device buffer that paged chunks share.
 """
@@ -490,3 +492,32 @@ class Budget:
     def usable_bytes(self) -> int:
         """Device bytes that the plan's peak may reach."""
         return self.device_bytes - self.reserve_bytes
+
+
+@dataclass
+class Counters:
+    """What a session has moved so far. Whoever moves it counts here.
+
+    Attributes:
+        fetched_bytes: Weights, and sums of gradients, to the device.
+        offloaded_bytes: Gradients to the host.
+        num_fetches: Chunks that went into slots.
+        num_misses: Those of them that were not there when their block opened.
+        swapped_out_bytes: Activations to the host.
+        swapped_in_bytes: Activations back.
+        num_gathers: All-gathers of a chunk.
+        num_reduces: Reduce-scatters of gradients.
+        gathered_bytes: Bytes of the results of all-gathers.
+        reduced_bytes: Bytes of the inputs of reduce-scatters.
+    """
+
+    fetched_bytes: int = 0
+    offloaded_bytes: int = 0
+    num_fetches: int = 0
+    num_misses: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    num_gathers: int = 0
+    num_reduces: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0

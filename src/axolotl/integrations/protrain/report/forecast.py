@@ -41,6 +41,15 @@ HOST_PHASES = {
     "train": "while it trains",
     "save": "while a checkpoint is saved",
 }
+POINT_TERMS = {
+    "weights": "weights",
+    "slots": "slots",
+    "moments": "optimizer",
+    "gradients": "gradients",
+    "activations": "activations",
+    "working": "working set",
+}
+"""Fields of a point of the timeline, and their names."""
 DRAWN = ("timeline", "blocks")
 """Keys of `answer_dict` that only the page shows."""
 MAX_RUNS = 3
@@ -116,14 +125,7 @@ def answer_dict(forecast: Forecast, fits: bool) -> dict[str, Any]:
         {
             "label": point.label,
             "phase": point.phase,
-            "bytes": {
-                "weights": point.weights,
-                "slots": point.slots,
-                "optimizer": point.moments,
-                "gradients": point.gradients,
-                "activations": point.activations,
-                "working set": point.working,
-            },
+            "bytes": {name: getattr(point, kind) for kind, name in POINT_TERMS.items()},
         }
         for point in forecast.device.timeline
     ]
@@ -210,16 +212,32 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def format_terms(terms: Mapping[str, int]) -> str:
-    """Those that are not zero in a line."""
-    return ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in terms.items() if size
-    )
+def format_seconds(seconds: float) -> str:
+    """`seconds` in s or ms."""
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.{0 if seconds >= 100 else 2}f} s"
+    digits = 0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3
+    return f"{1e3 * seconds:.{digits}f} ms"
 
 
 def format_rate(tokens_per_s: float) -> str:
-    """Tokens per second, without a unit."""
+    """Tokens per second, for a column that says so."""
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
+
+
+def format_speed(tokens_per_s: float) -> str:
+    """With the unit."""
+    return f"{format_rate(tokens_per_s)} tokens/s"
+
+
+def format_pace(step_s: float, tokens_per_s: float) -> str:
+    """How long a step takes and how fast that is."""
+    return f"{format_seconds(step_s)} a step, {format_speed(tokens_per_s)}"
+
+
+def format_limiter(step: Mapping[str, Any]) -> str:
+    """What a step would be faster without, of `step_s`."""
+    return f"limited by {LANES.get(step['limiter'], step['limiter'])}"
 
 
 def format_runs(numbers: Iterable[int]) -> str:
@@ -227,7 +245,7 @@ def format_runs(numbers: Iterable[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
+            runs[-1][1:] = [number]
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs)

@@ -286,7 +286,9 @@ def _swap_times(
         if segment.block is not None:
             (backward if segment.backward else begun).setdefault(segment.block, index)
     # the block after it in forward brings back what it swapped
-    opened = {b: min(index, backward.get(b + 1, index)) for b, index in backward.items()}
+    opened = {
+        b: min(index, backward.get(b + 1, index)) for b, index in backward.items()
+    }
     if not overlaps:
         return opened, {}
     swapping = [block for block in begun if policies[block].swaps]

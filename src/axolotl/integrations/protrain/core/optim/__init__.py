@@ -1,8 +1,8 @@
 """Exact updates of parameters whose state is on the host."""
 
-from .gradients import GradientOffload
+from .gradients import GradientOffload, Gradients
 from .host_adamw import HOST_OPTIMIZERS, HostAdamW
-from .host_chunks import HostChunk, ShardedChunk, SharedMemory, parts_chunk
+from .host_chunks import HostChunk, HostMemory
 from .optimizer import PagedAdamW, optimizer_bytes
 from .reduction import GradientReduction
 
@@ -10,11 +10,10 @@ __all__ = [
     "HOST_OPTIMIZERS",
     "GradientOffload",
     "GradientReduction",
+    "Gradients",
     "HostAdamW",
     "HostChunk",
+    "HostMemory",
     "PagedAdamW",
-    "ShardedChunk",
-    "SharedMemory",
     "optimizer_bytes",
-    "parts_chunk",
 ]

@@ -32,7 +32,6 @@ MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Larger than the caches, small enough for the time this may take."""
 _NUM_KERNELS = 300
-_COUNTERS = ("num_gathers", "num_reduces", "gathered_bytes", "reduced_bytes")
 
 
 def measure_hardware(
@@ -119,7 +118,7 @@ def measure_collectives(
     All ranks have to call it. Between nodes of several ranks only a reduce-scatter and
     what follows it can be timed together: the first is taken for as fast as a gather.
     """
-    world, counted = ranks.world, {name: getattr(ranks, name) for name in _COUNTERS}
+    world = ranks.world
     numel = _COPY_BYTES[torch_device.type] // 4 // world.local_size
     whole = torch.ones(numel * world.local_size, device=torch_device)
     part = torch.ones(numel, device=torch_device) if world.local_size > 1 else whole
@@ -136,8 +135,6 @@ def measure_collectives(
     if world.num_nodes > 1:
         across_s = max(reduce_s - gather_s, reduce_s / 10)
         reduce_s -= across_s
-    for name, value in counted.items():
-        setattr(ranks, name, value)
     return (
         whole.nbytes / gather_s if world.local_size > 1 else 0.0,
         whole.nbytes / reduce_s if world.local_size > 1 else 0.0,

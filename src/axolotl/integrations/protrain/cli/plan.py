@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
-from torch import nn
 
-from .args import ProTrainArgs
-from .batches import autocast_dtype, sample_batch
-from .blueprint import Blueprint, load_blueprint
-from .core.cost import block_times
-from .core.errors import BudgetError, ConfigError, LayoutError, TraceError
-from .core.planner import Forecast, Planner
-from .core.profile import (
-    GPUS,
-    Target,
-    cached_hardware,
-    device_memory,
-    gpu_hardware,
-    host_memory,
-)
-from .core.types import Budget, Hardware, Workload, World
-from .planning import (
-    FORCED,
-    Subject,
-    budget_of,
-    choose,
-    nearest,
-    trace_model,
-    workload_of,
-)
-from .report.forecast import (
+from ..args import ProTrainArgs, args_from
+from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
+from ..core.planner import Forecast, Planner
+from ..core.profile import GPUS, gpu_hardware, host_memory
+from ..core.types import Budget, Hardware, World
+from ..offline.meta_model import load_meta_model
+from ..planning import FORCED, Subject, plan_for, subject_of, this_machine
+from ..report.forecast import (
     DOES_NOT_FIT,
     FITS,
     UNSUPPORTED,
@@ -47,7 +28,6 @@ from .report.forecast import (
     lack,
     price_dict,
 )
-from .run import args_from, cache_folder, missing_capacity, versions
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 DEFAULT_RAM_GIB = 64
@@ -55,12 +35,26 @@ DEFAULT_RAM_GIB = 64
 
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 2, UNSUPPORTED: 3}
 
-SEARCHED = {"seq": "sequence_len", "batch": "micro_batch_size", "rank": "lora_r"}
-"""What `--max` may ask for, and its key."""
 
-_STRIDE = {"seq": 64, "batch": 1, "rank": 8}
-_LEAST = {"sequence_len": 512, "micro_batch_size": 1, "lora_r": 4}
-"""Smaller settings than these are no way to make something fit."""
+class _Setting(NamedTuple):
+    """A number of the YAML that alternatives and `--max` change.
+
+    Attributes:
+        key: Its name there.
+        stride: `--max` answers in multiples of it.
+        least: Smaller ones are no way to make something fit.
+    """
+
+    key: str
+    stride: int
+    least: int
+
+
+_SETTINGS = {
+    "seq": _Setting("sequence_len", 64, 512),
+    "batch": _Setting("micro_batch_size", 1, 1),
+    "rank": _Setting("lora_r", 8, 4),
+}
 _MOST_TOKENS = 1 << 20
 """`--max` tries no larger micro-batch: a trace knows the values of as many ids."""
 _MOST_RANK = 4096
@@ -109,15 +103,19 @@ class DryRun:
                 "known of cards by name; add --gpu."
             )
         # before the model is built: a card that is not known is known at once
-        self._gpus = [self._gpu(gpu) for gpu in question.gpus]
-        self._blueprint = load_blueprint(
+        self._machines = [self._gpu(gpu) for gpu in question.gpus]
+        self._meta = load_meta_model(
             question.config, self._device_type, _with_plugin(question.config)
         )
-        self._args = args_from(self._blueprint.cfg)
-        self._subjects: dict[str, tuple[Subject, Workload, tuple[str, ...]]] = {}
-        tf32 = self._blueprint.cfg.tf32 is True
-        self._gpus = [self._gpu(gpu, tf32) for gpu in question.gpus]
-        self._machines = self._gpus or [self._this_machine()]
+        self._cfg = self._meta.cfg
+        self._args = args_from(self._cfg)
+        self._subjects: dict[str, Subject] = {}
+        self._machines = [self._gpu(gpu, self._cfg.tf32) for gpu in question.gpus]
+        if not question.gpus:
+            ram = question.ram_gib
+            host_bytes = host_memory() if ram is None else int(ram * 2**30)
+            device = torch.device(self._device_type)
+            self._machines = [this_machine(self._args, device, host_bytes)]
 
     def forecasts(self) -> list[dict[str, Any]]:
         """One object for each card, as `--json` prints it, and what the page shows."""
@@ -127,24 +125,28 @@ class DryRun:
         """For each card the largest sequence, batch or rank that some plan fits.
 
         Args:
-            what: A key of `SEARCHED`.
+            what: `seq`, `batch` or `rank`.
 
         Raises:
             ConfigError: The YAML has no such number to raise.
         """
-        key, cfg = SEARCHED[what], self._blueprint.cfg
-        if not cfg[key] or (key == "lora_r" and not cfg.adapter):
-            raise ConfigError(f"--max {what}: the YAML sets no {key} to raise.")
+        if not self._is_set(_SETTINGS[what].key):
+            raise ConfigError(
+                f"--max {what}: the YAML sets no {_SETTINGS[what].key} to raise."
+            )
         return [self._largest(card, what) for card in self._machines]
 
+    def _is_set(self, key: str) -> bool:
+        return bool(self._cfg[key]) and (key != "lora_r" or bool(self._cfg.adapter))
+
     def _largest(self, card: Hardware, what: str) -> dict[str, Any]:
-        key, stride = SEARCHED[what], _STRIDE[what]
+        key, stride, _ = _SETTINGS[what]
         limit = self._limit(what) // stride
         found: dict[int, Forecast] = {}
 
         def fits(count: int) -> bool:
             try:
-                found[count] = self._chosen(card, {key: count * stride})
+                found[count] = self._fitting(card, {key: count * stride})
             except BudgetError:
                 return False
             return True
@@ -163,7 +165,7 @@ class DryRun:
             "max": {
                 "key": key,
                 "value": low * stride if forecast else None,
-                "now": self._blueprint.cfg[key],
+                "now": self._cfg[key],
                 "note": self._limit_note(what, low * stride),
             },
             **price_dict(forecast),
@@ -171,42 +173,31 @@ class DryRun:
 
     def _limit(self, what: str) -> int:
         """Where the search for the largest ends, fit or not."""
-        cfg = self._blueprint.cfg
         if what == "rank":
             return _MOST_RANK
-        return (
-            _MOST_TOKENS
-            // cfg["sequence_len" if what == "batch" else "micro_batch_size"]
-        )
+        other = "sequence_len" if what == "batch" else "micro_batch_size"
+        return _MOST_TOKENS // self._cfg[other]
 
     def _limit_note(self, what: str, value: int) -> str | None:
-        model: Any = self._blueprint.model
+        model: Any = self._meta.model
         config = model.config.get_text_config()
         known = getattr(config, "max_position_embeddings", None)
         notes = []
         if what == "seq" and known and value > known:
             notes.append(f"config.json says max_position_embeddings {known}")
-        if value + _STRIDE[what] > self._limit(what):
+        if value + _SETTINGS[what].stride > self._limit(what):
             notes.append("more was not tried")
         return "; ".join(notes) or None
 
     # one card
 
     def _answer(self, card: Hardware) -> dict[str, Any]:
-        planner = self._planner(card, {})
-        subject, _, assumed = self._subject({})
-        fits = True
-        try:
-            forecast = choose(self._args, planner)
-        except BudgetError:
-            fits = False
-            forecast = nearest(self._args, planner)
-        answer = answer_dict(forecast, fits)
-        answer["alternatives"] = list(self._alternatives(card, planner, answer))
+        forecast, planner = self._plan(card)
+        answer = answer_dict(forecast, fits=lack(forecast) is None)
+        answer["alternatives"] = list(self._alternatives(card, planner, forecast))
         answer["assumptions"] = [
-            *self._blueprint.assumptions,
-            *subject.assumptions,
-            *assumed,
+            *self._meta.assumptions,
+            *self._subject().assumptions,
             *self._unknowns(card, forecast),
         ]
         return answer
@@ -224,7 +215,7 @@ class DryRun:
         yield "block times follow from counted operations; training measures them"
         if not question.gpus:
             return
-        yield from _limits(args, card, self._budget(card))
+        yield from _limits(args, card, forecast.budget)
         if question.ram_gib is None and args.protrain_cpu_capacity_bytes is None:
             yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
         if question.num_gpus > 1:
@@ -235,17 +226,19 @@ class DryRun:
             )
 
     def _alternatives(
-        self, card: Hardware, planner: Planner, answer: dict[str, Any]
+        self, card: Hardware, planner: Planner, forecast: Forecast
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
-        fits = answer["verdict"] == FITS
+        fits = lack(forecast) is None
         others: list[dict[str, Any]] = []
-        for key in _LEAST:
-            value = self._blueprint.cfg[key]
-            if value and (key != "lora_r" or self._blueprint.cfg.adapter):
-                others += self._doubled(card, key) if fits else self._halved(card, key)
+        for key, _, least in _SETTINGS.values():
+            if self._is_set(key):
+                if fits:
+                    others.append(self._other(card, key, 2 * self._cfg[key]))
+                else:
+                    others += self._halved(card, key, least)
         if not fits:
-            others += self._larger_machine(card, planner)
+            others += self._larger_machine(card, forecast)
             others.sort(key=lambda other: -(other["tokens_per_s"] or 0))
         yield from others
         if self._question.num_gpus > 1:
@@ -253,31 +246,27 @@ class DryRun:
                 yield _alternative(
                     f"mode {mode}", partial(_in_mode, planner, mode), f"{key}: true"
                 )
-        elif answer["plan"]["mode"] == "B":
+        elif forecast.plan.mode == "B":
             resident = _alternative(
                 "protrain_force_all_persistent: true (no paging)",
-                partial(planner.search, frozenset("A")),
+                partial(_in_mode, planner, "A"),
             )
             if resident["verdict"] == FITS:
                 yield resident
-        yield self._without_plugin(planner)
+        yield _without_plugin(planner)
 
-    def _doubled(self, card: Hardware, key: str) -> Iterator[dict[str, Any]]:
-        value = self._blueprint.cfg[key]
-        yield self._other(card, key, 2 * value)
-
-    def _halved(self, card: Hardware, key: str) -> Iterator[dict[str, Any]]:
+    def _halved(self, card: Hardware, key: str, least: int) -> Iterator[dict[str, Any]]:
         """The largest half, quarter, … that fits, or the smallest, which does not."""
-        value = self._blueprint.cfg[key] // 2
-        while value >= _LEAST[key]:
+        value = self._cfg[key] // 2
+        while value >= least:
             other = self._other(card, key, value)
-            if other["verdict"] == FITS or value // 2 < _LEAST[key]:
+            if other["verdict"] == FITS or value // 2 < least:
                 yield other
                 return
             value //= 2
 
     def _other(self, card: Hardware, key: str, value: int) -> dict[str, Any]:
-        cfg = self._blueprint.cfg
+        cfg = self._cfg
         change, note = {key: value}, None
         if key == "micro_batch_size":
             # the same effective batch, so that training stays the same
@@ -289,28 +278,23 @@ class DryRun:
                 change["gradient_accumulation_steps"] = steps
                 note = f"accumulation {before} -> {steps}"
         text = f"{key} {cfg[key]} -> {value}"
-        return _alternative(text, partial(self._chosen, card, change), note)
+        return _alternative(text, partial(self._fitting, card, change), note)
 
     def _larger_machine(
-        self, card: Hardware, planner: Planner
+        self, card: Hardware, lacking: Forecast
     ) -> Iterator[dict[str, Any]]:
         """The smallest card, or the least host memory, that would do."""
         if not self._question.gpus:
             return
-        lacking = nearest(self._args, planner)
         if lacking.device.peak_bytes > lacking.budget.usable_bytes:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes:
                     continue
-                larger = gpu_hardware(
-                    gpu.name,
-                    None,
-                    card.host_bytes,
-                    num_gpus=self._question.num_gpus,
-                )
+                ranks = self._question.num_gpus
+                larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
-                    partial(self._chosen, larger, {}),
+                    partial(self._fitting, larger),
                     "the smallest card known here that fits",
                 )
                 if other["verdict"] == FITS:
@@ -322,125 +306,90 @@ class DryRun:
         for ram_gib in _RAM_GIB:
             if ram_gib << 30 >= lacking.host.peak_bytes:
                 roomy = replace(card, host_bytes=ram_gib << 30)
-                yield _alternative(f"--ram {ram_gib}", partial(self._chosen, roomy, {}))
+                yield _alternative(f"--ram {ram_gib}", partial(self._fitting, roomy))
                 return
 
-    def _without_plugin(self, planner: Planner) -> dict[str, Any]:
-        def plain() -> Forecast:
-            for recompute in (False, True):
-                forecast = planner.without_paging(recompute)
-                lacking = lack(forecast)
-                if lacking is None:
-                    return forecast
-            raise BudgetError(lacking)
+    # plans
 
-        other = _alternative("without this plugin", plain)
-        if other["verdict"] == FITS:
-            recomputes = other["plan"]["n_checkpoint"] > 0
-            key = f"gradient_checkpointing: {str(recomputes).lower()}"
-            other["note"] = f"you do not need this plugin: it fits with {key}"
-        return other
+    def _fitting(
+        self, card: Hardware, change: dict[str, int] | None = None
+    ) -> Forecast:
+        """The plan with some keys of the YAML changed.
 
-    def _chosen(self, card: Hardware, change: dict[str, int]) -> Forecast:
-        planner = self._planner(card, change)
-        try:
-            return choose(self._args, planner)
-        except BudgetError:
-            raise BudgetError(lack(nearest(self._args, planner))) from None
+        Raises:
+            BudgetError: It does not fit; says how much is missing.
+        """
+        return _fitting(self._plan(card, change)[0])
 
-    def _budget(self, card: Hardware) -> Budget:
-        """The YAML's limits; of a card that is not here not more than it has."""
-        subject, _, _ = self._subject({})
-        budget = budget_of(self._args, subject, card.device_bytes, card.host_bytes)
-        if not self._question.gpus:
-            return budget
-        host_bytes = budget.host_bytes
-        if self._question.ram_gib is not None:
-            host_bytes = min(host_bytes, card.host_bytes)
-        return replace(
-            budget,
-            device_bytes=min(budget.device_bytes, card.device_bytes),
-            host_bytes=host_bytes,
-        )
+    def _plan(
+        self, card: Hardware, change: dict[str, int] | None = None
+    ) -> tuple[Forecast, Planner]:
+        """The one that lacks the least where none fits."""
+        return plan_for(self._args_on(card), self._subject(change), card, anyway=True)
 
-    def _planner(self, card: Hardware, change: dict[str, int]) -> Planner:
-        subject, workload, _ = self._subject(change)
-        trace, layout = subject.traced.trace, subject.layout
-        return Planner(
-            layout,
-            trace,
-            workload,
-            card,
-            block_times(trace, layout, card),
-            self._budget(card),
-            subject.redone_if_paged,
-        )
+    def _args_on(self, card: Hardware) -> ProTrainArgs:
+        """The keys; of a card that is not here they allow no more than it has."""
+        has = {}
+        if self._question.gpus:
+            has["protrain_capacity_bytes"] = card.device_bytes
+            if self._question.ram_gib is not None:
+                has["protrain_cpu_capacity_bytes"] = card.host_bytes
+        limits = {key: getattr(self._args, key) for key in has}
+        lower = {key: min(n, has[key]) for key, n in limits.items() if n is not None}
+        return self._args.model_copy(update=lower)
 
-    def _subject(
-        self, change: dict[str, int]
-    ) -> tuple[Subject, Workload, tuple[str, ...]]:
+    def _subject(self, change: dict[str, int] | None = None) -> Subject:
         """The model traced with some keys of the YAML changed; each only once."""
-        name = repr(change)
+        name = repr(change or {})
         if name not in self._subjects:
-            blueprint = self._blueprint
-            with _changed(blueprint, change) as (model, batch):
-                target = Target(self._device_type, autocast_dtype(blueprint.cfg))
-                layout = None
-                if change and "lora_r" not in change:
-                    layout = self._subject({})[0].layout
-                subject = trace_model(model, batch, target, self._args, layout)
-                ranks = self._question.num_gpus
-                workload, assumed = workload_of(
-                    blueprint.cfg,
-                    self._args,
-                    batch,
-                    self._device_type,
-                    World(ranks, ranks),
+            ranks = self._question.num_gpus
+            world = World(ranks, ranks)
+            with self._meta.changed(change or {}):
+                subject = subject_of(
+                    self._cfg, self._args, self._meta.model, self._device_type, world
                 )
-            self._subjects[name] = subject, workload, assumed
+            if change and "lora_r" not in change:
+                # bitsandbytes casts biases while they run: one model, one layout
+                subject = replace(subject, layout=self._subject().layout)
+            self._subjects[name] = subject
         return self._subjects[name]
 
-    # cards
-
-    def _gpu(self, gpu: str, tf32: bool = False) -> Hardware:
-        ram = self._question.ram_gib or DEFAULT_RAM_GIB
+    def _gpu(self, gpu: str, tf32: bool | None = None) -> Hardware:
         question = self._question
+        host_bytes = int((question.ram_gib or DEFAULT_RAM_GIB) * 2**30)
         card = gpu_hardware(
-            gpu, question.link, int(ram * 2**30), tf32, question.num_gpus
+            gpu, question.link, host_bytes, tf32 is True, question.num_gpus
         )
         if ":" not in gpu:
             return card
         return replace(card, name=f"{card.name}, {card.device_bytes / 2**30:g} GiB")
 
-    def _this_machine(self) -> Hardware:
-        device = torch.device(self._device_type)
-        capacity = self._args.protrain_capacity_bytes
-        if self._device_type == "cuda":
-            capacity = device_memory(device)
-        if capacity is None:
-            raise missing_capacity()
-        ram = self._question.ram_gib
-        return cached_hardware(
-            cache_folder(self._args),
-            device,
-            host_memory() if ram is None else int(ram * 2**30),
-            capacity,
-            versions(),
-        )
-
 
 def _alternative(
     change: str, plan: Callable[[], Forecast], note: str | None = None
 ) -> dict[str, Any]:
-    forecast = None
-    verdict = FITS
+    forecast, verdict = None, FITS
     try:
         forecast = plan()
-    except BudgetError as error:
-        verdict, note = DOES_NOT_FIT, _and(note, str(error))
-    except (ConfigError, LayoutError, TraceError) as error:
-        verdict, note = UNSUPPORTED, _and(note, str(error))
+    except (BudgetError, ConfigError, LayoutError, TraceError) as error:
+        verdict = DOES_NOT_FIT if isinstance(error, BudgetError) else UNSUPPORTED
+        note = f"{note}: {error}" if note else str(error)
     return {"change": change, "verdict": verdict, **price_dict(forecast), "note": note}
+
+
+def _without_plugin(planner: Planner) -> dict[str, Any]:
+    def plain() -> Forecast:
+        try:
+            return _fitting(planner.without_paging(recompute=False))
+        except BudgetError:
+            return _fitting(planner.without_paging(recompute=True))
+
+    other = _alternative("without this plugin", plain)
+    if other["verdict"] == FITS:
+        recomputes = other["plan"]["n_checkpoint"] > 0
+        key = f"gradient_checkpointing: {str(recomputes).lower()}"
+        other["note"] = f"you do not need this plugin: it fits with {key}"
+    return other
 
 
 def _in_mode(planner: Planner, mode: str) -> Forecast:
@@ -448,11 +397,19 @@ def _in_mode(planner: Planner, mode: str) -> Forecast:
     try:
         return planner.search(modes=modes)
     except BudgetError:
-        raise BudgetError(lack(planner.nearest(modes=modes))) from None
+        return _fitting(planner.nearest(modes=modes))
 
 
-def _and(note: str | None, error: str) -> str:
-    return f"{note}: {error}" if note else error
+def _fitting(forecast: Forecast) -> Forecast:
+    """The forecast, unless it lacks something.
+
+    Raises:
+        BudgetError: It does.
+    """
+    lacking = lack(forecast)
+    if lacking is not None:
+        raise BudgetError(lacking)
+    return forecast
 
 
 def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]:
@@ -481,46 +438,6 @@ def _with_plugin(config: Path) -> dict[str, object]:
     if any("protrain" in str(plugin).lower() for plugin in listed or ()):
         return {}
     return {"plugins": [*(listed or ()), PLUGIN]}
-
-
-@contextmanager
-def _changed(
-    blueprint: Blueprint, change: dict[str, int]
-) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """The model and a batch for it with some keys set otherwise inside."""
-    cfg, model = blueprint.cfg, blueprint.model
-    before = {key: cfg[key] for key in change}
-    adapters: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        for key, value in change.items():
-            cfg[key] = value
-            if key == "lora_r":
-                adapters = list(_resize_adapters(model, before[key], value))
-        batch = sample_batch(cfg, model, []) if change else blueprint.batch
-        yield model, batch
-    finally:
-        for key, value in before.items():
-            cfg[key] = value
-        for owner, name, param in adapters:
-            setattr(owner, name, param)
-
-
-def _resize_adapters(
-    model: nn.Module, old: int, new: int
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Give LoRA weights on the meta device another rank; yields what they were."""
-    for path, owner in list(model.named_modules()):
-        for name, param in list(owner.named_parameters(path, recurse=False)):
-            first = "lora_A" in name or "lora_embedding_A" in name
-            dim = 0 if first else 1
-            if ".lora_" not in name or param.ndim != 2 or param.shape[dim] != old:
-                continue
-            shape = list(param.shape)
-            shape[dim] = new
-            attribute = name.rpartition(".")[2]
-            yield owner, attribute, param
-            resized = nn.Parameter(param.data.new_empty(shape), param.requires_grad)
-            setattr(owner, attribute, resized)
 
 
 def worst(answers: Sequence[dict[str, Any]]) -> int:

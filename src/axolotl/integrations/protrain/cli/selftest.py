@@ -24,7 +24,7 @@ from axolotl.integrations.base import BasePlugin
 from safetensors import safe_open
 from transformers import TrainerCallback
 
-from .core.errors import ConfigError, ProTrainError
+from ..core.errors import ConfigError, ProTrainError
 
 LOG_FILE = "selftest.json"
 COMPARED = ("loss", "grad_norm", "learning_rate")
