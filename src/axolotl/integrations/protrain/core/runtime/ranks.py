@@ -188,6 +188,9 @@ class Alone(Ranks):
     def collect(self, value: Any) -> list[Any]:
         return [value]
 
+    def from_first(self, make: Callable[[], Result]) -> Result:
+        return make()
+
     def together(self, act: Callable[[], Result]) -> Result:
         return act()
 
