@@ -10,7 +10,7 @@ be checked again when the model is loaded.
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -28,6 +28,8 @@ from pydantic import (
 
 from .core.errors import ConfigError
 from .refusals import refusals
+
+PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
 # ------------------------------------------------------------------ types of values
 
@@ -299,6 +301,11 @@ def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     return ProTrainArgs.model_construct(
         **{key: cfg[key] for key in known if cfg.get(key) is not None}
     )
+
+
+def lists_plugin(plugins: Iterable[object] | None) -> bool:
+    """Whether the key `plugins` has this one, under whichever of its names."""
+    return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 
 # -------------------------------------------------------------------- misspelt keys

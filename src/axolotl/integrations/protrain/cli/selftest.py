@@ -24,6 +24,7 @@ from axolotl.integrations.base import BasePlugin
 from safetensors import safe_open
 from transformers import TrainerCallback
 
+from ..args import PLUGIN, lists_plugin
 from ..core.errors import ConfigError, ProTrainError
 
 LOG_FILE = "selftest.json"
@@ -191,10 +192,9 @@ def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
 
 def _require_plugin(config: Path, raw: object) -> None:
     plugins = raw.get("plugins") if isinstance(raw, dict) else None
-    if not any("protrain" in str(plugin).lower() for plugin in plugins or ()):
+    if not lists_plugin(plugins):
         raise ConfigError(
-            f"{config}: plugins does not list "
-            "axolotl.integrations.protrain.ProTrainPlugin, so there is nothing to test."
+            f"{config}: plugins does not list {PLUGIN}, so there is nothing to test."
         )
     if raw.get("protrain_auto_memory") is False:  # type: ignore[attr-defined]
         raise ConfigError(
