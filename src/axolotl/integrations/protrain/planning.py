@@ -355,19 +355,18 @@ def _by_hand(
     by_hand = overrides(args)
     if by_hand is None:
         return None
-    n_buffer = by_hand.n_buffer
-    if "n_buffer" in by_hand.filled:
+    knobs, filled = by_hand
+    if "n_buffer" in filled:
         # what nobody asked for must not be refused as too many
-        n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    if key is not None and by_hand.n_persist >= planner.num_chunks:
+        most = planner.num_chunks - knobs.n_persist
+        knobs = replace(knobs, n_buffer=min(knobs.n_buffer, most))
+    if key is not None and knobs.n_persist >= planner.num_chunks:
         raise ConfigError(
-            f"protrain_n_persist_override: {by_hand.n_persist} leaves nothing to page, "
+            f"protrain_n_persist_override: {knobs.n_persist} leaves nothing to page, "
             f"which `{key}: true` asks for. Keep fewer than {planner.num_chunks} chunks "
             "on the device, or remove one of the keys."
         )
-    shards = planner.world.local_size if args.protrain_zero3_shard else 1
-    knobs = Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
-    return knobs, shards
+    return knobs, planner.world.local_size if args.protrain_zero3_shard else 1
 
 
 # ------------------------------------------------------------------- this machine

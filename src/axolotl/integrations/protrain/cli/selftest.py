@@ -12,8 +12,7 @@ import os
 import subprocess  # nosec B404
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,9 @@ def run_selftest(
     """
     raw = yaml.safe_load(config.read_text())
     _require_plugin(config, raw)
-    with _folder(keep) as folder:
+    with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         paged, plain = folder / "paged", folder / "plain"
         for output in (paged, plain):
             say(f"{output.name} run: {steps} steps")
@@ -259,13 +260,3 @@ def _distance(name: str, ours: Path | None, theirs: Path | None) -> float:
         return float("inf")
     distance = (mine.double() - plain.double()).norm() / plain.double().norm()
     return float(distance.nan_to_num(nan=float("inf")))
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as folder:
-        yield Path(folder)
