@@ -16,7 +16,7 @@ with chunks that they share (mode C).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, inf
@@ -380,7 +380,10 @@ class Search:
     ) -> Plan:
         return make_plan(
             self._layout,
-            *astuple(knobs),
+            knobs.n_persist,
+            knobs.n_buffer,
+            knobs.n_swap,
+            knobs.n_checkpoint,
             self._memory.workload.fp32_master,
             outside,
             origin,
