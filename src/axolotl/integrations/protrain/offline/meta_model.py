@@ -201,8 +201,7 @@ def _validated(
     }
     environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
     try:
-        prepare_plugins(cfg)
-        _check_plugins(cfg)
+        _prepare_plugins(cfg)
         cfg = validate_config(cfg, capabilities, environment)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
@@ -219,12 +218,17 @@ def _validated(
     return cfg
 
 
-def _check_plugins(cfg: DictDefault) -> None:
-    """Axolotl goes on without a plugin that it cannot import."""
+def _prepare_plugins(cfg: DictDefault) -> None:
+    """Axolotl 0.19 goes on without a plugin that it cannot import, later ones raise."""
+    error = None
+    try:
+        prepare_plugins(cfg)
+    except ImportError as raised:
+        error = raised
     registered = PluginManager.get_instance().plugins
     for name in cfg.plugins or ():
-        if name not in registered:
-            raise ConfigError(f"plugins: {name} cannot be imported here.")
+        if name.replace(":", ".") not in registered:
+            raise ConfigError(f"plugins: {name} cannot be imported here.") from error
 
 
 def _check_base_model(cfg: DictDefault) -> None:
