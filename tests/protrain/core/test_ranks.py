@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fork_server import Fork
-from rank_cases import ACTS, CASES, MOMENTS, main
+from rank_cases import ACTS, CASES, MOMENTS, main, special
 
 Started = list[Fork]
 
@@ -86,8 +86,14 @@ def found(
 
 
 QUICK = {
-    2: {name for name in CASES if "-free" not in name and "lora-1" not in name},
-    4: {"B-full-3-clip", "C-full-3-clip", "C-skips", "C-mixed"},
+    # each mode with each kind of model, accumulation and clipping, and what is no grid
+    2: {
+        *("A-lora-3-clip", "A-full-1-free"),
+        *("B-lora-1-free", "B-qlora-3-clip", "B-full-1-clip"),
+        *("C-lora-3-clip", "C-qlora-1-free", "C-full-3-clip"),
+        *(case.name for case in special()),
+    },
+    4: {"B-full-3-clip", "C-skips", "C-mixed"},
 }
 GRID = [
     pytest.param(ranks, case, marks=[] if case in QUICK[ranks] else pytest.mark.full)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .args import ProTrainArgs, overrides
+from .args import ProTrainArgs, args_from, overrides
 from .core.cost import ALONE, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
@@ -58,7 +58,6 @@ class Subject:
 
     Attributes:
         traced: One micro-batch of the model, run without weights.
-        target: Where it will run.
         layout: The model's chunks, in the order of first use.
         workload: The rest of a step.
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
@@ -67,7 +66,6 @@ class Subject:
     """
 
     traced: TracedStep
-    target: Target
     layout: Layout
     workload: Workload
     redone_if_paged: frozenset[int]
@@ -77,7 +75,6 @@ class Subject:
 
 def subject_of(
     cfg: Any,
-    args: ProTrainArgs,
     model: nn.Module,
     device_type: str,
     world: World = ALONE,
@@ -87,7 +84,6 @@ def subject_of(
 
     Args:
         cfg: Axolotl's validated configuration.
-        args: The plugin's keys of it.
         model: As it will be trained, on the meta device.
         device_type: "cuda" or "cpu".
         world: Who trains together.
@@ -97,13 +93,14 @@ def subject_of(
         TraceError: It cannot be run without weights.
         ConfigError: It takes images in a way that is not known here.
     """
+    args = args_from(cfg)
     assumptions: list[str] = []
     batch = sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
     target = Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
         traced, headroom = _traced(model, batch, target, args, assumptions)
-    laid_out = real or model
+    laid_out = model if real is None else real
     layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
@@ -114,9 +111,7 @@ def subject_of(
         )
     assumptions += used
     workload = _workload(cfg, args, batch, device_type, world, assumptions)
-    return Subject(
-        traced, target, layout, workload, redone, headroom, tuple(assumptions)
-    )
+    return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:
@@ -210,33 +205,24 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-@dataclass(frozen=True)
-class _Optimizer:
-    """What an optimizer holds and takes on the device, in copies of its weights.
-
-    `scratch` is what its update takes on top on a GPU, where torch updates all
-    parameters at once; on a CPU it takes two copies of the largest parameter.
-    """
-
-    moments: float
-    scratch: float = 0.0
-
-
-_OPTIMIZERS = {
-    "adamw_torch_fused": _Optimizer(2),
-    "adamw_torch": _Optimizer(2, scratch=1),
+_OPTIMIZERS: dict[str, tuple[float, int]] = {
+    "adamw_torch_fused": (2, 0),
+    "adamw_torch": (2, 1),
     # fp32 adapters with moments of one byte each
-    "adamw_8bit": _Optimizer(0.5),
-    "adamw_bnb_8bit": _Optimizer(0.5),
-    "lion_8bit": _Optimizer(0.25),
-    "paged_adamw_32bit": _Optimizer(0),
-    "paged_adamw_8bit": _Optimizer(0),
-    "paged_lion_8bit": _Optimizer(0),
-    "lion_pytorch": _Optimizer(1),
-    "sgd": _Optimizer(0, scratch=1),
-    "adagrad": _Optimizer(1, scratch=1),
-    "rmsprop": _Optimizer(1, scratch=1),
+    "adamw_8bit": (0.5, 0),
+    "adamw_bnb_8bit": (0.5, 0),
+    "lion_8bit": (0.25, 0),
+    "paged_adamw_32bit": (0, 0),
+    "paged_adamw_8bit": (0, 0),
+    "paged_lion_8bit": (0, 0),
+    "lion_pytorch": (1, 0),
+    "sgd": (0, 1),
+    "adagrad": (1, 1),
+    "rmsprop": (1, 1),
 }
+"""What one holds on the device and what its update takes on top, in copies of its
+weights: on a GPU, where torch updates all parameters at once; on a CPU the update takes
+two copies of the largest parameter."""
 
 
 def _workload(
@@ -249,9 +235,8 @@ def _workload(
 ) -> Workload:
     """What a step of this configuration asks beside its model."""
     name = str(getattr(cfg.optimizer, "value", cfg.optimizer) or "adamw_torch_fused")
-    optimizer = _OPTIMIZERS.get(name)
-    if optimizer is None:
-        optimizer = _Optimizer(2, scratch=1)
+    moments, scratch = _OPTIMIZERS.get(name, _OPTIMIZERS["adamw_torch"])
+    if name not in _OPTIMIZERS:
         assumptions.append(
             f"optimizer {name}: as large as AdamW, two copies of what trains on the "
             "device and one more during the update"
@@ -265,9 +250,9 @@ def _workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
-        moment_copies=optimizer.moments,
-        update_copies=0.0 if on_cpu else optimizer.scratch,
-        update_parameter_copies=2.0 if on_cpu and optimizer.scratch else 0.0,
+        moment_copies=moments,
+        update_copies=0.0 if on_cpu else scratch,
+        update_parameter_copies=2.0 if on_cpu and scratch else 0.0,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
         loader_bytes=(1 + waiting) * batch_bytes,
         world=world,
@@ -370,19 +355,18 @@ def _by_hand(
     by_hand = overrides(args)
     if by_hand is None:
         return None
-    n_buffer = by_hand.n_buffer
-    if "n_buffer" in by_hand.filled:
+    knobs, filled = by_hand
+    if "n_buffer" in filled:
         # what nobody asked for must not be refused as too many
-        n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    if key is not None and by_hand.n_persist >= planner.num_chunks:
+        most = planner.num_chunks - knobs.n_persist
+        knobs = replace(knobs, n_buffer=min(knobs.n_buffer, most))
+    if key is not None and knobs.n_persist >= planner.num_chunks:
         raise ConfigError(
-            f"protrain_n_persist_override: {by_hand.n_persist} leaves nothing to page, "
+            f"protrain_n_persist_override: {knobs.n_persist} leaves nothing to page, "
             f"which `{key}: true` asks for. Keep fewer than {planner.num_chunks} chunks "
             "on the device, or remove one of the keys."
         )
-    shards = planner.world.local_size if args.protrain_zero3_shard else 1
-    knobs = Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
-    return knobs, shards
+    return knobs, planner.world.local_size if args.protrain_zero3_shard else 1
 
 
 # ------------------------------------------------------------------- this machine
@@ -394,30 +378,28 @@ class Planned:
 
     Attributes:
         forecast: The plan and what it will cost.
-        planner: Made it, and can make a smaller one; None where ranks train together.
         notes: Assumptions, for the report.
+        planner: Can make a smaller plan; None where several ranks train.
         hash: Of plan and layout, the same on every rank; empty with one.
     """
 
     forecast: Forecast
-    planner: Planner | None
     notes: list[str]
+    planner: Planner | None = None
     hash: str = ""
 
 
 def plan_here(
     cfg: Any,
-    args: ProTrainArgs,
     model: nn.Module,
     device: torch.device,
-    ranks: Ranks | None,
+    ranks: Ranks,
     absent: frozenset[str],
 ) -> Planned:
-    """Plan what is about to be trained: of several ranks the first, for the weakest.
+    """Plan what is about to be trained: the first rank does, for the weakest of all.
 
     Args:
         cfg: Axolotl's validated configuration.
-        args: The plugin's keys of it.
         model: On the host, `requires_grad` final.
         device: Where to train it.
         ranks: Who trains together.
@@ -426,51 +408,46 @@ def plan_here(
     Raises:
         ProTrainError: There is no plan, or the ranks do not have the same model.
     """
-
-    def planned(hardware: Hardware, world: World = ALONE) -> Planned:
-        subject = subject_of(
-            cfg, args, meta_twin(model), device.type, world, real=model
-        )
-        measured = _measured(cfg, args, model, subject, device)
-        forecast, planner = plan_for(args, subject, hardware, measured)
-        return Planned(forecast, planner, list(subject.assumptions))
+    args, world = args_from(cfg), ranks.world
 
     def check() -> None:
         refuse_quantised(model)
         find_blocks(model)
 
-    loaded = {
-        n: p.nbytes for n, p in model.named_parameters() if p.device.type == "cpu"
-    }
-    loaded_bytes = sum(loaded[name] for name in loaded.keys() - absent)
-    if ranks is None:
-        check()
-        return planned(this_machine(args, device, host_memory() + loaded_bytes))
+    def plan() -> Planned:
+        subject = subject_of(cfg, meta_twin(model), device.type, world, real=model)
+        measured = _measured(cfg, args, model, subject, device)
+        forecast, planner = plan_for(args, subject, hardware, measured)
+        alone = planner if world.size == 1 else None
+        return Planned(forecast, list(subject.assumptions), alone)
+
+    # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
-    keys = args.model_dump(exclude={"protrain_cache_dir"})
-    require_same_keys(ranks.collect(keys))
-    world = ranks.world
-    # the arena of a node takes the place of what each of its ranks has loaded
-    host_bytes = host_memory() + loaded_bytes * world.local_size
+    require_same_keys(ranks.collect(args.model_dump(exclude={"protrain_cache_dir"})))
+    host_bytes = host_memory() + world.local_size * sum(
+        # the arena of a node takes the place of what each of its ranks has loaded
+        param.nbytes
+        for name, param in model.named_parameters()
+        if param.device.type == "cpu" and name not in absent
+    )
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )
+    if world.size == 1:
+        return plan()
     gather, reduce, across = measure_collectives(ranks, device)
     hardware = replace(
-        hardware,
-        gather_bytes_s=gather,
-        reduce_bytes_s=reduce,
-        across_bytes_s=across,
+        hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
     )
     hardware = weakest(ranks.collect(hardware))
-    first = ranks.from_first(lambda: replace(planned(hardware, world), planner=None))
-    forecast = first.forecast
-    order = tuple(block.name for block in forecast.layout.blocks)
+    planned = ranks.from_first(plan)
+    layout = planned.forecast.layout
+    order = tuple(block.name for block in layout.blocks)
     own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
-    ranks.together(partial(require_same, own, forecast.layout))
-    hash_ = plan_hash(forecast.plan, own)
-    note = f"{world.size} ranks, {world.local_size} a node, run plan {hash_}."
-    return Planned(forecast, None, [*first.notes, note], hash_)
+    ranks.together(partial(require_same, own, layout))
+    same = plan_hash(planned.forecast.plan, own)
+    note = f"{world.size} ranks, {world.local_size} a node, run plan {same}."
+    return replace(planned, notes=[*planned.notes, note], hash=same)
 
 
 def this_machine(
@@ -521,7 +498,7 @@ def _measured(
     device: torch.device,
 ) -> dict[int, tuple[float, float]]:
     """Seconds of the blocks, from the cache under everything that changes them."""
-    dtype, config = subject.target.autocast_dtype, getattr(model, "config", None)
+    dtype, config = autocast_dtype(cfg), getattr(model, "config", None)
 
     def cached_times(
         block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
