@@ -39,7 +39,7 @@ from .core.profile import (
     host_memory,
     measure_blocks,
     measure_collectives,
-    meta_twin,
+    meta_copy,
     weakest,
 )
 from .core.runtime import CheckedDevice, Ranks, open_device
@@ -460,12 +460,12 @@ class TrainingRun:
         self, hardware: Hardware, model: nn.Module, device: torch.device, world: World
     ) -> tuple[Forecast, list[str]]:
         cfg, args = self._cfg, self.args
-        twin = meta_twin(model)
+        copied = meta_copy(model)
         notes: list[str] = []
-        batch = sample_batch(cfg, twin, notes)
-        make_experts_traceable(twin, cfg.experts_implementation, notes)
+        batch = sample_batch(cfg, copied, notes)
+        make_experts_traceable(copied, cfg.experts_implementation, notes)
         target = Target(device.type, autocast_dtype(cfg))
-        subject = trace_model(twin, batch, target, args)
+        subject = trace_model(copied, batch, target, args)
         layout = build_layout(model, adapter_names(model), subject.traced.trace.blocks)
         workload, assumed = workload_of(cfg, args, batch, device.type)
         workload = replace(workload, world=world)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..nested import map_tensors
+from ..layout.tensors import map_tensors
 from .meta import known
 
 _aten = torch.ops.aten

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Direction
-from ..nested import tensors_in
+from ..layout.tensors import tensors_in
 from .pager import Pager
 
 
