@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.layout import aligned
-from axolotl.integrations.protrain.core.optim import HostAdamW, HostChunk
+from axolotl.integrations.protrain.core.optim import HostAdamW, HostChunk, HostMemory
 from axolotl.integrations.protrain.core.profile.hardware import cpu_name
 from axolotl.integrations.protrain.core.runtime import Arena, CpuDevice, HostWorker
 from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
@@ -161,23 +161,21 @@ class Ours:
     def __init__(self, case: Case, chunks: Sequence[Chunk]) -> None:
         device = CpuDevice()
         arena = Arena(chunks)
-        sums = Arena([] if case.masters else chunks)
+        memory = HostMemory(arena, device, case.masters)
+        memory.add(chunks)
         params = {
             spec.name: nn.Parameter(torch.empty(spec.shape, device="meta"))
             for chunk in chunks
             for spec in chunk.tensors
         }
-        self._hosts = [
-            HostChunk(chunk, params, arena, sums, case.masters, device)
-            for chunk in chunks
-        ]
+        self._hosts = [HostChunk(chunk, params, memory) for chunk in chunks]
         self.weights = [w for host in self._hosts for w in host.weights]
         self.prepare()
         fill_all(self.weights, [g for host in self._hosts for g in host.gradients])
         for host in self._hosts:
             host.reload()
         self._device, self._worker = device, HostWorker(device)
-        group_of = {id(leaf): 0 for host in self._hosts for leaf in host.leaves}
+        group_of = {id(main): 0 for host in self._hosts for main in host.mains}
         self._adamw = HostAdamW(self._hosts, group_of, [GROUP], "torch", self._worker)
         self._clip: Callable[[Sequence[Tensor]], None] | None = None
         if case.clips:
@@ -191,8 +189,7 @@ class Ours:
     def prepare(self) -> None:
         """Give back the gradients that the last update has consumed."""
         for host in self._hosts:
-            for index in range(len(host.leaves)):
-                host.arrived(index)
+            host.used.update(host.owned)
 
     def update(self) -> None:
         """One update of every chunk."""

@@ -18,7 +18,7 @@ import yaml
 from step_clock import TURNS
 from tables import Page, median_interval, spread
 
-from axolotl.integrations.protrain.report import WATCHED_STEPS
+from axolotl.integrations.protrain.report.run import WATCHED_STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ def axolotl_pairs(num_pairs: int, num_steps: int) -> list[ProcessPair]:
     import demo
 
     demo.build_inputs()
-    base = yaml.safe_load(demo.PAGED_YAML.read_text("utf-8"))
+    base = yaml.safe_load(demo.YAML.read_text("utf-8"))
     for key in ("protrain_auto_memory", "protrain_capacity_bytes", "save_steps"):
         del base[key]
     base |= {

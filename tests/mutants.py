@@ -45,8 +45,7 @@ SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
 UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
 GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
 OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
-SWAP, CARRIER = "runtime/swap.py", "runtime/carrier.py"
-LOCKSTEP, REDUCTION = "runtime/lockstep.py", "optim/reduction.py"
+SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
 
 MUTANTS = (
     Mutant(
@@ -71,13 +70,13 @@ MUTANTS = (
     ),
     Mutant(
         "the arrival is recorded before the copy",
-        CARRIER,
+        SLOTS,
         "        stream.copy(part, source)\n"
-        "        if self._ranks is None:\n"
+        "        if part is whole:\n"
         "            return stream.record()\n",
         "        arrival = stream.record()\n"
         "        stream.copy(part, source)\n"
-        "        if self._ranks is None:\n"
+        "        if part is whole:\n"
         "            return arrival\n",
     ),
     Mutant(
@@ -221,7 +220,7 @@ MUTANTS = (
     Mutant(
         "an update leaves its slot current",
         SESSION,
-        "            self._pager.forget(self._numbers[index])\n",
+        "            self._pager.forget(self._ring.numbers[index])\n",
         "            pass\n",
         SESSIONS,
     ),
@@ -287,20 +286,19 @@ MUTANTS = (
     Mutant(
         "compute does not wait for saved tensors",
         SWAP,
-        "        self.fetch()\n        self._await()\n",
+        "        self.fetch()\n        self.life.arrive(self._device)\n",
         "        self.fetch()\n",
     ),
     Mutant(
         "memory of saved tensors ends under the copy into it",
         SWAP,
-        "        # the memory may be given to a kernel next, and the copy may not be done\n"
-        "        self._await()\n",
-        "        pass\n",
+        "            life.arrive(self.device)\n",
+        "            pass\n",
     ),
     Mutant(
         "a region is filled again while its tensors are wanted",
         SWAP,
-        "        return not self._wanted\n",
+        "        return not self.wanted\n",
         "        return True\n",
         (*QUEUES, "test_policies.py"),
     ),
@@ -327,14 +325,14 @@ MUTANTS = (
     ),
     Mutant(
         "a gather does not wait for this rank's copy",
-        CARRIER,
+        SLOTS,
         "        gathers.wait(stream.record())\n",
         "",
         RANKS,
     ),
     Mutant(
         "a gathered chunk counts as there once it is copied",
-        CARRIER,
+        SLOTS,
         "        gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))\n"
         "        return gathers.record()\n",
         "        copied = stream.record()\n"
@@ -344,14 +342,14 @@ MUTANTS = (
     ),
     Mutant(
         "blocks that a rank leaves out are not gathered",
-        LOCKSTEP,
+        PAGER,
         "            self._pass(self._until(block)[:-1])\n",
         "            pass\n",
         RANKS,
     ),
     Mutant(
         "blocks left out at the end of backward are not gathered",
-        LOCKSTEP,
+        PAGER,
         "queue_callback(self.complete)\n",
         "queue_callback(self.close_any)\n",
         RANKS,

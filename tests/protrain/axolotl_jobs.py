@@ -23,13 +23,15 @@ from queue import PriorityQueue
 from threading import Lock, Thread
 from typing import Any
 
+import axolotl_worker
 import torch
+from fork_server import Fork
 from safetensors.torch import load_file
 from tiny_models import DATA, TOKENIZER, model_path
 from torch import Tensor
 
 NUM_WORKERS = 2
-WORKER = Path(__file__).with_name("axolotl_worker.py")
+Worker = subprocess.Popen[str] | Fork
 
 PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 SEEDING = "seeding_plugin.SeedingPlugin"
@@ -154,6 +156,10 @@ class Pair:
 
     paged: Job
     plain: Job
+
+    @property
+    def jobs(self) -> tuple[Job, Job]:
+        return self.paged, self.plain
 
 
 def pair(
@@ -319,7 +325,7 @@ class Workers:
         self._tasks: dict[str, _Task] = {}
         self._queue: PriorityQueue[_Task] = PriorityQueue()
         self._lock = Lock()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Worker] = []
         self._closed = False
         for wanted in jobs:
             self._add(wanted, urgency=1)
@@ -352,28 +358,29 @@ class Workers:
         return self._tasks[wanted.name]
 
     def _serve(self) -> None:
-        groups: dict[int, list[subprocess.Popen[str]]] = {}
+        groups: dict[tuple[int, bool], list[Worker]] = {}
         while True:
             task = self._queue.get()
             if task.job is None:
                 return
-            size = task.job.num_ranks
-            group = groups.get(size, [])
+            kind = size, patches = task.job.num_ranks, task.job.patches
+            group = groups.get(kind, [])
             if not group or any(process.poll() is not None for process in group):
                 for process in group:
                     process.kill()
-                group = groups[size] = [self._start(rank, size) for rank in range(size)]
+                group = [self._start(rank, size, patches) for rank in range(size)]
+                groups[kind] = group
             try:
                 result = self._train(group, task.job)
                 if result.error and size > 1:
                     # ranks end after an error, some of them later than others
-                    for process in groups.pop(size):
+                    for process in groups.pop(kind):
                         process.kill()
                 task.result.set_result(result)
             except Exception as error:  # a test waits for it in another thread
                 task.result.set_exception(error)
 
-    def _start(self, rank: int, size: int) -> subprocess.Popen[str]:
+    def _start(self, rank: int, size: int, patches: bool) -> Worker:
         launched = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -382,20 +389,33 @@ class Workers:
             "MASTER_ADDR": "127.0.0.1",
             "ACCELERATE_USE_CPU": "true",
         }
-        process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(self._root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (launched if size > 1 else {}),
-        )
+        environment = launched if size > 1 else {}
+        pipe = subprocess.PIPE
+        process: Worker
+        if patches:
+            # Triton has to be imported anew, with its interpreter
+            process = subprocess.Popen(
+                [sys.executable, axolotl_worker.__file__, str(self._root)],
+                env=os.environ | environment,
+                stdin=pipe,
+                stdout=pipe,
+                text=True,
+            )
+        else:
+            process = Fork(
+                axolotl_worker.main,
+                self._root,
+                environment=environment,
+                stdin=pipe,
+                stdout=pipe,
+            )
         with self._lock:
             self._processes.append(process)
             if self._closed:
                 process.kill()
         return process
 
-    def _train(self, group: list[subprocess.Popen[str]], wanted: Job) -> Result:
+    def _train(self, group: list[Worker], wanted: Job) -> Result:
         folder = self._root / "jobs" / wanted.name
         request = {
             "name": wanted.name,

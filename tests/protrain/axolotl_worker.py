@@ -1,8 +1,7 @@
 """Trains one YAML after another in one process, as `axolotl train` would each.
 
-Importing Axolotl takes ten seconds and a tiny training half a second, so the import
-is paid once. Run as `python axolotl_worker.py FOLDER`: reads one JSON line a job,
-answers with one JSON line; all printing goes to the log of the job.
+A fork that calls `main`, or `python axolotl_worker.py FOLDER`: reads one JSON line a
+job, answers with one JSON line; all printing goes to the log of the job.
 """
 
 from __future__ import annotations
@@ -18,17 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-    # equal bits are promised for equal kernels, which only a CPU repeats throughout
-    "CUDA_VISIBLE_DEVICES": "",
-    # no process pools: each of their processes would import axolotl again
-    "AXOLOTL_DATASET_NUM_PROC": "0",
-    "OMP_NUM_THREADS": "1",
-    # by default MKL rounds a product of up to three rows by where its operands lie
-    "MKL_CBWR": "COMPATIBLE",
-    "TOKENIZERS_PARALLELISM": "false",
+from fork_server import ENVIRONMENT
+
+INTERPRETED = {
     # read when Triton is imported; without a GPU its kernels can run in no other way
     "TRITON_INTERPRET": "1",
 }
@@ -39,9 +30,7 @@ RANK, RANKS = (
 )
 
 
-def main() -> None:
-    root = Path(sys.argv.pop(1))
-    os.environ.update(ENVIRONMENT)
+def main(root: Path) -> None:
     os.chdir(root)
     requests, replies = _take_standard_streams()
     for line in requests:
@@ -156,4 +145,5 @@ def _forget_last_group() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    os.environ |= ENVIRONMENT | INTERPRETED
+    main(Path(sys.argv.pop(1)))

@@ -1,34 +1,23 @@
 """`axolotl protrain plan`, run many times without importing Axolotl as often.
 
-Run as a script this is a server: it imports once and answers each line, a command, from
-a fork of its own, because what Axolotl patches for one YAML stays in a process.
+Each command is a process, because what Axolotl patches for one YAML stays there.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from threading import Lock, Thread
 from typing import Any
 
 import yaml
+from fork_server import Fork
 
 NUM_AT_ONCE = 2
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-    "OMP_NUM_THREADS": "1",
-    # the same answers on a machine with a GPU
-    "CUDA_VISIBLE_DEVICES": "",
-}
+SLOWEST_COMMAND_S = 300
 PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 BASE: dict[str, Any] = {
     "plugins": [PROTRAIN],
@@ -69,28 +58,15 @@ class Plans:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._pool = ThreadPoolExecutor(NUM_AT_ONCE)
         self._answers: dict[str, Future[Answer]] = {}
-        self._lock = Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            cwd=folder,
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "server.log").open("w"),
-            text=True,
-        )
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def __getitem__(self, name: str) -> Answer:
         return self._answers[name].result()
 
     def close(self) -> None:
-        """End the server; commands that run end by themselves."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
+        """Let commands that run end, and forget the others."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(
         self,
@@ -117,11 +93,17 @@ class Plans:
     def command(self, name: str, *arguments: str, folder: Path | None = None) -> None:
         """Add `axolotl protrain plan` with these arguments."""
         assert name not in self._answers, name
-        self._answers[name] = Future()
-        request = [name, str(folder or self.folder), ["plan", *arguments]]
-        assert self._process.stdin is not None
-        with self._lock:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
+        argv = ["plan", *arguments]
+        self._answers[name] = self._pool.submit(
+            self._run, name, folder or self.folder, argv
+        )
+
+    def _run(self, name: str, folder: Path, argv: list[str]) -> Answer:
+        out, err = (self.folder / f"{name}.{stream}" for stream in ("out", "err"))
+        with out.open("w") as stdout, err.open("w") as stderr:
+            fork = Fork(run_command, argv, folder=folder, stdout=stdout, stderr=stderr)
+        code = fork.wait(SLOWEST_COMMAND_S)
+        return Answer(code, out.read_text(), err.read_text(), folder)
 
     def _model(self, name: str, config: Mapping[str, Any]) -> str:
         folder = self.folder / f"{name}-model"
@@ -129,67 +111,9 @@ class Plans:
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            name, folder, code = json.loads(line)
-            out, err = (
-                (self.folder / f"{name}.{stream}").read_text()
-                for stream in ("out", "err")
-            )
-            self._answers[name].set_result(Answer(code, out, err, Path(folder)))
-        log = (self.folder / "server.log").read_text()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(RuntimeError(f"the server ended:\n{log[-3000:]}"))
 
-
-def serve() -> None:
-    """Answer the lines of standard input until it ends."""
-    # imported before the first fork, and what it imports late
-    from axolotl.integrations.protrain import dry_run, plan_page, plan_text  # noqa: F401
-
-    home = Path.cwd()
-    running = 0
-    for line in sys.stdin:
-        if running == NUM_AT_ONCE:
-            os.wait()
-            running -= 1
-        running += 1
-        if os.fork():
-            continue
-        name, folder, argv = json.loads(line)
-        child = os.fork()
-        if not child:
-            _run(home / name, folder, argv)
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        os.write(1, f"{json.dumps([name, folder, code])}\n".encode())
-        os._exit(0)
-
-
-def _run(log: Path, folder: str, argv: list[str]) -> None:
-    """Become the command; does not return."""
+def run_command(argv: list[str]) -> None:
+    """Become `axolotl protrain`; ends with its exit code."""
     from axolotl.integrations.protrain.cli import protrain
 
-    # a command in a terminal ends with the terminal
-    signal.alarm(300)
-    for standard, stream in ((1, "out"), (2, "err")):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        os.dup2(os.open(f"{log}.{stream}", flags), standard)
-    os.chdir(folder)
-    try:
-        protrain(argv, prog_name="axolotl protrain")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
+    protrain(argv, prog_name="axolotl protrain")

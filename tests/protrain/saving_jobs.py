@@ -1,16 +1,13 @@
 """Real Axolotl commands on a tiny Llama, each in a process of its own.
 
 For what a shared worker process cannot do: end with an exit code, be interrupted, have
-a limit on the size of its files, list other plugins. Importing Axolotl takes longer
-than such a run, so a fork server imports it once and every job is a fork of it. Two
-jobs run at a time, in the background, in the order in which they were added.
+a limit on the size of its files, list other plugins. Two jobs run at a time, in the
+background, in the order in which they were added.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
 import resource
 import runpy
@@ -20,8 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from multiprocessing.process import BaseProcess
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ import torch
 import yaml
 from axolotl.integrations.base import BasePlugin
 from axolotl_jobs import BASE, PROTRAIN, SEEDING, overrides, same_bits
+from fork_server import ENVIRONMENT, Fork
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
@@ -44,34 +41,6 @@ REPORT = Path("protrain") / "report.json"
 FAMILY = "llama"
 MODEL = model_path(FAMILY)
 SLOWEST_JOB_S = 240
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-    # no process pools: each of their processes would import axolotl again
-    "AXOLOTL_DATASET_NUM_PROC": "0",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-    # these are tests of the CPU device on any machine
-    "CUDA_VISIBLE_DEVICES": "",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONPATH": os.pathsep.join(
-        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-    ),
-}
-PRELOAD = [
-    "axolotl.cli.config",
-    "axolotl.common.datasets",
-    "axolotl.evaluate",
-    "axolotl.monkeypatch.relora",
-    "axolotl.train",
-    "torch.distributed.optim",
-    "torch.profiler",
-    "trl.trainer.dpo_config",
-    "trl.trainer.reward_trainer",
-    "wandb",
-]
-"""Heavy, and without what Axolotl builds once from the plugins that are listed."""
-
 PLAIN: dict[str, Any] = {
     "base_model": str(MODEL),
     "gradient_accumulation_steps": 2,
@@ -138,8 +107,6 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
         self._pool = ThreadPoolExecutor(2)
         self._results: dict[str, Future[Outcome]] = {}
         self._add("inputs", (), lambda: self._fork("inputs", folder, build))
@@ -188,8 +155,9 @@ class Jobs:
             path, output = self._write_yaml(name, settings)
             argv = [f"axolotl.cli.{command}", str(path), *arguments]
             if shell:
-                return self._shell(name, output, argv, watch)
-            return self._fork(name, output, run_command, argv, child, watch)
+                return self._shell(name, output, argv, watch=watch)
+            called = partial(run_command, argv, **child)
+            return self._fork(name, output, called, watch=watch)
 
         self._add(name, after, run)
 
@@ -215,89 +183,47 @@ class Jobs:
         path.write_text(yaml.safe_dump(merged))
         return path, self.folder / merged["output_dir"]
 
-    def _fork(
-        self,
-        name: str,
-        output: Path,
-        target: Callable[..., None],
-        argv: Sequence[str] = (),
-        options: Mapping[str, Any] | None = None,
-        watch: Callable[[int, Path], None] | None = None,
-    ) -> Outcome:
-        log = self.folder / f"{name}.log"
-        process = self._context.Process(
-            target=run_in_child,
-            args=(target, str(self.folder), str(log), list(argv), dict(options or {})),
-        )
-        _start(process)
-        if watch is not None and process.pid is not None:
-            watch(process.pid, log)
-        process.join(SLOWEST_JOB_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        text = log.read_text(errors="replace") if log.exists() else ""
-        return Outcome(process.exitcode, text, output)
+    def _fork(self, name: str, output: Path, *arguments: Any, **watch: Any) -> Outcome:
+        with self._log(name).open("w") as log:
+            fork = Fork(*arguments, folder=self.folder, stdout=log, stderr=log)
+        return self._ended(name, output, fork, **watch)
 
     def _shell(
-        self,
-        name: str,
-        output: Path,
-        argv: Sequence[str],
-        watch: Callable[[int, Path], None] | None,
+        self, name: str, output: Path, argv: Sequence[str], **watch: Any
     ) -> Outcome:
-        log = self.folder / f"{name}.log"
-        with log.open("w") as stream:
+        tests = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        with self._log(name).open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *argv],
                 cwd=self.folder,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ
+                | ENVIRONMENT
+                | {"PYTHONPATH": os.pathsep.join(filter(None, tests))},
                 stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
+                stdout=log,
+                stderr=log,
             )
-            if watch is not None:
-                watch(process.pid, log)
-            try:
-                process.wait(SLOWEST_JOB_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        return self._ended(name, output, process, **watch)
+
+    def _ended(
+        self,
+        name: str,
+        output: Path,
+        process: subprocess.Popen[bytes] | Fork,
+        watch: Callable[[int, Path], None] | None = None,
+    ) -> Outcome:
+        log = self._log(name)
+        if watch is not None:
+            watch(process.pid, log)
+        try:
+            process.wait(SLOWEST_JOB_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         return Outcome(process.returncode, log.read_text(errors="replace"), output)
 
-
-def _start(process: BaseProcess) -> None:
-    """Start a fork; the first start gives the fork server its environment."""
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
-        process.start()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def run_in_child(
-    target: Callable[..., None],
-    folder: str,
-    log: str,
-    argv: Sequence[str],
-    options: Mapping[str, Any],
-) -> None:
-    """Everything that makes the fork a process of its own, then the target."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
-    os.chdir(folder)
-    # built from the plugins of the first YAML that a process reads
-    assert "axolotl.core.training_args" not in sys.modules
-    # objects of the fork server; without it each collection looks through all of them
-    gc.freeze()
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)
-    target(*([argv] if argv else []), **options)
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
 
 
 def run_command(

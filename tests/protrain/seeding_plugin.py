@@ -9,6 +9,9 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
+MAY_REPACK = "support_avx512bf16_for_cpu"
+"""What bitsandbytes' 4-bit layers know of the CPU."""
+
 
 class SeedingPlugin(BasePlugin):
     """Seeds the adapters, allows bf16 on a CPU, and writes the Trainer's log."""
@@ -24,6 +27,11 @@ class SeedingPlugin(BasePlugin):
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         # Axolotl initialises adapters before anything is seeded
         torch.manual_seed(11)
+        # a plain run that has evaluated with repacked 4-bit weights loses gradients;
+        # on any CPU it is one that does not repack, and a paged one that would
+        for module in model.modules():
+            if hasattr(module, MAY_REPACK):
+                setattr(module, MAY_REPACK, bool(cfg.protrain_auto_memory))
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         return {"use_cpu": True}

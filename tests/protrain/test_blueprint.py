@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from fork_server import call
 from tiny_models import (
     TOKENIZER,
     VOCABULARY,
@@ -25,9 +24,7 @@ from tiny_models import (
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from axolotl.integrations.protrain.args import ProTrainArgs
-from axolotl.integrations.protrain.blueprint import Blueprint, load_blueprint
-from axolotl.integrations.protrain.core.cost.compute import work_s
+from axolotl.integrations.protrain.core.cost import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (
@@ -37,8 +34,10 @@ from axolotl.integrations.protrain.core.profile.emulation import (
 )
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
 from axolotl.integrations.protrain.core.types import Work
-from axolotl.integrations.protrain.planning import trace_model
-from axolotl.integrations.protrain.stand_ins import planning_stand_ins
+from axolotl.integrations.protrain.offline.batches import sample_batch
+from axolotl.integrations.protrain.offline.fake_kernels import fake_kernels
+from axolotl.integrations.protrain.offline.meta_model import MetaModel, load_meta_model
+from axolotl.integrations.protrain.planning import autocast_dtype, subject_of
 
 BATCH, LENGTH = 2, 128
 UNFUSED = {
@@ -187,9 +186,9 @@ def configuration_of(folder: Path, model: str | Mapping[str, Any]) -> Path:
 
 def blueprint_of(
     folder: Path, model: str | Mapping[str, Any], keys: Mapping[str, Any]
-) -> Blueprint:
+) -> MetaModel:
     base_model = configuration_of(folder, model)
-    return load_blueprint(write_yaml(folder, base_model, keys), "cuda")
+    return load_meta_model(write_yaml(folder, base_model, keys), "cuda")
 
 
 @dataclass
@@ -214,17 +213,17 @@ class _Watch(MetaMode):
                 self.run.made.add(tuple(tensor.shape))
 
 
-def run_on_meta(blueprint: Blueprint) -> Run:
+def run_on_meta(blueprint: MetaModel) -> Run:
     run = Run()
 
     def pack(tensor: Tensor) -> Tensor:
         run.saved.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
-    target = Target("cuda", blueprint.autocast_dtype)
-    with planning_stand_ins("cuda") as used, _Watch(run):
+    target = Target("cuda", autocast_dtype(blueprint.cfg))
+    with fake_kernels("cuda") as used, _Watch(run):
         with Emulation(target), saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = blueprint.model(**blueprint.batch)
+            outputs = blueprint.model(**batch_of(blueprint))
         loss = outputs_as_fp32(outputs)["loss"]
         loss.backward()
     assert loss.is_meta and not loss.shape
@@ -239,13 +238,17 @@ def run_on_meta(blueprint: Blueprint) -> Run:
     return run
 
 
-def assert_without_weights(blueprint: Blueprint) -> None:
+def batch_of(blueprint: MetaModel) -> dict[str, Tensor]:
+    return sample_batch(blueprint.cfg, blueprint.model, [])
+
+
+def assert_without_weights(blueprint: MetaModel) -> None:
     for name, param in blueprint.model.named_parameters():
         assert param.is_meta, name
         for tensor in quantisation_of(param).values():
             assert not isinstance(tensor, Tensor) or tensor.is_meta, name
     assert all(buffer.is_meta for buffer in blueprint.model.buffers())
-    for name, tensor in blueprint.batch.items():
+    for name, tensor in batch_of(blueprint).items():
         assert tensor.is_meta == tensor.is_floating_point(), name
 
 
@@ -268,8 +271,8 @@ def quantisation_of(param: Tensor) -> dict[str, Any]:
 def test_forward_and_backward_run(family: str, tmp_path: Path) -> None:
     blueprint = blueprint_of(tmp_path, family, {})
     assert_without_weights(blueprint)
-    assert blueprint.autocast_dtype is torch.bfloat16
-    assert blueprint.optimizer == "adamw_torch"
+    assert autocast_dtype(blueprint.cfg) is torch.bfloat16
+    assert blueprint.cfg.optimizer == "adamw_torch"
     assert any(f"{VOCABULARY} tokens" in line for line in blueprint.assumptions)
     run = run_on_meta(blueprint)
     assert not run.without_gradient
@@ -301,12 +304,7 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
         folder = tmp_path / name
         folder.mkdir()
         blueprint = blueprint_of(folder, LLAMA_8B_OF_TWO_LAYERS, keys | UNFUSED)
-        subject = trace_model(
-            blueprint.model,
-            blueprint.batch,
-            Target(target, blueprint.autocast_dtype),
-            ProTrainArgs(),
-        )
+        subject = subject_of(blueprint.cfg, blueprint.model, target)
         assert subject.traced.uncounted == ()
         segments = subject.traced.trace.segments
         works[name] = [
@@ -326,7 +324,7 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
 
 def test_fp32_has_no_autocast(tmp_path: Path) -> None:
     blueprint = blueprint_of(tmp_path, "llama", {"bf16": False, "fp16": False})
-    assert blueprint.autocast_dtype is None
+    assert autocast_dtype(blueprint.cfg) is None
     assert {p.dtype for p in blueprint.model.parameters()} == {torch.float32}
     run_on_meta(blueprint)
 
@@ -336,8 +334,8 @@ def test_precision_left_to_axolotl_is_that_of_the_target(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:
     config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), keys)
-    assert load_blueprint(config, "cuda").autocast_dtype is torch.bfloat16
-    assert load_blueprint(config, "cpu").autocast_dtype is torch.float16
+    assert autocast_dtype(load_meta_model(config, "cuda").cfg) is torch.bfloat16
+    assert autocast_dtype(load_meta_model(config, "cpu").cfg) is torch.float16
 
 
 @pytest.mark.parametrize(
@@ -360,7 +358,7 @@ def test_fused_attention_saves_what_a_flash_kernel_saves(
 
 
 def test_rows_have_padding_unless_packed(tmp_path: Path) -> None:
-    batch = blueprint_of(tmp_path, "llama", {"sample_packing": False}).batch
+    batch = batch_of(blueprint_of(tmp_path, "llama", {"sample_packing": False}))
     padding = batch["attention_mask"] == 0
     assert padding.any(1).all() and (batch["labels"][padding] == -100).all()
 
@@ -371,7 +369,7 @@ def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
         (("sequence_len", 100),): 128,
         (("sequence_len", 100), ("pad_to_sequence_len", False)): 100,
     }.items():
-        batch = load_blueprint(config, "cuda", dict(keys)).batch
+        batch = batch_of(load_meta_model(config, "cuda", dict(keys)))
         assert batch["input_ids"].shape == (BATCH, length)
 
 
@@ -379,7 +377,7 @@ def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
 def test_packed_rows(attention: str, tmp_path: Path) -> None:
     keys = {"attn_implementation": attention, "sample_packing": True}
     blueprint = blueprint_of(tmp_path, "llama", keys | {"pad_to_sequence_len": True})
-    batch = blueprint.batch
+    batch = batch_of(blueprint)
     assert "attention_mask" not in batch or attention == "eager"
     assert batch["input_ids"].numel() == BATCH * LENGTH
     assert (batch["position_ids"] == 0).sum() > len(batch["input_ids"])
@@ -414,8 +412,8 @@ def test_qwen_images(attention: str, tmp_path: Path) -> None:
     base_model = configuration_of(tmp_path, QWEN_VL)
     settings = {"size": {"shortest_edge": 3136, "longest_edge": 112 * 112}}
     (base_model / "preprocessor_config.json").write_text(json.dumps(settings))
-    blueprint = load_blueprint(write_yaml(tmp_path, base_model, keys), "cuda")
-    batch = blueprint.batch
+    blueprint = load_meta_model(write_yaml(tmp_path, base_model, keys), "cuda")
+    batch = batch_of(blueprint)
     assert batch["image_grid_thw"].tolist() == [[1, 8, 8]] * BATCH
     assert batch["pixel_values"].shape == (BATCH * 64, 3 * 2 * 14 * 14)
     assert (batch["input_ids"] == 292).sum(1).tolist() == [16] * BATCH
@@ -426,27 +424,27 @@ def test_qwen_images(attention: str, tmp_path: Path) -> None:
 
 def test_the_largest_image_need_not_be_square(tmp_path: Path) -> None:
     blueprint = blueprint_of(tmp_path, QWEN_VL, VISION_LORA | IMAGES)
-    grid = blueprint.batch["image_grid_thw"]
+    grid = batch_of(blueprint)["image_grid_thw"]
     assert (grid.prod(1) == 1280 * 2 * 2).all()
-    assert blueprint.batch["input_ids"].shape[1] > LENGTH
+    assert batch_of(blueprint)["input_ids"].shape[1] > LENGTH
 
 
 def test_images_of_a_fixed_size(tmp_path: Path) -> None:
     blueprint = blueprint_of(tmp_path, LLAVA, VISION_LORA | IMAGES)
-    assert blueprint.batch["pixel_values"].shape == (BATCH, 3, 56, 56)
-    assert (blueprint.batch["input_ids"] == 299).sum(1).tolist() == [16] * BATCH
+    assert batch_of(blueprint)["pixel_values"].shape == (BATCH, 3, 56, 56)
+    assert (batch_of(blueprint)["input_ids"] == 299).sum(1).tolist() == [16] * BATCH
     assert not run_on_meta(blueprint).without_gradient
 
 
 def test_the_image_size_of_the_yaml_bounds_the_image(tmp_path: Path) -> None:
     keys = VISION_LORA | IMAGES | {"image_size": 56}
     blueprint = blueprint_of(tmp_path, QWEN_VL, keys)
-    assert blueprint.batch["image_grid_thw"].tolist() == [[1, 4, 4]] * BATCH
+    assert batch_of(blueprint)["image_grid_thw"].tolist() == [[1, 4, 4]] * BATCH
 
 
 def test_text_for_a_vision_model(tmp_path: Path) -> None:
     blueprint = blueprint_of(tmp_path, QWEN_VL, {"freeze_mm_modules": True})
-    assert "pixel_values" not in blueprint.batch
+    assert "pixel_values" not in batch_of(blueprint)
     frozen = {n for n, p in blueprint.model.named_parameters() if not p.requires_grad}
     assert frozen and all("visual" in name for name in frozen)
     assert not run_on_meta(blueprint).without_gradient
@@ -480,27 +478,21 @@ def report_patched(folder: Path, model: Any, keys: dict[str, Any]) -> Patched:
     )
 
 
-@pytest.fixture
-def fresh() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 def test_fused_lora_kernels_are_on_as_on_the_target(
-    fresh: ProcessPoolExecutor, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     for name, keys in {"lora": LORA, "qlora": QLORA}.items():
         folder = tmp_path / name
         folder.mkdir()
-        patched = fresh.submit(report_patched, folder, "llama", keys).result()
+        patched = call(report_patched, folder, "llama", keys)
         assert patched.mlp_forward == "apply_lora_mlp_swiglu"
         assert not patched.run.without_gradient
         four_bit = any("4-bit" in line for line in patched.assumptions)
         assert four_bit == (name == "qlora")
 
 
-def test_liger_has_no_logits(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
-    patched = fresh.submit(report_patched, tmp_path, "llama", LIGER).result()
+def test_liger_has_no_logits(tmp_path: Path) -> None:
+    patched = call(report_patched, tmp_path, "llama", LIGER)
     assert not patched.run.without_gradient
     assert any("swiglu_forward_kernel" in line for line in patched.assumptions)
     # as many chunks as the vocabulary is wider than the hidden size
@@ -510,8 +502,8 @@ def test_liger_has_no_logits(fresh: ProcessPoolExecutor, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_seventy_billion_parameters(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
-    patched = fresh.submit(report_patched, tmp_path, LLAMA_70B, QLORA).result()
+def test_seventy_billion_parameters(tmp_path: Path) -> None:
+    patched = call(report_patched, tmp_path, LLAMA_70B, QLORA)
     assert patched.peak_bytes < 2.5e9
 
 
@@ -588,7 +580,7 @@ def test_the_model_is_the_one_that_axolotl_loads(
         "resize_token_embeddings_to_32x": True,
     }
     config = write_yaml(tmp_path, weights / model_path(family), keys)
-    assert parts_of(load_blueprint(config, "cuda").model) == real_parts(config)
+    assert parts_of(load_meta_model(config, "cuda").model) == real_parts(config)
 
 
 def real_parts(config: Path) -> dict[str, Any]:
@@ -604,7 +596,7 @@ def test_a_configuration_alone_gives_the_same_model(
     build_model(weights, "llama")
     alone = blueprint_of(tmp_path, "llama", LORA | UNFUSED)
     config = write_yaml(tmp_path, weights / model_path("llama"), LORA | UNFUSED)
-    assert parts_of(alone.model) == parts_of(load_blueprint(config, "cuda").model)
+    assert parts_of(alone.model) == parts_of(load_meta_model(config, "cuda").model)
 
 
 # --------------------------------------------------------------------- refusals
@@ -631,13 +623,13 @@ def test_a_bad_base_model_is_named(tmp_path: Path) -> None:
     empty.mkdir()
     config = write_yaml(tmp_path, empty, {})
     with pytest.raises(ConfigError, match="base_model: no config.json"):
-        load_blueprint(config, "cuda")
+        load_meta_model(config, "cuda")
     (empty / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ConfigError, match="base_model: .*unheard_of"):
-        load_blueprint(config, "cuda")
+        load_meta_model(config, "cuda")
     (empty / "config.json").write_text("[")
     with pytest.raises(ConfigError, match="base_model: .*no model configuration"):
-        load_blueprint(config, "cuda")
+        load_meta_model(config, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -658,7 +650,7 @@ def test_a_configuration_that_contradicts_itself(
     whole = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(whole | keys))
     with pytest.raises(ConfigError, match="base_model: config.json of") as caught:
-        load_blueprint(write_yaml(tmp_path, folder, {}), "cuda")
+        load_meta_model(write_yaml(tmp_path, folder, {}), "cuda")
     assert "\n" not in str(caught.value)
 
 
@@ -673,13 +665,8 @@ def test_reward_models_are_built(key: str, tmp_path: Path) -> None:
     """The rows of a preference are two; a head has no weights to look at."""
     family, rows = REWARDS[key]
     blueprint = blueprint_of(tmp_path, family, {key: True})
-    assert blueprint.batch["input_ids"].shape == (rows, LENGTH)
-    trace_model(
-        blueprint.model,
-        blueprint.batch,
-        Target("cuda", blueprint.autocast_dtype),
-        ProTrainArgs(),
-    )
+    assert batch_of(blueprint)["input_ids"].shape == (rows, LENGTH)
+    subject_of(blueprint.cfg, blueprint.model, "cuda")
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
@@ -687,13 +674,13 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     for text in ("a: [", "- a list"):
         config.write_text(text)
         with pytest.raises(ConfigError, match="config.yml"):
-            load_blueprint(config, "cuda")
+            load_meta_model(config, "cuda")
 
 
 def test_overrides_replace_keys(tmp_path: Path) -> None:
     config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), {})
-    blueprint = load_blueprint(config, "cuda", {"micro_batch_size": 3})
-    assert blueprint.batch["input_ids"].shape == (3, LENGTH)
+    blueprint = load_meta_model(config, "cuda", {"micro_batch_size": 3})
+    assert batch_of(blueprint)["input_ids"].shape == (3, LENGTH)
 
 
 # --------------------------------------------------------------------- stand-ins
@@ -715,9 +702,9 @@ def test_stand_ins_leave_nothing_behind() -> None:
         ]
 
     before = state()
-    with pytest.raises(ZeroDivisionError), planning_stand_ins("cuda"):
+    with pytest.raises(ZeroDivisionError), fake_kernels("cuda"):
         assert state() != before
         _ = 1 / 0
     assert state() == before
-    with planning_stand_ins("cpu"):
+    with fake_kernels("cpu"):
         assert state() == before

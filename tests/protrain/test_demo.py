@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from axolotl.integrations.base import PluginManager
 from axolotl.utils.config import prepare_plugins, validate_config
@@ -18,6 +19,7 @@ from axolotl.utils.dict import DictDefault
 from axolotl.utils.schemas.config import AxolotlInputConfig
 
 from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.core.profile.hardware import measured_unseen_bytes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 YAMLS = sorted(EXAMPLES.glob("*.yaml"))
@@ -75,6 +77,18 @@ def test_the_verdict_is_exact(
     plain = [{"step": 1, "loss": 8.5, "grad_norm": 2.0}]
     _, verdict = demo.parity_table([{**plain[0], "loss": loss}], plain)
     assert verdict is agree
+
+
+def test_a_gpu_has_the_budget_and_its_kernels(demo: ModuleType) -> None:
+    own, on_gpu = (
+        ProTrainArgs(protrain_capacity_bytes=budget).protrain_capacity_bytes
+        for budget in (
+            yaml.safe_load(demo.YAML.read_text())["protrain_capacity_bytes"],
+            demo.GPU_BUDGET,
+        )
+    )
+    unseen = measured_unseen_bytes(torch.device("cuda"), on_gpu)
+    assert own <= on_gpu - unseen < own + 2**20
 
 
 @pytest.mark.full

@@ -31,8 +31,8 @@ from axolotl_jobs import (
     pair,
     weight_differences,
 )
-from axolotl_worker import ENVIRONMENT
 from dying_plugin import PHASES, WORDS
+from fork_server import ENVIRONMENT
 from tiny_models import build_inputs, build_model
 
 LIMIT_S = 60

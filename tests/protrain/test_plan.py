@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from axolotl_jobs import PAGED, Job, Result, job, overrides
-from plan_jobs import BASE, ENVIRONMENT, PROTRAIN, Plans
+from fork_server import ENVIRONMENT
+from plan_jobs import BASE, PROTRAIN, Plans
 from test_blueprint import IMAGES, LLAVA, QWEN_VL, VISION_LORA
 
 COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"

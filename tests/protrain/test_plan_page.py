@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from axolotl.integrations.protrain.plan_page import plan_page
-from axolotl.integrations.protrain.report import format_bytes
+from axolotl.integrations.protrain.report.forecast import format_bytes
+from axolotl.integrations.protrain.report.page import plan_page
 
 GIB = 2**30
 VOID = {"meta"}

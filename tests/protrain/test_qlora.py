@@ -17,12 +17,13 @@ import pytest
 import torch
 from axolotl_jobs import LORA, Job, Pair, Result, assert_equal, overrides, pair
 from peft import PeftModel
-from saving_jobs import MODEL, PAGED, Jobs, difference, load, weights
-from tiny_models import NUM_BLOCKS
+from saving_jobs import PAGED, Jobs, difference, load, weights
+from tiny_models import NUM_BLOCKS, build_model, model_path
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
 from axolotl.integrations.protrain.loading import quantise_on
+from axolotl.integrations.protrain.run import NOT_REPACKED
 
 Run = Callable[[Job], Result]
 
@@ -90,6 +91,8 @@ def test_paged_is_plain(run: Run, trainings: Pair) -> None:
     assert plan["mode"] == "B"
     assert measured["fetched_bytes"] > 0
     assert measured["offloaded_bytes"] == 0
+    evaluates = bool(trainings.paged.settings["val_set_size"])
+    assert (NOT_REPACKED in paged.report["notes"]) == evaluates
 
 
 @pytest.mark.parametrize(
@@ -122,20 +125,24 @@ def test_a_4_bit_base_is_smaller(run: Run, bases: Pair) -> None:
 
 PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(0, 2, NUM_BLOCKS)}
 MERGES = ("legacy", "memory_efficient")
+FAMILY = "llama-wide"
+MODEL = model_path(FAMILY)
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs = Jobs(tmp_path_factory.mktemp("qlora"))
-    jobs.train("plain", QLORA)
-    jobs.train("paged", QLORA, PLAN)
+    build_model(jobs.folder, FAMILY)
+    base = {**QLORA, "base_model": str(MODEL)}
+    jobs.train("plain", base)
+    jobs.train("paged", base, PLAN)
     second_half = {"resume_from_checkpoint": "paged/checkpoint-2"}
-    jobs.train("resumed", QLORA, PLAN, second_half, after=["paged"])
+    jobs.train("resumed", base, PLAN, second_half, after=["paged"])
     for name, method in product(("plain", "paged"), MERGES):
         jobs.command(
             f"{method}_{name}",
             "merge_lora",
-            QLORA,
+            base,
             PLAN if name == "paged" else {},
             {"lora_model_dir": name, "merge_method": method},
             after=[name],
@@ -168,7 +175,7 @@ def test_an_adapter_merges(jobs: Jobs, method: str) -> None:
 
 
 def test_an_adapter_works_without_axolotl(jobs: Jobs) -> None:
-    """In transformers and PEFT alone, on a base in 4 bits."""
+    """In transformers and PEFT alone, on a base in 4 bits, repacked if it can be."""
     base = AutoModelForCausalLM.from_pretrained(
         jobs.folder / MODEL,
         quantization_config=BitsAndBytesConfig(load_in_4bit=True),

@@ -17,8 +17,8 @@ from axolotl_jobs import BASE, LORA, PAGED, PROTRAIN, overrides
 from safetensors.torch import load_file, save_file
 from tiny_models import build_inputs, build_model, model_path
 
+from axolotl.integrations.protrain.cli.selftest import LOG_FILE, compare, run_selftest
 from axolotl.integrations.protrain.core.errors import ProTrainError
-from axolotl.integrations.protrain.selftest import LOG_FILE, compare, run_selftest
 
 COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
 STEPS = 2

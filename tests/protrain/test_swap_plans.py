@@ -21,7 +21,7 @@ from axolotl.integrations.protrain.core.types import (
     Policy,
     Workload,
 )
-from axolotl.integrations.protrain.report import policy_row
+from axolotl.integrations.protrain.report.forecast import format_policies
 
 NUM_BLOCKS, SEQUENCE_LEN, HOST_BYTES = 16, 16384, 1 << 40
 
@@ -97,4 +97,4 @@ def test_inputs_alone_that_do_not_fit_wait_on_the_host() -> None:
 )
 def test_a_row_of_policies_in_one_line(policies: str, text: str) -> None:
     names = {"K": "keep", "R": "recompute", "S": "swap", "I": "swap-input"}
-    assert policy_row([names[letter] for letter in policies]) == text
+    assert format_policies([names[letter] for letter in policies]) == text

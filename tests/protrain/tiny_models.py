@@ -43,7 +43,7 @@ _COMMON = _TOKENS | {
 def _llama(**settings: Any) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_COMMON, **settings)
+    return LlamaConfig(**(_COMMON | settings))
 
 
 def _llama_tied() -> Any:
@@ -332,6 +332,10 @@ _ALL = {
     "bart-seq2seq": _bart,
     "t5-seq2seq": _t5,
     "llama-reward": partial(_llama, num_labels=1),
+    # 4-bit rows and columns that bitsandbytes can repack, on CPUs where it does
+    "llama-wide": partial(
+        _llama, hidden_size=64, intermediate_size=128, num_attention_heads=2
+    ),
     "qwen3-steps": _qwen3,
     **{f"{name}-vision": partial(_vision, name) for name in _VISION},
 }

@@ -79,6 +79,10 @@ def open(setup: Setup) -> Training:
             measured.offloaded_bytes + measured.swapped_out_bytes,
         )
 
+    def pinned_bytes() -> int:
+        own = sum(region.nbytes for region in session._pinned)
+        return own + session.measured().host_swap_bytes
+
     shape = SHAPES[case.shape]
     seen: list[Hardware] = []
 
@@ -126,7 +130,7 @@ def open(setup: Setup) -> Training:
         arithmetic=arithmetic,
         peak_bytes=lambda: session.measured().device_peak_bytes,
         moved=moved,
-        pinned_bytes=session.pinned_bytes if not setup.on_cpu else int,
+        pinned_bytes=pinned_bytes if not setup.on_cpu else int,
         # on a GPU it would reset torch's memory statistics, and is not needed
         between=measure_again if setup.on_cpu else nothing,
         record=record,

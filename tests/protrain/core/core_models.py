@@ -226,6 +226,18 @@ def adamw(model: nn.Module, **defaults: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, **{"lr": 1e-2, "fused": True, **defaults})
 
 
+def host_weight(session: Session, name: str) -> Tensor:
+    """The true value of a host-kept parameter, whatever its slot holds."""
+    session.settle()
+    chunk, spec = next(
+        (chunk, spec)
+        for chunk in session.layout.chunks
+        for spec in chunk.tensors
+        if spec.name == name
+    )
+    return session.arena.tensor(chunk.index, spec)
+
+
 def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:
     """The session's optimizer around `adamw`."""
     return session.wrap_optimizer(adamw(session.model, **defaults))

@@ -1,7 +1,6 @@
 """What several processes do together in the tests of ranks.
 
-`python rank_cases.py OUT [NAME ...]`, started once a rank with torchrun's variables.
-Every case runs beside plain DistributedDataParallel, and rank 0 writes what was found:
+`main` runs once a rank, in a fork with torchrun's variables. Every case runs beside plain DistributedDataParallel, and rank 0 writes what was found:
 the worst of all ranks.
 """
 
@@ -11,7 +10,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +32,7 @@ from core_models import (
     make_plan,
     stack,
 )
+from simulated import SimulatedDevice, at_random
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,8 +43,6 @@ from axolotl.integrations.protrain.core.runtime import (
     CpuDevice,
     Device,
     Ranks,
-    SimulatedDevice,
-    at_random,
 )
 from axolotl.integrations.protrain.core.session import Options, Session
 
@@ -489,7 +486,9 @@ def collectives(ranks: Ranks) -> dict[str, Any]:
     for name in ("A-full-3-clip", "B-lora-3-clip", "B-full-3-clip", "C-full-3-clip"):
         with torch.profiler.profile() as profile:
             run(CASES[name], ranks)
-        calls = Counter(event.name for event in profile.events())
+        # `profile.events()` makes a tree of all operators, for half a minute
+        events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        calls = Counter(event.name() for event in events)
         for kind in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"):
             found[f"{name} {kind}"] = calls[f"c10d::{kind}"]
     return found
@@ -578,7 +577,3 @@ def main(out: Path, names: Sequence[str]) -> None:
             out.write_text(json.dumps(found))
         ranks.close()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -18,16 +18,15 @@ from axolotl.integrations.protrain.core.search import (
     make_plan,
     place,
 )
-from axolotl.integrations.protrain.core.search.search import SLACK
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Budget,
     Hardware,
-    Hold,
-    Holding,
     Layout,
+    Lifetime,
     Placement,
     Plan,
+    Save,
     Segment,
     Trace,
     Work,
@@ -39,6 +38,8 @@ few = settings(max_examples=settings.default.max_examples // 10)
 """For tests that look at every plan of a case: seconds an example."""
 
 PLENTY = 1 << 50
+ALMOST = 1 + 1e-8
+"""Seconds are sums in different orders."""
 RATES = (
     "fetch_bytes_s",
     "offload_bytes_s",
@@ -63,12 +64,6 @@ class Case:
     hardware: Hardware
     times: BlockTimes
     redone_if_paged: frozenset[int] = frozenset()
-
-    @property
-    def almost(self) -> float:
-        """Times the least seconds: what a search may take for the least."""
-        # and seconds are sums in different orders
-        return (1 + 1e-8) / (1 - SLACK * (self.workload.world.size > 1))
 
     @property
     def memory(self) -> MemoryModel:
@@ -239,23 +234,22 @@ def traces(draw: st.DrawFn, layout: Layout) -> Trace:
     segments += [backward(None, first=False), *map(backward, blocks[::-1])]
     segments.append(backward(None))
     last = len(segments) - 1
-    holdings = []
+    lifetimes = []
     for block in blocks:
         made, back = block + 1, last - 1 - block
-        saved = (Hold(back, block),)
-        holdings += [
-            Holding(made, made, saved, draw(nbytes), bool(n)) for n in range(2)
+        saved = (Save(back, block),)
+        lifetimes += [
+            Lifetime(made, made, saved, draw(nbytes), bool(n)) for n in range(2)
         ]
-        kept_as_input = (Hold(back, block, True, draw(st.booleans())), *saved)
-        holdings.append(Holding(block, made, kept_as_input, draw(nbytes)))
+        kept_as_input = (Save(back, block, True, draw(st.booleans())), *saved)
+        lifetimes.append(Lifetime(block, made, kept_as_input, draw(nbytes)))
     backs = {block: last - 1 - block for block in blocks}
-    shared = tuple(Hold(back, block, as_input=True) for block, back in backs.items())
-    holdings.append(Holding(0, num, shared, draw(nbytes)))
-    both = tuple(Hold(back, block) for block, back in backs.items())
-    holdings.append(Holding(0, num, shared + both, draw(nbytes)))
+    shared = tuple(Save(back, block, as_input=True) for block, back in backs.items())
+    lifetimes.append(Lifetime(0, num, shared, draw(nbytes)))
+    both = tuple(Save(back, block) for block, back in backs.items())
+    lifetimes.append(Lifetime(0, num, shared + both, draw(nbytes)))
     return Trace(
         tuple(segments),
-        tuple(holdings),
+        tuple(lifetimes),
         tuple(block.name for block in layout.blocks),
-        batch_bytes=draw(st.integers(0, 10)),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import Fork
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -701,24 +702,20 @@ def test_the_weakest_of_several() -> None:
     assert weakest([slow, first]) == slow
 
 
-def rates_of(rank: int, store: str, size: int, results: Any) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
-    )
+def rates_of(rank: int, size: int, folder: Path) -> None:
+    start = f"file://{folder / 'start'}"
+    dist.init_process_group("gloo", init_method=start, rank=rank, world_size=size)
     ranks = Ranks("cpu")
     rates = measure_collectives(ranks, CPU)
-    results.put((rates, ranks.num_gathers, ranks.reduced_bytes))
+    (folder / f"{rank}.json").write_text(json.dumps(rates))
     ranks.close()
     dist.destroy_process_group()
 
 
 def test_collectives_are_measured_by_all_ranks(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    torch.multiprocessing.spawn(
-        rates_of, (str(tmp_path / "store"), 2, results), nprocs=2
-    )
-    for _ in range(2):
-        (gather, reduce, across), *counted = results.get(timeout=60)
+    forks = [Fork(rates_of, rank, 2, tmp_path) for rank in range(2)]
+    assert [fork.wait(60) for fork in forks] == [0, 0]
+    for rank in range(2):
+        rates = json.loads((tmp_path / f"{rank}.json").read_text())
+        gather, reduce, across = rates
         assert 1e6 < gather < 1e12 and 1e6 < reduce < 1e12 and across == 0
-        assert counted == [0, 0]

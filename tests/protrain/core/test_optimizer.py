@@ -12,6 +12,7 @@ from core_models import (
     assert_same,
     batches,
     freeze,
+    host_weight,
     open_session,
     stack,
     train,
@@ -169,12 +170,12 @@ def test_a_parameter_that_is_never_used_stays_as_it_is(dtype: torch.dtype) -> No
     for used in (optimizer, paged):
         for group in used.param_groups:
             group["weight_decay"] = 0.3
-    before = model.layers[1].extra.shape, session.host_weight("layers.1.extra").clone()
+    before = model.layers[1].extra.shape, host_weight(session, "layers.1.extra").clone()
     data = [batches(2, seed) for seed in range(3)]
     assert train(model, paged, data, session) == train(plain, optimizer, data)
     assert_same(model.state_dict(), plain.state_dict())
     assert_same_state(paged.state_dict(), optimizer.state_dict())
-    assert torch.equal(session.host_weight("layers.1.extra"), before[1])
+    assert torch.equal(host_weight(session, "layers.1.extra"), before[1])
     session.close()
 
 
@@ -371,7 +372,7 @@ def test_masters_keep_what_bf16_would_round_away() -> None:
         for index, name in zip(group["params"], group["param_names"], strict=True):
             master = state["state"][index]["master"]
             assert master.dtype == torch.float32
-            assert torch.equal(session.host_weight(name), master.bfloat16())
+            assert torch.equal(host_weight(session, name), master.bfloat16())
             moved += not torch.equal(master, before[name].float())
     assert moved > len(before) // 2
     session.close()

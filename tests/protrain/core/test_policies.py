@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,15 +24,11 @@ from core_models import (
     twin,
     wrapped,
 )
+from covering import pairwise
+from simulated import DeferredDevice, SimulatedDevice, at_rate
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.runtime import (
-    CpuDevice,
-    DeferredDevice,
-    Device,
-    SimulatedDevice,
-    at_rate,
-)
+from axolotl.integrations.protrain.core.runtime import CpuDevice, Device, Swap
 from axolotl.integrations.protrain.core.types import SMALLEST_SWAP_BYTES
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -50,6 +48,9 @@ LENGTH = 40
 """Tokens of a row; the hidden states of a batch are 10 KB then, enough to be swapped."""
 
 
+RESIDENT = {"paged": (), "some": (1, 4), "all": ALL}
+
+
 @pytest.fixture(params=DELAYS)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = DELAYS[request.param]()
@@ -61,19 +62,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 @pytest.mark.parametrize(
-    "dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.1], ids=["kept", "dropped"]
+    ("policy", "resident", "trained", "dropout", "device"),
+    pairwise([*product(POLICIES, RESIDENT, ("adapter", "full"), (0.1, 0.0), DELAYS)]),
+    indirect=["device"],
 )
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-@pytest.mark.parametrize("resident", [(), (1, 4), ALL], ids=["paged", "some", "all"])
-@pytest.mark.parametrize("policy", POLICIES)
 def test_training_equals_plain(
-    policy: str, resident: Any, frozen: bool, dropout: float, device: Device
+    policy: str, resident: str, trained: str, dropout: float, device: Device
 ) -> None:
     model = stack(width=32, dropout=dropout)
-    keep = freeze(model, ["extra", "norm"]) if frozen else ()
+    keep = freeze(model, ["extra", "norm"]) if trained == "adapter" else ()
     plain = twin(model)
     session = open_session(
-        model, keep, device=device, resident=resident, **POLICIES[policy]
+        model, keep, device=device, resident=RESIDENT[resident], **POLICIES[policy]
     )
     data = [batches(2, seed, LENGTH) for seed in range(2)]
     torch.manual_seed(5)
@@ -320,3 +320,21 @@ def test_interrupted_forwards_leave_nothing(policy: str) -> None:
     taken = session.measured().swapped_out_bytes
     torch.ones(4096, requires_grad=True).exp().sum().backward()
     assert session.measured().swapped_out_bytes == taken
+
+
+def test_the_end_of_what_waits_on_the_host_runs_no_python() -> None:
+    """Python that runs then would lose what a signal handler raises, as Ctrl-C does."""
+    swap = Swap(CpuDevice(), [], {})
+    hooks = swap.saving(0)
+    kept = [hooks.pack_hook(torch.ones(2048))]
+    swap.settle()
+    swap.open_backward(0)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(f"{event} {frame}"))
+    kept.clear()
+    sys.setprofile(None)
+    assert not [entry for entry in called if entry.startswith("call")]
+    # its region is free again
+    swap.saving(0).pack_hook(torch.ones(2048))
+    assert swap.host_bytes == 8192
+    swap.close()

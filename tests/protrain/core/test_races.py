@@ -26,16 +26,20 @@ from core_models import (
     twin,
     weights,
 )
+from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.optim import GradientOffload, HostChunk
+from axolotl.integrations.protrain.core.optim import (
+    GradientOffload,
+    HostChunk,
+    HostMemory,
+)
 from axolotl.integrations.protrain.core.runtime import (
     Arena,
     CheckedDevice,
     CpuDevice,
-    DeferredDevice,
     HostWorker,
     Slot,
 )
@@ -432,9 +436,9 @@ def test_settling_waits_for_sums_on_the_host() -> None:
     spec = TensorSpec("w", (4,), torch.float32, 0)
     chunk = Chunk(0, 0, True, (spec,), spec.nbytes)
     param = nn.Parameter(torch.ones(4))
-    host = HostChunk(
-        chunk, {"w": param}, Arena((chunk,)), Arena((chunk,)), False, device
-    )
+    memory = HostMemory(Arena((chunk,)), device)
+    memory.add([chunk])
+    host = HostChunk(chunk, {"w": param}, memory)
     worker, gate = HostWorker(device), threading.Event()
     offload = GradientOffload(device, worker)
     with closing(worker), closing(offload):

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_cases import ACTS, CASES, MOMENTS
+from fork_server import Fork
+from rank_cases import ACTS, CASES, MOMENTS, main, special
 
-WORKER = Path(__file__).with_name("rank_cases.py")
-
-Started = list[subprocess.Popen[str]]
+Started = list[Fork]
 
 
 def start(folder: Path, ranks: int, names: Sequence[str], nodes: int = 1) -> Started:
@@ -34,12 +31,13 @@ def start(folder: Path, ranks: int, names: Sequence[str], nodes: int = 1) -> Sta
         }
         with (folder / f"{rank}.log").open("w") as log:
             started.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), str(folder / "found.json"), *names],
-                    env={**os.environ, **{key: str(v) for key, v in place.items()}},
+                Fork(
+                    main,
+                    folder / "found.json",
+                    names,
+                    environment={key: str(value) for key, value in place.items()},
                     stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
+                    stderr=log,
                 )
             )
     return started
@@ -54,6 +52,7 @@ def finish(folder: Path, started: Started, within_s: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             for other in started:
                 other.kill()
+            process.wait()
     words = "\n".join(
         f"rank {rank}:\n" + (folder / f"{rank}.log").read_text()[-3000:]
         for rank, process in enumerate(started)
@@ -87,8 +86,14 @@ def found(
 
 
 QUICK = {
-    2: {name for name in CASES if "-free" not in name and "lora-1" not in name},
-    4: {"B-full-3-clip", "C-full-3-clip", "C-skips", "C-mixed"},
+    # each mode with each kind of model, accumulation and clipping, and what is no grid
+    2: {
+        *("A-lora-3-clip", "A-full-1-free"),
+        *("B-lora-1-free", "B-qlora-3-clip", "B-full-1-clip"),
+        *("C-lora-3-clip", "C-qlora-1-free", "C-full-3-clip"),
+        *(case.name for case in special()),
+    },
+    4: {"B-full-3-clip", "C-skips", "C-mixed"},
 }
 GRID = [
     pytest.param(ranks, case, marks=[] if case in QUICK[ranks] else pytest.mark.full)

@@ -14,6 +14,7 @@ from core_models import (
     batches,
     freeze,
     hook_counts,
+    host_weight,
     make_plan,
     open_session,
     stack,
@@ -22,9 +23,9 @@ from core_models import (
     weights,
     wrapped,
 )
+from simulated import SimulatedDevice, at_random
 from torch import nn
 
-from axolotl.integrations.protrain.core.runtime import SimulatedDevice, at_random
 from axolotl.integrations.protrain.core.session import Session
 
 NOTCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -102,10 +103,10 @@ def test_what_is_on_the_host_stays_where_it_is(master: bool) -> None:
     train(model, wrapped(session), DATA[:1], session)
     chunks = session.layout.chunks
     hosted = [s.name for c in chunks if c.block == 0 for s in c.tensors]
-    before = {name: session.host_weight(name).data_ptr() for name in hosted}
+    before = {name: host_weight(session, name).data_ptr() for name in hosted}
     arena, used = session.measured().host_arena_bytes, session.device.used_bytes()
     session.replan(make_plan(session.layout, resident=[4], inside=HOST_STATE))
-    assert {name: session.host_weight(name).data_ptr() for name in hosted} == before
+    assert {name: host_weight(session, name).data_ptr() for name in hosted} == before
     assert session.measured().host_arena_bytes == arena
     assert session.device.used_bytes() == used - chunks[1].nbytes
     session.close()

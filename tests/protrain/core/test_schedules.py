@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import DeferredDevice
 from torch import Tensor
 
 from axolotl.integrations.protrain.core.layout import Direction, Schedule
-from axolotl.integrations.protrain.core.optim import GradientOffload, HostChunk
+from axolotl.integrations.protrain.core.optim import (
+    GradientOffload,
+    HostChunk,
+    HostMemory,
+)
 from axolotl.integrations.protrain.core.runtime import (
     Arena,
     CheckedDevice,
-    DeferredDevice,
     HostWorker,
     Pager,
     Slot,
@@ -32,14 +36,14 @@ from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
 FORWARD, BACKWARD, INFERENCE = Direction
 
 
-class Leaf:
+class Param:
     """A parameter without autograd: `arrive` does what an accumulated gradient does."""
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
-        self.hook: Callable[[Leaf], None] = lambda leaf: None
+        self.hook: Callable[[Param], None] = lambda param: None
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Leaf], None]) -> None:
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Param], None]) -> None:
         self.hook = hook
 
     def arrive(self, gradient: Tensor) -> None:
@@ -69,20 +73,20 @@ class Schedules:
         trained = tuple(chunk for chunk in self.chunks if chunk.trainable)
         self.values = {s.name: float(n) for n, s in enumerate(self._specs())}
         self.sums: dict[str, float] = {}
-        self.leaves = {spec.name: Leaf() for spec in self._specs()}
+        self.params = {spec.name: Param() for spec in self._specs()}
 
-        self.arena, self.gradient_arena = Arena(), Arena()
-        whole = (self.arena.add(self.chunks), self.gradient_arena.add(trained))
-        self.pinned = [memory for memory in whole if memory is not None]
-        for memory in self.pinned:
-            self.device.pin(memory)
+        self.arena = Arena()
+        whole = self.arena.add(self.chunks)
+        memory = HostMemory(self.arena, self.device)
+        assert whole is not None
+        self.pinned = [whole, *memory.add(trained)]
+        for region in self.pinned:
+            self.device.pin(region)
         self._write_arena()
         self.worker = HostWorker(self.device)
         self.offload = GradientOffload(self.device, self.worker)
         self.hosts: list[Any] = [
-            HostChunk(
-                c, self.leaves, self.arena, self.gradient_arena, False, self.device
-            )  # type: ignore[arg-type]
+            HostChunk(c, self.params, memory)  # type: ignore[arg-type]
             for c in trained
         ]
         self.offload.attach(self.hosts)
@@ -171,7 +175,7 @@ class Schedules:
         before = self.pager.window
         self.pager.open(block, BACKWARD)
         if before is not None and before != block:
-            self.offload.send_left(before)
+            self.offload.left(before)
         self.launch(block)
         self.read_saved(block)
         for host in self.hosts:
@@ -230,7 +234,7 @@ class Schedules:
         gradient = torch.full(spec.shape, float("nan"))
         self.queues.launch(lambda: gradient.fill_(value))
         self.sums[spec.name] = self.sums.get(spec.name, 0.0) + value
-        self.leaves[spec.name].arrive(gradient)
+        self.params[spec.name].arrive(gradient)
 
     def update(self) -> None:
         """Each weight loses its gradient, on the host thread."""
@@ -255,9 +259,8 @@ class Schedules:
             for gradient, total in zip(host.gradients, sums, strict=True):
                 if not bool((gradient == total).all()):
                     self.wrong.append(f"a sum of {gradient.tolist()}, not {total}")
-            for leaf in host.leaves:
-                if leaf.grad is not None:
-                    leaf.sub_(leaf.grad)
+            for main in host.with_gradients():
+                main.sub_(main.grad)
             host.clear()
 
         return update

@@ -31,6 +31,7 @@ from core_models import (
     wrapped,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import RaceError
@@ -67,6 +68,21 @@ def test_training_equals_plain(plan: str, frozen: bool) -> None:
     assert_same(model.state_dict(), plain.state_dict())
     session.close()
     assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_gradients_that_have_arrived_leave_the_device_before_the_next_forward() -> None:
+    model, device = stack(), DeferredDevice()
+    session = open_session(model, device=device)
+    chunk_bytes = min(chunk.payload_bytes for chunk in session.layout.chunks)
+    with session.watch():
+        model(batches(1)[0]).backward()
+        kept = device.used_bytes()
+        # copies are done now, but nobody has asked
+        device.synchronize()
+        assert device.used_bytes() == kept
+        model(batches(1)[0]).detach_()
+        assert device.used_bytes() < kept - chunk_bytes
+    session.close()
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])

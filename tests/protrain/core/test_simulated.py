@@ -23,18 +23,11 @@ from core_models import (
     stack,
     weights,
 )
+from simulated import DeferredDevice, SimulatedDevice, at_random, at_rate
 from torch import Tensor
 
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import (
-    CpuDevice,
-    DeferredDevice,
-    Device,
-    SimulatedDevice,
-    Slot,
-    at_random,
-    at_rate,
-)
+from axolotl.integrations.protrain.core.runtime import CpuDevice, Device, Slot
 from axolotl.integrations.protrain.core.session import Options, Session
 
 ROOT = Path(__file__).resolve().parents[3]

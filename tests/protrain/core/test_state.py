@@ -94,14 +94,3 @@ def test_loading_weights_equals_plain(frozen: bool) -> None:
     assert numbers[0] == numbers[1]
     assert_same(model.state_dict(), plain.state_dict())
     session.close()
-
-
-def test_host_weight_names_what_is_on_the_host() -> None:
-    model = stack()
-    truth = weights(model)
-    session = open_session(model, resident=(0,), outside=HOST_STATE)
-    for name in ("layers.1.up.weight", "head.weight"):
-        assert torch.equal(session.host_weight(name), truth[name])
-    with pytest.raises(KeyError):
-        session.host_weight("layers.0.up.weight")
-    session.close()

@@ -85,7 +85,7 @@ def text(rows: int = 2, length: int = 24, padding: int = 0) -> dict[str, Tensor]
 
 
 def assert_same_trace(short: Trace, whole: Trace) -> None:
-    """Equal in every number; holdings of one fate may be listed in parts."""
+    """Equal in every number; lifetimes of one fate may be listed in parts."""
     assert short.blocks == whole.blocks
     assert len(short.segments) == len(whole.segments)
     for ours, theirs in zip(short.segments, whole.segments, strict=True):
@@ -101,10 +101,10 @@ def names(segment: Segment) -> list[str]:
 
 def fates(trace: Trace) -> Counter:
     bytes_of: Counter = Counter()
-    for holding in trace.holdings:
-        holds = frozenset(holding.holds)
-        fate = holding.made, holding.forgotten, holds, holding.large
-        bytes_of[fate] += holding.nbytes
+    for lifetime in trace.lifetimes:
+        saves = frozenset(lifetime.saves)
+        fate = lifetime.made, lifetime.forgotten, saves, lifetime.large
+        bytes_of[fate] += lifetime.nbytes
     return bytes_of
 
 
@@ -813,15 +813,15 @@ def test_what_can_be_swapped_is_told() -> None:
         model = Positions()
         rows = torch.ones(64, 32)
     trace = trace_step(model, find_blocks(model), lambda: model(rows)).trace
-    inputs = [h for holding in trace.holdings for h in holding.holds if h.as_input]
-    assert Counter((h.block, h.by_position) for h in inputs) == {
+    inputs = [s for lifetime in trace.lifetimes for s in lifetime.saves if s.as_input]
+    assert Counter((s.block, s.by_position) for s in inputs) == {
         (0, True): 1,
         (0, False): 1,
         (1, True): 1,
         (1, False): 1,
     }
-    assert {holding.large for holding in trace.holdings} == {True, False}
+    assert {lifetime.large for lifetime in trace.lifetimes} == {True, False}
     whole = rows.numel() * 4
-    assert all(h.large == (h.nbytes >= whole) for h in trace.holdings)
+    assert all(x.large == (x.nbytes >= whole) for x in trace.lifetimes)
     forward = next(s for s in trace.segments if s.block == 1)
     assert forward.dropped_peak_bytes < forward.swapped_peak_bytes < forward.peak_bytes

@@ -12,7 +12,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
 from .core.layout.tensors import bindings
 from .core.runtime import host_buffer, return_freed_memory
-from .stand_ins import quantisation_tables_apart, replaced
+from .offline.fake_kernels import quantisation_tables_apart, replaced
 
 LARGE_BYTES = 1 << 20
 """Of a weight in 4 bits: what worked on it is worth returning to the system."""

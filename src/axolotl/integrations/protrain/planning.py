@@ -1,39 +1,65 @@
-"""What both the dry run and training ask core's planner, in Axolotl's terms."""
+"""The way of a model to its plan, the same in training and in a dry run.
+
+`subject_of` traces a model without weights and says what a step of it asks;
+`plan_for` plans that for one machine. `plan_here` is both for the model that is about
+to be trained: on this machine, its blocks timed, with one plan for all ranks.
+"""
 
 from __future__ import annotations
 
+import platform
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .args import ProTrainArgs, overrides
-from .core.cost import ALONE
+from .args import ProTrainArgs, args_from, overrides
+from .core.cost import ALONE, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
-from .core.planner import Forecast, Planner
+from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
     Emulation,
     Target,
     TracedStep,
+    block_key,
+    cached,
+    cached_hardware,
+    device_memory,
+    host_memory,
+    measure_blocks,
+    measure_collectives,
+    meta_copy,
     outputs_as_fp32,
     trace_step,
+    weakest,
 )
+from .core.runtime import Ranks
 from .core.search import MODES
-from .core.types import Budget, Knobs, Layout, Workload, World
-from .report import format_bytes
-from .stand_ins import planning_stand_ins
+from .core.types import Budget, Hardware, Knobs, Layout, Workload, World
+from .data_parallel import plan_hash, require_same, require_same_keys
+from .offline.batches import sample_batch
+from .offline.fake_kernels import fake_kernels, make_experts_traceable
+from .refusals import refuse_quantised
+from .report.forecast import format_bytes
+
+# ------------------------------------------------------------------------ subject
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model without weights, traced.
+    """What a plan is for.
 
     Attributes:
-        traced: One micro-batch of it.
-        layout: Its chunks, in the order of first use.
+        traced: One micro-batch of the model, run without weights.
+        layout: The model's chunks, in the order of first use.
+        workload: The rest of a step.
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for a vision tower that was not traced.
         assumptions: What was not known, and what was taken instead.
@@ -41,65 +67,41 @@ class Subject:
 
     traced: TracedStep
     layout: Layout
+    workload: Workload
     redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
 
 
-_IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-
-
-def trace_model(
+def subject_of(
+    cfg: Any,
     model: nn.Module,
-    batch: Mapping[str, Tensor],
-    target: Target,
-    args: ProTrainArgs,
-    layout: Layout | None = None,
+    device_type: str,
+    world: World = ALONE,
+    real: nn.Module | None = None,
 ) -> Subject:
-    """Trace one micro-batch of a model on the meta device.
-
-    A model with a vision tower that cannot be traced is traced with text alone.
+    """Trace the largest micro-batch that the YAML allows.
 
     Args:
-        model: As it will be trained.
-        batch: The micro-batch.
-        target: Where it will run.
-        args: The YAML's keys.
-        layout: Of the same model, if it is known from another batch.
+        cfg: Axolotl's validated configuration.
+        model: As it will be trained, on the meta device.
+        device_type: "cuda" or "cpu".
+        world: Who trains together.
+        real: The same with its weights, to be laid out: what runs may cast a bias.
 
     Raises:
         TraceError: It cannot be run without weights.
+        ConfigError: It takes images in a way that is not known here.
     """
-    blocks = find_blocks(model)
-    headroom = 0
-    assumptions = []
-    text = {name: value for name, value in batch.items() if name not in _IMAGES}
-    with planning_stand_ins(target.device_type) as used:
-        try:
-            traced = trace_step(model, blocks, _loss(model, batch, target))
-        except TraceError as error:
-            if not has_vision_tower(model) or len(text) == len(batch):
-                raise
-            headroom = args.protrain_vision_headroom_bytes
-            assumptions.append(
-                f"the vision tower could not be traced ({error}); "
-                f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for it"
-            )
-            traced = trace_step(model, blocks, _loss(model, text, target))
-    if has_vision_tower(model) and not headroom and len(text) == len(batch):
-        headroom = args.protrain_vision_headroom_bytes
-        assumptions.append(
-            "no images in the batch: protrain_vision_headroom_bytes reserves "
-            f"{format_bytes(headroom)} for the vision tower"
-        )
-    if traced.uncounted:
-        assumptions.append(
-            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
-            "take, so their time is that of the bytes they move"
-        )
-    order = traced.trace.blocks
-    if layout is None or tuple(block.name for block in layout.blocks) != order:
-        layout = build_layout(model, adapter_names(model), order)
+    args = args_from(cfg)
+    assumptions: list[str] = []
+    batch = sample_batch(cfg, model, assumptions)
+    make_experts_traceable(model, assumptions)
+    target = Target(device_type, autocast_dtype(cfg))
+    with fake_kernels(device_type) as used:
+        traced, headroom = _traced(model, batch, target, args, assumptions)
+    laid_out = model if real is None else real
+    layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
         redone = _blocks_with_mlp_kernel(model, layout)
@@ -107,13 +109,54 @@ def trace_model(
             f"protrain_lora_mlp_forbid_offload: {len(redone)} of {len(layout.blocks)} "
             "blocks are under lora_mlp_kernel and recompute where their weights page"
         )
-    return Subject(
-        traced=traced,
-        layout=layout,
-        redone_if_paged=redone,
-        headroom_bytes=headroom,
-        assumptions=(*assumptions, *used),
-    )
+    assumptions += used
+    workload = _workload(cfg, args, batch, device_type, world, assumptions)
+    return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
+
+
+def autocast_dtype(cfg: Any) -> torch.dtype | None:
+    """What accelerate wraps the forward in; `bf16: full` asks for none."""
+    if cfg.bf16 == "full":
+        return None
+    if cfg.bf16 or cfg.bfloat16:
+        return torch.bfloat16
+    return torch.float16 if cfg.fp16 else None
+
+
+_IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+def _traced(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    target: Target,
+    args: ProTrainArgs,
+    assumptions: list[str],
+) -> tuple[TracedStep, int]:
+    """A step, with text alone where a vision tower cannot be traced, and its headroom."""
+    blocks = find_blocks(model)
+    text = {name: value for name, value in batch.items() if name not in _IMAGES}
+    headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
+    reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
+    try:
+        traced = trace_step(model, blocks, _loss(model, batch, target))
+        if len(text) < len(batch):
+            headroom = 0
+        elif has_vision_tower(model):
+            assumptions.append(f"no images in the batch: {reserved} the vision tower")
+    except TraceError as error:
+        if not has_vision_tower(model) or len(text) == len(batch):
+            raise
+        assumptions.append(
+            f"the vision tower could not be traced ({error}); {reserved} it"
+        )
+        traced = trace_step(model, blocks, _loss(model, text, target))
+    if traced.uncounted:
+        assumptions.append(
+            f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
+            "take, so their time is that of the bytes they move"
+        )
+    return traced, headroom
 
 
 def _blocks_with_mlp_kernel(model: nn.Module, layout: Layout) -> frozenset[int]:
@@ -162,48 +205,38 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-@dataclass(frozen=True)
-class _Optimizer:
-    """What an optimizer holds and takes on the device, in copies of its weights.
-
-    `scratch` is what its update takes on top on a GPU, where torch updates all
-    parameters at once; on a CPU it takes two copies of the largest parameter.
-    """
-
-    moments: float
-    scratch: float = 0.0
-
-
-_OPTIMIZERS = {
-    "adamw_torch_fused": _Optimizer(2),
-    "adamw_torch": _Optimizer(2, scratch=1),
+_OPTIMIZERS: dict[str, tuple[float, int]] = {
+    "adamw_torch_fused": (2, 0),
+    "adamw_torch": (2, 1),
     # fp32 adapters with moments of one byte each
-    "adamw_8bit": _Optimizer(0.5),
-    "adamw_bnb_8bit": _Optimizer(0.5),
-    "lion_8bit": _Optimizer(0.25),
-    "paged_adamw_32bit": _Optimizer(0),
-    "paged_adamw_8bit": _Optimizer(0),
-    "paged_lion_8bit": _Optimizer(0),
-    "lion_pytorch": _Optimizer(1),
-    "sgd": _Optimizer(0, scratch=1),
-    "adagrad": _Optimizer(1, scratch=1),
-    "rmsprop": _Optimizer(1, scratch=1),
+    "adamw_8bit": (0.5, 0),
+    "adamw_bnb_8bit": (0.5, 0),
+    "lion_8bit": (0.25, 0),
+    "paged_adamw_32bit": (0, 0),
+    "paged_adamw_8bit": (0, 0),
+    "paged_lion_8bit": (0, 0),
+    "lion_pytorch": (1, 0),
+    "sgd": (0, 1),
+    "adagrad": (1, 1),
+    "rmsprop": (1, 1),
 }
+"""What one holds on the device and what its update takes on top, in copies of its
+weights: on a GPU, where torch updates all parameters at once; on a CPU the update takes
+two copies of the largest parameter."""
 
 
-def workload_of(
+def _workload(
     cfg: Any,
     args: ProTrainArgs,
     batch: Mapping[str, Tensor],
     device_type: str,
-    world: World = ALONE,
-) -> tuple[Workload, tuple[str, ...]]:
-    """What a step of this configuration asks beside its model, and assumptions."""
+    world: World,
+    assumptions: list[str],
+) -> Workload:
+    """What a step of this configuration asks beside its model."""
     name = str(getattr(cfg.optimizer, "value", cfg.optimizer) or "adamw_torch_fused")
-    optimizer = _OPTIMIZERS.get(name)
-    assumptions = []
-    if optimizer is None:
-        optimizer = _Optimizer(2, scratch=1)
+    moments, scratch = _OPTIMIZERS.get(name, _OPTIMIZERS["adamw_torch"])
+    if name not in _OPTIMIZERS:
         assumptions.append(
             f"optimizer {name}: as large as AdamW, two copies of what trains on the "
             "device and one more during the update"
@@ -213,29 +246,59 @@ def workload_of(
     batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
     on_cpu = device_type == "cpu"
-    workload = Workload(
+    return Workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
-        moment_copies=optimizer.moments,
-        update_copies=0.0 if on_cpu else optimizer.scratch,
-        update_parameter_copies=2.0 if on_cpu and optimizer.scratch else 0.0,
+        moment_copies=moments,
+        update_copies=0.0 if on_cpu else scratch,
+        update_parameter_copies=2.0 if on_cpu and scratch else 0.0,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
         loader_bytes=(1 + waiting) * batch_bytes,
         world=world,
     )
-    return workload, tuple(assumptions)
 
 
-def budget_of(
-    args: ProTrainArgs, subject: Subject, device_bytes: int, host_bytes: int
-) -> Budget:
-    """What the plan may use; the keys of the YAML win over what the machine has."""
-    return Budget(
-        device_bytes=args.protrain_capacity_bytes or device_bytes,
+# --------------------------------------------------------------------------- plan
+
+
+def plan_for(
+    args: ProTrainArgs,
+    subject: Subject,
+    hardware: Hardware,
+    measured: Mapping[int, tuple[float, float]] | None = None,
+    anyway: bool = False,
+) -> tuple[Forecast, Planner]:
+    """Plan a subject on one machine, as the keys ask for.
+
+    Args:
+        args: Their limits win over what the machine has.
+        subject: What is to be planned.
+        hardware: The machine.
+        measured: Forward and backward seconds of blocks that were timed on it; the
+            others' follow from counted operations.
+        anyway: Where nothing fits, answer with the plan that lacks the least.
+
+    Raises:
+        ConfigError: A knob is outside its legal range, or the mode cannot be had.
+        BudgetError: It does not fit.
+    """
+    trace, layout = subject.traced.trace, subject.layout
+    budget = Budget(
+        device_bytes=args.protrain_capacity_bytes or hardware.device_bytes,
         reserve_bytes=subject.headroom_bytes,
-        host_bytes=args.protrain_cpu_capacity_bytes or host_bytes,
+        host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
+    planner = Planner(
+        layout,
+        trace,
+        subject.workload,
+        hardware,
+        with_measured(block_times(trace, layout, hardware), measured or {}),
+        budget,
+        subject.redone_if_paged,
+    )
+    return choose(args, planner, anyway), planner
 
 
 FORCED = {
@@ -246,21 +309,21 @@ FORCED = {
 """The key that asks for each mode."""
 
 
-def choose(args: ProTrainArgs, planner: Planner) -> Forecast:
+def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Forecast:
     """The plan that the keys ask for: of one mode, by hand, or the fastest that fits.
 
     Raises:
         ConfigError: A knob is outside its legal range, or the mode cannot be had.
-        BudgetError: It does not fit.
+        BudgetError: It does not fit, and the one that lacks the least will not do.
     """
     modes, key = _modes(args, planner.world)
-    knobs = _knobs(args, planner)
-    if knobs is not None:
-        return planner.by_hand(*knobs)
+    asked = _by_hand(args, planner, key)
     try:
-        return planner.search(modes=modes)
+        return planner.by_hand(*asked) if asked else planner.search(modes=modes)
     except BudgetError as error:
-        if key is None:
+        if anyway:
+            return planner.asked(*asked) if asked else planner.nearest(modes=modes)
+        if asked or key is None:
             raise
         try:
             other = planner.search().plan.mode
@@ -269,13 +332,6 @@ def choose(args: ProTrainArgs, planner: Planner) -> Forecast:
         raise BudgetError(
             f"`{key}: true` does not fit: {error} Without it mode {other} does."
         ) from error
-
-
-def nearest(args: ProTrainArgs, planner: Planner) -> Forecast:
-    """Where `choose` finds that nothing fits: the plan that lacks the least."""
-    modes, _ = _modes(args, planner.world)
-    knobs = _knobs(args, planner)
-    return planner.nearest(modes=modes) if knobs is None else planner.asked(*knobs)
 
 
 def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None]:
@@ -292,22 +348,182 @@ def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None
     return MODES - {"C"} if args.protrain_zero3_shard is False else MODES, None
 
 
-def _knobs(args: ProTrainArgs, planner: Planner) -> tuple[Knobs, int] | None:
+def _by_hand(
+    args: ProTrainArgs, planner: Planner, key: str | None
+) -> tuple[Knobs, int] | None:
     """The overrides and `Plan.shards`."""
     by_hand = overrides(args)
     if by_hand is None:
         return None
-    n_buffer = by_hand.n_buffer
-    if "n_buffer" in by_hand.filled:
+    knobs, filled = by_hand
+    if "n_buffer" in filled:
         # what nobody asked for must not be refused as too many
-        n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    _, key = _modes(args, planner.world)
-    if key is not None and by_hand.n_persist >= planner.num_chunks:
+        most = planner.num_chunks - knobs.n_persist
+        knobs = replace(knobs, n_buffer=min(knobs.n_buffer, most))
+    if key is not None and knobs.n_persist >= planner.num_chunks:
         raise ConfigError(
-            f"protrain_n_persist_override: {by_hand.n_persist} leaves nothing to page, "
+            f"protrain_n_persist_override: {knobs.n_persist} leaves nothing to page, "
             f"which `{key}: true` asks for. Keep fewer than {planner.num_chunks} chunks "
             "on the device, or remove one of the keys."
         )
-    shards = planner.world.local_size if args.protrain_zero3_shard else 1
-    knobs = Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
-    return knobs, shards
+    return knobs, planner.world.local_size if args.protrain_zero3_shard else 1
+
+
+# ------------------------------------------------------------------- this machine
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What training goes by.
+
+    Attributes:
+        forecast: The plan and what it will cost.
+        notes: Assumptions, for the report.
+        planner: Can make a smaller plan; None where several ranks train.
+        hash: Of plan and layout, the same on every rank; empty with one.
+    """
+
+    forecast: Forecast
+    notes: list[str]
+    planner: Planner | None = None
+    hash: str = ""
+
+
+def plan_here(
+    cfg: Any,
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks,
+    absent: frozenset[str],
+) -> Planned:
+    """Plan what is about to be trained: the first rank does, for the weakest of all.
+
+    Args:
+        cfg: Axolotl's validated configuration.
+        model: On the host, `requires_grad` final.
+        device: Where to train it.
+        ranks: Who trains together.
+        absent: Names of weights that this rank has in name only.
+
+    Raises:
+        ProTrainError: There is no plan, or the ranks do not have the same model.
+    """
+    args, world = args_from(cfg), ranks.world
+
+    def check() -> None:
+        refuse_quantised(model)
+        find_blocks(model)
+
+    def plan() -> Planned:
+        subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
+        measured = _measured(cfg, args, model, subject, device)
+        forecast, planner = plan_for(args, subject, hardware, measured)
+        alone = planner if world.size == 1 else None
+        return Planned(forecast, list(subject.assumptions), alone)
+
+    # what cannot be trained at all is refused before anything is measured
+    ranks.together(check)
+    require_same_keys(ranks.collect(args.model_dump(exclude={"protrain_cache_dir"})))
+    host_bytes = host_memory() + world.local_size * sum(
+        # the arena of a node takes the place of what each of its ranks has loaded
+        param.nbytes
+        for name, param in model.named_parameters()
+        if param.device.type == "cpu" and name not in absent
+    )
+    hardware = ranks.together(
+        partial(this_machine, args, device, host_bytes, world.local_size)
+    )
+    if world.size == 1:
+        return plan()
+    gather, reduce, across = measure_collectives(ranks, device)
+    hardware = replace(
+        hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
+    )
+    hardware = weakest(ranks.collect(hardware))
+    planned = ranks.from_first(plan)
+    layout = planned.forecast.layout
+    order = tuple(block.name for block in layout.blocks)
+    own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
+    ranks.together(partial(require_same, own, layout))
+    same = plan_hash(planned.forecast.plan, own)
+    note = f"{world.size} ranks, {world.local_size} a node, run plan {same}."
+    return replace(planned, notes=[*planned.notes, note], hash=same)
+
+
+def this_machine(
+    args: ProTrainArgs, device: torch.device, host_bytes: int, together: int = 1
+) -> Hardware:
+    """What it gives, its rates from the cache if they are known.
+
+    Args:
+        args: A limit for the device, and the folder of the cache.
+        device: Where to train.
+        host_bytes: Host memory that may be used.
+        together: Processes that share the machine's links while they measure.
+
+    Raises:
+        ConfigError: The CPU device has no limit, or the cache cannot be written.
+    """
+    capacity = args.protrain_capacity_bytes
+    if device.type != "cpu":
+        free = device_memory(device)
+        # what kernels take unseen grows with what may be used
+        capacity = min(free, capacity or free)
+    if capacity is None:
+        raise missing_capacity()
+    return cached_hardware(
+        _cache_folder(args),
+        device,
+        host_bytes,
+        capacity,
+        _versions(),
+        together=together,
+    )
+
+
+def missing_capacity() -> ConfigError:
+    """This machine has no accelerator and the YAML gives the CPU device no budget."""
+    return ConfigError(
+        "protrain_capacity_bytes: this machine has no accelerator, so ProTrain trains "
+        "on its CPU device and needs that device's budget, for example "
+        '`protrain_capacity_bytes: "2GiB"`.'
+    )
+
+
+def _measured(
+    cfg: Any,
+    args: ProTrainArgs,
+    model: nn.Module,
+    subject: Subject,
+    device: torch.device,
+) -> dict[int, tuple[float, float]]:
+    """Seconds of the blocks, from the cache under everything that changes them."""
+    dtype, config = autocast_dtype(cfg), getattr(model, "config", None)
+
+    def cached_times(
+        block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        key = block_key(
+            device,
+            _versions(),
+            block=block,
+            autocast_dtype=dtype,
+            attention=str(getattr(config, "_attn_implementation", None)),
+            kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
+        )
+        return cached(_cache_folder(args), key, measure)
+
+    names, samples = subject.traced.trace.blocks, subject.traced.samples
+    return measure_blocks(model, names, samples, device, dtype, cached_times)
+
+
+def _cache_folder(args: ProTrainArgs) -> Path | None:
+    """Where measurements are kept; None for the platform's folder."""
+    folder = args.protrain_cache_dir
+    return Path(folder) if folder is not None else None
+
+
+def _versions() -> dict[str, str]:
+    """Of what takes part in a measurement beside torch."""
+    packages = ("transformers", "peft", "bitsandbytes", "axolotl")
+    return {"python": platform.python_version()} | {p: version(p) for p in packages}

@@ -11,17 +11,25 @@ import gc
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerState
 
-from .core.planner import Forecast
+from .args import ProTrainArgs
+from .core.errors import BudgetError, DeviceMemoryError
+from .core.planner import Forecast, Planner
 from .core.runtime import asked_bytes
-from .report import format_bytes
+from .core.session import Session
+from .report.forecast import format_bytes
+from .report.run import RunReport
 
 Result = TypeVar("Result")
+
+_TWICE = "the step was under a smaller plan already"
 
 
 @dataclass(frozen=True)
@@ -39,25 +47,6 @@ class Shortage:
     in_use_bytes: int
     asked_bytes: int
     predicted_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        error: torch.OutOfMemoryError,
-        forecast: Forecast,
-        in_use_bytes: int,
-        phase: str,
-    ) -> Shortage:
-        """Read off an error; `phase` is forward where it may have been backward too."""
-        ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if phase == "forward" and torch.autograd.backward.__code__ in ran:
-            phase = "backward"
-        return cls(
-            phase,
-            in_use_bytes + forecast.hardware.unseen_bytes,
-            asked_bytes(error),
-            forecast.device.peak_bytes,
-        )
 
     @property
     def unplanned_bytes(self) -> int:
@@ -136,6 +125,143 @@ class StepRecovery:
             result = again()
         self._done.append(act)
         return result
+
+
+class Recovery(StepRecovery):
+    """What a run does about a device that has no room.
+
+    Args:
+        args: The plugin's keys.
+        device: Where it trains.
+        report: Its forecast is of the plan that runs.
+        planner: Makes a smaller plan; None where several ranks train.
+        session: What is open, None while it opens.
+        replan: Goes on under another plan.
+        log: Prints a line.
+    """
+
+    def __init__(
+        self,
+        args: ProTrainArgs,
+        device: torch.device,
+        report: RunReport,
+        planner: Planner | None,
+        session: Callable[[], Session | None],
+        replan: Callable[[Forecast], None],
+        log: Any,
+    ) -> None:
+        self._repeated = self._updating = False
+        super().__init__(device, self._shortage, self._smaller)
+        self._all_resident = args.protrain_force_all_persistent
+        self._report = report
+        self._planner = planner
+        self._session = session
+        self._replan = replan
+        self._log = log
+
+    def begin(self, state: TrainerState | None) -> None:
+        """An optimizer step begins, or the last one has ended."""
+        super().begin(state)
+        self._step = state.global_step + 1 if state else 0
+        self._repeated = self._repeated and state is None
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+        """Look for room before an update, not while it changes weights."""
+
+        def before(*_: Any) -> None:
+            self.attempt(self._probe_update, "update")
+            self._updating = True
+
+        def after(*_: Any) -> None:
+            self._updating = False
+
+        return [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    def explain(self, error: torch.OutOfMemoryError) -> NoReturn:
+        """Say what an error means that no smaller plan has averted.
+
+        Raises:
+            DeviceMemoryError: Always.
+        """
+        phase, why = "forward", _TWICE
+        if self._updating:
+            phase, why = "update", "the update was half done, so it cannot be repeated"
+        elif not self._repeated:
+            phase = "what is no training step" if self._session() else "loading"
+            why = "only forward, backward and update can be repeated"
+        shortage = self._shortage(error, phase)
+        # they hold what the device has no room for
+        traceback.clear_frames(error.__traceback__)
+        raise self._refusal(shortage, why) from error
+
+    def _probe_update(self) -> None:
+        session = self._session()
+        assert session is not None
+        timeline = self._report.forecast.device.timeline
+        update = next(point for point in timeline if point.phase == "update")
+        made = session.device_optimizer_bytes()
+        session.device.probe(max(update.moments - made, 0) + update.working)
+
+    def _shortage(self, error: torch.OutOfMemoryError, phase: str) -> Shortage:
+        """What an error says; `forward` may have been backward too."""
+        ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if phase == "forward" and torch.autograd.backward.__code__ in ran:
+            phase = "backward"
+        session, forecast = self._session(), self._report.forecast
+        in_use = session.device.used_bytes() if session else 0
+        return Shortage(
+            phase,
+            in_use + forecast.hardware.unseen_bytes,
+            asked_bytes(error),
+            forecast.device.peak_bytes,
+        )
+
+    def _smaller(self, shortage: Shortage) -> None:
+        """Take the fastest plan that has room for what was missing.
+
+        Raises:
+            DeviceMemoryError: There is none, or the step has been repeated before.
+        """
+        if self._repeated:
+            raise self._refusal(shortage, _TWICE)
+        if self._planner is None:
+            raise self._refusal(
+                shortage, "a step of several ranks cannot be repeated by one of them"
+            )
+        session = self._session()
+        assert session is not None
+        try:
+            forecast = self._planner.replan(
+                self._report.forecast.plan,
+                shortage.unplanned_bytes,
+                shortage.asked_bytes,
+                frozenset() if self._all_resident else session.movable,
+            )
+        except BudgetError as error:
+            raise self._refusal(shortage, "no smaller plan leaves that room") from error
+        self._repeated = True
+        self._replan(forecast)
+        self._report.replanned(self._step, asdict(shortage), forecast)
+        self._log.warning(
+            f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
+            + self._report.table()
+        )
+
+    def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
+        forecast = self._report.forecast
+        terms = forecast.device.terms
+        largest = max(terms, key=lambda name: terms[name])
+        missing = max(shortage.unplanned_bytes, shortage.asked_bytes, 1)
+        where = f"Step {self._step}" if self._step else "Outside the steps"
+        return DeviceMemoryError(
+            f"protrain_capacity_bytes: {where}: {shortage}, and {why}. The largest part "
+            f"is {largest}, {format_bytes(terms[largest])}. Set protrain_capacity_bytes "
+            f"to {forecast.budget.device_bytes - missing:,} or less, or lower "
+            "micro_batch_size, sequence_len or the adapter's rank."
+        )
 
 
 def _random_states(device: torch.device) -> list[Callable[[], None]]:

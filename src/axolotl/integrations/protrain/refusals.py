@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -108,6 +110,7 @@ EXCLUDED = (
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
     *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
     *_each("model_quantization_config", _is_set, _QUANTISED),
+    *_each("nf4_backend", _one_of("torchao"), _QUANTISED),
     *_each("rl", bool, _PREFERENCES),
     *_each("selective_checkpointing", bool, "recomputes by another rule than the plan"),
     *_each("tiled_mlp", bool, "runs backward several times in a block"),
@@ -177,3 +180,26 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
             f"Use {' or '.join(_HOST_OPTIMIZERS)}, or train an adapter."
         )
     return lines
+
+
+def refuse_quantised(model: Any) -> None:
+    """Only bitsandbytes' 4-bit weights keep all their bytes where they can be moved.
+
+    Raises:
+        ConfigError: The model's are others.
+    """
+    config = getattr(model, "config", None)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    if settings.get("load_in_4bit"):
+        return
+    method = settings.get("quant_method")
+    method = getattr(method, "value", method)
+    raise ConfigError(
+        f"base_model: {getattr(config, 'name_or_path', '')} holds weights quantised by "
+        f"{method}{' in 8 bits' if settings.get('load_in_8bit') else ''}, which cannot "
+        "be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
+        "qlora` makes it small."
+    )

@@ -5,62 +5,39 @@ The trainer's subclass calls in here; everything that is decided is decided by c
 
 from __future__ import annotations
 
-import platform
 import resource
 import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from functools import partial
-from importlib.metadata import version
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState
 
-from .args import ProTrainArgs, overrides
-from .batches import autocast_dtype, sample_batch
+from .args import args_from, overrides
 from .core.checkpoint import checkpoint_bytes, require_space
-from .core.cost import block_times
-from .core.errors import BudgetError, ConfigError, DeviceMemoryError, ProTrainError
-from .core.layout import build_layout, find_blocks
-from .core.planner import Forecast, Planner, with_measured
-from .core.profile import (
-    Target,
-    block_key,
-    cached,
-    cached_hardware,
-    device_memory,
-    host_memory,
-    measure_blocks,
-    measure_collectives,
-    meta_copy,
-    weakest,
-)
-from .core.runtime import CheckedDevice, Ranks, open_device
+from .core.errors import ProTrainError
+from .core.layout.tensors import may_repack
+from .core.planner import Forecast
+from .core.runtime import Alone, CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
-from .core.types import Hardware, World
-from .data_parallel import (
-    ignore_in_ddp,
-    plan_hash,
-    require_same,
-    require_same_keys,
-)
-from .planning import adapter_names, budget_of, choose, trace_model, workload_of
-from .recovery import Result, Shortage, StepRecovery
-from .report import WATCHED_STEPS, RunReport, format_bytes, summary
-from .stand_ins import make_experts_traceable
+from .data_parallel import ignore_in_ddp
+from .planning import adapter_names, plan_here
+from .recovery import Recovery, Result
+from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
     from .loading import LoadShare
 
-T = TypeVar("T")
-
+NOT_REPACKED = (
+    "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
+    "(AVX512-BF16) and trains without their gradients from then on. It does not in "
+    "this run, so a plain one differs, in evaluation by its rounding."
+)
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
@@ -71,7 +48,6 @@ class TrainingRun:
     """Opens and closes the session of one `Trainer.train`, and keeps its report.
 
     Args:
-        args: The plugin's keys.
         cfg: Axolotl's validated configuration.
         recompute_all: The YAML asks for gradient checkpointing, which is taken over.
         log: Prints a line.
@@ -81,30 +57,26 @@ class TrainingRun:
 
     def __init__(
         self,
-        args: ProTrainArgs,
         cfg: Any,
         recompute_all: bool,
         log: Any,
         share: LoadShare | None = None,
     ) -> None:
-        self._share = share
-        self.args = args
+        self.args = args_from(cfg)
         self.session: Session | None = None
         self.report: RunReport | None = None
+        self.ranks: Ranks = Alone()
         self._cfg = cfg
-        self.ranks: Ranks | None = None
+        self._share = share
         self._recompute_all = recompute_all
         self._output_dir = Path(cfg.output_dir)
         self._log = log
         self._logged: dict[str, float] = {}
         self._watching = ExitStack()
-        self._planner: Planner | None = None
-        self._recovery: StepRecovery | None = None
-        self._hooks: list[RemovableHandle] = []
-        self._hidden = ExitStack()
+        self._recovery: Recovery | None = None
+        self._undo = ExitStack()
         self._plan_hash = ""
-        self._number = self._step = 0
-        self._repeated = self._updating = False
+        self._number = 0
         self._is_adapter = False
         self._saves_optimizer = False
 
@@ -129,15 +101,29 @@ class TrainingRun:
             # who is gone is noticed here; making a group would wait for it
             dist.barrier()
             self.ranks = Ranks(device.type)
-        self._on_all(partial(_refuse_quantised, model))
+        absent = self._share.absent(model) if self._share else frozenset()
+        planned = plan_here(self._cfg, model, device, self.ranks, absent)
+        forecast = planned.forecast
+        self._plan_hash = planned.hash
         self._is_adapter = bool(adapter_names(model))
-        forecast, notes = self._plan(model, device)
-        notes += self._warnings(forecast)
-        self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
         self._saves_optimizer = saves_optimizer
+        notes = [*planned.notes, *self._warnings(forecast)]
+        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
+        if evaluates and device.type == "cpu" and may_repack(model):
+            notes.append(NOT_REPACKED)
+        self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
+        self._recovery = Recovery(
+            self.args,
+            device,
+            self.report,
+            planned.planner,
+            lambda: self.session,
+            self._replan,
+            self._log,
+        )
         if self._is_first:
             self._log.info("\n" + self.report.table())
-        self._on_all(self._require_space)
+        self.ranks.together(self._require_space)
         opened = open_device(device)
         self.session = Session(
             model,
@@ -150,12 +136,10 @@ class TrainingRun:
                 cpu_optimizer=self.args.protrain_cpu_optimizer,
             ),
             self.ranks,
-            self._absent(model),
+            absent,
         )
-        if self.ranks is not None:
-            self._hidden.callback(ignore_in_ddp(model, self.session.host_kept))
-        self._logged = {}
-        self._recovery = StepRecovery(device, self._shortage, self._lower)
+        if self.ranks.world.size > 1:
+            self._undo.callback(ignore_in_ddp(model, self.session.host_kept))
 
     def close(self, failed: bool = False) -> None:
         """Give the model back and write the report; does nothing when not open.
@@ -165,21 +149,17 @@ class TrainingRun:
                 to what ranks do together.
         """
         session, self.session = self.session, None
-        ranks, self.ranks = self.ranks, None
+        ranks, self.ranks = self.ranks, Alone()
         if failed:
-            ranks = None
-        self._recovery = None
+            ranks = Alone()
         # the last one first, and each of them whatever the others raise
         with ExitStack() as undo:
-            if ranks is not None:
-                undo.callback(ranks.close)
+            undo.callback(ranks.close)
             if session is not None and self.report is not None:
                 undo.callback(self._finish, session, self.report, ranks)
                 undo.callback(session.close)
-            undo.callback(self._hidden.close)
+            undo.callback(self._undo.close)
             undo.callback(self._watching.close)
-            while self._hooks:
-                undo.callback(self._hooks.pop().remove)
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward and backward of one rank begins; the last of a step is told so."""
@@ -190,15 +170,15 @@ class TrainingRun:
         """An optimizer step begins, the `number`-th of this run."""
         if self.session is None or self._recovery is None:
             return
-        self._number, self._step = number, state.global_step + 1
-        self._repeated = False
+        self.note_peak()
+        self._number = number
         self._recovery.begin(state)
         self._watch()
 
     def end_step(self, seconds: float) -> None:
         """It has ended."""
+        self.note_peak()
         self._watching.close()
-        self._step = 0
         if self.session is None or self.report is None or self._recovery is None:
             return
         self._recovery.begin(None)
@@ -207,112 +187,31 @@ class TrainingRun:
             self._compare(self.report)
 
     def attempt(self, act: Callable[[], Result], phase: str) -> Result:
-        """Do a part of a step, under a smaller plan if the device has no room.
-
-        Raises:
-            DeviceMemoryError: The step cannot be repeated.
-            torch.OutOfMemoryError: It failed again; see `explain`.
-        """
-        return self._recovery.attempt(act, phase) if self._recovery else act()
-
-    def guard_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for room before an update, not while it changes weights."""
-
-        def before(*_: Any) -> None:
-            self.attempt(self._probe_update, "update")
-            self._updating = True
-
-        def after(*_: Any) -> None:
-            self._updating = False
-
-        self._hooks = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
+        """See `StepRecovery.attempt`; just `act` outside a session."""
+        if self.session is None or self._recovery is None:
+            return act()
+        return self._recovery.attempt(act, phase)
 
     def explain(self, error: torch.OutOfMemoryError) -> None:
-        """Raise what an error means that no smaller plan has averted.
+        """See `Recovery.explain`; nothing before there was a plan."""
+        if self._recovery is not None:
+            self._recovery.explain(error)
 
-        Raises:
-            DeviceMemoryError: There was a plan.
-        """
-        if self.report is None:
-            return
-        phase, why = "forward", "the step was under a smaller plan already"
-        if self._updating:
-            phase, why = "update", "the update was half done, so it cannot be repeated"
-        elif not self._repeated:
-            phase = "loading" if self.session is None else "what is no training step"
-            why = "only forward, backward and update can be repeated"
-        shortage = self._shortage(error, phase)
-        # they hold what the device has no room for
-        traceback.clear_frames(error.__traceback__)
-        raise self._refusal(shortage, why) from error
+    def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to train with, guarded; `plain` itself outside a session."""
+        if self.session is None or self._recovery is None:
+            return plain
+        optimizer = self.session.wrap_optimizer(plain)
+        for handle in self._recovery.guard(optimizer):
+            self._undo.callback(handle.remove)
+        return optimizer
 
-    def _probe_update(self) -> None:
-        assert self.session is not None and self.report is not None
-        update = next(
-            point
-            for point in self.report.forecast.device.timeline
-            if point.phase == "update"
-        )
-        made = self.session.measured().device_optimizer_bytes
-        self.session.device.probe(max(update.moments - made, 0) + update.working)
-
-    def _shortage(self, error: torch.OutOfMemoryError, phase: str) -> Shortage:
-        assert self.report is not None
-        in_use = self.session.device.used_bytes() if self.session else 0
-        return Shortage.of(error, self.report.forecast, in_use, phase)
-
-    def _lower(self, shortage: Shortage) -> None:
-        """Take the fastest plan that has room for what was missing.
-
-        Raises:
-            DeviceMemoryError: There is none, or the step has been repeated before.
-        """
-        if self._repeated:
-            raise self._refusal(shortage, "the step was under a smaller plan already")
-        if self.ranks is not None:
-            raise self._refusal(
-                shortage, "a step of several ranks cannot be repeated by one of them"
-            )
-        session, report, planner = self.session, self.report, self._planner
-        assert session is not None and report is not None and planner is not None
-        force = self.args.protrain_force_all_persistent
-        before = report.forecast.plan
-        try:
-            forecast = planner.notch(
-                before,
-                shortage.unplanned_bytes,
-                shortage.asked_bytes,
-                frozenset() if force else session.movable,
-            )
-        except BudgetError as error:
-            raise self._refusal(shortage, "no smaller plan leaves that room") from error
-        self._repeated = True
+    def _replan(self, forecast: Forecast) -> None:
+        assert self.session is not None
         # what moves now is not the step's
         self._watching.close()
-        session.replan(forecast.plan)
-        report.notch(self._step, asdict(shortage), forecast)
-        self._log.warning(
-            f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
-            + report.table()
-        )
+        self.session.replan(forecast.plan)
         self._watch()
-
-    def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
-        assert self.report is not None
-        forecast = self.report.forecast
-        terms = forecast.device.terms
-        largest = max(terms, key=lambda name: terms[name])
-        missing = max(shortage.unplanned_bytes, shortage.asked_bytes, 1)
-        where = f"Step {self._step}" if self._step else "Outside the steps"
-        return DeviceMemoryError(
-            f"protrain_capacity_bytes: {where}: {shortage}, and {why}. The largest part "
-            f"is {largest}, {format_bytes(terms[largest])}. Set protrain_capacity_bytes "
-            f"to {forecast.budget.device_bytes - missing:,} or less, or lower "
-            "micro_batch_size, sequence_len or the adapter's rank."
-        )
 
     def _watch(self) -> None:
         watched = self._number < WATCHED_STEPS or self.args.protrain_check_races
@@ -322,29 +221,20 @@ class TrainingRun:
     def _compare(self, report: RunReport) -> None:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
-        measured = self.session.measured()
+        forecast, seconds = report.forecast, report.median_step_s() or 0.0
+        peak = self.session.measured().device_peak_bytes
         for what, predicted, seen, apart in (
-            (
-                "device peak, bytes",
-                report.forecast.device.peak_bytes,
-                measured.device_peak_bytes,
-                BYTES_APART,
-            ),
-            (
-                "step, seconds",
-                report.forecast.step.total_s,
-                report.median_step_s() or 0.0,
-                SECONDS_APART,
-            ),
+            ("device peak, bytes", forecast.device.peak_bytes, peak, BYTES_APART),
+            ("step, seconds", forecast.step.total_s, seconds, SECONDS_APART),
         ):
             if abs(seen - predicted) > apart * predicted:
                 line = f"{what}: {predicted:.6g} predicted, {seen:.6g} measured."
                 report.notes.append(line)
                 self._log.warning(f"ProTrain's prediction is off. {line}")
 
-    def _finish(self, session: Session, report: RunReport, ranks: Ranks | None) -> None:
+    def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
-        if ranks is not None:
+        if ranks.world.size > 1:
             own = {
                 "plan": self._plan_hash,
                 **asdict(measured),
@@ -354,7 +244,7 @@ class TrainingRun:
             report.ranks = ranks.collect(own)
         if not self._is_first:
             return
-        self._log.info(summary(measured, report))
+        self._log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
@@ -365,17 +255,10 @@ class TrainingRun:
         """See `Session.clip_grad_norm`; None outside a session."""
         return self.session.clip_grad_norm(max_norm) if self.session else None
 
-    def _absent(self, model: nn.Module) -> frozenset[str]:
-        return self._share.absent(model) if self._share else frozenset()
-
     @property
     def _is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return not dist.is_initialized() or dist.get_rank() == 0
-
-    def _on_all(self, act: Callable[[], T]) -> T:
-        """What `act` returns, unless it raises on any rank."""
-        return act() if self.ranks is None else self.ranks.together(act)
 
     def _require_space(self) -> None:
         if self._is_first:
@@ -398,11 +281,17 @@ class TrainingRun:
             self.args.protrain_fp32_master,
         )
 
+    def note_peak(self) -> None:
+        """Read the device's peak before a log resets the allocator's record of it."""
+        if self.session is not None:
+            self.session.device.peak_bytes()
+
     def log_values(self) -> dict[str, float]:
         """Counters since the last call, and peaks, for the Trainer's log."""
         if self.session is None:
             return {}
-        now = asdict(self.session.measured())
+        session = self.session
+        now = {**asdict(session.counters), "stall_s": session.stall_s}
         since = {
             key: now[key] - self._logged.get(key, 0)
             for key in (
@@ -414,137 +303,16 @@ class TrainingRun:
             )
         }
         self._logged = now
-        since["device_peak_bytes"] = now["device_peak_bytes"]
+        since["device_peak_bytes"] = session.device.peak_bytes()
         since["host_peak_bytes"] = host_peak_bytes()
         return {f"protrain/{key}": value for key, value in since.items()}
-
-    def _plan(
-        self, model: nn.Module, device: torch.device
-    ) -> tuple[Forecast, list[str]]:
-        """One plan for all ranks, made by the first of them for the weakest.
-
-        Raises:
-            ProTrainError: There is none, or the ranks do not have the same model.
-        """
-        # a model without blocks is refused before anything else
-        self._on_all(partial(find_blocks, model))
-        if self.ranks is not None:
-            keys = self.args.model_dump(exclude={"protrain_cache_dir"})
-            require_same_keys(self.ranks.collect(keys))
-        hardware = self._on_all(partial(self._hardware, model, device))
-        ranks = self.ranks
-        if ranks is None:
-            return self._plan_for(hardware, model, device, World())
-        gather, reduce, across = measure_collectives(ranks, device)
-        hardware = replace(
-            hardware,
-            gather_bytes_s=gather,
-            reduce_bytes_s=reduce,
-            across_bytes_s=across,
-        )
-        hardware = weakest(ranks.collect(hardware))
-        forecast, notes = ranks.from_first(
-            lambda: self._plan_for(hardware, model, device, ranks.world)
-        )
-        order = tuple(block.name for block in forecast.layout.blocks)
-        own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
-        ranks.together(partial(require_same, own, forecast.layout))
-        self._plan_hash = plan_hash(forecast.plan, own)
-        notes.append(
-            f"{ranks.world.size} ranks, {ranks.world.local_size} a node, run plan "
-            f"{self._plan_hash}."
-        )
-        return forecast, notes
-
-    def _plan_for(
-        self, hardware: Hardware, model: nn.Module, device: torch.device, world: World
-    ) -> tuple[Forecast, list[str]]:
-        cfg, args = self._cfg, self.args
-        copied = meta_copy(model)
-        notes: list[str] = []
-        batch = sample_batch(cfg, copied, notes)
-        make_experts_traceable(copied, cfg.experts_implementation, notes)
-        target = Target(device.type, autocast_dtype(cfg))
-        subject = trace_model(copied, batch, target, args)
-        layout = build_layout(model, adapter_names(model), subject.traced.trace.blocks)
-        workload, assumed = workload_of(cfg, args, batch, device.type)
-        workload = replace(workload, world=world)
-        measured = measure_blocks(
-            model,
-            subject.traced.trace.blocks,
-            subject.traced.samples,
-            device,
-            target.autocast_dtype,
-            self._cached(model, device, target.autocast_dtype),
-        )
-        times = with_measured(
-            block_times(subject.traced.trace, layout, hardware), measured
-        )
-        budget = budget_of(args, subject, hardware.device_bytes, hardware.host_bytes)
-        planner = self._planner = Planner(
-            layout,
-            subject.traced.trace,
-            workload,
-            hardware,
-            times,
-            budget,
-            subject.redone_if_paged,
-        )
-        notes += [*subject.assumptions, *assumed]
-        return choose(args, planner), notes
-
-    def _cached(
-        self, model: Any, device: torch.device, autocast_dtype: torch.dtype | None
-    ) -> Callable[[Mapping[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]]:
-        """Block times from the cache, under everything that changes them."""
-
-        def cached_times(
-            block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
-        ) -> dict[str, Any]:
-            key = block_key(
-                device,
-                versions(),
-                block=block,
-                autocast_dtype=autocast_dtype,
-                attention=str(getattr(model.config, "_attn_implementation", None)),
-                kernels={k: bool(v) for k, v in self._cfg.items() if "kernel" in k},
-            )
-            return cached(cache_folder(self.args), key, measure)
-
-        return cached_times
-
-    def _hardware(self, model: nn.Module, device: torch.device) -> Hardware:
-        absent = self._absent(model)
-        on_host = sum(
-            param.nbytes
-            for name, param in model.named_parameters()
-            if param.device.type == "cpu" and name not in absent
-        )
-        if self.ranks is not None:
-            # the arena of a node takes the place of what each of its ranks has loaded
-            on_host *= self.ranks.world.local_size
-        capacity = self.args.protrain_capacity_bytes
-        if device.type != "cpu":
-            free = device_memory(device)
-            # what kernels take unseen grows with what may be used
-            capacity = min(free, capacity or free)
-        if capacity is None:
-            raise missing_capacity()
-        return cached_hardware(
-            cache_folder(self.args),
-            device,
-            host_memory() + on_host,
-            capacity,
-            versions(),
-            together=self.ranks.world.local_size if self.ranks else 1,
-        )
 
     def _warnings(self, forecast: Forecast) -> list[str]:
         notes = []
         plan, accumulation = forecast.plan, forecast.workload.accumulation
-        by_hand = overrides(self.args)
-        if by_hand is not None and by_hand.filled:
-            filled = ", ".join(f"{k} {getattr(plan, k)}" for k in by_hand.filled)
+        _, left_out = overrides(self.args) or (None, ())
+        if left_out:
+            filled = ", ".join(f"{k} {getattr(plan, k)}" for k in left_out)
             notes.append(f"Overrides completed with defaults: {filled}.")
             self._log.warning(notes[-1])
         if self._recompute_all:
@@ -562,60 +330,7 @@ class TrainingRun:
         return notes
 
 
-def cache_folder(args: ProTrainArgs) -> Path | None:
-    """Where measurements are kept; None for the platform's folder."""
-    folder = args.protrain_cache_dir
-    return Path(folder) if folder is not None else None
-
-
-def versions() -> dict[str, str]:
-    """Of what takes part in a measurement beside torch."""
-    return {
-        "python": platform.python_version(),
-        **{
-            name: version(name)
-            for name in ("transformers", "peft", "bitsandbytes", "axolotl")
-        },
-    }
-
-
-def _refuse_quantised(model: nn.Module) -> None:
-    """Only bitsandbytes' 4-bit weights keep all their bytes where they can be moved."""
-    config = getattr(model, "config", None)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is None:
-        return
-    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    if settings.get("load_in_4bit"):
-        return
-    method = settings.get("quant_method")
-    method = getattr(method, "value", method)
-    raise ConfigError(
-        f"base_model: {getattr(config, 'name_or_path', '')} holds weights quantised by "
-        f"{method}{' in 8 bits' if settings.get('load_in_8bit') else ''}, which cannot "
-        "be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
-        "qlora` makes it small."
-    )
-
-
-def missing_capacity() -> ConfigError:
-    """This machine has no accelerator and the YAML gives the CPU device no budget."""
-    return ConfigError(
-        "protrain_capacity_bytes: this machine has no accelerator, so ProTrain trains "
-        "on its CPU device and needs that device's budget, for example "
-        '`protrain_capacity_bytes: "2GiB"`.'
-    )
-
-
 def host_peak_bytes() -> int:
     """Highest resident set size of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
-    """The plugin's keys out of a validated Axolotl configuration."""
-    known = ProTrainArgs.model_fields
-    return ProTrainArgs.model_construct(
-        **{key: cfg[key] for key in known if cfg.get(key) is not None}
-    )

@@ -16,8 +16,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
 from .data_parallel import reduced_by_ddp, without_ddp
+from .offline.fake_kernels import replaced
 from .run import TrainingRun
-from .stand_ins import replaced
 
 
 @dataclass
@@ -66,16 +66,15 @@ class ProTrainTrainerMixin:
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
             undo.enter_context(replaced(trainer.accelerator, "device_placement", False))
-            if self.protrain.ranks is not None and not reduced_by_ddp(trainer.model):
+            several = self.protrain.ranks.world.size > 1
+            if several and not reduced_by_ddp(trainer.model):
                 undo.enter_context(without_ddp(trainer.accelerator, trainer.model))
             return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         trainer: Any = self
         trainer.optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if self.protrain.session is not None:
-            trainer.optimizer = self.protrain.session.wrap_optimizer(trainer.optimizer)
-            self.protrain.guard_update(trainer.optimizer)
+        trainer.optimizer = self.protrain.wrap_optimizer(trainer.optimizer)
         return trainer.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +104,7 @@ class ProTrainTrainerMixin:
         return self.protrain.attempt(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.protrain.note_peak()
         if "loss" in logs:
             logs.update(self.protrain.log_values())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -8,14 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from .cost import (
-    DeviceEstimate,
-    HostEstimate,
-    MemoryModel,
-    StepTime,
-)
+from .cost import DeviceEstimate, HostEstimate, MemoryModel, StepTime
 from .errors import BudgetError
-from .search import MODES, ONLY_A, Search
+from .search import MODES, Search
 from .types import (
     BlockTimes,
     Budget,
@@ -112,17 +107,13 @@ class Planner:
         """Who trains together."""
         return self._memory.workload.world
 
-    def search(self, all_resident: bool = False, modes: Set[str] = MODES) -> Forecast:
-        """The fastest plan that fits.
-
-        Args:
-            all_resident: Only plans of mode A.
-            modes: Only plans of these; see `MODES`.
+    def search(self, modes: Set[str] = MODES) -> Forecast:
+        """The fastest plan that fits; see `Search.fastest`.
 
         Raises:
             BudgetError: None does.
         """
-        return self.forecast(self._search.fastest(ONLY_A if all_resident else modes))
+        return self.forecast(self._search.fastest(modes))
 
     def by_hand(self, knobs: Knobs, shards: int = 1) -> Forecast:
         """The plan that the overrides ask for.
@@ -131,42 +122,22 @@ class Planner:
             ConfigError: A knob is outside its legal range.
             BudgetError: The plan does not fit.
         """
-        return self.forecast(
-            self._search.by_hand(
-                knobs.n_persist,
-                knobs.n_buffer,
-                knobs.n_swap,
-                knobs.n_checkpoint,
-                shards,
-            )
-        )
+        return self.forecast(self._search.by_hand(knobs, shards))
+
+    def asked(self, knobs: Knobs, shards: int = 1) -> Forecast:
+        """The same, whether it fits or not."""
+        return self.forecast(self._search.asked(knobs, shards))
+
+    def nearest(self, modes: Set[str] = MODES) -> Forecast:
+        """The plan that lacks the least when none fits; see `Search.nearest`."""
+        return self.forecast(self._search.nearest(modes))
 
     def without_paging(self, recompute: bool) -> Forecast:
         """What training without this plugin takes, whether it fits or not."""
         blocks = len(self._layout.blocks) if recompute else 0
         return self.forecast(self._search.plain(blocks))
 
-    def nearest(self, all_resident: bool = False, modes: Set[str] = MODES) -> Forecast:
-        """The plan that lacks the least when none fits; see `Search.nearest`."""
-        return self.forecast(self._search.nearest(ONLY_A if all_resident else modes))
-
-    def asked(self, knobs: Knobs, shards: int = 1) -> Forecast:
-        """The plan that the overrides ask for, whether it fits or not.
-
-        Raises:
-            ConfigError: A knob is outside its legal range.
-        """
-        return self.forecast(
-            self._search.asked(
-                knobs.n_persist,
-                knobs.n_buffer,
-                knobs.n_swap,
-                knobs.n_checkpoint,
-                shards,
-            )
-        )
-
-    def notch(
+    def replan(
         self, plan: Plan, unplanned_bytes: int, asked_bytes: int, movable: Set[int]
     ) -> Forecast:
         """The fastest plan that leaves room for what `plan` did not foresee.
@@ -191,17 +162,16 @@ class Planner:
                 for index, (old, new) in enumerate(pairs)
             )
 
-        _, _, _, _, times, budget = self._given
-        peak = self._memory.device(plan).peak_bytes
-        room = budget.usable_bytes - max(unplanned_bytes, 0)
-        modes = frozenset("C" if plan.shards > 1 else "AB")
-
         def fastest(below: int) -> Plan:
             smaller = Budget(min(room, below), 0, budget.host_bytes)
-            return Search(
+            search = Search(
                 self._memory, times, smaller, reachable, self._redone_if_paged
-            ).fastest(modes)
+            )
+            return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
 
+        *_, times, budget = self._given
+        peak = self._memory.device(plan).peak_bytes
+        room = budget.usable_bytes - max(unplanned_bytes, 0)
         try:
             lower = fastest(peak - asked_bytes)
         except BudgetError:
@@ -210,7 +180,7 @@ class Planner:
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""
-        moved = self._memory.moved_bytes(plan.policies)
+        moved = self._memory.activations(plan.policies).moved
         return Forecast(
             *self._given,
             replace(plan, swap_bytes=moved.out, gradient_order=self._gradient_order),

@@ -1,5 +1,7 @@
 """The values that flow from layout to plan to runtime. Frozen, no behaviour beyond arithmetic.
 
+`Counters` alone changes: what a session has moved.
+
 Words are those of DESIGN.md: a *chunk* is the unit of residency and transfer, a
 *block* the unit of compute, a *slot* a device buffer that paged chunks share.
 """
@@ -302,8 +304,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """A reason to keep bytes beyond the segment in which the model forgets them.
+class Save:
+    """Why autograd keeps bytes beyond the segment in which the model forgets them.
 
     Attributes:
         segment: Index of the segment in which the reason ends.
@@ -319,20 +321,20 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Holding:
+class Lifetime:
     """Activation bytes that outlive the segment that made them.
 
     Attributes:
         made: Index of that segment.
         forgotten: Index of the segment in which the model's own references end.
-        holds: What autograd keeps of it.
+        saves: For whom autograd keeps them.
         nbytes: Bytes of all tensors with this fate.
         large: Whether each of them has at least `SMALLEST_SWAP_BYTES`.
     """
 
     made: int
     forgotten: int
-    holds: tuple[Hold, ...]
+    saves: tuple[Save, ...]
     nbytes: int
     large: bool = True
 
@@ -343,18 +345,14 @@ class Trace:
 
     Attributes:
         segments: Forward segments in order, then those of backward in order.
-        holdings: What lives from one segment into another.
+        lifetimes: What lives from one segment into another.
         blocks: Names of the blocks in the order of first use, unused ones last;
             indices of blocks are positions in this order.
-        assumptions: What could not be traced, and what was taken instead.
-        batch_bytes: Bytes of one batch on the device.
     """
 
     segments: tuple[Segment, ...]
-    holdings: tuple[Holding, ...]
+    lifetimes: tuple[Lifetime, ...]
     blocks: tuple[str, ...]
-    assumptions: tuple[str, ...] = ()
-    batch_bytes: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -494,3 +492,32 @@ class Budget:
     def usable_bytes(self) -> int:
         """Device bytes that the plan's peak may reach."""
         return self.device_bytes - self.reserve_bytes
+
+
+@dataclass
+class Counters:
+    """What a session has moved so far. Whoever moves it counts here.
+
+    Attributes:
+        fetched_bytes: Weights, and sums of gradients, to the device.
+        offloaded_bytes: Gradients to the host.
+        num_fetches: Chunks that went into slots.
+        num_misses: Those of them that were not there when their block opened.
+        swapped_out_bytes: Activations to the host.
+        swapped_in_bytes: Activations back.
+        num_gathers: All-gathers of a chunk.
+        num_reduces: Reduce-scatters of gradients.
+        gathered_bytes: Bytes of the results of all-gathers.
+        reduced_bytes: Bytes of the inputs of reduce-scatters.
+    """
+
+    fetched_bytes: int = 0
+    offloaded_bytes: int = 0
+    num_fetches: int = 0
+    num_misses: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    num_gathers: int = 0
+    num_reduces: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0

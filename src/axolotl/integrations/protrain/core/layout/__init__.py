@@ -2,16 +2,22 @@
 
 from .blocks import find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
-from .ring import check_slots, slot_bytes, slot_floor, spread_order
-from .schedule import Direction, Schedule
 from .shards import (
     Piece,
     Reduction,
-    leaf_chunk,
+    main_chunk,
     padded_bytes,
     reduce_bytes,
     reductions,
     shard_bytes,
+)
+from .slots import (
+    Direction,
+    Schedule,
+    check_slots,
+    slot_bytes,
+    slot_floor,
+    spread_order,
 )
 
 __all__ = [
@@ -25,7 +31,7 @@ __all__ = [
     "check_slots",
     "find_blocks",
     "has_vision_tower",
-    "leaf_chunk",
+    "main_chunk",
     "padded_bytes",
     "reduce_bytes",
     "reductions",

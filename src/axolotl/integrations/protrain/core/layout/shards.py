@@ -82,7 +82,7 @@ def padded_bytes(chunk: Chunk, ranks: int) -> int:
     return ranks * shard_bytes(chunk, ranks)
 
 
-def leaf_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
+def main_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
     """The tensors of a chunk as the optimizer updates them: in fp32 under masters."""
     specs = []
     end = 0
@@ -99,12 +99,12 @@ def leaf_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
 def reductions(
     chunk: Chunk, ranks: int, fp32_master: bool = False
 ) -> tuple[Reduction, ...]:
-    """How the gradients of a chunk are reduced, one entry for each dtype of its leaves."""
-    leaves = leaf_chunk(chunk, fp32_master).tensors
-    dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
+    """How the gradients of a chunk are reduced, one for each dtype of its main parameters."""
+    mains = main_chunk(chunk, fp32_master).tensors
+    dtypes = dict.fromkeys(main.dtype for main in mains)
     members: dict[torch.dtype, list[int]] = {dtype: [] for dtype in dtypes}
-    for index, leaf in enumerate(leaves):
-        members[leaf.dtype].append(index)
+    for index, main in enumerate(mains):
+        members[main.dtype].append(index)
     return tuple(
         _reduction(chunk, dtype, indices, ranks) for dtype, indices in members.items()
     )

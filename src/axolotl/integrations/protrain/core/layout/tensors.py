@@ -125,13 +125,19 @@ def beside_quantised(model: nn.Module, named: Mapping[str, nn.Parameter]) -> set
     }
 
 
-def hold_packing(model: nn.Module) -> list[nn.Module]:
-    """Keep bitsandbytes from repacking weights on the CPU; return whom it concerns.
+def may_repack(model: nn.Module) -> list[nn.Module]:
+    """4-bit layers that the first evaluation on this CPU would repack.
 
-    With AVX512-BF16 its `Linear4bit` binds weight and scales to new, rounded copies in
-    the first evaluation, which no slot holds and backward cannot read.
+    With AVX512-BF16 bitsandbytes' `Linear4bit` binds weight and scales to new, rounded
+    copies, which no slot holds and whose product has no backward: a training that goes
+    on after it gets no gradient through these layers.
     """
-    held = [m for m in model.modules() if getattr(m, _MAY_REPACK, False)]
+    return [m for m in model.modules() if getattr(m, _MAY_REPACK, False)]
+
+
+def hold_packing(model: nn.Module) -> list[nn.Module]:
+    """Keep bitsandbytes from repacking weights on the CPU; return whom it concerns."""
+    held = may_repack(model)
     for module in held:
         setattr(module, _MAY_REPACK, False)
     return held

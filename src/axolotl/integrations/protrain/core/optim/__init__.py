@@ -1,20 +1,19 @@
 """Exact updates of parameters whose state is on the host."""
 
-from .gradients import GradientOffload
-from .host_adamw import HOST_OPTIMIZERS, HostAdamW
-from .host_chunks import HostChunk, ShardedChunk, SharedMemory, parts_chunk
-from .optimizer import PagedAdamW, optimizer_bytes
+from .gradients import GradientOffload, Gradients
+from .host_adamw import HOST_OPTIMIZERS, HostAdamW, optimizer_bytes
+from .host_chunks import HostChunk, HostMemory
+from .optimizer import PagedAdamW
 from .reduction import GradientReduction
 
 __all__ = [
     "HOST_OPTIMIZERS",
     "GradientOffload",
     "GradientReduction",
+    "Gradients",
     "HostAdamW",
     "HostChunk",
+    "HostMemory",
     "PagedAdamW",
-    "ShardedChunk",
-    "SharedMemory",
     "optimizer_bytes",
-    "parts_chunk",
 ]

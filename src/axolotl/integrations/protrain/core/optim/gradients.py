@@ -3,6 +3,20 @@
 Counted by post-accumulate hooks, never by module backward hooks: those fire before
 leaf gradients are there. Once a chunk's last gradient is, all of them are copied; the
 device tensors are held until the copy's event, and at most two chunks are in flight.
+
+# Note [Sums of micro-batches]
+
+Sums keep the order of the micro-batches, which fixes their last bit. The first gradient
+lands in the buffer of the sum itself, where dtypes agree; a later one lands in a staging
+buffer and is added on the host thread, which works in order. A parameter whose gradient of
+the micro-batch before still waits for its chunk sends that one first. What never arrives,
+because the loss does not depend on it, stays without a sum, so AdamW skips it as in the
+plain run; what has arrived goes when backward has come past the block.
+
+A rank alone lets them land where the update reads them and packs nothing. Several ranks
+reduce shards of them in a fixed order, which is another pass over the bytes, with buffers
+on the device (`GradientReduction`): two strategies with one face, `Gradients`, because
+each would only skip the other's steps.
 """
 
 from __future__ import annotations
@@ -12,91 +26,108 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
-from ..types import IN_FLIGHT, Chunk
-from .host_chunks import HostChunk
+from ..types import IN_FLIGHT, Counters
+from .host_chunks import GradientSums, HostChunk
 
 
-class GradientTarget(Protocol):
-    """Where gradients of a chunk add up on the host."""
+class Gradients:
+    """Brings gradients of host chunks to where the host optimizer reads them."""
 
-    chunk: Chunk
-    params: list[nn.Parameter]
+    host_bytes = 0
+    """Page-locked, beside what the chunks have."""
 
-    def first_buffer(self, index: int) -> Tensor | None:
-        """Where a first gradient may be copied as it is; None if it must be added."""
+    def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
+        """Hook every parameter of the chunks, whose state is on the host."""
+        raise NotImplementedError
 
-    def arrived(self, index: int) -> None:
-        """The copy into `first_buffer` has been queued."""
+    def begin_micro_batch(self, synchronises: bool) -> None:
+        """A forward begins; with `synchronises` it is the last one of a step."""
 
-    def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a host gradient to the sum for parameter `index`."""
+    def reach(self, block: int) -> None:
+        """Backward has come to a block, whose window is not open yet."""
+
+    def left(self, block: int) -> None:
+        """Backward has come past a block, and the next one's window is open."""
+
+    def retire(self) -> None:
+        """Let go of what has arrived on the host; waits for nothing."""
+
+    def settle(self) -> None:
+        """Return once every gradient produced so far is where the update reads it."""
+
+    def discard(self) -> None:
+        """Forget what has not been sent; return once nothing is on its way."""
+
+    def close(self) -> None:
+        """Release gradients and memory; no copy may be in flight.
+
+        Raises:
+            Exception: What the sum of a gradient raised, unless `settle` has.
+        """
 
 
 @dataclass
 class Arriving:
     """Gradients of one chunk that autograd has produced but nobody has sent."""
 
-    host: GradientTarget
+    sums: GradientSums
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
-class GradientOffload:
-    """Moves gradients of `HostChunk`s from the device to their leaves.
+class GradientOffload(Gradients):
+    """`Gradients` of a rank alone; see Note [Sums of micro-batches].
 
     Args:
         device: Whose offload stream carries them.
         worker: Adds the second and later micro-batches.
-
-    Attributes:
-        offloaded_bytes: Bytes sent so far.
-        fetched_bytes: None come back.
-        host_bytes: The leaves hold the sums.
+        counters: Bytes sent are counted here.
     """
 
-    fetched_bytes = host_bytes = 0
-
-    def __init__(self, device: Device, worker: HostWorker) -> None:
+    def __init__(
+        self, device: Device, worker: HostWorker, counters: Counters | None = None
+    ) -> None:
         self._device = device
         self._worker = worker
+        self._counters = counters or Counters()
         self._arriving: list[Arriving] = []
         self._of_block: dict[int | None, list[Arriving]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._staging: list[Tensor] = []
         self._staging_users: list[HostTask[None] | None] = [None] * IN_FLIGHT
         self._next_staging = 0
-        self.offloaded_bytes = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
-        """Hook every parameter of the chunks, whose state is on the host."""
         return [
             handle
             for host in chunks
             for handle in hook_gradients(
-                host.params, partial(self.take, self.expect(host))
+                host.params, partial(self.take, self.expect(host.sums))
             )
         ]
 
-    def expect(self, host: GradientTarget) -> Arriving:
+    def expect(self, sums: GradientSums) -> Arriving:
         """Gradients of a chunk will come."""
-        arriving = Arriving(host)
+        arriving = Arriving(sums)
         self._arriving.append(arriving)
-        self._of_block.setdefault(host.chunk.block, []).append(arriving)
+        self._of_block.setdefault(sums.chunk.block, []).append(arriving)
         return arriving
 
-    def send_left(self, block: int) -> None:
-        """Backward has come past a block: what has not arrived of it never will."""
+    def left(self, block: int) -> None:
+        # what has not arrived of it never will
         for arriving in self._of_block.get(block, ()):
             if arriving.gradients:
                 self._send(arriving)
 
+    def retire(self) -> None:
+        while self._in_flight and self._in_flight[0][0].query():
+            self._retire()
+
     def settle(self) -> None:
-        """Return once every gradient produced so far is in its leaf."""
         for arriving in self._arriving:
             if arriving.gradients:
                 # parameters the loss does not depend on never arrive
@@ -107,17 +138,11 @@ class GradientOffload:
             self._wait_staging(slot)
 
     def discard(self) -> None:
-        """Forget what has not been sent; return once nothing is on its way."""
         for arriving in self._arriving:
             arriving.gradients.clear()
         self.settle()
 
     def close(self) -> None:
-        """Release gradients and staging memory; no copy may be in flight.
-
-        Raises:
-            Exception: What the sum of a gradient raised, unless `settle` has.
-        """
         self._in_flight.clear()
         for arriving in self._arriving:
             arriving.gradients.clear()
@@ -134,11 +159,11 @@ class GradientOffload:
             # the next micro-batch: sums keep the order of the plain run
             self._send(arriving)
         arriving.gradients[index] = gradient
-        if len(arriving.gradients) == len(arriving.host.params):
+        if len(arriving.gradients) == arriving.sums.num_params:
             self._send(arriving)
 
     def _send(self, arriving: Arriving) -> None:
-        host = arriving.host
+        sums = arriving.sums
         gradients, arriving.gradients = arriving.gradients, {}
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
@@ -147,25 +172,24 @@ class GradientOffload:
         staged: list[tuple[int, Tensor]] = []
         slot, staging = 0, None
         for index, gradient in gradients.items():
-            buffer = host.first_buffer(index)
+            buffer = sums.first_buffer(index)
             if buffer is not None:
                 stream.copy(buffer, gradient)
-                host.arrived(index)
+                sums.present.add(index)
                 continue
             if staging is None:
                 slot, staging = self._claim_staging()
-            view = _staged_view(staging, host, index)
+            view = _staged_view(staging, sums, index)
             stream.copy(view, gradient)
             staged.append((index, view))
         event = stream.record()
-        self.offloaded_bytes += sum(gradient.nbytes for gradient in gradients.values())
+        self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._in_flight.append((event, list(gradients.values())))
         if staged:
             self._staging_users[slot] = self._worker.submit(
-                _addition(event, host, staged)
+                _addition(event, sums, staged)
             )
-        while self._in_flight and self._in_flight[0][0].query():
-            self._retire()
+        self.retire()
 
     def _claim_staging(self) -> tuple[int, Tensor]:
         slot = self._next_staging
@@ -173,7 +197,7 @@ class GradientOffload:
         if slot == len(self._staging):
             # only runs that accumulate need them
             buffer = host_buffer(
-                max(arriving.host.chunk.nbytes for arriving in self._arriving)
+                max(arriving.sums.chunk.nbytes for arriving in self._arriving)
             )
             self._device.pin(buffer)
             self._staging.append(buffer)
@@ -215,19 +239,19 @@ def hook_gradients(
     ]
 
 
-def _staged_view(staging: Tensor, host: GradientTarget, index: int) -> Tensor:
-    spec = host.chunk.tensors[index]
+def _staged_view(staging: Tensor, sums: GradientSums, index: int) -> Tensor:
+    spec = sums.chunk.tensors[index]
     flat = staging[spec.offset : spec.offset + spec.nbytes]
     return flat.view(spec.dtype).view(spec.shape)
 
 
 def _addition(
-    event: Event, host: GradientTarget, staged: list[tuple[int, Tensor]]
+    event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]
 ) -> Callable[[], None]:
     def add() -> None:
         # the copy has a stream of its own; adding before its event reads old bytes
         event.synchronize()
         for index, gradient in staged:
-            host.accumulate(index, gradient)
+            sums.add(index, gradient)
 
     return add

@@ -2,6 +2,18 @@
 
 The arithmetic is that of `torch.optim.AdamW(fused=True)` on CPU tensors, one tensor a
 parameter as in the plain run, so the result has the same bits.
+
+# Note [Updates beside the next forward]
+
+A step queues one update a chunk, in the order in which the next forward needs them, and
+returns. An update waits for the fetches that were queued before it, which may still read
+the weights, scales its gradients (clipping), steps, rounds masters into the weights and
+forgets the gradients. A slot that holds the chunk is stale from the moment the update is
+queued. Who reads the weights next waits for the update of that very chunk and of no other:
+a fetch of the pager, or, for weights that stay on the device, `Session.ready` when a module
+above the blocks is entered. Where a node's ranks share the weights, an update has landed
+when all of them have updated their shards: each then enters a barrier, asynchronously, and
+a fetch waits for that one too.
 """
 
 from __future__ import annotations
@@ -15,7 +27,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..runtime import HostWorker
 from ..runtime.device import Event
-from .host_chunks import HostChunk, ShardedChunk
+from .host_chunks import HostChunk
 
 Hyperparameters = dict[str, Any]
 """A param group without its params: lr, betas, eps, weight_decay, …"""
@@ -73,11 +85,11 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class HostAdamW:
-    """Updates the leaves of host chunks.
+    """Updates the main parameters of host chunks.
 
     Args:
         chunks: In the order in which the next forward needs them.
-        group_of: Index of the param group of each leaf, by `id(leaf)`.
+        group_of: Index of the param group of each main parameter, by `id`.
         groups: Hyperparameters of each param group.
         kind: `torch` or `deepspeed`.
         worker: Where updates run.
@@ -85,7 +97,7 @@ class HostAdamW:
 
     def __init__(
         self,
-        chunks: Sequence[HostChunk | ShardedChunk],
+        chunks: Sequence[HostChunk],
         group_of: Mapping[int, int],
         groups: Sequence[Hyperparameters],
         kind: str,
@@ -98,10 +110,10 @@ class HostAdamW:
         self._group_indices: list[list[int]] = []
         for host in chunks:
             members: dict[int, list[Tensor]] = {}
-            for leaf in host.leaves:
-                members.setdefault(group_of[id(leaf)], []).append(leaf)
+            for main in host.mains:
+                members.setdefault(group_of[id(main)], []).append(main)
             self._group_indices.append(list(members))
-            own = [{**groups[g], "params": leaves} for g, leaves in members.items()]
+            own = [{**groups[g], "params": mains} for g, mains in members.items()]
             # the shard of a small chunk may be empty
             self._optimizers.append(make(own) if own else None)
         self.load({})
@@ -111,14 +123,14 @@ class HostAdamW:
         groups: Sequence[Hyperparameters],
         fetches: Event,
         prepare: Callable[[Sequence[Tensor]], None] | None,
-        queued: Callable[[HostChunk | ShardedChunk], None],
+        queued: Callable[[HostChunk], None],
     ) -> None:
         """Queue one update of every chunk that has gradients.
 
         Args:
             groups: Hyperparameters of this step; copied, the scheduler moves on.
             fetches: After the last copy out of the arena that was queued.
-            prepare: Applied to the chunk's leaves first (clipping).
+            prepare: Applied first to what has a gradient (clipping).
             queued: Called on the caller's thread for each chunk, just before.
         """
         # how the plain run computes is its affair; here it is fused
@@ -129,19 +141,20 @@ class HostAdamW:
         for host, optimizer, indices in zip(
             self._chunks, self._optimizers, self._group_indices, strict=True
         ):
-            if not host.has_gradients:
+            if not host.used:
                 continue
 
             def update(
-                host: HostChunk | ShardedChunk = host,
+                host: HostChunk = host,
                 optimizer: torch.optim.Optimizer | None = optimizer,
                 indices: Sequence[int] = indices,
             ) -> Any:
                 # a fetch ahead may still be reading these weights
                 fetches.synchronize()
                 host.changes()
+                mains = host.with_gradients()
                 if prepare is not None:
-                    prepare(host.leaves)
+                    prepare(mains)
                 if optimizer is not None:
                     groups = zip(optimizer.param_groups, indices, strict=True)
                     for group, index in groups:
@@ -155,15 +168,15 @@ class HostAdamW:
             self._worker.submit(update, changes=host.chunk.index)
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Optimizer state by `id(leaf)`; drain the worker first."""
+        """Optimizer state by `id` of a main parameter; drain the worker first."""
         return {
-            id(leaf): {**state, "step": torch.tensor(float(state["step"]))}
+            id(main): {**state, "step": torch.tensor(float(state["step"]))}
             for optimizer in filter(None, self._optimizers)
-            for leaf, state in optimizer.state.items()
+            for main, state in optimizer.state.items()
         }
 
     def load(self, state: Mapping[int, dict[str, Any]], copy: bool = True) -> None:
-        """Replace the state of all leaves, by `id(leaf)`; moments take the leaf's dtype.
+        """Replace all state, by `id` of a main parameter, whose dtype moments take.
 
         Without `copy`, moments on the host are taken over as they are.
         """
@@ -171,9 +184,9 @@ class HostAdamW:
             if optimizer is None:
                 continue
             optimizer.state.clear()
-            for number, leaf in enumerate(host.leaves):
+            for number, main in enumerate(host.mains):
                 first = host.first_state(number)
-                own = state.get(id(leaf))
+                own = state.get(id(main))
                 if first is not None:
                     # they stay where the other ranks can read them
                     given = own or {"step": 0.0}
@@ -181,27 +194,31 @@ class HostAdamW:
                         place.copy_(given[key]) if key in given else place.zero_()
                     own = {**given, **first}
                 if own is not None:
-                    optimizer.state[leaf] = {
-                        key: _own(key, value, leaf, copy and first is None)
+                    optimizer.state[main] = {
+                        key: _own(key, value, main, copy and first is None)
                         for key, value in own.items()
                     }
 
     def state_bytes(self) -> int:
         """Bytes of the moments held on the host."""
-        return sum(
-            value.nbytes
-            for optimizer in filter(None, self._optimizers)
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
+        return sum(map(optimizer_bytes, filter(None, self._optimizers)))
 
 
-def _own(key: str, value: Any, leaf: Tensor, copy: bool) -> Any:
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's state."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _own(key: str, value: Any, main: Tensor, copy: bool) -> Any:
     if key == "step":
         return int(value)
     if isinstance(value, Tensor):
-        return value.detach().to(device="cpu", dtype=leaf.dtype, copy=copy)
+        return value.detach().to(device="cpu", dtype=main.dtype, copy=copy)
     return value
 
 

@@ -1,17 +1,27 @@
-"""The host side of trainable chunks: weights, gradients, and what the optimizer sees."""
+"""The host side of trainable chunks: weights, gradients, and what the optimizer sees.
+
+# Note [Main parameters]
+
+The host optimizer never reaches a weight through `param.data`, which a fetch may be
+filling. It owns main parameters: views of the arena, or fp32 masters of them. A rank alone
+has one for each parameter, as large as that. Where a node's ranks share the memory, each
+updates the elements in its own shard of the chunk's bytes, so a main parameter is a piece
+of a parameter, flat unless whole, and there is none for parameters in other shards.
+Moments then lie in shared memory, too: any rank can write the state of all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..layout import Piece, Reduction, aligned, leaf_chunk, reductions
+from ..layout import Piece, Reduction, aligned, main_chunk, reductions
 from ..layout.shards import PAGE_BYTES
-from ..runtime import Arena, Device, Ranks
+from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk
 
 MASTER_KEY = "master"
@@ -21,300 +31,193 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in its state."""
 
 
-class _Leaves:
-    """What the optimizer updates of a chunk, beside the weights that fetches read."""
+class HostMemory:
+    """What trainable chunks take on the host beside their weights.
 
-    _device: Device
-    weights: list[Tensor]
-    leaves: list[Tensor]
+    Args:
+        weights: The arena.
+        device: Is told what is read and written.
+        fp32_master: Update 16-bit weights through fp32 masters.
+        ranks: Those of the node share it; None for a rank alone.
+    """
+
+    def __init__(
+        self,
+        weights: Arena,
+        device: Device,
+        fp32_master: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.weights = weights
+        self.device = device
+        self.fp32_master = fp32_master
+        self.ranks = ranks or Alone()
+        self.masters = Arena(ranks=ranks)
+        self.gradients = Arena(ranks=ranks)
+        self.moments = [Arena(ranks=ranks) for _ in MOMENTS]
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """Those of the leaves that have one since the last clear."""
-        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+    def reduces(self) -> bool:
+        """Whether gradients come in parts of a reduction."""
+        return self.ranks.world.size > 1
 
-    def changes(self) -> None:
-        """Weights, leaves and gradients are about to be written by this thread."""
-        self._device.writes((*self.weights, *self.leaves, *self.gradients))
+    def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Take memory for further chunks; returns what this rank has to page-lock.
 
-    def reload(self) -> None:
-        """The weights were loaded from outside: renew the masters."""
-        self.changes()
-        for leaf, weight in self._mastered():
-            leaf.copy_(weight)
-
-    def _round(self) -> None:
-        for leaf, weight in self._mastered():
-            weight.copy_(leaf)
-
-    def _mastered(self) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(self.leaves, self.weights, strict=True)
-        return [(leaf, weight) for leaf, weight in pairs if leaf is not weight]
-
-    def _load_master(self, leaf: Tensor, state: dict[str, Any]) -> None:
-        master = state.pop(MASTER_KEY, None)
-        if master is not None:
-            self._device.writes((leaf,))
-            leaf.copy_(master)
-
-    def _bytes(self, gradients: Iterable[Tensor]) -> int:
-        masters = (leaf for leaf, _ in self._mastered())
-        return sum(tensor.nbytes for tensor in (*masters, *gradients))
+        Gradients of chunks with masters arrive in staging buffers and add up in fp32,
+        in memory that no copy reaches.
+        """
+        mains = {c.index: main_chunk(c, self.fp32_master) for c in chunks}
+        mastered = [c.index for c in chunks if c.has_masters(self.fp32_master)]
+        self.masters.add([mains[index] for index in mastered])
+        if not self.reduces:
+            self.gradients.add([mains[index] for index in mastered])
+            copied = [own for index, own in mains.items() if index not in mastered]
+            region = self.gradients.add(copied)
+            return [] if region is None else [region]
+        for moment in self.moments:
+            moment.add([*mains.values()])
+        size, rank = self.ranks.world.local_size, self.ranks.local_rank
+        received = [parts_chunk(chunk, size, self.fp32_master) for chunk in chunks]
+        self.gradients.add(received)
+        return [self.gradients.shard(parts, size, rank) for parts in received]
 
 
-class HostChunk(_Leaves):
-    """Private host tensors of one trainable chunk.
+class GradientSums:
+    """Gradients of a whole chunk that add up on the host of one rank.
+
+    Args:
+        chunk: The chunk.
+        buffers: One for each of its parameters, in the dtype of the sum.
+        device: Is told what is read and written.
+
+    Attributes:
+        present: Indices of parameters that have a sum.
+    """
+
+    def __init__(self, chunk: Chunk, buffers: Sequence[Tensor], device: Device) -> None:
+        self.chunk = chunk
+        self.num_params = len(chunk.tensors)
+        self.present: set[int] = set()
+        self._device = device
+        self._buffers = buffers
+
+    def first_buffer(self, index: int) -> Tensor | None:
+        """Where a first gradient may be copied as it is; None if it must be added."""
+        same = self._buffers[index].dtype == self.chunk.tensors[index].dtype
+        return self._buffers[index] if same and index not in self.present else None
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add a host gradient to that of a parameter."""
+        total = self._buffers[index]
+        self._device.reads((gradient,))
+        self._device.writes((total,))
+        if index in self.present:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
+            self.present.add(index)
+
+
+class HostChunk:
+    """Host tensors of one trainable chunk; see Note [Main parameters].
 
     Args:
         chunk: The chunk.
         params: The model's parameters by name.
-        arena: Holds the chunk's weights.
-        gradients: Holds buffers for its gradients, unless it has masters: those add
-            up in fp32, in memory of their own.
-        fp32_master: Update 16-bit weights through fp32 masters.
-        device: Is told what is read and written.
-
-    The optimizer never reaches a weight through `param.data`, which a fetch may be
-    filling; it owns views of the arena.
+        memory: Where everything lies; `HostMemory.add` has been called with the chunk.
 
     Attributes:
         chunk: What it is the host side of.
         params: The model's parameters.
-        owned: Indices of the tensors that have a leaf here; all of them.
+        owned: Index of the parameter that each main parameter is of.
         weights: Arena views that fetches read, in the dtype of the model, one for each
-            leaf.
-        leaves: What the optimizer updates: `weights`, or fp32 masters of them. A
-            leaf's `.grad` is None until a gradient has arrived since the last clear.
-    """
-
-    def __init__(
-        self,
-        chunk: Chunk,
-        params: Mapping[str, nn.Parameter],
-        arena: Arena,
-        gradients: Arena,
-        fp32_master: bool,
-        device: Device,
-    ) -> None:
-        self._device = device
-        buffered = chunk.index in gradients
-        self.chunk = chunk
-        self.params = [params[spec.name] for spec in chunk.tensors]
-        self.owned = list(range(len(self.params)))
-        self.weights = [arena.tensor(chunk.index, spec) for spec in chunk.tensors]
-        self.leaves = [
-            weight.to(torch.float32) if fp32_master and spec.is_16_bit else weight
-            for weight, spec in zip(self.weights, chunk.tensors, strict=True)
-        ]
-        self._grads = [
-            gradients.tensor(chunk.index, spec)
-            if buffered
-            else torch.empty(spec.shape, dtype=leaf.dtype)
-            for leaf, spec in zip(self.leaves, chunk.tensors, strict=True)
-        ]
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether an update would change anything."""
-        return any(leaf.grad is not None for leaf in self.leaves)
-
-    def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a host gradient to that of leaf `index`."""
-        self._device.reads((gradient,))
-        self._device.writes((self._grads[index],))
-        leaf = self.leaves[index]
-        if leaf.grad is None:
-            leaf.grad = self._grads[index].copy_(gradient)
-        else:
-            leaf.grad.add_(gradient)
-
-    def first_buffer(self, index: int) -> Tensor | None:
-        """Where a first gradient may be copied as it is; None if it must be added."""
-        buffer = self._grads[index]
-        if (
-            self.leaves[index].grad is None
-            and buffer.dtype == self.weights[index].dtype
-        ):
-            return buffer
-        return None
-
-    def arrived(self, index: int) -> None:
-        """The copy into `first_buffer` has been queued."""
-        self.leaves[index].grad = self._grads[index]
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def publish(self) -> Any:
-        """Round the masters into the weights that the next fetch reads.
-
-        Returns:
-            What is done once other ranks have published theirs; None without any.
-        """
-        self._round()
-
-    def has_master(self, index: int) -> bool:
-        """Whether a parameter is updated through an fp32 master."""
-        return self.leaves[index] is not self.weights[index]
-
-    def first_state(self, number: int) -> dict[str, Any] | None:
-        """AdamW's state of a leaf before any update; None where AdamW makes it."""
-
-    def whole_state(
-        self, index: int, states: Mapping[int, dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """State of a whole parameter; None before its first update.
-
-        Args:
-            index: Of the parameter.
-            states: That of each leaf, by `id(leaf)`.
-        """
-        state = states.get(id(self.leaves[index]))
-        if state is not None and self.leaves[index] is not self.weights[index]:
-            return {**state, MASTER_KEY: self.leaves[index]}
-        return state
-
-    def load_state(
-        self, index: int, state: Mapping[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]] | None:
-        """Take over the state of a whole parameter.
-
-        Returns:
-            The leaf and what AdamW needs for it; None if no leaf is here.
-        """
-        own, leaf = dict(state), self.leaves[index]
-        self._load_master(leaf, own)
-        return leaf, own
-
-    def host_bytes(self) -> int:
-        """Bytes of masters and gradients; weights are the arena's, moments Adam's."""
-        return self._bytes(self._grads)
-
-
-class SharedMemory(NamedTuple):
-    """Host memory that the ranks of a node share.
-
-    Attributes:
-        weights: The arena.
-        masters: fp32 masters of the chunks that have any.
-        moments: AdamW's two, in the dtype of the leaves.
-        gradients: Each rank's parts of the reductions; see `parts_chunk`.
-    """
-
-    weights: Arena
-    masters: Arena
-    moments: tuple[Arena, Arena]
-    gradients: Arena
-
-
-class ShardedChunk(_Leaves):
-    """The host side of a trainable chunk of which each rank updates a shard.
-
-    Its face is that of `HostChunk`, but a leaf is a piece of a parameter, flat, and
-    there is none for parameters that lie in other shards.
-
-    Args:
-        chunk: The chunk.
-        params: The model's parameters by name.
-        memory: Where weights, masters, moments and gradients are.
-        ranks: Those of the node share it.
-        fp32_master: Update 16-bit weights through fp32 masters.
-        device: Is told what is read and written.
-
-    Attributes:
-        reductions: How its gradients come together.
+            main parameter.
+        mains: What the optimizer updates: `weights`, or fp32 masters of them.
+        used: Parameters that have a gradient since the last `clear`, on any rank.
+        has_master: Whether each parameter is updated through an fp32 master.
+        sums: Where gradients of a rank alone add up, which the update reads.
+        reductions: How gradients of several ranks come together.
         parts: For each of them what this rank receives, on the host.
     """
 
+    sums: GradientSums
+
     def __init__(
-        self,
-        chunk: Chunk,
-        params: Mapping[str, nn.Parameter],
-        memory: SharedMemory,
-        ranks: Ranks,
-        fp32_master: bool,
-        device: Device,
+        self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
     ) -> None:
-        self._device = device
-        self._ranks = ranks
+        self._device, self._ranks = memory.device, memory.ranks
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
-        size = ranks.world.local_size
-        self.reductions = reductions(chunk, size, fp32_master)
-        received = parts_chunk(chunk, size, fp32_master)
-        self._every_part = [
-            _parts(self.reductions, memory.gradients.shard(received, size, rank))
-            for rank in range(size)
-        ]
-        self.parts = self._every_part[ranks.local_rank]
-        own_leaves = leaf_chunk(chunk, fp32_master).tensors
-        whole_weights = [memory.weights.tensor(chunk.index, s) for s in chunk.tensors]
-        self._whole_leaves = [
-            memory.masters.tensor(chunk.index, leaf)
-            if leaf.dtype is not spec.dtype
+        specs = main_chunk(chunk, memory.fp32_master).tensors
+        weights = [memory.weights.tensor(chunk.index, spec) for spec in chunk.tensors]
+        self._whole = [
+            memory.masters.tensor(chunk.index, own)
+            if own.dtype is not weight.dtype
             else weight
-            for spec, leaf, weight in zip(
-                chunk.tensors, own_leaves, whole_weights, strict=True
-            )
+            for own, weight in zip(specs, weights, strict=True)
         ]
-        self._whole_moments = [
-            {
-                key: arena.tensor(chunk.index, leaf)
-                for key, arena in zip(MOMENTS, memory.moments, strict=True)
-            }
-            for leaf in own_leaves
+        self.has_master = [
+            main is not weight
+            for main, weight in zip(self._whole, weights, strict=True)
         ]
-        self._masters = [
-            leaf is not weight
-            for leaf, weight in zip(self._whole_leaves, whole_weights, strict=True)
-        ]
-        self._pieces: list[Piece] = []
-        self._grads: list[Tensor] = []
-        for reduction, part in zip(self.reductions, self.parts, strict=True):
-            for piece in reduction.pieces[ranks.local_rank]:
-                start = piece.position - ranks.local_rank * reduction.part_numel
-                self._pieces.append(piece)
-                self._grads.append(part[start : start + piece.numel])
-        self.weights = [_cut(whole_weights[p.tensor], p) for p in self._pieces]
-        self.leaves = [
-            _cut(self._whole_leaves[piece.tensor], piece)
-            if self._masters[piece.tensor]
+        self._moments: list[dict[str, Tensor]] = []
+        self.used: set[int] = set()
+        self.parts: list[Tensor] = []
+        self.reductions: tuple[Reduction, ...] = ()
+        if memory.reduces:
+            self._moments = [
+                {
+                    key: arena.tensor(chunk.index, own)
+                    for key, arena in zip(MOMENTS, memory.moments, strict=True)
+                }
+                for own in specs
+            ]
+            pieces = self._take_parts(memory)
+        else:
+            pieces = [Piece(n, 0, own.numel, 0) for n, own in enumerate(specs)]
+            self._gradients = [
+                memory.gradients.tensor(chunk.index, own) for own in specs
+            ]
+            self.sums = GradientSums(chunk, self._gradients, self._device)
+            self.used = self.sums.present
+        self._pieces = pieces
+        self.owned = [piece.tensor for piece in pieces]
+        self.weights = [_cut(weights[piece.tensor], piece) for piece in pieces]
+        self.mains = [
+            _cut(self._whole[piece.tensor], piece)
+            if self.has_master[piece.tensor]
             else weight
-            for piece, weight in zip(self._pieces, self.weights, strict=True)
+            for piece, weight in zip(pieces, self.weights, strict=True)
         ]
-        self.owned = [piece.tensor for piece in self._pieces]
-        self._used: frozenset[int] = frozenset()
         self._num_updates = [0] * len(self.params)
-        for leaf, weight in self._mastered():
-            leaf.copy_(weight)
+        for main, weight in self._mastered():
+            main.copy_(weight)
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether an update would change anything, on whatever rank."""
-        return bool(self._used)
+    def gradients(self) -> list[Tensor]:
+        """Those of main parameters that have one since the last `clear`."""
+        return [
+            gradient
+            for index, gradient in zip(self.owned, self._gradients, strict=True)
+            if index in self.used
+        ]
 
-    def is_used(self, index: int) -> bool:
-        """Whether any rank has a gradient of a parameter."""
-        return index in self._used
-
-    def gradient_dtype(self, index: int) -> torch.dtype:
-        """In which a parameter's gradients are summed."""
-        return self._whole_leaves[index].dtype
-
-    def norms(self) -> Tensor:
-        """Norms of the gradients that fall to this rank, fp64; 0 for all others.
-
-        Of whole gradients, as without paging: in pieces the last bits would differ.
-        """
-        found = torch.zeros(len(self.params), dtype=torch.float64)
-        mine = range(self._ranks.local_rank, len(found), self._ranks.world.local_size)
-        for index in self._used.intersection(mine):
-            found[index] = torch.linalg.vector_norm(self._whole_gradient(index))
+    def with_gradients(self) -> list[Tensor]:
+        """Main parameters that have a gradient, with it as their `.grad`."""
+        found = []
+        for index, main, gradient in zip(
+            self.owned, self.mains, self._gradients, strict=True
+        ):
+            if index in self.used:
+                main.grad = gradient.view_as(main)
+                found.append(main)
         return found
 
-    def _whole_gradient(self, index: int) -> Tensor:
+    def whole_gradient(self, index: int) -> Tensor:
+        """That of a parameter, in the dtype of the sum; no rank may be writing it."""
+        if not self.reductions:
+            return self._gradients[index]
         pieces = [
             parts[number][start : start + piece.numel]
             for rank, parts in enumerate(self._every_part)
@@ -325,66 +228,121 @@ class ShardedChunk(_Leaves):
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def arrived(self, used: Iterable[int]) -> None:
-        """The averages are in `parts`; `used` are the parameters that have any."""
-        self._used = frozenset(used)
-        for index, leaf, gradient in zip(
-            self.owned, self.leaves, self._grads, strict=True
-        ):
-            leaf.grad = gradient if index in self._used else None
+    def gradient_dtype(self, index: int) -> torch.dtype:
+        """In which a parameter's gradients are summed."""
+        return self._whole[index].dtype
+
+    def changes(self) -> None:
+        """Weights, masters and gradients are about to be written by this thread."""
+        self._device.writes((*self.weights, *self.mains, *self.gradients))
+
+    def reload(self) -> None:
+        """The weights were loaded from outside: renew the masters."""
+        self.changes()
+        for main, weight in self._mastered():
+            main.copy_(weight)
 
     def clear(self) -> None:
         """Forget the gradients."""
-        self._used = frozenset()
-        for leaf in self.leaves:
-            leaf.grad = None
+        self.used.clear()
+        for main in self.mains:
+            main.grad = None
 
     def publish(self) -> Any:
-        """Round the masters into the weights; see `HostChunk.publish`."""
-        self._round()
-        for index in self._used:
+        """Round the masters into the weights that the next fetch reads.
+
+        Returns:
+            What is done once other ranks have published theirs; None without any.
+        """
+        for main, weight in self._mastered():
+            weight.copy_(main)
+        for index in tuple(self.used):
             self._num_updates[index] += 1
         return self._ranks.updated()
 
-    def has_master(self, index: int) -> bool:
-        """Whether a parameter is updated through an fp32 master."""
-        return self._masters[index]
-
     def first_state(self, number: int) -> dict[str, Any] | None:
-        """See `HostChunk.first_state`: here moments are in shared memory."""
+        """AdamW's state of a main parameter before any update; None where AdamW makes
+        it, which it does at the first update."""
+        if not self._moments:
+            return None
         piece = self._pieces[number]
-        moments = self._whole_moments[piece.tensor]
+        moments = self._moments[piece.tensor]
         return {key: _cut(moments[key], piece) for key in MOMENTS}
 
     def whole_state(
-        self, index: int, _states: Mapping[int, dict[str, Any]]
+        self, index: int, states: Mapping[int, dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """See `HostChunk.whole_state`; no rank is asked, none may be updating."""
-        if not self._num_updates[index]:
-            return None
-        step = torch.tensor(float(self._num_updates[index]))
-        state = {"step": step, **self._whole_moments[index]}
-        if self._masters[index]:
-            state[MASTER_KEY] = self._whole_leaves[index]
+        """State of a whole parameter; None before its first update.
+
+        No rank is asked, and none may be updating.
+
+        Args:
+            index: Of the parameter.
+            states: That of each main parameter, by `id`.
+        """
+        state = states.get(id(self._whole[index]))
+        if self._moments:
+            step = self._num_updates[index]
+            moments = self._moments[index]
+            state = {"step": torch.tensor(float(step)), **moments} if step else None
+        if state is not None and self.has_master[index]:
+            return {**state, MASTER_KEY: self._whole[index]}
         return state
 
     def load_state(
         self, index: int, state: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Any]] | None:
-        """See `HostChunk.load_state`: of the whole, this rank's piece."""
+        """Take over the state of a whole parameter.
+
+        Returns:
+            The main parameter and what AdamW needs for it; None if none is here.
+        """
         self._num_updates[index] = int(state["step"])
         if index not in self.owned:
             return None
         number = self.owned.index(index)
-        own = dict(state)
+        own, main = dict(state), self.mains[number]
         for key in own.keys() & {*MOMENTS, MASTER_KEY}:
             own[key] = _cut(own[key], self._pieces[number])
-        self._load_master(self.leaves[number], own)
-        return self.leaves[number], own
+        master = own.pop(MASTER_KEY, None)
+        if master is not None:
+            self._device.writes((main,))
+            main.copy_(master)
+        return main, own
 
     def host_bytes(self) -> int:
-        """Bytes of this rank's masters and gradients."""
-        return self._bytes(self.parts)
+        """Bytes of this rank's masters and gradients; weights are the arena's, moments
+        Adam's."""
+        masters = (main for main, _ in self._mastered())
+        gradients: Iterable[Tensor] = self.parts or self._gradients
+        return sum(tensor.nbytes for tensor in (*masters, *gradients))
+
+    def _take_parts(self, memory: HostMemory) -> list[Piece]:
+        size, own_rank = self._ranks.world.local_size, self._ranks.local_rank
+        received = parts_chunk(self.chunk, size, memory.fp32_master)
+        self.reductions = reductions(self.chunk, size, memory.fp32_master)
+        self._every_part = [
+            _parts(self.reductions, memory.gradients.shard(received, size, rank))
+            for rank in range(size)
+        ]
+        self.parts = self._every_part[own_rank]
+        pieces, self._gradients = [], []
+        for reduction, part in zip(self.reductions, self.parts, strict=True):
+            for piece in reduction.pieces[own_rank]:
+                start = piece.position - own_rank * reduction.part_numel
+                pieces.append(piece)
+                self._gradients.append(part[start : start + piece.numel])
+        return pieces
+
+    def _mastered(self) -> list[tuple[Tensor, Tensor]]:
+        """Masters and the weights they are of."""
+        return [
+            (main, weight)
+            for index, main, weight in zip(
+                self.owned, self.mains, self.weights, strict=True
+            )
+            if self.has_master[index]
+        ]
 
 
 def parts_chunk(chunk: Chunk, ranks: int, fp32_master: bool) -> Chunk:
@@ -404,13 +362,6 @@ def _parts(layout: Sequence[Reduction], buffer: Tensor) -> list[Tensor]:
 
 
 def _cut(whole: Tensor, piece: Piece) -> Tensor:
+    if piece.numel == whole.numel():
+        return whole
     return whole.view(-1)[piece.start : piece.stop]
-
-
-def leaves_by_param(chunks: Sequence[HostChunk | ShardedChunk]) -> dict[int, Tensor]:
-    """Map `id(parameter)` to the tensor that the optimizer updates in its place."""
-    return {
-        id(host.params[index]): leaf
-        for host in chunks
-        for index, leaf in zip(host.owned, host.leaves, strict=True)
-    }

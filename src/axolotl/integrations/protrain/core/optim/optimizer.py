@@ -2,8 +2,18 @@
 
 A step has three phases: gradients settle, the device part updates, the host part is
 queued and overlaps the next forward. `state_dict` has the format and the order of the
-plain run's AdamW, so a checkpoint moves freely between plans and to a run without
-paging and back.
+plain run's AdamW, order and dtypes included, so a checkpoint moves freely between plans
+and to a run without paging and back. Parameter names travel along and are compared.
+
+# Note [The norm of all gradients]
+
+It is that of `get_total_norm`, to the last bit: a norm for each gradient, in its dtype, and
+the norm of those in the order of the plain run's parameters, wherever each of them is.
+Device gradients are scaled at once, host gradients by the host thread just before their
+update. Several ranks have host gradients in shards, in memory that they share: each takes
+the norms of some whole gradients, and one sum over the node tells them to all; what is on
+the device is the same on all. Norms of pieces would not do: torch's fp32 norm of 1.5 million
+numbers is 2e-5 from the fp64 one, and in bf16 the plain norm is rounded twice.
 """
 
 from __future__ import annotations
@@ -16,11 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
-from ..runtime import Device, HostWorker, Ranks
-from .gradients import GradientOffload
-from .host_adamw import HostAdamW, Hyperparameters
-from .host_chunks import MASTER_KEY, HostChunk, ShardedChunk, leaves_by_param
-from .reduction import GradientReduction
+from ..runtime import Alone, Device, HostWorker, Ranks
+from .gradients import Gradients
+from .host_adamw import HostAdamW, Hyperparameters, optimizer_bytes
+from .host_chunks import MASTER_KEY, HostChunk
 
 
 class PagedAdamW(torch.optim.Optimizer):
@@ -37,7 +46,7 @@ class PagedAdamW(torch.optim.Optimizer):
         worker: Runs their updates.
         kind: Host implementation, `torch` or `deepspeed`.
         before_update: Called for each host chunk whose weights are about to change.
-        ranks: Those of the node, each with a shard of every host chunk; None for one.
+        ranks: Those of the node, each with a shard of every host chunk.
 
     Raises:
         ConfigError: `plain` is not a `torch.optim.AdamW`, or keeps a third moment
@@ -48,12 +57,12 @@ class PagedAdamW(torch.optim.Optimizer):
         self,
         plain: torch.optim.Optimizer,
         names: Mapping[int, str],
-        chunks: Sequence[HostChunk | ShardedChunk],
-        gradients: GradientOffload | GradientReduction,
+        chunks: Sequence[HostChunk],
+        gradients: Gradients,
         device: Device,
         worker: HostWorker,
         kind: str,
-        before_update: Callable[[HostChunk | ShardedChunk], None],
+        before_update: Callable[[HostChunk], None],
         ranks: Ranks | None = None,
     ) -> None:
         if type(plain) is not torch.optim.AdamW:
@@ -62,23 +71,20 @@ class PagedAdamW(torch.optim.Optimizer):
                 "state is on the host. Use adamw_torch_fused or adamw_torch, an "
                 "adapter, or protrain_force_all_persistent: true."
             )
-        if ranks is not None and any(g.get("amsgrad") for g in plain.param_groups):
+        self._ranks = ranks or Alone()
+        shared = self._ranks.world.size > 1
+        if shared and any(group.get("amsgrad") for group in plain.param_groups):
             raise ConfigError(
                 "optim_args: amsgrad keeps a third moment, which several ranks do not "
                 "share. Remove it, or set protrain_force_all_persistent: true."
             )
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._names = names
-        self._chunks = chunks
-        self._gradients = gradients
         self._device = device
         self._worker = worker
         self._before_update = before_update
-        self._ranks = ranks
-        self._leaves = leaves_by_param(chunks)
-        self._places = _places(chunks)
+        self._take_chunks(chunks, gradients)
         self._resident = _restrict(plain, lambda p: id(p) not in self._places)
-        self._check_grouped(chunks)
         self._kind = kind
         self._host = self._host_optimizer()
         self._clip: tuple[float, Tensor] | None = None
@@ -97,11 +103,7 @@ class PagedAdamW(torch.optim.Optimizer):
         self._gradients.settle()
         self._apply_clipping()
         on_device = [p for p in parameters if id(p) not in self._places]
-        if self._ranks is None:
-            owners = [self._leaves.get(id(p), p) for p in parameters]
-            total_norm = self._total_norm(owners)
-        else:
-            total_norm = self._norm_over_ranks(parameters, self._ranks)
+        total_norm = self._total_norm(parameters)
         if math.isinf(max_norm):
             return total_norm
         torch.nn.utils.clip_grads_with_norm_(on_device, max_norm, total_norm)
@@ -140,7 +142,7 @@ class PagedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in the plain AdamW's format; host tensors stay on the host."""
         self._worker.drain()
-        self._device.reads(self._leaves.values())
+        self._device.reads(self._mains.values())
         self.state.clear()
         host_state = self._host.state()
         for param in self._params():
@@ -167,7 +169,7 @@ class PagedAdamW(torch.optim.Optimizer):
         """
         self._worker.drain()
         # their moments are replaced, which no update may be using
-        self._device.reads(self._leaves.values())
+        self._device.reads(self._mains.values())
         self._check_names(state_dict["param_groups"])
         super().load_state_dict({**state_dict, "state": {}})
         params = list(self._params())
@@ -180,15 +182,15 @@ class PagedAdamW(torch.optim.Optimizer):
                 on_device[param] = state
                 continue
             host, position = place
-            _check_master(host.has_master(position), state)
+            _check_master(host.has_master[position], state)
             loaded = host.load_state(position, state)
             if loaded is not None:
-                leaf, own = loaded
-                on_host[id(leaf)] = own
+                main, own = loaded
+                on_host[id(main)] = own
         self._host.load(on_host)
         self._load_device(on_device)
 
-    def rehost(self, chunks: Sequence[HostChunk], gradients: GradientOffload) -> None:
+    def rehost(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         """Go on with more chunks on the host; no gradient and no update is pending.
 
         State comes along without a second copy of what is on the host.
@@ -198,26 +200,23 @@ class PagedAdamW(torch.optim.Optimizer):
             gradients: Brings their gradients to the host from now on.
         """
         state = self._host.state()
-        self._chunks, self._gradients = chunks, gradients
-        self._leaves = leaves_by_param(chunks)
-        self._places = _places(chunks)
-        self._check_grouped(chunks)
+        self._take_chunks(chunks, gradients)
         if self._resident is not None:
             for group in self._resident.param_groups:
-                moved = [p for p in group["params"] if id(p) in self._leaves]
+                moved = [p for p in group["params"] if id(p) in self._mains]
                 group["params"] = [
-                    p for p in group["params"] if id(p) not in self._leaves
+                    p for p in group["params"] if id(p) not in self._mains
                 ]
                 for param in moved:
                     # popped: its device memory goes tensor by tensor
                     own = self._resident.state.pop(param, {})
-                    state[id(self._leaves[id(param)])] = {
+                    state[id(self._mains[id(param)])] = {
                         key: _on_host(own.pop(key)) for key in list(own)
                     }
             if not any(group["params"] for group in self._resident.param_groups):
                 self._resident = None
         self._host = self._host_optimizer()
-        self._host.load({leaf: own for leaf, own in state.items() if own}, copy=False)
+        self._host.load({main: own for main, own in state.items() if own}, copy=False)
 
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and moments."""
@@ -227,6 +226,21 @@ class PagedAdamW(torch.optim.Optimizer):
     def device_bytes(self) -> int:
         """Device bytes of optimizer state."""
         return optimizer_bytes(self._resident) if self._resident is not None else 0
+
+    def _take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
+        self._chunks, self._gradients = chunks, gradients
+        # by id of a parameter: what is updated in its place; its chunk and index there
+        self._mains = {
+            id(host.params[index]): main
+            for host in chunks
+            for index, main in zip(host.owned, host.mains, strict=True)
+        }
+        self._places = {
+            id(param): (host, index)
+            for host in chunks
+            for index, param in enumerate(host.params)
+        }
+        self._check_grouped()
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -239,18 +253,18 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def _host_optimizer(self) -> HostAdamW:
         group_of = {
-            id(self._leaves[id(p)]): index
+            id(self._mains[id(p)]): index
             for index, group in enumerate(self.param_groups)
             for p in group["params"]
-            if id(p) in self._leaves
+            if id(p) in self._mains
         }
         return HostAdamW(
             self._chunks, group_of, self._hyperparameters(), self._kind, self._worker
         )
 
-    def _check_grouped(self, chunks: Sequence[HostChunk | ShardedChunk]) -> None:
+    def _check_grouped(self) -> None:
         grouped = {id(p) for p in self._params()}
-        for host in chunks:
+        for host in self._chunks:
             for param in host.params:
                 if id(param) not in grouped:
                     raise ConfigError(
@@ -258,44 +272,38 @@ class PagedAdamW(torch.optim.Optimizer):
                         "is in no parameter group. Freeze it or give it to a group."
                     )
 
-    def _norm_over_ranks(self, params: Sequence[Tensor], ranks: Ranks) -> Tensor:
-        """As `get_total_norm`: a norm for each gradient, in its dtype, and one of those.
-
-        What is on the device is the same on all ranks, the rest is in shards.
-        """
-        sharded = [host for host in self._chunks if isinstance(host, ShardedChunk)]
-        own = [host.norms() for host in sharded]
-        every = ranks.node_sum(torch.cat(own)).split([*map(len, own)])
-        of_shards = {
-            id(param): norm.to(host.gradient_dtype(index))
-            for host, all_norms in zip(sharded, every, strict=True)
-            for index, (param, norm) in enumerate(
-                zip(host.params, all_norms, strict=True)
-            )
-            if host.is_used(index)
+    def _total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """See Note [The norm of all gradients]."""
+        # on the worker, which has the host's threads
+        own = self._worker.submit(self._own_norms).result()
+        every = self._ranks.node_sum(torch.cat(own)).split([*map(len, own)])
+        of_host = {
+            id(host.params[index]): norms[index].to(host.gradient_dtype(index))
+            for host, norms in zip(self._chunks, every, strict=True)
+            for index in host.used
         }
-        where, norms = params[0].device, []
-        for param in params:
-            norm = of_shards.get(id(param))
+        where, norms = parameters[0].device, []
+        for param in parameters:
+            norm = of_host.get(id(param))
             if norm is None and param.grad is not None:
-                norm = torch.linalg.vector_norm(param.grad)
+                # by the kernel that the plain run takes
+                norm = torch.nn.utils.get_total_norm([param.grad])
             if norm is not None:
                 norms.append(norm.to(where))
         # that of a number is the number: its order of dtypes is torch's affair
         return torch.nn.utils.get_total_norm(norms)
 
-    def _total_norm(self, owners: Sequence[Tensor]) -> Tensor:
-        gradients = [owner.grad for owner in owners if owner.grad is not None]
-        on_compute = self._device.on_compute()
-
-        def norm() -> Tensor:
-            for host in self._chunks:
-                self._device.reads(host.gradients)
-            with on_compute:
-                return torch.nn.utils.get_total_norm(gradients)
-
-        # on the worker, which has the host's threads
-        return self._worker.submit(norm).result()
+    def _own_norms(self) -> list[Tensor]:
+        """For each chunk norms of gradients that fall to this rank, fp64; 0 for others."""
+        rank, size = self._ranks.local_rank, self._ranks.world.local_size
+        found = []
+        for host in self._chunks:
+            self._device.reads(host.gradients)
+            norms = torch.zeros(len(host.params), dtype=torch.float64)
+            for index in host.used.intersection(range(rank, len(norms), size)):
+                norms[index] = torch.linalg.vector_norm(host.whole_gradient(index))
+            found.append(norms)
+        return found
 
     def _apply_clipping(self) -> None:
         """Scale the host gradients now: they are clipped again before the step."""
@@ -303,7 +311,7 @@ class PagedAdamW(torch.optim.Optimizer):
         if scale is not None:
             for host in self._chunks:
                 self._device.writes(host.gradients)
-                scale(host.leaves)
+                scale(host.with_gradients())
 
     def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
         clip, self._clip = self._clip, None
@@ -315,8 +323,8 @@ class PagedAdamW(torch.optim.Optimizer):
             # spares a pass over all gradients
             return None
 
-        def scale(leaves: Sequence[Tensor]) -> None:
-            torch.nn.utils.clip_grads_with_norm_(leaves, max_norm, norm)
+        def scale(mains: Sequence[Tensor]) -> None:
+            torch.nn.utils.clip_grads_with_norm_(mains, max_norm, norm)
 
         return scale
 
@@ -346,17 +354,6 @@ class PagedAdamW(torch.optim.Optimizer):
         self._resident.load_state_dict(packed)
 
 
-def _places(
-    chunks: Sequence[HostChunk | ShardedChunk],
-) -> dict[int, tuple[HostChunk | ShardedChunk, int]]:
-    """For each host-kept parameter, by id, its chunk and its index there."""
-    return {
-        id(param): (host, index)
-        for host in chunks
-        for index, param in enumerate(host.params)
-    }
-
-
 def _factor(max_norm: float, total_norm: Tensor) -> Tensor:
     """What `clip_grads_with_norm_` multiplies gradients with, as it computes it."""
     one = torch.ones(1)
@@ -378,16 +375,6 @@ def _check_master(has_master: bool, state: Mapping[str, Any]) -> None:
 def _on_host(value: Any) -> Any:
     # a copy on the CPU device too, whose bytes are counted apart
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state."""
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
 
 
 def _restrict(

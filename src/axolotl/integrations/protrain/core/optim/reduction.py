@@ -1,9 +1,27 @@
 """Average the gradients of host-kept chunks over all ranks, once an optimizer step.
 
 As DistributedDataParallel does it: micro-batches that do not synchronise add up on each
-rank; in the last one each rank's sum is divided by the number of ranks, and the sums of
-all are added. Each rank receives the shard that it updates. Chunks are reduced in one
-fixed order on every rank, whether or not a rank has used them.
+rank's host; in the last one each rank's sum is divided by the number of ranks, and the
+sums of all are added, across nodes too. Each rank receives the shard that it updates. What
+no rank has used keeps its weight: one all-reduce of flags a step.
+
+# Note [The order of collectives]
+
+Order and number of reductions are fixed by the plan, the same on every rank: a chunk goes
+when backward reaches the block before it, whether or not this rank has used it, and before
+the fetches of that block, which may be gathers; the last ones go when backward ends, by a
+callback of the engine that is queued before DistributedDataParallel's, so before DDP waits
+for its own: else a rank that left blocks out would wait in DDP for one that waits here.
+Collectives are called by the thread that trains and by autograd's, never by the host
+thread. On the CPU device they block, so their order is all that there is between ranks: no
+reduction of ours may wait for one of DDP's, or the other way round.
+
+# Note [Buffers of a reduction]
+
+`IN_FLIGHT` buffers take turns. Packing waits until the copy out of the buffer's last turn
+has ended, the collective for packing, the copy to the host for the collective. Averages
+arrive in shared memory that the last update of the chunk may still read on a rank that has
+not used the chunk since, so launching waits for that update first.
 """
 
 from __future__ import annotations
@@ -14,28 +32,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..layout import aligned, leaf_chunk, reduce_bytes
+from ..layout import aligned, main_chunk, reduce_bytes
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable
 from ..runtime.device import Event
-from ..types import IN_FLIGHT, Chunk
-from .gradients import Arriving, GradientOffload, hook_gradients
-from .host_chunks import ShardedChunk
+from ..types import IN_FLIGHT, Chunk, Counters
+from .gradients import Arriving, GradientOffload, Gradients, hook_gradients
+from .host_chunks import GradientSums, HostChunk
 
 
-class GradientReduction:
-    """Takes the place of `GradientOffload` where several ranks train.
+class GradientReduction(Gradients):
+    """`Gradients` of several ranks; see Note [The order of collectives].
 
     Args:
         device: Packs, reduces and offloads.
         worker: Adds up micro-batches that do not synchronise.
         ranks: Who averages.
-        order: Indices of chunks in the order in which their gradients are done.
+        order: Indices of chunks in the order in which their gradients are done; empty
+            for that of the layout.
         fp32_master: Sums of 16-bit gradients are kept in fp32.
-
-    Attributes:
-        offloaded_bytes: Bytes sent to the host so far.
-        fetched_bytes: Bytes of sums that came back so far.
-        host_bytes: Bytes of this rank's sums.
+        counters: Bytes each way are counted here.
     """
 
     def __init__(
@@ -45,13 +60,15 @@ class GradientReduction:
         ranks: Ranks,
         order: Sequence[int],
         fp32_master: bool,
+        counters: Counters,
     ) -> None:
         self._device = device
         self._worker = worker
         self._ranks = ranks
-        self._position = {index: number for number, index in enumerate(order)}
+        self._order = order
         self._fp32_master = fp32_master
-        self._offload = GradientOffload(device, worker)
+        self._counters = counters
+        self._offload = GradientOffload(device, worker, counters)
         self._waiting: list[_Waiting] = []
         self._first_of_block: dict[int, int] = {}
         self._buffers: list[Tensor] = []
@@ -62,22 +79,11 @@ class GradientReduction:
         self._synchronises = True
         self._due = self._ends = False
         self._next = 0
-        self._own_bytes = 0
-        self.fetched_bytes = 0
 
-    @property
-    def host_bytes(self) -> int:
-        return self._sums_arena.nbytes
-
-    @property
-    def offloaded_bytes(self) -> int:
-        return self._own_bytes + self._offload.offloaded_bytes
-
-    def attach(self, chunks: Sequence[ShardedChunk]) -> list[Removable]:
-        """Hook every parameter of the chunks, and take the buffers they need."""
-        chunks = sorted(
-            chunks, key=lambda h: self._position.get(h.chunk.index, len(self._position))
-        )
+    def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
+        if not chunks:
+            return []
+        chunks = sorted(chunks, key=self._turn)
         self._waiting = [_Waiting(host) for host in chunks]
         for number, waiting in enumerate(self._waiting):
             block = waiting.host.chunk.block
@@ -96,14 +102,13 @@ class GradientReduction:
         ]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
-        """A forward begins; with `synchronises` it is the last one of a step."""
         self._synchronises = synchronises
         if synchronises:
             self._due, self._ends, self._next = True, False, 0
 
     def reach(self, block: int) -> None:
-        """Backward has come to a block: what follows it in forward is done."""
-        if not self._due:
+        # what follows the block in forward is done
+        if not self._due or not self._waiting:
             return
         if not self._ends:
             # before the hooks of DDP that wait, and called once all of backward has run
@@ -115,11 +120,11 @@ class GradientReduction:
     def _end_backward(self) -> None:
         self._launch_until(len(self._waiting))
 
-    def settle(self) -> None:
-        """Return once every averaged gradient is in its leaf.
+    def retire(self) -> None:
+        self._offload.retire()
 
-        All ranks have to call it at the same point of a step.
-        """
+    def settle(self) -> None:
+        # all ranks call it at the same point of a step
         if not self._due:
             self._offload.settle()
             return
@@ -135,17 +140,15 @@ class GradientReduction:
         for row, waiting in zip(
             self._ranks.maximum(flags).tolist(), self._waiting, strict=True
         ):
-            waiting.host.arrived(i for i, was_used in enumerate(row) if was_used)
+            waiting.host.used = {i for i, was_used in enumerate(row) if was_used}
 
     def discard(self) -> None:
-        """Forget what has not been reduced; return once nothing is on its way."""
         self._due = False
         self._offload.discard()
         for waiting in self._waiting:
             waiting.forget()
 
     def close(self) -> None:
-        """Release gradients and buffers; no copy may be in flight."""
         self._offload.close()
         for waiting in self._waiting:
             waiting.forget()
@@ -154,6 +157,15 @@ class GradientReduction:
         for buffer in self._buffers:
             self._device.free(buffer)
         self._buffers, self._sums, self._pinned = [], None, None
+
+    def _turn(self, host: HostChunk) -> tuple[int, ...]:
+        """Backward's order: the plan's, else from the last block to the first, and then
+        what lies outside of blocks."""
+        chunk = host.chunk
+        if not self._order:
+            return (0, -chunk.index) if chunk.pageable else (1, chunk.index)
+        known = chunk.index in self._order
+        return (self._order.index(chunk.index) if known else len(self._order),)
 
     def _packed_bytes(self, chunk: Chunk) -> int:
         return reduce_bytes(chunk, self._ranks.world.local_size, self._fp32_master)
@@ -172,16 +184,16 @@ class GradientReduction:
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
-        leaves = [leaf_chunk(w.host.chunk, self._fp32_master) for w in self._waiting]
-        self._pinned = self._sums_arena.add(leaves)
+        mains = [main_chunk(w.host.chunk, self._fp32_master) for w in self._waiting]
+        self._pinned = self._sums_arena.add(mains)
         assert self._pinned is not None
         self._device.pin(self._pinned)
-        self._sums = self._device.allocate(max(leaf.nbytes for leaf in leaves))
+        self.host_bytes = self._sums_arena.nbytes
+        self._sums = self._device.allocate(max(main.nbytes for main in mains))
         self._buffers.append(self._sums)
-        for waiting, leaf in zip(self._waiting, leaves, strict=True):
-            waiting.sums = MicroBatchSums(
-                waiting.host, leaf, self._sums_arena, self._device
-            )
+        for waiting, main in zip(self._waiting, mains, strict=True):
+            buffers = [self._sums_arena.tensor(main.index, s) for s in main.tensors]
+            waiting.sums = GradientSums(waiting.host.chunk, buffers, self._device)
             waiting.arriving = self._offload.expect(waiting.sums)
 
     def _launch_until(self, number: int) -> None:
@@ -195,7 +207,7 @@ class GradientReduction:
     def _launch(self, waiting: _Waiting) -> None:
         device, turn = self._device, self._next % IN_FLIGHT
         buffer, host = self._buffers[turn], waiting.host
-        # who has not used the chunk has not waited for its last update either
+        # see Note [Buffers of a reduction]
         self._worker.wait(host.chunk.index)
         sums = self._fetch_sums(waiting)
         device.compute.wait(self._free[turn])
@@ -228,7 +240,7 @@ class GradientReduction:
         offload.wait(communicate.record())
         for target, part in zip(host.parts, parts, strict=True):
             offload.copy(target, part)
-            self._own_bytes += part.nbytes
+            self._counters.offloaded_bytes += part.nbytes
         self._free[turn] = offload.record()
 
     def _fetch_sums(self, waiting: _Waiting) -> dict[int, Tensor]:
@@ -236,14 +248,14 @@ class GradientReduction:
         if waiting.sums is None or not waiting.sums.present:
             return {}
         assert self._sums is not None
-        device, leaf = self._device, waiting.sums.leaf
+        device, main = self._device, main_chunk(waiting.host.chunk, self._fp32_master)
         device.fetch.wait(device.compute.record())
-        device.fetch.copy(self._sums[: leaf.nbytes], self._sums_arena.chunk(leaf.index))
+        device.fetch.copy(self._sums[: main.nbytes], self._sums_arena.chunk(main.index))
         device.compute.wait(device.fetch.record())
-        self.fetched_bytes += leaf.nbytes
+        self._counters.fetched_bytes += main.nbytes
         found = {}
         for index in waiting.sums.present:
-            spec = leaf.tensors[index]
+            spec = main.tensors[index]
             flat = self._sums[spec.offset : spec.offset + spec.nbytes]
             found[index] = flat.view(spec.dtype).view(spec.shape)
         return found
@@ -252,10 +264,10 @@ class GradientReduction:
 class _Waiting:
     """One chunk until it is reduced."""
 
-    def __init__(self, host: ShardedChunk) -> None:
+    def __init__(self, host: HostChunk) -> None:
         self.host = host
         self.gradients: dict[int, Tensor] = {}
-        self.sums: MicroBatchSums | None = None
+        self.sums: GradientSums | None = None
         self.arriving: Arriving | None = None
         self._used: set[int] = set()
 
@@ -286,47 +298,3 @@ class _Waiting:
         """Its gradients are not wanted."""
         self.drop()
         self._used = set()
-
-
-class MicroBatchSums:
-    """Gradients of a whole chunk that one rank adds up on its host.
-
-    Args:
-        host: The chunk.
-        leaf: Its tensors in the dtype of the sums.
-        arena: Holds them.
-        device: Is told what is read and written.
-
-    Attributes:
-        present: Indices of parameters that have a sum.
-    """
-
-    def __init__(
-        self, host: ShardedChunk, leaf: Chunk, arena: Arena, device: Device
-    ) -> None:
-        self.chunk = host.chunk
-        self.params = host.params
-        self.leaf = leaf
-        self.present: set[int] = set()
-        self._device = device
-        self._sums = [arena.tensor(leaf.index, spec) for spec in leaf.tensors]
-
-    def first_buffer(self, index: int) -> Tensor | None:
-        """Where a first gradient may be copied as it is; None if it must be added."""
-        same = self._sums[index].dtype == self.chunk.tensors[index].dtype
-        return self._sums[index] if same and index not in self.present else None
-
-    def arrived(self, index: int) -> None:
-        """The copy into `first_buffer` has been queued."""
-        self.present.add(index)
-
-    def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a host gradient."""
-        total = self._sums[index]
-        self._device.reads((gradient,))
-        self._device.writes((total,))
-        if index in self.present:
-            total.add_(gradient)
-        else:
-            total.copy_(gradient)
-            self.present.add(index)

@@ -44,7 +44,6 @@ _CGROUP_FILES = (
 
 HOST_RESERVE_BYTES = 1 << 30
 """Left to the operating system, the dataloader and the tokenizer."""
-_COUNTERS = ("num_gathers", "num_reduces", "gathered_bytes", "reduced_bytes")
 
 
 def measure_hardware(
@@ -156,7 +155,7 @@ def measure_collectives(
     All ranks have to call it. Between nodes of several ranks only a reduce-scatter and
     what follows it can be timed together: the first is taken for as fast as a gather.
     """
-    world, counted = ranks.world, {name: getattr(ranks, name) for name in _COUNTERS}
+    world = ranks.world
     numel = _COPY_BYTES[torch_device.type] // 4 // world.local_size
     whole = torch.ones(numel * world.local_size, device=torch_device)
     part = torch.ones(numel, device=torch_device) if world.local_size > 1 else whole
@@ -173,8 +172,6 @@ def measure_collectives(
     if world.num_nodes > 1:
         across_s = max(reduce_s - gather_s, reduce_s / 10)
         reduce_s -= across_s
-    for name, value in counted.items():
-        setattr(ranks, name, value)
     return (
         whole.nbytes / gather_s if world.local_size > 1 else 0.0,
         whole.nbytes / reduce_s if world.local_size > 1 else 0.0,

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from ..errors import TraceError
 from ..layout.tensors import map_tensors, tensors_in
-from ..types import SMALLEST_SWAP_BYTES, Hold, Holding, Segment, Trace, Work
+from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .meta import MetaMode
 from .operators import may_multiply, work_of
@@ -458,15 +458,15 @@ class _Recorder(MetaMode):
             if segment.undone_in is not None:
                 # it is computed again only then
                 segment.redone_peak += segment.undone_in.final.kept_at_unpack or 0
-        fates: Counter[tuple[int, int, tuple[Hold, ...], bool]] = Counter()
+        fates: Counter[tuple[int, int, tuple[Save, ...], bool]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
         trace = Trace(
             segments=tuple(segment.closed(number) for segment in segments),
-            holdings=tuple(
-                Holding(made, forgotten, holds, nbytes, large)
-                for (made, forgotten, holds, large), nbytes in fates.items()
-                if forgotten > made or any(hold.segment > made for hold in holds)
+            lifetimes=tuple(
+                Lifetime(made, forgotten, saves, nbytes, large)
+                for (made, forgotten, saves, large), nbytes in fates.items()
+                if forgotten > made or any(save.segment > made for save in saves)
             ),
             blocks=tuple(self._blocks[index][0] for index in order),
         )
@@ -535,12 +535,12 @@ class _Recorder(MetaMode):
 
 def _fate(
     record: _Record, num_segments: int, number: Mapping[int | None, int]
-) -> tuple[int, int, tuple[Hold, ...], bool]:
-    """When a storage was made, when forgotten, what held it, and whether it is large."""
+) -> tuple[int, int, tuple[Save, ...], bool]:
+    """When a storage was made, when forgotten, what saved it, and whether it is large."""
     forgotten = record.forgotten
     end = forgotten.final.index if forgotten is not None else num_segments
-    holds = {
-        Hold(segment.final.index, number.get(block))
+    saves = {
+        Save(segment.final.index, number.get(block))
         for block, segment in record.released
     }
     inputs: dict[tuple[int, int | None], bool] = {}
@@ -549,12 +549,12 @@ def _fate(
             key = forward.undone_in.final.index, number.get(forward.block)
             # another reference to it stays on the device
             inputs[key] = inputs.get(key, True) and by_position
-    holds |= {
-        Hold(*key, as_input=True, by_position=each) for key, each in inputs.items()
+    saves |= {
+        Save(*key, as_input=True, by_position=each) for key, each in inputs.items()
     }
     ordered = sorted(
-        holds,
-        key=lambda h: (h.segment, -1 if h.block is None else h.block, h.as_input),
+        saves,
+        key=lambda s: (s.segment, -1 if s.block is None else s.block, s.as_input),
     )
     return record.made.final.index, end, tuple(ordered), record.large
 

@@ -4,7 +4,6 @@ Decides nothing: imports neither cost nor search nor profile.
 """
 
 from .arena import Arena, host_buffer, return_freed_memory
-from .carrier import Carrier
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
     Removable,
@@ -13,40 +12,37 @@ from .hooks import (
     attach_state_dict,
     drop_ended_backward,
 )
-from .lockstep import Lockstep
-from .pager import Pager
+from .pager import Pager, Ring, ShardedPager
 from .races import CheckedDevice
-from .ranks import Ranks
+from .ranks import Alone, Ranks
 from .recompute import Recompute
-from .residence import Residence
-from .simulated import DeferredDevice, SimulatedDevice, at_random, at_rate
-from .slots import Slot
+from .residence import Residence, StateAccess
+from .slots import Slot, Transport
 from .swap import Swap, SwapBlock
 from .updates import HostTask, HostWorker
 
 __all__ = [
+    "Alone",
     "Arena",
-    "Carrier",
     "CheckedDevice",
     "CpuDevice",
     "CudaDevice",
-    "DeferredDevice",
     "Device",
     "HostTask",
     "HostWorker",
-    "Lockstep",
     "Pager",
     "Ranks",
     "Recompute",
     "Removable",
     "Residence",
-    "SimulatedDevice",
+    "Ring",
+    "ShardedPager",
     "Slot",
+    "StateAccess",
     "Swap",
     "SwapBlock",
+    "Transport",
     "asked_bytes",
-    "at_random",
-    "at_rate",
     "attach_block",
     "attach_entry",
     "attach_state_dict",

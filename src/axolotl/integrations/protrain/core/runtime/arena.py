@@ -1,20 +1,25 @@
-"""Exact-size host memory in which the truth of paged parameters lives."""
+"""Exact-size host memory in which the truth of paged parameters lives.
+
+The ranks of a node map it together.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from ..layout import aligned, padded_bytes, shard_bytes
+from ..errors import ConfigError
+from ..layout import ALIGNMENT_BYTES, aligned, padded_bytes, shard_bytes
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
-from .ranks import Ranks
-from .shared import map_shared
+from .ranks import Alone, Ranks
 
 
 class Arena:
@@ -28,7 +33,7 @@ class Arena:
     Args:
         chunks: The chunks to hold from the start, each at an offset of its own.
         ranks: Whose node shares the memory; every rank then makes the same calls, and
-            each chunk begins on a page.
+            each chunk begins on a page. None for a process alone.
         shards: Each chunk has room for so many equal ones.
     """
 
@@ -38,8 +43,10 @@ class Arena:
         ranks: Ranks | None = None,
         shards: int = 1,
     ) -> None:
-        self._ranks = ranks
+        self._ranks = ranks or Alone()
         self._shards = shards
+        # a rank page-locks no memory of another
+        self._unit = PAGE_BYTES if self._ranks.world.size > 1 else ALIGNMENT_BYTES
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
         self.nbytes = 0
         self.add(chunks)
@@ -53,7 +60,7 @@ class Arena:
         Returns:
             Their mapping as one uint8 tensor, None when it is empty.
         """
-        sizes = [self._size(chunk) for chunk in chunks]
+        sizes = [aligned(padded_bytes(c, self._shards), self._unit) for c in chunks]
         nbytes = sum(sizes)
         if not nbytes:
             return None
@@ -87,18 +94,12 @@ class Arena:
 
     def forget_pages(self) -> None:
         """Take no part in shared pages until they are touched again."""
-        for memory in {
-            id(place[0]): place[0] for place in self._places.values()
-        }.values():
+        # a set: the chunks of one call share a mapping
+        for memory in {memory for memory, *_ in self._places.values()}:
             memory.madvise(mmap.MADV_DONTNEED)
 
-    def _size(self, chunk: Chunk) -> int:
-        if self._ranks is None:
-            return aligned(chunk.nbytes)
-        return aligned(padded_bytes(chunk, self._shards), PAGE_BYTES)
-
     def _map(self, nbytes: int) -> mmap.mmap:
-        if self._ranks is None or self._ranks.world.local_size == 1:
+        if self._ranks.world.local_size == 1:
             return _map_private(nbytes)
         memory = map_shared(nbytes, self._ranks)
         memory.madvise(mmap.MADV_DONTFORK)
@@ -126,3 +127,51 @@ def return_freed_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def map_shared(nbytes: int, ranks: Ranks) -> mmap.mmap:
+    """Map zeros that all ranks of a node see; every rank has to call it.
+
+    It has no name in any file system, so nothing is left when the last rank ends, in
+    whatever way, and the size of /dev/shm does not matter.
+
+    Raises:
+        ConfigError: The system cannot share memory so.
+    """
+    with ExitStack() as opened:
+
+        def make() -> tuple[int, int]:
+            if not hasattr(os, "memfd_create"):
+                raise ConfigError(
+                    "protrain_auto_memory: ranks share host memory by memfd_create, "
+                    "which this system does not have. Train with one process, or set "
+                    "protrain_force_all_persistent: true."
+                )
+            descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            os.ftruncate(descriptor, nbytes)
+            return os.getpid(), descriptor
+
+        process, number = ranks.from_first_of_node(make)
+
+        def map_it() -> mmap.mmap:
+            own = number
+            if ranks.local_rank:
+                own = _open(process, number)
+                opened.callback(os.close, own)
+            return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED)
+
+        # the first rank keeps it open until the others have it
+        return ranks.together(map_it)
+
+
+def _open(process: int, number: int) -> int:
+    path = f"/proc/{process}/fd/{number}"
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"protrain_auto_memory: {path} cannot be opened ({error.strerror}), through "
+            "which the ranks of a node share host memory. Run them as one user in one "
+            "container, or set protrain_force_all_persistent: true."
+        ) from error

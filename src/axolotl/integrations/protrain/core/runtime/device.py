@@ -13,7 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -145,7 +145,11 @@ class Device(Accesses, ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Highest number of device bytes in use so far."""
+        """Highest number of device bytes in use so far.
+
+        To be asked before anybody else resets the allocator's own record, as Axolotl
+        does at every log.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -385,6 +389,7 @@ class CudaDevice(Device):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.host_threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._peak = 0
 
     @property
     def compute(self) -> Stream:
@@ -402,13 +407,13 @@ class CudaDevice(Device):
 
     def pin(self, host: Tensor) -> None:
         # the stock pinned allocator rounds up to powers of two
-        _check_cuda(
+        self._check(
             torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0),
             f"page-locking {host.nbytes} bytes of host memory",
         )
 
     def unpin(self, host: Tensor) -> None:
-        _check_cuda(
+        self._check(
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr()),
             "releasing page-locked host memory",
         )
@@ -436,7 +441,10 @@ class CudaDevice(Device):
         return torch.cuda.memory_allocated(self.torch_device)
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        # others reset the allocator's record
+        newest = torch.cuda.max_memory_allocated(self.torch_device)
+        self._peak = max(self._peak, newest)
+        return self._peak
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -449,9 +457,13 @@ class CudaDevice(Device):
         self._waits = self._waits[len(finished) :]
         self.stall_s += sum(b.elapsed_time(a) for b, a in finished) / 1000
 
-
-def _check_cuda(status: Any, what: str) -> None:
-    if int(status) != 0:
+    def _check(self, status: Any, what: str) -> None:
+        if int(status) == 0:
+            return
+        # CUDA remembers the failure until somebody asks, as each launch of torch does:
+        # this one, so that the next operator of the model does not raise it
+        with suppress(RuntimeError):
+            self.allocate(1).fill_(1)
         name = torch.cuda.cudart().cudaGetErrorString(status)
         raise RuntimeError(
             f"CUDA: {name} while {what}. The limit on locked memory (ulimit -l) or the "

@@ -1,13 +1,16 @@
 """Tie the pager to a model with torch's hooks; nothing is wrapped or patched.
 
 Forward: a pre-hook opens a block's window, a post-hook closes it. Backward: a hook on
-the block's outputs opens it, the next block's opening closes it. Under recompute the
-forward pre-hook fires again inside the backward pass and finds the window open.
+the nodes of the block's outputs opens it, the next block's opening closes it (Note [The
+end of a window in backward] in pager.py); only on nodes younger than the block's forward,
+because a tensor that it merely hands on belongs to the backward of its producer. Under
+recompute the forward pre-hook fires again inside the backward pass and finds the window
+open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from ..layout import Direction
 from ..layout.tensors import tensors_in
+from ..types import Layout
 from .pager import Pager
 
 
@@ -26,7 +30,7 @@ class Removable(Protocol):
 
 
 def attach_block(
-    block: nn.Module, index: int, pager: Pager, left: Callable[[int], None] | None
+    block: nn.Module, index: int, pager: Pager, left: Callable[[int], None]
 ) -> list[Removable]:
     """Open and close a block's window around its forward and backward.
 
@@ -34,15 +38,14 @@ def attach_block(
         block: The module.
         index: Its number in the layout.
         pager: Opens and closes the window.
-        left: Called when backward has come past a block, with that block's number;
-            None where no gradient leaves the device.
+        left: Called when backward has come past a block, with that block's number.
     """
 
     def open_backward(_gradients: Any) -> None:
         before = pager.window
         if before != index:
             pager.open(index, Direction.BACKWARD)
-            if left is not None and before is not None:
+            if before is not None:
                 left(before)
 
     entered = 0
@@ -74,14 +77,33 @@ def attach_block(
 
 
 def attach_entry(
-    modules: Sequence[nn.Module], enter: Callable[[], None]
+    model: nn.Module, layout: Layout, enter: Callable[[], None]
 ) -> list[Removable]:
-    """Call `enter` before any of `modules` runs."""
+    """Call `enter` before any module through which a forward can reach the weights.
+
+    Ancestors of the blocks, because a fused loss reads the head without calling it, and
+    the owners of weights outside blocks, for direct calls. Nothing inside a block, where
+    a window is open: its weights may be tied to others outside.
+    """
 
     def before_forward(_module: nn.Module, _args: Any) -> None:
         enter()
 
-    return [module.register_forward_pre_hook(before_forward) for module in modules]
+    inside = tuple(f"{block.name}." for block in layout.blocks)
+    names: dict[str, None] = {}
+    for block in layout.blocks:
+        parts = block.name.split(".")
+        names.update((".".join(parts[:depth]), None) for depth in range(len(parts)))
+    for chunk in layout.chunks:
+        if chunk.block is None:
+            owners = (spec.name.rpartition(".")[0] for spec in chunk.tensors)
+            names.update(
+                (owner, None) for owner in owners if not f"{owner}.".startswith(inside)
+            )
+    return [
+        model.get_submodule(name).register_forward_pre_hook(before_forward)
+        for name in names
+    ]
 
 
 def attach_state_dict(

@@ -3,17 +3,50 @@
 One block's *window* is open at a time: from the first thing that needs its weights to
 the moment the next block opens or its forward ends. Prefetch, miss, evaluation,
 generation and recompute all go through `open` and `close`.
+
+# Note [The end of a window in backward]
+
+Nothing closes a block's window at the end of its backward: module backward hooks fire
+before the gradients of leaves are accumulated, which still may read weights. Autograd
+runs ready nodes in reverse order of creation, so once the output gradient of block b-1 is
+ready (the hook on the nodes of its outputs opens its window), block b is done, and a
+gradient of b that has not arrived never will. So the next opening closes the window, and
+the gradients of b go then (`left`). After the first block's backward it stays open until
+the update, the next forward or `close_any`.
+
+# Note [The turn]
+
+Nothing is ahead of the last block in training: the slots hold what backward begins with,
+and after backward the first chunks are in their slots again. Without gradients the ring
+wraps to the first chunk. What an update is about to change is not fetched ahead: its fetch
+is held back, and asked for again when the forward of the block that looked ahead ends.
+
+# Note [Fetches that all ranks make]
+
+Where a fetch is a collective, all ranks have to make the same ones in the same order, and
+nothing that depends on timing may decide about one: an update can hold back fetches
+ahead, but not change their order. A rank that leaves out a block (an image tower without
+images, a dropped layer) opens it all the same, in order. A pass goes up from the first
+block or, in backward, down from the last; what is left of it is opened when the next pass
+begins, and of one that goes down when backward ends, by a callback of the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from ..layout import Direction, Schedule
-from .slots import Slot
+from ..layout import Direction, Schedule, padded_bytes, slot_bytes
+from ..types import Chunk, Counters, Layout, Plan
+from .arena import Arena
+from .device import Device, Event, Stream
+from .ranks import Ranks
+from .slots import Slot, Transport
+from .updates import HostWorker
 
 
 class Pager:
@@ -29,6 +62,7 @@ class Pager:
             are on their way and before others are.
         before_backward: Called with a block that opens in backward before anything
             else: what follows it in forward is done.
+        counters: Fetches and misses are counted here.
     """
 
     def __init__(
@@ -40,22 +74,15 @@ class Pager:
         update_pending: Callable[[int], bool],
         before_ahead: Callable[[int], None] | None = None,
         before_backward: Callable[[int], None] | None = None,
+        counters: Counters | None = None,
     ) -> None:
-        self._needed = [
-            [
-                (chunk, slots[schedule.slot_of(chunk)])
-                for chunk in schedule.needed(block)
-            ]
-            for block in range(schedule.num_blocks)
-        ]
+        def with_slots(chunks: Iterable[int]) -> list[tuple[int, Slot]]:
+            return [(chunk, slots[schedule.slot_of(chunk)]) for chunk in chunks]
+
+        blocks = range(schedule.num_blocks)
+        self._needed = [with_slots(schedule.needed(block)) for block in blocks]
         self._ahead = {
-            direction: [
-                [
-                    (chunk, slots[schedule.slot_of(chunk)])
-                    for chunk in schedule.ahead(block, direction)
-                ]
-                for block in range(schedule.num_blocks)
-            ]
+            direction: [with_slots(schedule.ahead(b, direction)) for b in blocks]
             for direction in Direction
         }
         self._slots = slots
@@ -68,9 +95,7 @@ class Pager:
         self._window: int | None = None
         self._forward_runs = False
         self._held_back = False
-        self.fetched_bytes = 0
-        self.num_fetches = 0
-        self.num_misses = 0
+        self.counters = counters or Counters()
 
     @property
     def window(self) -> int | None:
@@ -94,10 +119,11 @@ class Pager:
                     "is not a repeated layer, so this model cannot be paged. Set "
                     "protrain_auto_memory: false."
                 )
+            # see Note [The end of a window in backward]
             self.close(self._window)
         for chunk, slot in self._needed[block]:
             if slot.holds != chunk:
-                self.num_misses += 1
+                self.counters.num_misses += 1
                 self._wait_update(chunk)
                 self._fetch(chunk, slot)
         # once nothing can fail any more: a window is open whole or not at all
@@ -150,5 +176,151 @@ class Pager:
     def _fetch(self, chunk: int, slot: Slot) -> None:
         source = self._sources[chunk]
         slot.fetch(chunk, source)
-        self.fetched_bytes += source.nbytes
-        self.num_fetches += 1
+        self.counters.fetched_bytes += source.nbytes
+        self.counters.num_fetches += 1
+
+
+class ShardedPager(Pager):
+    """Opens every block of a pass in order; see Note [Fetches that all ranks make]."""
+
+    def __init__(self, schedule: Schedule, *args: Any, **kwargs: Any) -> None:
+        super().__init__(schedule, *args, **kwargs)
+        self._num_blocks = schedule.num_blocks
+        self._direction = Direction.FORWARD
+        # the block that was opened last in this pass
+        self._at = -1
+
+    def open(self, block: int, direction: Direction) -> None:
+        if self.window == block:
+            return
+        turns = (direction is Direction.BACKWARD) != self._down
+        again = block == self._at and not turns
+        if turns or (self._is_behind(block) and not again):
+            self.complete()
+            self._begin(direction)
+        if not again:
+            self._pass(self._until(block)[:-1])
+        super().open(block, self._direction)
+        self._at = block
+
+    def complete(self) -> None:
+        """Open what is left of the pass."""
+        if self._at != self._start:
+            self._pass(self._until(0 if self._down else self._num_blocks - 1))
+        self.close_any()
+
+    def _pass(self, blocks: Iterable[int]) -> None:
+        """Open what others may use and this rank does not."""
+        for block in blocks:
+            super().open(block, self._direction)
+            self.close_any()
+            self._at = block
+
+    @property
+    def _down(self) -> bool:
+        return self._direction is Direction.BACKWARD
+
+    @property
+    def _start(self) -> int:
+        return self._num_blocks if self._down else -1
+
+    def _begin(self, direction: Direction) -> None:
+        self._direction = direction
+        self._at = self._start
+        if self._down:
+            # called once all of backward has run
+            torch.autograd.Variable._execution_engine.queue_callback(self.complete)
+
+    def _is_behind(self, block: int) -> bool:
+        return block >= self._at if self._down else block <= self._at
+
+    def _until(self, block: int) -> range:
+        if self._down:
+            return range(self._at - 1, block - 1, -1)
+        return range(self._at + 1, block + 1)
+
+
+class Ring:
+    """The slots of a plan, and what comes into them from where.
+
+    Args:
+        layout: All chunks.
+        plan: Which of them are paged.
+        arena: Holds the bytes of those on the host.
+        device: Has the slots, once they are taken.
+        poison: Fill a slot with NaN bytes when its chunk leaves.
+        ranks: Who trains; under a plan with shards each has one of every chunk.
+
+    Attributes:
+        numbers: Of the paged chunks in the schedule, by index.
+        slots: Empty until `take`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        plan: Plan,
+        arena: Arena,
+        device: Device,
+        poison: bool,
+        ranks: Ranks,
+    ) -> None:
+        self._layout = layout
+        self._plan = plan
+        self._arena = arena
+        self._device = device
+        self._poison = poison
+        self._rank = ranks.local_rank
+        self._transport = Transport(device, ranks if plan.shards > 1 else None)
+        self.numbers: dict[int, int] = {}
+        self.slots: list[Slot] = []
+
+    def take(self, plan: Plan) -> None:
+        """Allocate the slots of a plan; those before it have been released."""
+        self._plan = plan
+        self.numbers = {index: n for n, index in enumerate(plan.paged)}
+        sizes = slot_bytes(self._layout, plan.placements, plan.n_buffer, plan.shards)
+        device, poison, transport = self._device, self._poison, self._transport
+        self.slots = [
+            Slot(device.allocate(nbytes), device, poison, transport) for nbytes in sizes
+        ]
+
+    def buffer_of(self, chunk: Chunk) -> Tensor:
+        """What a host-kept chunk's parameters become views of: its slot, or new memory."""
+        number = self.numbers.get(chunk.index)
+        if number is None:
+            return self._device.allocate(padded_bytes(chunk, self._plan.shards))
+        return self.slots[number % self._plan.n_buffer].buffer
+
+    def source(self, index: int) -> Tensor:
+        """What this rank copies and page-locks of a chunk: all of it, or its shard."""
+        if self._plan.shards == 1:
+            return self._arena.chunk(index)
+        chunk = self._layout.chunks[index]
+        return self._arena.shard(chunk, self._plan.shards, self._rank)
+
+    def fetch(self, stream: Stream, buffer: Tensor, index: int) -> Event:
+        """Queue a chunk's bytes into a buffer that is no slot; see `Transport.fetch`."""
+        return self._transport.fetch(stream, buffer, self.source(index))
+
+    def pager(self, worker: HostWorker, **around: Any) -> Pager:
+        """A pager of these slots, all of which it takes for empty.
+
+        Args:
+            worker: Runs the updates.
+            around: Further arguments of `Pager`.
+        """
+        paged = self._plan.paged
+        blocks = [
+            [self.numbers[c] for c in block.chunks if c in self.numbers]
+            for block in self._layout.blocks
+        ]
+        kind = Pager if self._plan.shards == 1 else ShardedPager
+        return kind(
+            Schedule(blocks, self._plan.n_buffer),
+            self.slots,
+            [self.source(index) for index in self.numbers],
+            wait_update=lambda number: worker.wait(paged[number]),
+            update_pending=lambda number: worker.pending(paged[number]),
+            **around,
+        )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError, ProTrainError
-from ..types import World
+from ..types import Counters, World
 
 Result = TypeVar("Result")
 
@@ -32,10 +32,7 @@ class Ranks:
         world: How many train together.
         rank: Of this process among all.
         local_rank: The same on its node.
-        num_gathers: All-gathers of a chunk so far.
-        num_reduces: Reduce-scatters of gradients so far.
-        gathered_bytes: Bytes of their results.
-        reduced_bytes: Bytes of their inputs.
+        counters: Where collectives are counted.
 
     Raises:
         ConfigError: Nodes with different numbers of processes.
@@ -55,8 +52,7 @@ class Ranks:
         self._updates = self._one_of(nodes, "gloo")
         self._across = self._one_of(across, backend)
         self._own_node = own
-        self.num_gathers = self.num_reduces = 0
-        self.gathered_bytes = self.reduced_bytes = 0
+        self.counters = Counters()
 
     # device memory, on the current stream
 
@@ -65,14 +61,14 @@ class Ranks:
 
         `part` may be this rank's range of `whole`.
         """
-        self.num_gathers += 1
-        self.gathered_bytes += whole.nbytes
+        self.counters.num_gathers += 1
+        self.counters.gathered_bytes += whole.nbytes
         dist.all_gather_into_tensor(whole, part, group=self._node)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """Sum `whole` over all ranks; `part` is this rank's range of it, in place."""
-        self.num_reduces += 1
-        self.reduced_bytes += whole.nbytes
+        self.counters.num_reduces += 1
+        self.counters.reduced_bytes += whole.nbytes
         if self.world.local_size > 1:
             dist.reduce_scatter_tensor(part, whole, group=self._node)
         if self.world.num_nodes > 1:
@@ -80,7 +76,7 @@ class Ranks:
 
     # host memory
 
-    def updated(self) -> dist.Work:
+    def updated(self) -> dist.Work | None:
         """This rank has updated its share; done when all of the node have theirs."""
         return dist.barrier(group=self._updates, async_op=True)
 
@@ -171,6 +167,35 @@ class Ranks:
             for group, ranks in zip(made, members, strict=True)
             if self.rank in ranks
         )
+
+
+class Alone(Ranks):
+    """A world of one: every exchange is the identity."""
+
+    def __init__(self) -> None:
+        self.world, self.rank, self.local_rank = World(), 0, 0
+        self.counters = Counters()
+
+    def updated(self) -> None:
+        return None
+
+    def node_sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def holders(self, absent: Collection[str]) -> dict[str, int]:
+        return {}
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_first(self, make: Callable[[], Result]) -> Result:
+        return make()
+
+    def together(self, act: Callable[[], Result]) -> Result:
+        return act()
+
+    def close(self) -> None:
+        """There is no group to leave."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,22 @@
-"""Where the parameters of an open model live, and how they got there and get back."""
+"""Where the parameters of an open model live, and how they got there and get back.
+
+# Note [Who reads the state]
+
+Ctrl-C saves the model at any moment, so at every moment a reader of the state has to find
+the truth. A chunk's `state_dict` hooks are there before its parameters point at a slot, and
+go after they are back. They wait for host updates and answer with arena tensors that have
+storages of their own, so that `save_pretrained` neither clones them nor takes them for
+shared; a load waits for copies as well, writes the arena, and through the parameters into
+whatever slot they point at, which is stale then. Frozen bytes only move host to device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..layout.tensors import (
@@ -14,12 +26,26 @@ from ..layout.tensors import (
     parameter_name,
     release_packing,
 )
-from ..types import Chunk
+from ..types import Chunk, Counters
 from .arena import Arena, return_freed_memory
-from .carrier import Carrier
 from .device import Device
-from .hooks import Removable
+from .hooks import Removable, attach_state_dict
+from .pager import Ring
 from .ranks import Ranks
+
+
+class StateAccess(NamedTuple):
+    """What is called around reads and loads of a chunk's state.
+
+    Attributes:
+        before_read: With the host tensors that will be read.
+        before_load: With those that will be written.
+        loaded: With the chunk whose host bytes, and slot, have been written.
+    """
+
+    before_read: Callable[[Collection[Tensor]], None]
+    before_load: Callable[[Collection[Tensor]], None]
+    loaded: Callable[[Chunk], None]
 
 
 class Residence:
@@ -30,10 +56,10 @@ class Residence:
             tensors in the quant state of quantised ones.
         arena: Holds the bytes of host-kept chunks.
         device: Everything else moves there.
-        announce: Called for each chunk once its bytes are in the arena and before its
-            parameters point elsewhere: from here on readers must be told.
-        ranks: Fill a shared arena together, each its part; None where one fills it.
-        holders: Local rank that has a parameter's bytes, where not every rank does.
+        access: Called around reads and loads of the state of host-kept chunks.
+        ranks: Fill a shared arena together, each its part.
+        absent: Names of frozen parameters that this rank has in name only.
+        counters: Refreshed bytes are counted here.
     """
 
     def __init__(
@@ -41,20 +67,23 @@ class Residence:
         model: nn.Module,
         arena: Arena,
         device: Device,
-        announce: Callable[[Chunk], None],
-        ranks: Ranks | None = None,
-        holders: Mapping[str, int] | None = None,
+        access: StateAccess,
+        ranks: Ranks,
+        absent: Collection[str],
+        counters: Counters,
     ) -> None:
         self._ranks = ranks
-        self._holders = holders or {}
+        # local rank that has a parameter's bytes, where not every rank does
+        self._holders = ranks.holders(absent)
         self._model = model
         self._bindings = model_bindings(model)
         self._arena = arena
         self._device = device
-        self._announce = announce
+        self._access = access
+        self._counters = counters
         self._moved: dict[int, Chunk] = {}
         self._held: list[nn.Module] | None = None
-        self.refreshed_bytes = 0
+        self._state_handles: list[Removable] = []
 
     def move_in(
         self, chunks: Sequence[Chunk], buffer_of: Callable[[Chunk], Tensor]
@@ -92,21 +121,52 @@ class Residence:
         release_packing(self._held or [])
         self._held = []
 
-    def refresh(self, chunk: Chunk, source: Tensor, carrier: Carrier) -> None:
+    def detach_state(self) -> None:
+        """Readers of the state find it without being told: everything has moved out."""
+        while self._state_handles:
+            self._state_handles.pop().remove()
+
+    def refresh(self, chunk: Chunk, ring: Ring) -> None:
         """Queue the transfer of a chunk's host weights into its buffer, on compute.
 
         Args:
             chunk: One that has a buffer of its own.
-            source: Its bytes in the arena, or this rank's shard of them.
-            carrier: Brings them.
+            ring: Brings its bytes.
         """
         first = self._bindings[chunk.tensors[0].name].tensor
-        buffer = source.new_empty(0, device=first.device).set_(first.untyped_storage())
+        storage = first.untyped_storage()
+        buffer = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
         compute = self._device.compute
-        compute.wait(carrier.bring(compute, buffer, source))
-        self.refreshed_bytes += source.nbytes
+        compute.wait(ring.fetch(compute, buffer, chunk.index))
+        self._counters.fetched_bytes += ring.source(chunk.index).nbytes
 
-    def attach_side_state(
+    def _attach_state(self, chunk: Chunk) -> None:
+        """Let `state_dict` and `load_state_dict` reach a chunk's host copy.
+
+        Bound to the modules that register its parameters, tied names included.
+        """
+        host = {id(self._bindings[spec.name].owner): spec for spec in chunk.tensors}
+        for module in self._model.modules():
+            own = {
+                name: host[id(param)]
+                for name, param in module.named_parameters(recurse=False)
+                if id(param) in host
+            }
+            if not own:
+                continue
+            tensors = {n: self._arena.tensor(chunk.index, s) for n, s in own.items()}
+            self._state_handles += [
+                *self._attach_side_state(module, chunk, [s.name for s in own.values()]),
+                *attach_state_dict(
+                    module,
+                    tensors,
+                    before_read=partial(self._access.before_read, tensors.values()),
+                    before_write=partial(self._access.before_load, tensors.values()),
+                    written=partial(self._access.loaded, chunk),
+                ),
+            ]
+
+    def _attach_side_state(
         self, owner: nn.Module, chunk: Chunk, params: Collection[str]
     ) -> list[Removable]:
         """Let `state_dict` read the quant state of a module's weights on the host.
@@ -146,8 +206,6 @@ class Residence:
 
     def _fills(self, chunk: Chunk, number: int) -> bool:
         """What trains may have begun at random: there the first rank's values count."""
-        if self._ranks is None:
-            return True
         filler = self._holder(chunk.tensors[number].name)
         if filler is None:
             filler = 0 if chunk.trainable else number % self._ranks.world.local_size
@@ -161,7 +219,7 @@ class Residence:
         for name, binding in self._bindings.items():
             if name not in on_host:
                 holder = self._holder(name)
-                if holder is not None and self._ranks is not None:
+                if holder is not None:
                     self._ranks.spread_on_node(binding.tensor, holder)
                 binding.bind(self._device.place(binding.tensor))
         for buffer in self._model.buffers():
@@ -175,7 +233,8 @@ class Residence:
                     self._arena.tensor(chunk.index, spec).copy_(
                         self._bindings[spec.name].tensor
                     )
-            self._announce(chunk)
+            # see Note [Who reads the state]
+            self._attach_state(chunk)
             self._moved[chunk.index] = chunk
         for spec in chunk.tensors:
             view = buffer[spec.offset : spec.offset + spec.nbytes]

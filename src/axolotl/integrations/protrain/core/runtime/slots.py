@@ -1,25 +1,96 @@
-"""A slot: a device buffer at a fixed address, and the only owner of copy events."""
+"""A slot: a device buffer at a fixed address, and the only owner of copy events.
+
+# Note [Stable addresses]
+
+A paged parameter's `.data` is a view into its slot from open to close, and nothing binds
+it anew: what autograd, a custom function or a quantised matmul holds on to is valid again
+when the chunk is back, and it is back before the block's backward. So there are no
+placeholder tensors. The one exception is `Session.replan`: between two attempts at a step
+no graph is alive, so addresses may change there.
+
+# Note [Slot protocol]
+
+Only `Slot` knows events, and prefetch, miss, evaluation, generation, recomputation and
+loading all go through its four calls:
+
+* `fetch` lets the copy wait for the last use of the buffer (`_last_use`), then queues it;
+* `begin_use` lets compute wait for that copy (`_arrival`) before anybody reads;
+* `end_use` records the last use, after the last kernel that reads was queued;
+* `overwritten` stands for kernels that wrote through the parameters: a last use, too.
+
+What `holds` says is a promise of what the buffer will contain once the copy is through;
+the events are the proof. The first `_last_use` is the fill in the constructor, and where
+poison is asked for each fetch fills the buffer first, on the stream of the copy.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from .carrier import Carrier
-from .device import POISON_BYTE, Device, Event
+from .device import POISON_BYTE, Device, Event, Stream
+from .ranks import Alone, Ranks
+
+
+class Transport:
+    """Copies whole chunks to the device, or a rank's shard of them and gathers the rest.
+
+    Args:
+        device: Whose streams carry them.
+        ranks: Of the node, each with a shard of every chunk; None where this one
+            fetches whole chunks.
+    """
+
+    def __init__(self, device: Device, ranks: Ranks | None = None) -> None:
+        self._device = device
+        self._ranks = ranks or Alone()
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
+        """Queue the bytes of one chunk.
+
+        Args:
+            stream: Carries the copy.
+            buffer: uint8, on the device, as large as the chunk or all its shards.
+            source: uint8, on the host: the chunk, or this rank's shard.
+
+        Returns:
+            The point at which all of them are there.
+        """
+        part, whole = self._targets(buffer, source.numel())
+        stream.copy(part, source)
+        if part is whole:
+            return stream.record()
+        gathers = self._device.communicate
+        gathers.wait(stream.record())
+        gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))
+        return gathers.record()
+
+    def forget_buffers(self) -> None:
+        """Let go of the views of device buffers."""
+        self._views.clear()
+
+    def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
+        # made once: slicing costs more than queueing the copy
+        key = buffer.data_ptr(), nbytes
+        if key not in self._views:
+            size, rank = self._ranks.world.local_size, self._ranks.local_rank
+            whole = part = buffer[: size * nbytes]
+            if size > 1:
+                part = whole[rank * nbytes : (rank + 1) * nbytes]
+            self._views[key] = part, whole
+        return self._views[key]
 
 
 class Slot:
-    """One device buffer that paged chunks share in turn.
-
-    Protocol: `fetch` waits for the last use before it writes; `begin_use` waits for
-    the copy before anyone reads; `end_use` marks the last use. `holds` is a promise,
-    the events are the proof.
+    """One device buffer that paged chunks share in turn; see Note [Slot protocol].
 
     Args:
         buffer: uint8 device tensor; its address never changes.
         device: Where the copies run.
         poison: Fill the buffer with NaN bytes when its chunk leaves.
-        carrier: Brings the chunks; by default copies them whole.
+        transport: Brings the chunks; by default copies them whole.
     """
 
     def __init__(
@@ -27,31 +98,31 @@ class Slot:
         buffer: Tensor,
         device: Device,
         poison: bool,
-        carrier: Carrier | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.buffer = buffer
         self.holds: int | None = None
         self._device = device
         self._poison = poison
-        self._carrier = carrier or Carrier(device)
+        self._transport = transport or Transport(device)
         self._arrival: Event | None = None
         # a block that is read without being called must not find plausible bytes
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
 
     def fetch(self, chunk: int, source: Tensor) -> None:
-        """Queue the transfer of a chunk into the slot; see `Carrier.bring`."""
+        """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
         stream = self._device.fetch
         stream.wait(self._last_use)
         if self._poison:
             stream.fill(self.buffer, POISON_BYTE)
-        self._arrival = self._carrier.bring(stream, self.buffer, source)
+        self._arrival = self._transport.fetch(stream, self.buffer, source)
         self.holds = chunk
 
     def release(self) -> None:
         """Let go of the device memory; the slot cannot be used again."""
         self._device.free(self.buffer)
-        self._carrier.forget_buffers()
+        self._transport.forget_buffers()
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
 

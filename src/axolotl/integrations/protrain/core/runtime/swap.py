@@ -3,18 +3,43 @@
 Bound with torch's saved-tensor hooks: autograd keeps a handle, the bytes wait in pinned
 host memory. Whole storages travel, so that views keep their stride and offset and two
 views of one storage stay views of one storage.
+
+# Note [Tensors that several blocks save]
+
+A storage is known by its identity and its version. The first block that saves it sends it,
+into that block's region; whoever saves it later (rotary tables, masks) gets a handle of the
+same `Swapped`, so it goes out once and comes back once, and one that has been written in
+between goes again. Weights and their views never travel, nor do storages below
+`SMALLEST_SWAP_BYTES`.
+
+# Note [Memory of what is away]
+
+The device memory of what has left is given back when compute has waited for the copy, at
+the next swapping block's forward or after the last block's: compute waits, not the calling
+thread, and kernels that get the memory come after. What somebody else has kept on the
+device meanwhile is taken as it is. What comes back goes into memory that kernels before
+this moment may still use, so the copy waits for compute; compute waits for the copy where
+it is unpacked. When a block opens in backward its own tensors are queued first, then those
+of the block before it, and the weights ahead come after both.
+
+# Note [Finalizers]
+
+What a signal handler raises inside a finalizer that is Python, as Ctrl-C does, is printed
+and lost. So nothing of ours runs when a `Swapped` ends: a weak reference puts itself into a
+deque, and `settle` does the rest. A copy that is under way keeps its target until then.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..types import SMALLEST_SWAP_BYTES
+from ..types import SMALLEST_SWAP_BYTES, Counters
 from .arena import host_buffer
 from .device import Device, Event
 
@@ -30,6 +55,9 @@ class SwapRegion:
         nbytes: What the plan expects; it grows where a batch is larger.
         device: Whose copies use it.
         taken: Told the bytes of each piece of host memory.
+
+    Attributes:
+        wanted: What waits in it.
     """
 
     def __init__(
@@ -39,22 +67,21 @@ class SwapRegion:
         self._taken = taken
         self._buffers: list[Tensor] = []
         self._current = self._used = 0
-        self._wanted: weakref.WeakSet[Swapped] = weakref.WeakSet()
+        self.wanted: set[_Life] = set()
         if nbytes:
             self._grow(nbytes)
 
     @property
     def free(self) -> bool:
         """True when nothing in it is wanted any more."""
-        return not self._wanted
+        return not self.wanted
 
     def claim(self) -> None:
         """Begin to fill it anew."""
         self._current = self._used = 0
 
-    def reserve(self, nbytes: int, owner: Swapped) -> Tensor:
-        """The next bytes, uint8 of shape [nbytes], as long as `owner` lives."""
-        self._wanted.add(owner)
+    def reserve(self, nbytes: int) -> Tensor:
+        """The next bytes, uint8 of shape [nbytes]."""
         while self._current < len(self._buffers):
             buffer = self._buffers[self._current]
             if self._used + nbytes <= buffer.numel():
@@ -82,6 +109,7 @@ class Swapped:
 
     Args:
         storage: Its bytes on the device.
+        version: That of the tensor which was saved.
         region: Where they wait.
         swap: Counts the copies, and keeps the storage until it has left.
     """
@@ -93,23 +121,18 @@ class Swapped:
         region: SwapRegion,
         swap: Swap,
     ) -> None:
-        # first: what fails below must not fail again in `__del__`
-        self._arrival: Event | None = None
         self._device = device = swap.device
         self._swap = swap
         self._nbytes = storage.nbytes()
         self._original = weakref.ref(storage)
         self._version = version
         self._here: torch.UntypedStorage | None = None
-        self._host = region.reserve(self._nbytes, self)
+        self.life = swap.live(self, storage._cdata, region)
+        self._host = region.reserve(self._nbytes)
         source = _bytes(storage, device.torch_device)
         device.offload.wait(device.compute.record())
         device.offload.copy(self._host, source)
         swap.left(device.offload.record(), source)
-
-    def __del__(self) -> None:
-        # the memory may be given to a kernel next, and the copy may not be done
-        self._await()
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
         """Whether it holds what `storage` holds now."""
@@ -131,24 +154,33 @@ class Swapped:
         # for the copy out, or the original would be here
         device.fetch.wait(device.compute.record())
         device.fetch.copy(target, self._host)
-        self._arrival = device.fetch.record()
         self._here = target.untyped_storage()
-        self._swap.fetched_bytes += self._nbytes
-        self._swap.num_fetches += 1
+        self.life.arriving = device.fetch.record(), self._here
+        self._swap.counters.swapped_in_bytes += self._nbytes
 
     def storage(self) -> torch.UntypedStorage:
         """Its bytes on the device, readable by compute."""
         self.fetch()
-        self._await()
+        self.life.arrive(self._device)
         assert self._here is not None
         device = self._device
         device.reads([_bytes(self._here, device.torch_device)], device.compute)
         return self._here
 
-    def _await(self) -> None:
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            self._device.wait_stalled(arrival)
+
+class _Life(weakref.ref[Swapped]):
+    """Whether a `Swapped` is still wanted, and what is under way for it."""
+
+    __slots__ = ("arriving", "key", "region")
+    key: int
+    region: SwapRegion
+    arriving: tuple[Event, torch.UntypedStorage] | None
+
+    def arrive(self, device: Device) -> None:
+        """Let compute wait for the copy that is under way, if any."""
+        arriving, self.arriving = self.arriving, None
+        if arriving is not None:
+            device.wait_stalled(arriving[0])
 
 
 class _Handle:
@@ -172,29 +204,29 @@ class Swap:
         device: Between which and the host they travel.
         weights: Tensors that never do, nor views of them: parameters, buffers, slots.
         block_bytes: For each block what it is expected to send, by index.
+        counters: Bytes each way are counted here.
 
     Attributes:
-        offloaded_bytes: Sent to the host so far.
-        fetched_bytes: Brought back so far.
-        num_offloads: Storages sent.
-        num_fetches: Storages brought back.
         host_bytes: Host memory taken for them.
     """
 
     def __init__(
-        self, device: Device, weights: Collection[Tensor], block_bytes: dict[int, int]
+        self,
+        device: Device,
+        weights: Collection[Tensor],
+        block_bytes: dict[int, int],
+        counters: Counters | None = None,
     ) -> None:
         self.device = device
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._block_bytes = block_bytes
         self._regions: dict[int, list[SwapRegion]] = {}
-        self._known: weakref.WeakValueDictionary[int, Swapped] = (
-            weakref.WeakValueDictionary()
-        )
-        self._of_block: dict[int, list[weakref.ref[Swapped]]] = {}
+        self._known: dict[int, _Life] = {}
+        self._ended: deque[_Life] = deque()
+        self._of_block: dict[int, list[_Life]] = {}
         self._leaving: list[tuple[Event, Tensor]] = []
-        self.offloaded_bytes = self.fetched_bytes = 0
-        self.num_offloads = self.num_fetches = self.host_bytes = 0
+        self.counters = counters or Counters()
+        self.host_bytes = 0
 
     def saving(self, block: int) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which tensors saved for backward go to the host.
@@ -209,11 +241,11 @@ class Swap:
             if not self._swaps(tensor):
                 return tensor
             storage, version = tensor.untyped_storage(), tensor._version
-            known = self._known.get(storage._cdata)
+            life = self._known.get(storage._cdata)
+            known = life() if life is not None else None
             if known is None or not known.is_of(storage, version):
                 known = Swapped(storage, version, region, self)
-                self._known[storage._cdata] = known
-            swapped.append(weakref.ref(known))
+            swapped.append(known.life)
             return _Handle(known, tensor)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
@@ -222,34 +254,45 @@ class Swap:
         """Backward has come to a block: its tensors first, then the next one's."""
         self.settle()
         for number in (block, block - 1):
-            for reference in self._of_block.pop(number, ()):
-                swapped = reference()
+            for life in self._of_block.pop(number, ()):
+                swapped = life()
                 if swapped is not None:
                     swapped.fetch()
 
+    def live(self, swapped: Swapped, key: int, region: SwapRegion) -> _Life:
+        """A storage, by its identity, waits in a region from now on."""
+        life = _Life(swapped, self._ended.append)
+        life.key, life.region, life.arriving = key, region, None
+        self._known[key] = life
+        region.wanted.add(life)
+        return life
+
     def left(self, event: Event, source: Tensor) -> None:
         """A copy to the host is queued; `source` must live until `event`."""
-        self.offloaded_bytes += source.nbytes
-        self.num_offloads += 1
+        self.counters.swapped_out_bytes += source.nbytes
         if not event.query():
             self._leaving.append((event, source))
 
     def settle(self) -> None:
-        """Give the memory of what has left to the kernels that follow."""
+        """Give the memory of what has left to the kernels that follow, and that of what
+        has ended: see Note [Finalizers]."""
         for event, _source in self._leaving:
             self.device.compute.wait(event)
         self._leaving = []
-
-    def count_on(self, before: Swap) -> None:
-        """Go on from the counters of one that has been closed."""
-        self.offloaded_bytes += before.offloaded_bytes
-        self.fetched_bytes += before.fetched_bytes
-        self.num_offloads += before.num_offloads
-        self.num_fetches += before.num_fetches
+        while self._ended:
+            # taken off at the end: after an interrupt all of it is done again
+            life = self._ended[0]
+            # the memory may be given to a kernel next, and the copy may not be done
+            life.arrive(self.device)
+            life.region.wanted.discard(life)
+            if self._known.get(life.key) is life:
+                del self._known[life.key]
+            self._ended.popleft()
 
     def close(self) -> None:
         """Release the host memory; the device is idle."""
         self._leaving = []
+        self._ended.clear()
         self._of_block.clear()
         for regions in self._regions.values():
             for region in regions:

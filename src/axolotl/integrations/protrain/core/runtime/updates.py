@@ -35,18 +35,14 @@ class HostTask(Generic[Result]):
         finally:
             self._end = device.mark()
 
-    def done(self) -> bool:
-        """True once it has run."""
-        return self._future.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Block until it has run, whether or not it failed."""
-        self._future.exception(timeout_s)
+        self._future.exception()
         self._end.synchronize()
 
     def everywhere(self) -> bool:
         """True once it has run, here and on the ranks that its result stands for."""
-        return self.done() and (
+        return self._future.done() and (
             (others := self._others()) is None or others.is_completed()
         )
 
@@ -60,9 +56,9 @@ class HostTask(Generic[Result]):
     def _others(self) -> Any:
         return None if self._future.exception() else self._future.result()
 
-    def result(self, timeout_s: float | None = None) -> Result:
+    def result(self) -> Result:
         """Block until it has run; raise what it raised."""
-        self.wait(timeout_s)
+        self.wait()
         return self._future.result()
 
 

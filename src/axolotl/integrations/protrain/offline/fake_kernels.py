@@ -24,7 +24,7 @@ FLASH_ATTENTION = "flash_attention_2"
 
 
 @contextmanager
-def planning_stand_ins(target: str) -> Iterator[list[str]]:
+def fake_kernels(target: str) -> Iterator[list[str]]:
     """Let a model that was patched for `target` run forward and backward on meta.
 
     Args:
@@ -241,14 +241,46 @@ _TRACEABLE_EXPERTS = "grouped_mm"
 
 
 def make_experts_traceable(
-    model: Any, wanted: str | None, assumptions: list[str]
+    model: Any, assumptions: list[str], wanted: str | None = None
 ) -> None:
     """The eager form asks which experts were chosen; other kernels need CUDA."""
     has_experts = any(hasattr(module, "is_concatenated") for module in model.modules())
     wanted = wanted or model.config.get_text_config()._experts_implementation
-    if not has_experts or wanted == _TRACEABLE_EXPERTS:
-        return
-    model.set_experts_implementation(_TRACEABLE_EXPERTS)
+    if has_experts and wanted != _TRACEABLE_EXPERTS:
+        model.set_experts_implementation(_TRACEABLE_EXPERTS)
+        assumptions.append(
+            f"experts_implementation {wanted}: traced as {_TRACEABLE_EXPERTS}"
+        )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Cross entropy of `hidden @ weight.T` whose logits never exist."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        log_sum_exp = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, log_sum_exp)
+        return hidden.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight, _ = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return (
+            torch.empty_like(hidden) if needs_hidden else None,
+            torch.empty_like(weight) if needs_weight else None,
+        )
+
+
+def fake_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
+    head = model.get_output_embeddings()
+
+    def loss_function(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return _LinearCrossEntropy.apply(logits, head.weight)
+
+    head.forward = lambda hidden: hidden
+    model.loss_function = loss_function
     assumptions.append(
-        f"experts_implementation {wanted}: traced as {_TRACEABLE_EXPERTS}"
+        "cut_cross_entropy is not installed here: a loss that keeps the hidden states "
+        "and no logits"
     )

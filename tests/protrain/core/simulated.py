@@ -1,4 +1,4 @@
-"""CPU devices whose copies come later, beside compute: for tests and measurements.
+"""CPU devices whose copies come later, beside compute: for tests and benchmarks.
 
 Both carry out what was queued on a copy stream in order, after the events it was told
 to wait for, so a read without a wait on the copy really reads what is not there yet.
@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .device import CpuDevice, Event, Stream, _ImmediateStream
+from axolotl.integrations.protrain.core.runtime.device import (
+    CpuDevice,
+    Event,
+    Stream,
+    _ImmediateStream,
+)
 
 Delay = Callable[[int], float]
 """Seconds that a copy of so many bytes takes."""

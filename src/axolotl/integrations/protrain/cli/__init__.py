@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from .core.errors import ConfigError, ProTrainError
+from ..core.errors import ConfigError, ProTrainError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,7 +25,7 @@ def protrain() -> None:
     """Page a model that is larger than the device."""
 
 
-@protrain.command()
+@protrain.command("selftest")
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--steps", default=4, show_default=True, help="Optimizer steps of each run."
@@ -35,7 +35,7 @@ def protrain() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for both runs, kept afterwards; a temporary one by default.",
 )
-def selftest(config: Path, steps: int, keep: Path | None) -> None:
+def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     """Train CONFIG for a few steps with and without paging and compare.
 
     Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed.
@@ -83,7 +83,7 @@ def _gib(
     raise click.BadParameter("not a number of GiB above 0.")
 
 
-@protrain.command(cls=_PlanCommand)
+@protrain.command("plan", cls=_PlanCommand)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--gpu",
@@ -128,7 +128,7 @@ def _gib(
     type=click.Choice(["seq", "batch", "rank"]),
     help="Ask for the largest sequence, micro-batch or adapter rank that fits.",
 )
-def plan(
+def _plan(
     config: Path,
     gpus: tuple[str, ...],
     num_gpus: int,
@@ -150,9 +150,10 @@ def plan(
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             # imported here: `axolotl --help` reads this module
-            from .dry_run import DryRun, Question, worst
-            from .plan_page import plan_page
-            from .plan_text import largest_text, plan_text
+            from ..report.forecast import DRAWN
+            from ..report.page import plan_page
+            from ..report.text import largest_text, plan_text
+            from .plan import DryRun, Question, worst
 
             dry_run = DryRun(Question(config, gpus, num_gpus, ram_gib, link))
             answers = dry_run.largest(largest) if largest else dry_run.forecasts()
@@ -164,8 +165,7 @@ def plan(
             reason = {"verdict": "unsupported", "reason": unplanned.message}
             _print_json([{**reason, "hardware": {"name": gpu}} for gpu in gpus or [""]])
         raise unplanned from error
-    drawn = ("timeline", "blocks")
-    shown = [{k: v for k, v in a.items() if k not in drawn} for a in answers]
+    shown = [{k: v for k, v in a.items() if k not in DRAWN} for a in answers]
     if as_json:
         _print_json(shown)
     else:
@@ -216,7 +216,7 @@ def _lean_imports() -> Iterator[None]:
     import torch
     from transformers import utils
 
-    from .stand_ins import replaced
+    from ..offline.fake_kernels import replaced
 
     empty = {}
     for name in {"evaluate", "wandb"} - sys.modules.keys():
@@ -243,14 +243,9 @@ def _lean_imports() -> Iterator[None]:
 @protrain.command()
 def keys() -> None:
     """List every key of the YAML with its default and meaning."""
-    from .args import ProTrainArgs
+    from ..args import ProTrainArgs
 
     for name, field in ProTrainArgs.model_fields.items():
         default = "unset" if field.default is None else str(field.default)
         click.echo(f"{name} (default: {default.lower()})")
         click.echo(click.wrap_text(field.description or "", 88, "    ", "    "))
-
-
-if __name__ == "__main__":
-    # `axolotl` prints its logo before any command; this way JSON comes alone
-    protrain(prog_name="axolotl protrain")

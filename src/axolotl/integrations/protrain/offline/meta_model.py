@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import io
 import json
-import logging
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +43,12 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.generic import is_flash_attention_requested
 
-from .batches import autocast_dtype, find_file, sample_batch
-from .core.errors import FOREIGN_ERRORS, ConfigError
-from .stand_ins import (
+from ..core.errors import FOREIGN_ERRORS, ConfigError
+from .batches import find_file
+from .fake_kernels import (
     FLASH_ATTENTION,
     PLANNED_ATTENTION,
+    fake_cut_cross_entropy,
     make_experts_traceable,
     quantisation_tables_apart,
     registered_attention,
@@ -80,31 +79,38 @@ _INITIALISES_MISSING = "_initialize_missing_keys"
 
 
 @dataclass
-class Blueprint:
-    """A model as it is when training begins, and one micro-batch for it.
+class MetaModel:
+    """A model as it is when training begins, without weights.
 
     Attributes:
         cfg: Axolotl's configuration, validated and normalised for the target.
         model: In training mode, on the meta device; `requires_grad` final; nothing
-            recomputes its activations. Runs under `planning_stand_ins`.
-        batch: What the collator would give: integers are real and on the CPU, images
-            are on the meta device.
-        autocast_dtype: Of the autocast region around the forward, None without one.
-        optimizer: Axolotl's name for it.
+            recomputes its activations. Runs under `fake_kernels`.
         assumptions: What was not known, and what was taken instead.
     """
 
     cfg: DictDefault
     model: nn.Module
-    batch: dict[str, Tensor]
-    autocast_dtype: torch.dtype | None
-    optimizer: str
-    assumptions: list[str] = field(default_factory=list)
+    assumptions: list[str]
+
+    @contextlib.contextmanager
+    def changed(self, change: Mapping[str, int]) -> Iterator[None]:
+        """Some keys of the YAML are others inside, and adapters of another rank."""
+        adapters: list[tuple[nn.Module, str, nn.Parameter]] = []
+        if "lora_r" in change:
+            rank = self.cfg.lora_r, change["lora_r"]
+            adapters = list(_resize_adapters(self.model, *rank))
+        try:
+            with _keys(self.cfg, change):
+                yield
+        finally:
+            for owner, name, param in adapters:
+                setattr(owner, name, param)
 
 
-def load_blueprint(
+def load_meta_model(
     config: Path, target: str, overrides: Mapping[str, object] | None = None
-) -> Blueprint:
+) -> MetaModel:
     """Build what `axolotl train config` would train on `target`.
 
     Args:
@@ -115,55 +121,45 @@ def load_blueprint(
     Raises:
         ConfigError: The YAML is invalid or cannot be planned; names the key.
     """
-    with _quiet(), _offline(), _own_plugins():
-        assumptions: list[str] = []
-        cfg = _validated(config, target, overrides or {})
-        model = _built(cfg, target, assumptions)
-        batch = sample_batch(cfg, model, assumptions)
-    return Blueprint(
-        cfg,
-        model,
-        batch,
-        autocast_dtype(cfg),
-        str(getattr(cfg.optimizer, "value", cfg.optimizer)),
-        assumptions,
-    )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A plan is a table; what a training run logs while it loads is not part of it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            yield
-    finally:
-        logging.disable(before)
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
+    assumptions: list[str] = []
+    manager = PluginManager.get_instance()
     with (
         replaced(constants, "HF_HUB_OFFLINE", True),
         replaced(TelemetryManager.get_instance(), "enabled", False),
+        # Axolotl's manager is one for the process and keeps what it ever registered
+        replaced(manager, "plugins", type(manager.plugins)()),
+        replaced(manager, "cfg", None),
     ):
-        yield
+        cfg = _validated(config, target, overrides or {})
+        return MetaModel(cfg, _built(cfg, target, assumptions), assumptions)
 
 
 @contextlib.contextmanager
-def _own_plugins() -> Iterator[None]:
-    """Axolotl's manager is one for the process and keeps what it ever registered."""
-    manager = PluginManager.get_instance()
-    before = manager.plugins, manager.cfg
-    manager.plugins, manager.cfg = type(manager.plugins)(), None
+def _keys(cfg: DictDefault, values: Mapping[str, object]) -> Iterator[None]:
+    before = {key: cfg[key] for key in values}
+    cfg.update(values)
     try:
         yield
     finally:
-        manager.plugins, manager.cfg = before
+        cfg.update(before)
+
+
+def _resize_adapters(
+    model: nn.Module, old: int, new: int
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Give LoRA weights on the meta device another rank; yields what they were."""
+    for path, owner in list(model.named_modules()):
+        for name, param in list(owner.named_parameters(path, recurse=False)):
+            first = "lora_A" in name or "lora_embedding_A" in name
+            dim = 0 if first else 1
+            if ".lora_" not in name or param.ndim != 2 or param.shape[dim] != old:
+                continue
+            shape = list(param.shape)
+            shape[dim] = new
+            attribute = name.rpartition(".")[2]
+            yield owner, attribute, param
+            resized = nn.Parameter(param.data.new_empty(shape), param.requires_grad)
+            setattr(owner, attribute, resized)
 
 
 # ---------------------------------------------------------------- configuration
@@ -192,7 +188,10 @@ def _validated(
     environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
     try:
         prepare_plugins(cfg)
-        _check_plugins(cfg)
+        for name in cfg.plugins or ():
+            # Axolotl goes on without a plugin that it cannot import
+            if name not in PluginManager.get_instance().plugins:
+                raise ConfigError(f"plugins: {name} cannot be imported here.")
         cfg = validate_config(cfg, capabilities, environment)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
@@ -207,14 +206,6 @@ def _validated(
         raise ConfigError(_gives_no_model(cfg, error)) from error
     _check_plannable(cfg)
     return cfg
-
-
-def _check_plugins(cfg: DictDefault) -> None:
-    """Axolotl goes on without a plugin that it cannot import."""
-    registered = PluginManager.get_instance().plugins
-    for name in cfg.plugins or ():
-        if name not in registered:
-            raise ConfigError(f"plugins: {name} cannot be imported here.")
 
 
 def _check_base_model(cfg: DictDefault) -> None:
@@ -294,16 +285,17 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
     tokenizer = _tokenizer(cfg, assumptions)
     loader = _Loader(cfg, tokenizer, target, assumptions)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_cheap_collection())
+        # Axolotl collects garbage three times; the imported modules are none
+        gc.freeze()
+        undo.callback(gc.unfreeze)
         # the trace shows what a block computes once; policies are the plan's affair
-        for key in _POLICIES:
-            undo.enter_context(_without(cfg, key))
+        undo.enter_context(_keys(cfg, dict.fromkeys(_POLICIES)))
         if cfg.peft_init_lora_weights:
             assumptions.append(
                 f"peft_init_lora_weights: {cfg.peft_init_lora_weights} needs weights; "
                 "adapters have the shapes of the default initialisation"
             )
-            undo.enter_context(_without(cfg, "peft_init_lora_weights"))
+            undo.enter_context(_keys(cfg, {"peft_init_lora_weights": None}))
         try:
             model, _ = loader.load()
         except ConfigError:
@@ -318,26 +310,6 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
     return model.train()
-
-
-@contextlib.contextmanager
-def _cheap_collection() -> Iterator[None]:
-    """Axolotl collects garbage three times; the imported modules are none."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _without(cfg: DictDefault, key: str) -> Iterator[None]:
-    before = cfg[key]
-    cfg[key] = None
-    try:
-        yield
-    finally:
-        cfg[key] = before
 
 
 def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
@@ -390,7 +362,10 @@ class _Loader(ModelLoader):
         super()._set_attention_config()
         name = self.model_kwargs.get("attn_implementation")
         if self._target == "cuda" and name not in (None, "eager", "sdpa"):
-            self._attention = _planned_name(name)
+            is_flash = is_flash_attention_requested(
+                requested_attention_implementation=name
+            )
+            self._attention = FLASH_ATTENTION if is_flash else PLANNED_ATTENTION
         if self._attention is None:
             return
         self.model_kwargs["attn_implementation"] = PLANNED_ATTENTION
@@ -402,7 +377,10 @@ class _Loader(ModelLoader):
 
     def _apply_pre_model_load_setup(self) -> None:
         super()._apply_pre_model_load_setup()
-        if self.cfg.cut_cross_entropy and not _is_installed("cut_cross_entropy"):
+        if (
+            self.cfg.cut_cross_entropy
+            and importlib.util.find_spec("cut_cross_entropy") is None
+        ):
             # its plugin, called next, would refuse; set again when that is over
             self.cfg.cut_cross_entropy = False
             self._cce_stands_in = True
@@ -412,14 +390,14 @@ class _Loader(ModelLoader):
             skips = super()._build_model()
         if self._cce_stands_in:
             self.cfg.cut_cross_entropy = True
-            _install_cut_cross_entropy(self.model, self._assumptions)
+            fake_cut_cross_entropy(self.model, self._assumptions)
         if self._attention is not None:
             _rename_attention(self.model, self._attention)
         return skips
 
     def _configure_experts_implementation(self) -> None:
         make_experts_traceable(
-            self.model, self.cfg.experts_implementation, self._assumptions
+            self.model, self._assumptions, self.cfg.experts_implementation
         )
 
     def _load_model_from_pretrained(self, model_loader_class: Any = None) -> Any:
@@ -460,11 +438,6 @@ def _same(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _planned_name(name: str) -> str:
-    is_flash = is_flash_attention_requested(requested_attention_implementation=name)
-    return FLASH_ATTENTION if is_flash else PLANNED_ATTENTION
 
 
 def _rename_attention(model: nn.Module, name: str) -> None:
@@ -527,43 +500,3 @@ def _note_unfused(cfg: DictDefault, model: Any, assumptions: list[str]) -> None:
             "linear attention: torch's own chunked form, which keeps more than fused "
             "kernels do"
         )
-
-
-# --------------------------------------------------------------- cut cross entropy
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross entropy of `hidden @ weight.T` whose logits never exist."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        log_sum_exp = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(hidden, weight, log_sum_exp)
-        return hidden.new_empty((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight, _ = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad
-        return (
-            torch.empty_like(hidden) if needs_hidden else None,
-            torch.empty_like(weight) if needs_weight else None,
-        )
-
-
-def _install_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
-    head = model.get_output_embeddings()
-
-    def loss_function(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        return _LinearCrossEntropy.apply(logits, head.weight)
-
-    head.forward = lambda hidden: hidden
-    model.loss_function = loss_function
-    assumptions.append(
-        "cut_cross_entropy is not installed here: a loss that keeps the hidden states "
-        "and no logits"
-    )

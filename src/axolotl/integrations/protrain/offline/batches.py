@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
-from .core.errors import ConfigError
+from ..core.errors import ConfigError
 
 _META = torch.device("meta")
 
@@ -26,15 +26,6 @@ _MASKLESS = ("gemma3", "gemma4", "gemma4_unified", "mamba")
 
 DOCUMENTS_PER_ROW = 4
 """Packed rows are assumed to hold this many documents."""
-
-
-def autocast_dtype(cfg: Any) -> torch.dtype | None:
-    """What accelerate wraps the forward in; `bf16: full` asks for none."""
-    if cfg.bf16 == "full":
-        return None
-    if cfg.bf16 or cfg.bfloat16:
-        return torch.bfloat16
-    return torch.float16 if cfg.fp16 else None
 
 
 def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tensor]:

@@ -1,0 +1,3 @@
+"""What a run will do and what it did: for people in `text` and `page`, for programs in
+`forecast` and `run`.
+"""

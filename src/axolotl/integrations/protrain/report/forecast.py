@@ -1,0 +1,277 @@
+"""A forecast as one dict, and every word about it: for tables, page, JSON and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
+from ..core.planner import Forecast
+from ..core.types import Hardware, Knobs, Plan
+
+FITS, DOES_NOT_FIT, UNSUPPORTED = "fits", "does-not-fit", "unsupported"
+VERDICTS = {FITS: "fits", DOES_NOT_FIT: "does not fit", UNSUPPORTED: "unsupported"}
+MODES = {
+    "A": "everything on the device",
+    "B": "from a copy on the host, whole chunks to each device",
+    "C": "from a copy on the host, to each device a shard, gathered there",
+}
+LANES = {
+    "compute": "compute",
+    "fetch": "copies to the device",
+    "offload": "copies to the host",
+    "host": "AdamW on the host",
+    "communicate": "exchange between ranks",
+}
+PLACEMENTS = {
+    "resident": "weights and optimizer state on the GPU",
+    "host-state": "weights on the GPU, optimizer state on the host",
+    "paged": "all on the host, weights pass through a slot",
+}
+POLICIES = {
+    "keep": "activations stay on the GPU",
+    "recompute": "activations are computed again in backward",
+    "swap": "activations go to the host and come back",
+    "swap-input": "inputs go to the host, the rest is computed again",
+}
+POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"}
+HOST_PHASES = {
+    "load": "while the model is loaded, when all of it is on the host",
+    "train": "while it trains",
+    "save": "while a checkpoint is saved",
+}
+POINT_TERMS = {
+    "weights": "weights",
+    "slots": "slots",
+    "moments": "optimizer",
+    "gradients": "gradients",
+    "activations": "activations",
+    "working": "working set",
+}
+"""Fields of a point of the timeline, and their names."""
+DRAWN = ("timeline", "blocks")
+"""Keys of `answer_dict` that only the page shows."""
+MAX_RUNS = 3
+"""Of blocks with the same policy, which are written in words."""
+
+
+def forecast_dict(forecast: Forecast) -> dict[str, Any]:
+    """A plan and what it will cost, as report.json and `--json` have it."""
+    plan, layout, step = forecast.plan, forecast.layout, forecast.step
+    device, host, budget = forecast.device, forecast.host, forecast.budget
+    world = forecast.workload.world
+    return {
+        "plan": {
+            **knobs_dict(plan),
+            "mode": plan.mode,
+            "num_ranks": world.size,
+            "num_nodes": world.num_nodes,
+            "origin": plan.origin,
+            "num_blocks": len(layout.blocks),
+            "num_chunks": len(layout.pageable),
+            "resident_chunks": [
+                c.index for c in layout.pageable if c.index not in plan.paged
+            ],
+            "placements": [placement.value for placement in plan.placements],
+            "block_policies": [policy.value for policy in plan.policies],
+        },
+        "device_bytes": {
+            "peak": device.peak_bytes,
+            "budget": budget.usable_bytes,
+            "reserve": budget.reserve_bytes,
+            "terms": device.terms,
+            "phases": device.phases,
+        },
+        "host_bytes": {
+            "peak": host.peak_bytes,
+            "budget": budget.host_bytes,
+            "terms": host.terms,
+            "phases": host.phases,
+        },
+        "step_s": {
+            "total": step.total_s,
+            "lanes": dict(step.busy_s),
+            "exposed": dict(step.exposed_s),
+            "recompute": step.recompute_s,
+            "limiter": step.limiter,
+            "tokens_per_s": forecast.tokens_per_s,
+            "measured_blocks": forecast.times.measured,
+        },
+    }
+
+
+def knobs_dict(plan: Plan) -> dict[str, int]:
+    """The four knobs by name."""
+    return {knob.name: getattr(plan, knob.name) for knob in fields(Knobs)}
+
+
+def answer_dict(forecast: Forecast, fits: bool) -> dict[str, Any]:
+    """One card of `plan --json`, and under the keys of `DRAWN` what the page draws.
+
+    `alternatives` and `assumptions` are for the caller to add.
+    """
+    plan, times, layout = forecast.plan, forecast.times, forecast.layout
+    answer = {
+        "verdict": FITS if fits else DOES_NOT_FIT,
+        "reason": None if fits else shortfall(forecast),
+        "hardware": hardware_dict(forecast.hardware),
+        **forecast_dict(forecast),
+    }
+    answer["device_bytes"]["peak_at"] = forecast.device.peak.label
+    if not fits:
+        answer["step_s"] = None
+    answer["timeline"] = [
+        {
+            "label": point.label,
+            "phase": point.phase,
+            "bytes": {name: getattr(point, kind) for kind, name in POINT_TERMS.items()},
+        }
+        for point in forecast.device.timeline
+    ]
+    answer["blocks"] = [
+        {
+            "name": block.name,
+            "policy": plan.policies[block.index].value,
+            "chunks": [
+                {
+                    "bytes": layout.chunks[chunk].nbytes,
+                    "placement": plan.placements[chunk].value,
+                }
+                for chunk in block.chunks
+            ],
+            "forward_s": times.forward_s[block.index],
+            "backward_s": times.backward_s[block.index],
+        }
+        for block in layout.blocks
+    ]
+    return answer
+
+
+def hardware_dict(card: Hardware) -> dict[str, str]:
+    """Which machine a forecast is of."""
+    return {"name": card.name, "source": card.source, "link": card.link}
+
+
+def price_dict(forecast: Forecast | None) -> dict[str, Any]:
+    """What a table of settings says of each; None for one without a plan that fits."""
+    if forecast is None:
+        return dict.fromkeys(("device_peak_bytes", "step_s", "tokens_per_s", "plan"))
+    return {
+        "device_peak_bytes": forecast.device.peak_bytes,
+        "step_s": forecast.step.total_s,
+        "tokens_per_s": forecast.tokens_per_s,
+        "plan": {**knobs_dict(forecast.plan), "mode": forecast.plan.mode},
+    }
+
+
+def lack(forecast: Forecast) -> str | None:
+    """How much a plan lacks, of the device first; None if it fits."""
+    budget = forecast.budget
+    for where, needed, has in (
+        ("device", forecast.device.peak_bytes, budget.usable_bytes),
+        ("host", forecast.host.peak_bytes, budget.host_bytes),
+    ):
+        if needed > has:
+            return f"{format_bytes(needed - has)} of {where} memory missing"
+    return None
+
+
+def shortfall(forecast: Forecast) -> str:
+    """What a plan lacks, with the moment at which it is missing."""
+    device, host, budget = forecast.device, forecast.host, forecast.budget
+    searched = forecast.plan.origin == "search"
+    which = "the smallest plan" if searched else "the plan of the YAML"
+    needed, has = host.peak_bytes, budget.host_bytes
+    moment, advice = HOST_PHASES[highest_phase(host.phases)], ""
+    if device.peak_bytes > budget.usable_bytes:
+        needed, has = device.peak_bytes, budget.usable_bytes
+        moment = f"at {device.peak.label}"
+        if device.peak.label.endswith("outside blocks"):
+            advice = (
+                " That is where the loss holds the logits of all tokens; "
+                "liger_fused_linear_cross_entropy or cut_cross_entropy avoids them."
+            )
+    return (
+        f"{lack(forecast)}: {which} takes {format_bytes(needed)} {moment}, "
+        f"{format_bytes(has)} may be used.{advice}"
+    )
+
+
+def highest_phase(phases: Mapping[str, int]) -> str:
+    """The phase of a run in which most memory is taken."""
+    return max(phases, key=phases.__getitem__)
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` with a binary unit, three or four significant digits."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in s or ms."""
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.{0 if seconds >= 100 else 2}f} s"
+    digits = 0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3
+    return f"{1e3 * seconds:.{digits}f} ms"
+
+
+def format_rate(tokens_per_s: float) -> str:
+    """Tokens per second, for a column that says so."""
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
+
+
+def format_speed(tokens_per_s: float) -> str:
+    """With the unit."""
+    return f"{format_rate(tokens_per_s)} tokens/s"
+
+
+def format_pace(step_s: float, tokens_per_s: float) -> str:
+    """How long a step takes and how fast that is."""
+    return f"{format_seconds(step_s)} a step, {format_speed(tokens_per_s)}"
+
+
+def format_limiter(step: Mapping[str, Any]) -> str:
+    """What a step would be faster without, of `step_s`."""
+    return f"limited by {LANES.get(step['limiter'], step['limiter'])}"
+
+
+def format_runs(numbers: Iterable[int]) -> str:
+    """`0, 1, 2, 5` as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def format_policies(policies: Sequence[str]) -> str:
+    """`keep keep recompute` as `2 keep, 1 recompute`; many runs as `2(SRR) 4K`."""
+    runs = [f"{len(list(run))} {name}" for name, run in groupby(policies)]
+    if len(runs) <= MAX_RUNS:
+        return ", ".join(runs)
+    rest, units = "".join(POLICY_LETTERS[policy] for policy in policies), []
+    while rest:
+        # what comes again and reaches furthest, else one letter
+        sizes = range(1, len(rest) // 2 + 1)
+        size = max(sizes, key=lambda size: _reach(rest, size), default=1)
+        number = max(1, _reach(rest, size) // size)
+        unit = rest[:size] if size == 1 else f"({rest[:size]})"
+        units.append(f"{number}{unit}" if number > 1 else unit)
+        rest = rest[number * size :]
+    legend = (f"{POLICY_LETTERS[name]} {name}" for name in dict.fromkeys(policies))
+    return f"{' '.join(units)}; {', '.join(legend)}"
+
+
+def _reach(text: str, size: int) -> int:
+    """How far the first `size` letters come again and again; 0 if not at all."""
+    number = 1
+    while text.startswith(text[:size], number * size):
+        number += 1
+    return number * size if number > 1 else 0
