@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Direction
-from ..nested import tensors_in
+from ..layout.tensors import tensors_in
 from ..types import Chunk, Layout
 from .pager import Pager
 
