@@ -135,7 +135,7 @@ def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.requires_grad,
         )
 
