@@ -18,13 +18,12 @@ LIBRARIES = {"torch", "psutil", "safetensors"} | sys.stdlib_module_names
 OPTIONAL = {"optim": {"deepspeed"}}  # protrain_cpu_optimizer: deepspeed
 NO_TORCH = {"cost", "search", "planner"}
 
-BASE = {"types", "errors", "nested"}
+BASE = {"types", "errors"}
 # Each part of core and the parts that it may import, itself aside.
 MAY_IMPORT = {
     "__init__": set(),
     "types": {"errors"},
     "errors": set(),
-    "nested": set(),
     "layout": BASE,
     "profile": BASE | {"layout", "runtime"},
     "cost": BASE | {"layout"},

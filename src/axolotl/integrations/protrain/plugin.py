@@ -30,17 +30,28 @@ class ProTrainPlugin(BasePlugin):
     def __init__(self) -> None:
         super().__init__()
         self._pages = False
+        self._is_listed = True
         self._recompute_all = False
         self._run: TrainingRun | None = None
         self._loading = ExitStack()
         self._share: LoadShare | None = None
 
     def register(self, cfg: Any) -> None:
-        """Refuse misspelt keys while the raw YAML is still there to see."""
+        """Refuse misspelt keys while the raw YAML is still there to see.
+
+        From 0.21 on Axolotl registers every installed plugin for every YAML (entry
+        points `axolotl.plugins`). One that does not list this plugin has to ask for it.
+        """
         self._pages = False
         self._loading.close()
         self._share = None
         reject_unknown_keys(cfg)
+        # by the class alone: its module goes by several names
+        own = type(self).__name__
+        names = [str(name).replace(":", ".") for name in cfg.get("plugins") or ()]
+        self._is_listed = own in {name.rpartition(".")[2] for name in names}
+        if not self._is_listed:
+            cfg.setdefault("protrain_auto_memory", False)
 
     def get_input_args(self) -> str:
         return f"{ProTrainArgs.__module__}.{ProTrainArgs.__qualname__}"
@@ -58,7 +69,8 @@ class ProTrainPlugin(BasePlugin):
         if preprocess:
             return
         if not args_from(cfg).protrain_auto_memory:
-            LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
+            if self._is_listed:
+                LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
         _check_machine(cfg)
         self._pages = True

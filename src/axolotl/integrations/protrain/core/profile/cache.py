@@ -200,27 +200,15 @@ def cached_hardware(
             matmul=matmul,
             weight_dtype=weight_dtype,
         )
-        values = hardware_to_dict(hardware)
+        values = dataclasses.asdict(hardware)
         return {name: values[name] for name in values if name not in _FREE_MEMORY}
 
-    return hardware_from_dict(
-        {
-            **cached(folder, key, make),
-            "host_bytes": host_bytes,
-            "device_bytes": device_bytes,
-            "unseen_bytes": measured_unseen_bytes(torch_device, device_bytes),
-        }
+    return Hardware(
+        **cached(folder, key, make),
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
     )
-
-
-def hardware_to_dict(hardware: Hardware) -> dict[str, Any]:
-    """All fields, as JSON can hold them."""
-    return dataclasses.asdict(hardware)
-
-
-def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
-    """Inverse of `hardware_to_dict`."""
-    return Hardware(**values)
 
 
 def _read(file: Path, key: Any) -> dict[str, Any] | None:

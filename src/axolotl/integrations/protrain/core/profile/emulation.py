@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..nested import map_tensors
+from ..layout.tensors import map_tensors
 from .meta import known
 
 _aten = torch.ops.aten
