@@ -30,6 +30,7 @@ from axolotl.integrations.protrain.core.profile import (
     outputs_as_fp32,
     trace_step,
 )
+from axolotl.integrations.protrain.core.profile.emulation import autocast_on_meta
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.types import Segment, Trace, Workload
@@ -794,3 +795,24 @@ def test_what_can_be_swapped_is_told() -> None:
     assert all(x.large == (x.nbytes >= whole) for x in trace.lifetimes)
     forward = next(s for s in trace.segments if s.block == 1)
     assert forward.dropped_peak_bytes < forward.swapped_peak_bytes < forward.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype"), [(False, torch.float32), (True, BF16)], ids=["off", "on"]
+)
+def test_a_region_on_meta_is_one_of_the_emulation(
+    enabled: bool, dtype: torch.dtype
+) -> None:
+    """torch refuses it; libraries ask a tensor for the device of the region."""
+    here = torch.ones(4, 4, device="meta")
+    torch_own = torch.autocast
+    with autocast_on_meta():
+        with Emulation(Target("cpu", BF16)):
+            with torch.autocast(device_type="meta", enabled=enabled):
+                assert (here @ here).dtype is dtype
+            assert (here @ here).dtype is BF16
+        with torch.autocast(device_type="meta", enabled=enabled):
+            assert (here @ here).dtype is torch.float32
+        with torch.autocast("cpu", BF16):
+            assert (torch.ones(4, 4) @ torch.ones(4, 4)).dtype is BF16
+    assert torch.autocast is torch_own

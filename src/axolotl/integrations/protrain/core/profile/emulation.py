@@ -8,10 +8,12 @@ calls them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +72,37 @@ class Target:
     autocast_dtype: torch.dtype | None
 
 
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Inside, `torch.autocast` takes "meta" for a device; torch itself refuses it.
+
+    Libraries ask a tensor for its device: PEFT where it folds the adapter of an expert
+    into its weight, Axolotl's kernels for fp32 gradients of adapters.
+    """
+    real = torch.autocast
+
+    def autocast(
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> AbstractContextManager[Any]:
+        if device_type != "meta":
+            return real(device_type, dtype, enabled, cache_enabled)
+        running = Emulation.running
+        return nullcontext() if running is None else running.region(dtype, enabled)
+
+    setattr(torch, "autocast", autocast)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "autocast", real)  # noqa: B010
+
+
 class Emulation(TorchFunctionMode):
     """Wrap the forward in this to get the operators that `target` would run."""
+
+    running: ClassVar[Emulation | None] = None
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -86,6 +117,7 @@ class Emulation(TorchFunctionMode):
 
     def __enter__(self) -> Emulation:
         self._depth += 1
+        Emulation.running = self
         super().__enter__()
         return self
 
@@ -93,7 +125,18 @@ class Emulation(TorchFunctionMode):
         self._depth -= 1
         if not self._depth:
             self._cast.clear()
+            Emulation.running = None
         super().__exit__(*error)
+
+    @contextmanager
+    def region(self, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
+        """An autocast region inside the one around the model."""
+        before = self._dtype
+        self._dtype = (dtype or before) if enabled else None
+        try:
+            yield
+        finally:
+            self._dtype = before
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -20,6 +20,7 @@ from ..errors import TraceError
 from ..nested import map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
+from .emulation import autocast_on_meta
 from .meta import MetaMode
 from .operators import may_multiply, work_of
 from .repeats import Repeats
@@ -57,7 +58,7 @@ def trace_step(
     """
     recorder = _Recorder(model, blocks, every_block)
     try:
-        with recorder:
+        with recorder, autocast_on_meta():
             loss = loss_of()
             recorder.begin(_Open(None, backward=True))
             loss.backward()
