@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Installed before everything else, so that pip keeps this build of torch (a CPU
-# build, where that is what the index has) instead of the one axolotl would pull.
+# Named beside the package, so that pip takes this build of torch (a CPU build, where
+# that is what the index has) instead of the one axolotl would pull.
 TORCH ?= torch==2.13.0
 
 # Each process imports torch and axolotl: more of them than this only take memory.
@@ -11,6 +11,8 @@ PARALLEL := -n auto --maxprocesses 4
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Bytecode is compiled when it is first imported: most of what comes along never is.
+INSTALL = $(PIP) install --no-compile "$(TORCH)" -e
 
 export HF_HUB_OFFLINE := 1
 export AXOLOTL_DO_NOT_TRACK := 1
@@ -26,17 +28,18 @@ install: $(VENV)/.installed ## .venv with axolotl, this package (editable) and t
 
 install-dev: $(VENV)/.installed-dev ## the same and the lint tools
 
-$(VENV)/.installed: pyproject.toml
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (minutes the first time)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --upgrade pip
-	@$(PIP) install "$(TORCH)"
-	@$(PIP) install -e ".[test]"
+	@$(INSTALL) ".[test]"
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) install -e ".[dev]"
-	@touch $@
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) (minutes the first time)"
+	@$(INSTALL) ".[dev]"
+	@touch $(VENV)/.installed $@
 
 demo: install ## train a small Llama paged and plain on this machine, and compare
 	@$(BIN)/python examples/demo.py

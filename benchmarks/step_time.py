@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from closed_form import closed_form_s
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axolotl.integrations.protrain.core.cost import (
-    StepTime,
-    closed_form_s,
-    simulate_step,
-)
+from axolotl.integrations.protrain.core.cost import StepTime, simulate_step
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
@@ -374,6 +371,7 @@ def measure(case: Case, model: Model, layout: Layout, plan: Plan) -> float:
             def step() -> None:
                 for _ in range(case.accumulation):
                     model(x).backward()
+                session.clip_grad_norm(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -406,10 +404,9 @@ def run(case: Case) -> Result:
         hardware,
         case.accumulation,
         fp32_master=False,
-        clips=False,
         launches_ahead=False,
     )
-    paper_s = closed_form_s(layout, plan, times, hardware, fp32_master=False)
+    paper_s = closed_form_s(layout, plan, times, hardware)
     return Result(case, step, paper_s, measure(case, model, layout, plan))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from typing import Any
 
 import pytest
@@ -13,20 +16,59 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # with this process ends the fork server that all of them share
     os.environ["PROTRAIN_TESTS_OWNER"] = str(os.getpid())
+    # nobody's rates and settings, and none left behind
+    folder = tempfile.mkdtemp(prefix="protrain-home-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        os.environ[name] = os.path.join(folder, name)
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        os.environ.pop(name, None)
 
-ALONE = ("test_plan.py", "test_selftest.py")
+TRAININGS = (
+    "test_features.py",
+    "test_parity.py",
+    "test_compatibility.py",
+    "test_kernels.py",
+    "test_prediction.py",
+    "test_recovery.py",
+    "test_several_ranks.py",
+    "test_vision.py",
+)
+"""Files that share their trainings, which run in the background."""
+LONG = (
+    *TRAININGS,
+    "test_saving.py",
+    "core/test_ranks.py",
+    "test_plan.py",
+    "test_qlora.py",
+    "test_launching.py",
+    "test_blueprint.py",
+    "test_bad_input.py",
+    "test_selftest.py",
+)
+"""The longest first, so that nobody waits for one of them at the end."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turns = {name: turn for turn, name in enumerate(LONG)}
+
+    def turn(item: pytest.Item) -> int:
+        found = [turns[n] for n in turns if item.path.as_posix().endswith(f"/{n}")]
+        return min(found, default=len(LONG))
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files that own what they start one by one; all others in one process, which owns
-    the trainings that they share."""
+    """File by file in the order of collection, and trainings in one process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            alone = "/core/" in file or file.endswith(ALONE)
-            return file if alone else "with axolotl"
+            return "trainings" if file.endswith(TRAININGS) else file
 
+    config.option.loadscopereorder = False
     return ByFile(config, log)

@@ -20,15 +20,19 @@ SELECTED_JOBS = pytest.StashKey["list[Job]"]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # each collection of garbage would look through everything that is imported
-    gc.collect()
-    gc.freeze()
     session.config.stash[SELECTED_JOBS] = [
         job
         for item in session.items
         for value in getattr(getattr(item, "callspec", None), "params", {}).values()
         for job in _jobs_of(value)
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_of_this_file() -> None:
+    """Each collection would look through everything that is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

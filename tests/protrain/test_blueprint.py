@@ -24,8 +24,7 @@ from tiny_models import (
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from axolotl.integrations.protrain.args import ProTrainArgs
-from axolotl.integrations.protrain.core.cost.compute import work_s
+from axolotl.integrations.protrain.core.cost import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (
@@ -305,7 +304,7 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
         folder = tmp_path / name
         folder.mkdir()
         blueprint = blueprint_of(folder, LLAMA_8B_OF_TWO_LAYERS, keys | UNFUSED)
-        subject = subject_of(blueprint.cfg, ProTrainArgs(), blueprint.model, target)
+        subject = subject_of(blueprint.cfg, blueprint.model, target)
         assert subject.traced.uncounted == ()
         segments = subject.traced.trace.segments
         works[name] = [
@@ -667,7 +666,7 @@ def test_reward_models_are_built(key: str, tmp_path: Path) -> None:
     family, rows = REWARDS[key]
     blueprint = blueprint_of(tmp_path, family, {key: True})
     assert batch_of(blueprint)["input_ids"].shape == (rows, LENGTH)
-    subject_of(blueprint.cfg, ProTrainArgs(), blueprint.model, "cuda")
+    subject_of(blueprint.cfg, blueprint.model, "cuda")
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ combination of values of any two axes; the rest of the grid is marked `full`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from itertools import combinations, product
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from axolotl_jobs import (
     pair,
     weight_differences,
 )
+from covering import covering
 from safetensors.torch import save_file
 from tiny_models import FAMILIES, NUM_BLOCKS
 
@@ -45,7 +46,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "recompute": ("off", "reentrant", "non-reentrant"),
 }
-STRENGTH = 2
 CONV1D_LORA = {
     # GPT-2 keeps its weights transposed, in a class that lora_target_linear skips
     "lora_target_linear": False,
@@ -113,21 +113,7 @@ CELLS = [
 ]
 
 
-def covering(cells: list[Cell], strength: int) -> set[Cell]:
-    """Few cells that hold every combination of values of any `strength` axes."""
-    holds = {
-        cell: frozenset(combinations(asdict(cell).items(), strength)) for cell in cells
-    }
-    missing = set().union(*holds.values())
-    chosen: set[Cell] = set()
-    while missing:
-        best = max(cells, key=lambda cell: len(holds[cell] & missing))
-        missing -= holds[best]
-        chosen.add(best)
-    return chosen
-
-
-QUICK = covering(CELLS, STRENGTH)
+QUICK = {Cell(*values) for values in covering([astuple(cell) for cell in CELLS])}
 
 
 def grid() -> list[Any]:

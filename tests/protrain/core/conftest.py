@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # by the first optimizer, otherwise in some test
 from hypothesis import HealthCheck, settings
 
 # a busy machine is no reason for a property to fail

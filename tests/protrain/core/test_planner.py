@@ -49,7 +49,7 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
         return
     forecast = planner(case, device_bytes).search()
     # what follows from the trace is added
-    swap_bytes = case.memory.moved_bytes(plan.policies).out
+    swap_bytes = case.memory.activations(plan.policies).moved.out
     order = forecast.plan.gradient_order
     assert forecast.plan == replace(plan, swap_bytes=swap_bytes, gradient_order=order)
     assert forecast.step == search.simulate(plan)

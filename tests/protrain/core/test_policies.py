@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from core_models import (
     twin,
     wrapped,
 )
+from covering import pairwise
 from simulated import DeferredDevice, SimulatedDevice, at_rate
 from torch import Tensor, nn
 
@@ -46,6 +48,9 @@ LENGTH = 40
 """Tokens of a row; the hidden states of a batch are 10 KB then, enough to be swapped."""
 
 
+RESIDENT = {"paged": (), "some": (1, 4), "all": ALL}
+
+
 @pytest.fixture(params=DELAYS)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = DELAYS[request.param]()
@@ -57,19 +62,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 @pytest.mark.parametrize(
-    "dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.1], ids=["kept", "dropped"]
+    ("policy", "resident", "trained", "dropout", "device"),
+    pairwise([*product(POLICIES, RESIDENT, ("adapter", "full"), (0.1, 0.0), DELAYS)]),
+    indirect=["device"],
 )
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-@pytest.mark.parametrize("resident", [(), (1, 4), ALL], ids=["paged", "some", "all"])
-@pytest.mark.parametrize("policy", POLICIES)
 def test_training_equals_plain(
-    policy: str, resident: Any, frozen: bool, dropout: float, device: Device
+    policy: str, resident: str, trained: str, dropout: float, device: Device
 ) -> None:
     model = stack(width=32, dropout=dropout)
-    keep = freeze(model, ["extra", "norm"]) if frozen else ()
+    keep = freeze(model, ["extra", "norm"]) if trained == "adapter" else ()
     plain = twin(model)
     session = open_session(
-        model, keep, device=device, resident=resident, **POLICIES[policy]
+        model, keep, device=device, resident=RESIDENT[resident], **POLICIES[policy]
     )
     data = [batches(2, seed, LENGTH) for seed in range(2)]
     torch.manual_seed(5)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings, strategies as st
 from search_cases import Case, cases
 
+from axolotl.integrations.protrain.core.cost import walk
 from axolotl.integrations.protrain.core.types import (
     Lifetime,
     Moved,
@@ -79,9 +80,23 @@ def test_every_moment_is_what_lives_then(
                 out[away.leaves] += lifetime.nbytes
             if away.returns is not None:
                 back[away.returns] += lifetime.nbytes
-        assert memory.moved_bytes(policies) == Moved(tuple(out), tuple(back))
+        assert curve.moved == Moved(tuple(out), tuple(back))
         for index, rise in enumerate(rises(case, policies, lives)):
             assert curve.later[index] - curve.start[index] == rise
+
+
+@given(walks())
+def test_the_walk_is_a_value_of_its_arguments(
+    walked: tuple[Case, list[Policies]],
+) -> None:
+    """Whatever was asked before."""
+    case, rows = walked
+    trace, overlaps = case.trace, case.hardware.overlaps
+    values = [walk(trace, policies, overlaps) for policies in rows]
+    memory = case.memory
+    for policies, value in reversed([*zip(rows, values, strict=True)]):
+        assert walk(trace, policies, overlaps) == value
+        assert memory.activations(policies) == value
 
 
 class life:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .args import ProTrainArgs, overrides
+from .args import ProTrainArgs, args_from, overrides
 from .core.cost import ALONE, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
@@ -77,7 +77,6 @@ class Subject:
 
 def subject_of(
     cfg: Any,
-    args: ProTrainArgs,
     model: nn.Module,
     device_type: str,
     world: World = ALONE,
@@ -87,7 +86,6 @@ def subject_of(
 
     Args:
         cfg: Axolotl's validated configuration.
-        args: The plugin's keys of it.
         model: As it will be trained, on the meta device.
         device_type: "cuda" or "cpu".
         world: Who trains together.
@@ -97,13 +95,14 @@ def subject_of(
         TraceError: It cannot be run without weights.
         ConfigError: It takes images in a way that is not known here.
     """
+    args = args_from(cfg)
     assumptions: list[str] = []
     batch = sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
     target = Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
         traced, headroom = _traced(model, batch, target, args, assumptions)
-    laid_out = real or model
+    laid_out = model if real is None else real
     layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
@@ -394,30 +393,28 @@ class Planned:
 
     Attributes:
         forecast: The plan and what it will cost.
-        planner: Made it, and can make a smaller one; None where ranks train together.
         notes: Assumptions, for the report.
+        planner: Can make a smaller plan; None where several ranks train.
         hash: Of plan and layout, the same on every rank; empty with one.
     """
 
     forecast: Forecast
-    planner: Planner | None
     notes: list[str]
+    planner: Planner | None = None
     hash: str = ""
 
 
 def plan_here(
     cfg: Any,
-    args: ProTrainArgs,
     model: nn.Module,
     device: torch.device,
-    ranks: Ranks | None,
+    ranks: Ranks,
     absent: frozenset[str],
 ) -> Planned:
-    """Plan what is about to be trained: of several ranks the first, for the weakest.
+    """Plan what is about to be trained: the first rank does, for the weakest of all.
 
     Args:
         cfg: Axolotl's validated configuration.
-        args: The plugin's keys of it.
         model: On the host, `requires_grad` final.
         device: Where to train it.
         ranks: Who trains together.
@@ -426,51 +423,46 @@ def plan_here(
     Raises:
         ProTrainError: There is no plan, or the ranks do not have the same model.
     """
-
-    def planned(hardware: Hardware, world: World = ALONE) -> Planned:
-        subject = subject_of(
-            cfg, args, meta_twin(model), device.type, world, real=model
-        )
-        measured = _measured(cfg, args, model, subject, device)
-        forecast, planner = plan_for(args, subject, hardware, measured)
-        return Planned(forecast, planner, list(subject.assumptions))
+    args, world = args_from(cfg), ranks.world
 
     def check() -> None:
         refuse_quantised(model)
         find_blocks(model)
 
-    loaded = {
-        n: p.nbytes for n, p in model.named_parameters() if p.device.type == "cpu"
-    }
-    loaded_bytes = sum(loaded[name] for name in loaded.keys() - absent)
-    if ranks is None:
-        check()
-        return planned(this_machine(args, device, host_memory() + loaded_bytes))
+    def plan() -> Planned:
+        subject = subject_of(cfg, meta_twin(model), device.type, world, real=model)
+        measured = _measured(cfg, args, model, subject, device)
+        forecast, planner = plan_for(args, subject, hardware, measured)
+        alone = planner if world.size == 1 else None
+        return Planned(forecast, list(subject.assumptions), alone)
+
+    # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
-    keys = args.model_dump(exclude={"protrain_cache_dir"})
-    require_same_keys(ranks.collect(keys))
-    world = ranks.world
-    # the arena of a node takes the place of what each of its ranks has loaded
-    host_bytes = host_memory() + loaded_bytes * world.local_size
+    require_same_keys(ranks.collect(args.model_dump(exclude={"protrain_cache_dir"})))
+    host_bytes = host_memory() + world.local_size * sum(
+        # the arena of a node takes the place of what each of its ranks has loaded
+        param.nbytes
+        for name, param in model.named_parameters()
+        if param.device.type == "cpu" and name not in absent
+    )
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )
+    if world.size == 1:
+        return plan()
     gather, reduce, across = measure_collectives(ranks, device)
     hardware = replace(
-        hardware,
-        gather_bytes_s=gather,
-        reduce_bytes_s=reduce,
-        across_bytes_s=across,
+        hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
     )
     hardware = weakest(ranks.collect(hardware))
-    first = ranks.from_first(lambda: replace(planned(hardware, world), planner=None))
-    forecast = first.forecast
-    order = tuple(block.name for block in forecast.layout.blocks)
+    planned = ranks.from_first(plan)
+    layout = planned.forecast.layout
+    order = tuple(block.name for block in layout.blocks)
     own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
-    ranks.together(partial(require_same, own, forecast.layout))
-    hash_ = plan_hash(forecast.plan, own)
-    note = f"{world.size} ranks, {world.local_size} a node, run plan {hash_}."
-    return Planned(forecast, None, [*first.notes, note], hash_)
+    ranks.together(partial(require_same, own, layout))
+    same = plan_hash(planned.forecast.plan, own)
+    note = f"{world.size} ranks, {world.local_size} a node, run plan {same}."
+    return replace(planned, notes=[*planned.notes, note], hash=same)
 
 
 def this_machine(

@@ -104,7 +104,6 @@ class ProTrainPlugin(BasePlugin):
         from .trainer import page_trainer
 
         self._run = TrainingRun(
-            args_from(cfg),
             cfg,
             recompute_all=self._recompute_all,
             log=LOG,

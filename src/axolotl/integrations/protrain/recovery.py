@@ -48,25 +48,6 @@ class Shortage:
     asked_bytes: int
     predicted_bytes: int
 
-    @classmethod
-    def of(
-        cls,
-        error: torch.OutOfMemoryError,
-        forecast: Forecast,
-        in_use_bytes: int,
-        phase: str,
-    ) -> Shortage:
-        """Read off an error; `phase` is forward where it may have been backward too."""
-        ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if phase == "forward" and torch.autograd.backward.__code__ in ran:
-            phase = "backward"
-        return cls(
-            phase,
-            in_use_bytes + forecast.hardware.unseen_bytes,
-            asked_bytes(error),
-            forecast.device.peak_bytes,
-        )
-
     @property
     def unplanned_bytes(self) -> int:
         """Beyond the prediction; negative where others took the memory."""
@@ -169,6 +150,7 @@ class Recovery(StepRecovery):
         replan: Callable[[Forecast], None],
         log: Any,
     ) -> None:
+        self._repeated = self._updating = False
         super().__init__(device, self._shortage, self._smaller)
         self._all_resident = args.protrain_force_all_persistent
         self._report = report
@@ -176,19 +158,12 @@ class Recovery(StepRecovery):
         self._session = session
         self._replan = replan
         self._log = log
-        self._step = 0
-        self._repeated = self._updating = False
 
-    def begin_step(self, state: TrainerState) -> None:
-        """An optimizer step begins."""
-        self._step = state.global_step + 1
-        self._repeated = False
-        self.begin(state)
-
-    def end_step(self) -> None:
-        """It has ended."""
-        self._step = 0
-        self.begin(None)
+    def begin(self, state: TrainerState | None) -> None:
+        """An optimizer step begins, or the last one has ended."""
+        super().begin(state)
+        self._step = state.global_step + 1 if state else 0
+        self._repeated = self._repeated and state is None
 
     def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Look for room before an update, not while it changes weights."""
@@ -231,9 +206,18 @@ class Recovery(StepRecovery):
         session.device.probe(max(update.moments - made, 0) + update.working)
 
     def _shortage(self, error: torch.OutOfMemoryError, phase: str) -> Shortage:
-        session = self._session()
+        """What an error says; `forward` may have been backward too."""
+        ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if phase == "forward" and torch.autograd.backward.__code__ in ran:
+            phase = "backward"
+        session, forecast = self._session(), self._report.forecast
         in_use = session.device.used_bytes() if session else 0
-        return Shortage.of(error, self._report.forecast, in_use, phase)
+        return Shortage(
+            phase,
+            in_use + forecast.hardware.unseen_bytes,
+            asked_bytes(error),
+            forecast.device.peak_bytes,
+        )
 
     def _smaller(self, shortage: Shortage) -> None:
         """Take the fastest plan that has room for what was missing.

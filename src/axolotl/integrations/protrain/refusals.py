@@ -110,6 +110,7 @@ EXCLUDED = (
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
     *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
     *_each("model_quantization_config", _is_set, _QUANTISED),
+    *_each("nf4_backend", _one_of("torchao"), _QUANTISED),
     *_each("rl", bool, _PREFERENCES),
     *_each("selective_checkpointing", bool, "recomputes by another rule than the plan"),
     *_each("tiled_mlp", bool, "runs backward several times in a block"),

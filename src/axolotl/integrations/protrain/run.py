@@ -11,19 +11,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerState
 
-from .args import ProTrainArgs, overrides
+from .args import args_from, overrides
 from .core.checkpoint import checkpoint_bytes, require_space
 from .core.errors import ProTrainError
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
-from .core.runtime import CheckedDevice, Ranks, open_device
+from .core.runtime import Alone, CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
 from .data_parallel import ignore_in_ddp
 from .planning import adapter_names, plan_here
@@ -32,8 +32,6 @@ from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
     from .loading import LoadShare
-
-T = TypeVar("T")
 
 NOT_REPACKED = (
     "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
@@ -50,7 +48,6 @@ class TrainingRun:
     """Opens and closes the session of one `Trainer.train`, and keeps its report.
 
     Args:
-        args: The plugin's keys.
         cfg: Axolotl's validated configuration.
         recompute_all: The YAML asks for gradient checkpointing, which is taken over.
         log: Prints a line.
@@ -60,18 +57,17 @@ class TrainingRun:
 
     def __init__(
         self,
-        args: ProTrainArgs,
         cfg: Any,
         recompute_all: bool,
         log: Any,
         share: LoadShare | None = None,
     ) -> None:
-        self._share = share
-        self.args = args
+        self.args = args_from(cfg)
         self.session: Session | None = None
         self.report: RunReport | None = None
+        self.ranks: Ranks = Alone()
         self._cfg = cfg
-        self.ranks: Ranks | None = None
+        self._share = share
         self._recompute_all = recompute_all
         self._output_dir = Path(cfg.output_dir)
         self._log = log
@@ -106,7 +102,7 @@ class TrainingRun:
             dist.barrier()
             self.ranks = Ranks(device.type)
         absent = self._share.absent(model) if self._share else frozenset()
-        planned = plan_here(self._cfg, self.args, model, device, self.ranks, absent)
+        planned = plan_here(self._cfg, model, device, self.ranks, absent)
         forecast = planned.forecast
         self._plan_hash = planned.hash
         self._is_adapter = bool(adapter_names(model))
@@ -127,7 +123,7 @@ class TrainingRun:
         )
         if self._is_first:
             self._log.info("\n" + self.report.table())
-        self._on_all(self._require_space)
+        self.ranks.together(self._require_space)
         opened = open_device(device)
         self.session = Session(
             model,
@@ -142,7 +138,7 @@ class TrainingRun:
             self.ranks,
             absent,
         )
-        if self.ranks is not None:
+        if self.ranks.world.size > 1:
             self._undo.callback(ignore_in_ddp(model, self.session.host_kept))
 
     def close(self, failed: bool = False) -> None:
@@ -153,13 +149,12 @@ class TrainingRun:
                 to what ranks do together.
         """
         session, self.session = self.session, None
-        ranks, self.ranks = self.ranks, None
+        ranks, self.ranks = self.ranks, Alone()
         if failed:
-            ranks = None
+            ranks = Alone()
         # the last one first, and each of them whatever the others raise
         with ExitStack() as undo:
-            if ranks is not None:
-                undo.callback(ranks.close)
+            undo.callback(ranks.close)
             if session is not None and self.report is not None:
                 undo.callback(self._finish, session, self.report, ranks)
                 undo.callback(session.close)
@@ -177,7 +172,7 @@ class TrainingRun:
             return
         self.note_peak()
         self._number = number
-        self._recovery.begin_step(state)
+        self._recovery.begin(state)
         self._watch()
 
     def end_step(self, seconds: float) -> None:
@@ -186,7 +181,7 @@ class TrainingRun:
         self._watching.close()
         if self.session is None or self.report is None or self._recovery is None:
             return
-        self._recovery.end_step()
+        self._recovery.begin(None)
         self.report.step_s.append(seconds)
         if len(self.report.step_s) == CHECKED_STEP:
             self._compare(self.report)
@@ -226,29 +221,20 @@ class TrainingRun:
     def _compare(self, report: RunReport) -> None:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
-        measured = self.session.measured()
+        forecast, seconds = report.forecast, report.median_step_s() or 0.0
+        peak = self.session.measured().device_peak_bytes
         for what, predicted, seen, apart in (
-            (
-                "device peak, bytes",
-                report.forecast.device.peak_bytes,
-                measured.device_peak_bytes,
-                BYTES_APART,
-            ),
-            (
-                "step, seconds",
-                report.forecast.step.total_s,
-                report.median_step_s() or 0.0,
-                SECONDS_APART,
-            ),
+            ("device peak, bytes", forecast.device.peak_bytes, peak, BYTES_APART),
+            ("step, seconds", forecast.step.total_s, seconds, SECONDS_APART),
         ):
             if abs(seen - predicted) > apart * predicted:
                 line = f"{what}: {predicted:.6g} predicted, {seen:.6g} measured."
                 report.notes.append(line)
                 self._log.warning(f"ProTrain's prediction is off. {line}")
 
-    def _finish(self, session: Session, report: RunReport, ranks: Ranks | None) -> None:
+    def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
-        if ranks is not None:
+        if ranks.world.size > 1:
             own = {
                 "plan": self._plan_hash,
                 **asdict(measured),
@@ -273,10 +259,6 @@ class TrainingRun:
     def _is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return not dist.is_initialized() or dist.get_rank() == 0
-
-    def _on_all(self, act: Callable[[], T]) -> T:
-        """What `act` returns, unless it raises on any rank."""
-        return act() if self.ranks is None else self.ranks.together(act)
 
     def _require_space(self) -> None:
         if self._is_first:

@@ -66,7 +66,8 @@ class ProTrainTrainerMixin:
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
             undo.enter_context(replaced(trainer.accelerator, "device_placement", False))
-            if self.protrain.ranks is not None and not reduced_by_ddp(trainer.model):
+            several = self.protrain.ranks.world.size > 1
+            if several and not reduced_by_ddp(trainer.model):
                 undo.enter_context(without_ddp(trainer.accelerator, trainer.model))
             return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 

@@ -346,7 +346,7 @@ class DryRun:
             world = World(ranks, ranks)
             with self._meta.changed(change or {}):
                 subject = subject_of(
-                    self._cfg, self._args, self._meta.model, self._device_type, world
+                    self._cfg, self._meta.model, self._device_type, world
                 )
             if change and "lora_r" not in change:
                 # bitsandbytes casts biases while they run: one model, one layout

@@ -180,7 +180,7 @@ class Planner:
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""
-        moved = self._memory.moved_bytes(plan.policies)
+        moved = self._memory.activations(plan.policies).moved
         return Forecast(
             *self._given,
             replace(plan, swap_bytes=moved.out, gradient_order=self._gradient_order),

@@ -28,7 +28,6 @@ class StateBytes:
         slots: The ring.
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
-        in_flight: Gradients being made and on their way to the host.
         buckets: Copy of `gradients` that DDP reduces, there from the start.
         reduction: Buffers in which gradients for the host are reduced.
     """
@@ -40,14 +39,8 @@ class StateBytes:
     slots: int
     moments: int
     gradients: int
-    in_flight: int
-    buckets: int = 0
-    reduction: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it, which is there at the end of backward."""
-        return sum(getattr(self, field.name) for field in fields(self))
+    buckets: int
+    reduction: int
 
     @property
     def weights(self) -> int:
@@ -61,9 +54,8 @@ def state_bytes(
     placements: Sequence[Placement],
     n_buffer: int,
     workload: Workload,
-    in_flight: int = IN_FLIGHT,
-    shards: int = 1,
-    packed_bytes: Sequence[int] = (),
+    shards: int,
+    packed_bytes: Sequence[int],
 ) -> StateBytes:
     """Device bytes of the states.
 
@@ -72,19 +64,16 @@ def state_bytes(
         placements: Where they are.
         n_buffer: Slots.
         workload: Optimizer state, micro-batches and ranks.
-        in_flight: Chunks of gradients on their way beside the one being made.
         shards: Ranks that share each host-kept chunk.
         packed_bytes: Of each chunk what its gradients take while they are reduced;
             empty with one rank.
     """
-
     # in one pass: a search asks for hundreds
     on_device, state_on_host = Placement.RESIDENT, Placement.HOST_STATE
     resident = host_state = 0
     trained_bytes = layout.fixed_trainable_bytes
     num_trained = layout.num_fixed_trainable
-    leaving: list[int] = []
-    reduced: list[Chunk] = []
+    leaving: list[Chunk] = []
     for chunk, placement in zip(layout.chunks, placements, strict=True):
         if placement is on_device:
             # tensor by tensor; only what has a host copy lies there in one piece
@@ -96,15 +85,13 @@ def state_bytes(
         if placement is state_on_host:
             host_state += padded_bytes(chunk, shards)
         if chunk.trainable:
-            leaving.append(chunk.payload_bytes)
-            reduced.append(chunk)
+            leaving.append(chunk)
     reduction = 0
-    if packed_bytes and reduced:
-        reduction = IN_FLIGHT * max(packed_bytes[chunk.index] for chunk in reduced)
+    if packed_bytes and leaving:
+        reduction = IN_FLIGHT * max(packed_bytes[chunk.index] for chunk in leaving)
         if workload.accumulation > 1:
             # the sums of earlier micro-batches come back from the host
-            reduction += max(_sum_bytes(chunk, workload) for chunk in reduced)
-    leaving.sort(reverse=True)
+            reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
@@ -114,7 +101,6 @@ def state_bytes(
         moments=round(workload.moment_copies * trained_bytes)
         + STEP_BYTES * num_trained,
         gradients=trained_bytes,
-        in_flight=sum(leaving[: in_flight + 1]),
         buckets=trained_bytes if workload.world.size > 1 else 0,
         reduction=reduction,
     )
@@ -156,7 +142,7 @@ def host_state_bytes(
 ) -> HostBytes:
     """Host bytes of the arena and of what trains there, for all ranks of a node."""
     ranks, several = workload.world.local_size, workload.world.size > 1
-    kept = [chunk for chunk in layout.chunks if _on_host(placements, chunk)]
+    kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
     mastered = workload.fp32_master * sum(c.payload_16_bit_bytes for c in trained)
     masters = 2 * mastered
@@ -177,18 +163,6 @@ def host_state_bytes(
     )
 
 
-def host_bytes(
-    layout: Layout, placements: Sequence[Placement], fp32_master: bool
-) -> int:
-    """Host bytes of the arena, host gradients, their staging, masters and moments."""
-    workload = Workload(fp32_master=fp32_master)
-    return host_state_bytes(layout, placements, workload).total
-
-
 def _sum_bytes(chunk: Chunk, workload: Workload) -> int:
     """Sums of micro-batches on one rank, in fp32 where there are masters."""
     return chunk.nbytes + workload.fp32_master * chunk.payload_16_bit_bytes
-
-
-def _on_host(placements: Sequence[Placement], chunk: Chunk) -> bool:
-    return placements[chunk.index].on_host

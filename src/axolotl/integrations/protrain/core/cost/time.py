@@ -17,7 +17,7 @@ comes last. What DDP reduces outside the blocks counts as spread over them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ from ..types import (
     Moved,
     Placement,
     Plan,
+    Trace,
+    Work,
     World,
 )
 
@@ -40,13 +42,49 @@ COMMUNICATE = "communicate"
 
 ADAM_MOVED_BYTES = 7
 """Bytes that AdamW moves for each byte it updates: reads weight, gradient and two
-moments, writes all but the gradient. Other host work is charged by its bytes."""
+moments, writes all but the gradient. Other work on them is charged by its bytes."""
 
 ALONE = World()
 """One process."""
 
 COMPUTE_BOUND_SHARE = 0.01
 """Compute bounds the step if it stands still for less than this share of it."""
+
+
+def work_s(work: Work, hardware: Hardware) -> float:
+    """A roofline for each kind of operator; kernels cannot be launched faster."""
+    busy = (
+        work.flops_16 / hardware.flops_16
+        + work.flops_32 / hardware.flops_32
+        + work.moved_bytes / hardware.memory_bytes_s
+    )
+    return max(busy, work.num_kernels * hardware.kernel_s)
+
+
+def update_seconds(nbytes: int, hardware: Hardware) -> float:
+    """AdamW on the device for that many bytes of weights."""
+    return ADAM_MOVED_BYTES * nbytes / hardware.memory_bytes_s
+
+
+def block_times(trace: Trace, layout: Layout, hardware: Hardware) -> BlockTimes:
+    """Times of all blocks by the roofline, for devices that are not here."""
+    forward = [0.0] * trace.num_blocks
+    backward = [0.0] * trace.num_blocks
+    outside = {False: 0.0, True: 0.0}
+    for segment in trace.segments:
+        seconds = work_s(segment.work, hardware)
+        if segment.block is None:
+            outside[segment.backward] += seconds
+        else:
+            (backward if segment.backward else forward)[segment.block] += seconds
+    return BlockTimes(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        outside_forward_s=outside[False],
+        outside_backward_s=outside[True],
+        update_s=update_seconds(layout.fixed_trainable_bytes, hardware),
+        measured=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +131,6 @@ def simulate_step(
     moved: Moved | None = None,
     *,
     world: World = ALONE,
-    clips: bool = True,
     launches_ahead: bool = True,
 ) -> StepTime:
     """Run one step of a plan on clocks.
@@ -104,24 +141,20 @@ def simulate_step(
         times: Compute of one micro-batch under no plan; `update_s` of this plan.
         hardware: Rates. `adam_bytes_s` counts the bytes of what AdamW updates: fp32
             masters where there are any. Unless it `overlaps`, every copy runs on the
-            compute thread, and only host updates run beside it.
+            calling thread, as compute does, and only host updates run beside it.
         accumulation: Micro-batches of a step.
         fp32_master: Whether 16-bit host weights are updated through masters.
         moved: What swapping moves; needed only for plans that swap.
         world: Who trains together.
-        clips: Whether gradients are clipped by their norm.
-        launches_ahead: Whether the calling thread runs ahead of the device, as on
-            CUDA; False where blocks compute on it, as on a CPU.
-
-    Raises:
-        ValueError: Times or moved bytes do not fit the layout.
+        launches_ahead: Where copies overlap, whether the calling thread runs ahead of
+            the device, as on CUDA; False where blocks compute on it.
     """
-    demand = _Demand(layout, plan, times, hardware, fp32_master, moved, world, clips)
-    step = _Step(demand, hardware.overlaps, launches_ahead)
+    d = Demand(layout, plan, times, hardware, accumulation, fp32_master, moved, world)
+    step = _Step(d, hardware.overlaps, launches_ahead)
     step.update()
     before: list[float] | None = None
     # the last micro-batch of several ranks is unlike the others
-    alike = accumulation - demand.reduces
+    alike = accumulation - d.reduces
     for number in range(alike):
         started, exposed = step.issued, dict(step.exposed)
         step.forward(first=number == 0)
@@ -131,132 +164,27 @@ def simulate_step(
             step.repeat(alike - 1 - number, started, exposed)
             break
         before = offsets
-    if demand.reduces:
-        step.forward(first=accumulation == 1)
-        step.reduce(sums=accumulation > 1)
+    if d.reduces:
+        step.forward(first=alike == 0)
+        step.reduce()
     step.settle()
     return StepTime(
         total_s=step.now + step.skipped,
-        busy_s=demand.busy(accumulation),
+        busy_s=d.busy(),
         exposed_s=step.exposed,
-        recompute_s=accumulation * demand.recompute_s,
-        fetched_bytes=demand.fetched_bytes(accumulation),
-        offloaded_bytes=demand.offloaded_bytes(accumulation),
+        recompute_s=accumulation * d.recompute_s,
+        fetched_bytes=d.fetched_bytes,
+        offloaded_bytes=d.offloaded_bytes,
     )
 
 
-def lower_bound_s(
-    layout: Layout,
-    plan: Plan,
-    times: BlockTimes,
-    hardware: Hardware,
-    accumulation: int,
-    fp32_master: bool,
-    moved: Moved | None = None,
-    *,
-    world: World = ALONE,
-    clips: bool = True,
-) -> float:
-    """Seconds that no order of the same work can beat; cheap.
-
-    The busiest lane. Forward and backward count apart: what one of them fetches, it
-    fetches and needs within itself.
-    """
-    d = _Demand(layout, plan, times, hardware, fp32_master, moved, world, clips)
-    busy = d.busy(accumulation)
-    if not hardware.overlaps:
-        host_s = busy.pop("host")
-        return max(sum(busy.values()), host_s)
-    forward, backward = sum(d.forward_s), sum(d.backward_s)
-    refresh = d.refresh_bytes * d.first.fetch_s
-    phases = max(d.update_s + refresh + forward, d.first.fetch_bytes * d.first.fetch_s)
-    phases += (accumulation - 1) * max(forward, d.later.fetch_bytes * d.later.fetch_s)
-    phases += accumulation * d.outside_s
-    for number, link in d.backwards(accumulation):
-        phases += number * max(backward, link.fetch_bytes * link.fetch_s)
-    del busy["compute"], busy["fetch"]
-    return max(phases + d.norm_s, *busy.values())
-
-
-def closed_form_s(
-    layout: Layout,
-    plan: Plan,
-    times: BlockTimes,
-    hardware: Hardware,
-    fp32_master: bool,
-    moved: Moved | None = None,
-) -> float:
-    """The paper's time of a step of one micro-batch, to compare with.
-
-    Equations 2 to 7 with one rank (no gather, no reduce), a block's chunks taken
-    together, and the two directions of the link side by side. Clipping is not in them.
-    """
-    d = _Demand(layout, plan, times, hardware, fp32_master, moved, ALONE, clips=False)
-
-    def upload_s(block: int, chunks: Iterable[int], link: _Link) -> float:
-        if not 0 <= block < len(d.bounds):
-            return 0.0
-        start, stop = d.bounds[block]
-        return link.fetch_s * sum(d.chunk_bytes[c] for c in chunks if start <= c < stop)
-
-    every, gone = range(d.num_chunks), range(d.num_chunks - d.num_slots)
-    forward_s = sum(
-        max(seconds, upload_s(block + 1, every, d.first))
-        for block, seconds in enumerate(d.forward_s)
-    )
-    backward_s = sum(
-        max(
-            seconds,
-            upload_s(block - 1, gone, d.backward),
-            d.backward.offload_s * sum(g.nbytes for g in d.gradients[block]),
-        )
-        for block, seconds in enumerate(d.backward_s)
-    )
-    host_s = sum(update.seconds for update in d.updates)
-    return (
-        forward_s
-        + times.outside_forward_s
-        + max(backward_s + times.outside_backward_s + times.update_s, host_s)
-    )
-
-
-class _Link(NamedTuple):
+class Link(NamedTuple):
     """Traffic of forward or backward and what it costs, seconds per byte."""
 
     fetch_bytes: int
     offload_bytes: int
     fetch_s: float
     offload_s: float
-
-
-class Collectives(NamedTuple):
-    """Seconds per byte: of an all-gather's result, of a reduce-scatter's input, and of
-    what each rank then reduces with other nodes; 0 where there is nobody to do it with.
-    """
-
-    gather_s: float
-    reduce_s: float
-    across_s: float
-
-    @classmethod
-    def of(cls, hardware: Hardware, world: World) -> Collectives:
-        """Those of a world on a machine."""
-        inside, across = world.local_size > 1, world.num_nodes > 1
-        return cls(
-            1 / hardware.gather_bytes_s if inside else 0.0,
-            1 / hardware.reduce_bytes_s if inside else 0.0,
-            1 / (world.local_size * hardware.across_bytes_s) if across else 0.0,
-        )
-
-    @property
-    def scatter_s(self) -> float:
-        """Of sums over all ranks, of which each rank of a node gets a part."""
-        return self.reduce_s + self.across_s
-
-    @property
-    def all_reduce_s(self) -> float:
-        """Of sums that all ranks get, as DDP makes them."""
-        return self.scatter_s + self.gather_s
 
 
 class HostWork(NamedTuple):
@@ -277,11 +205,7 @@ class HostWork(NamedTuple):
 
 
 def host_work(
-    chunk: Chunk,
-    hardware: Hardware,
-    fp32_master: bool,
-    clips: bool = True,
-    world: World = ALONE,
+    chunk: Chunk, hardware: Hardware, fp32_master: bool, world: World = ALONE
 ) -> HostWork:
     """What training a chunk costs each rank when its state is on the host."""
     moved_s = 1 / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
@@ -289,23 +213,20 @@ def host_work(
     own, masters = chunk.payload_bytes - mastered, 2 * mastered
     updated = own + masters
     # masters are rounded into the weights, clipping reads and writes gradients
-    moved = ADAM_MOVED_BYTES * updated + masters + mastered
-    moved += 2 * updated if clips else 0
+    moved = ADAM_MOVED_BYTES * updated + masters + mastered + 2 * updated
     # a gradient without a master is copied straight into its buffer at first
     first_sum_s = moved_s * (mastered + masters)
     later_sum_s = moved_s * (own + mastered + 2 * updated)
-    ranks = world.local_size
+    part_sum_s, ranks = 0.0, world.local_size
     if world.size > 1:
         # until they are reduced, sums are as wide as the gradients
         part_sum_s, first_sum_s = first_sum_s / ranks, 0.0
         later_sum_s = 3 * moved_s * chunk.payload_bytes
-    else:
-        part_sum_s = 0.0
     return HostWork(
         own + mastered,
         first_sum_s,
         later_sum_s,
-        (moved_s * updated if clips else 0.0) / ranks,
+        moved_s * updated / ranks,
         moved_s * moved / ranks,
         -(-chunk.payload_bytes // ranks),
         part_sum_s,
@@ -323,8 +244,11 @@ class _Update(NamedTuple):
     seconds: float
 
 
-class _Demand:
-    """What a step computes, moves and updates under a plan; no order yet."""
+class Demand:
+    """What a step computes, moves and updates under a plan; no order yet.
+
+    Arguments are those of `simulate_step`.
+    """
 
     def __init__(
         self,
@@ -332,197 +256,168 @@ class _Demand:
         plan: Plan,
         times: BlockTimes,
         hardware: Hardware,
+        accumulation: int,
         fp32_master: bool,
         moved: Moved | None,
         world: World,
-        clips: bool,
     ) -> None:
-        self.world = world
+        self.accumulation = accumulation
         self.reduces = world.size > 1
-        self.collectives = Collectives.of(hardware, world)
-        placements, policies = plan.placements, plan.policies
-        paged = [i for i, p in enumerate(placements) if p is Placement.PAGED]
-        self.num_chunks = len(paged)
-        self.num_slots = plan.n_buffer
-        self.chunk_bytes = [shard_bytes(layout.chunks[i], plan.shards) for i in paged]
-        self.gather_s = [self._gather_s(layout.chunks[i], plan) for i in paged]
+        # seconds per byte: of an all-gather's result, of sums over all ranks of which
+        # each rank of a node gets a part; 0 where there is nobody to do it with
+        inside, across = world.local_size > 1, world.num_nodes > 1
+        self.gathering_s = 1 / hardware.gather_bytes_s if inside else 0.0
+        self.scatter_s = 1 / hardware.reduce_bytes_s if inside else 0.0
+        if across:
+            self.scatter_s += 1 / (world.local_size * hardware.across_bytes_s)
+        self.moved = moved or Moved(*[(0,) * len(layout.blocks)] * 2)
+        self.swaps = [policy.swaps for policy in plan.policies]
+        self.forward_s = times.forward_s
+        again = [
+            seconds if policy.recomputes else 0.0
+            for seconds, policy in zip(times.forward_s, plan.policies, strict=True)
+        ]
+        self.recompute_s = sum(again)
+        self.backward_s = [
+            seconds + more
+            for seconds, more in zip(times.backward_s, again, strict=True)
+        ]
+        self.outside_s = times.outside_forward_s + times.outside_backward_s
+        self.update_s = times.update_s
+        # of a micro-batch
+        self.compute_s = self.outside_s + sum(self.forward_s) + sum(self.backward_s)
+
+        paged = [layout.chunks[index] for index in plan.paged]
+        self.num_chunks, self.num_slots = len(paged), plan.n_buffer
+        self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in paged]
+        self.gather_s = [self._gather_s(chunk, plan.shards) for chunk in paged]
         # of the two ways that a shard goes
-        gathers = plan.shards * self.collectives.gather_s > 1 / hardware.fetch_bytes_s
+        gathers = plan.shards * self.gathering_s > 1 / hardware.fetch_bytes_s
         self.slower = COMMUNICATE if plan.shards > 1 and gathers else "fetch"
+        # chunks of each block, by their numbers among the paged ones
         self.bounds: list[tuple[int, int]] = []
         end = 0
         for block in layout.blocks:
             start = end
             for index in block.chunks:
-                end += placements[index] is Placement.PAGED
+                end += plan.placements[index] is Placement.PAGED
             self.bounds.append((start, end))
+        self._add_training(layout, plan, hardware, fp32_master, world)
+        self._add_traffic(hardware)
 
-        self.forward_s = list(times.forward_s)
-        self.backward_s = list(times.backward_s)
-        self.recompute_s = 0.0
-        self.swaps = [policy.swaps for policy in policies]
-        if moved is None and not any(self.swaps):
-            moved = Moved(*[(0,) * len(policies)] * 2)
-        if moved is None or not len(moved.out) == len(moved.back) == len(policies):
-            raise ValueError(
-                f"moved bytes of {len(moved.out) if moved else 0} blocks for a plan "
-                f"that swaps some of {len(policies)}"
-            )
-        self.moved = moved
-        if not len(self.bounds) == len(self.forward_s) == len(self.backward_s):
-            raise ValueError(
-                f"times of {len(self.forward_s)} and {len(self.backward_s)} blocks for "
-                f"a layout of {len(self.bounds)}"
-            )
-        for number, policy in enumerate(policies):
-            if policy.recomputes:
-                self.backward_s[number] += self.forward_s[number]
-                self.recompute_s += self.forward_s[number]
-        self.outside_s = times.outside_forward_s + times.outside_backward_s
-        self.update_s = times.update_s
-        self._add_host_work(layout, plan, paged, hardware, fp32_master, clips)
-        self._add_shared(layout, plan)
-        self._add_links(hardware)
-
-    def backwards(self, accumulation: int) -> list[tuple[int, _Link]]:
-        """How often what is moved in a backward; with several ranks the last differs."""
-        if not self.reduces:
-            return [(accumulation, self.backward)]
-        last = self.last if accumulation > 1 else self.only
-        return [(accumulation - 1, self.backward), (1, last)]
-
-    def fetched_bytes(self, accumulation: int) -> int:
-        """Host to device in a step, without swapped activations."""
-        back = sum(self.moved.back)
-        return (
-            self.first.fetch_bytes
-            + (accumulation - 1) * self.later.fetch_bytes
-            + sum(
-                number * (link.fetch_bytes - back)
-                for number, link in self.backwards(accumulation)
-            )
-        )
-
-    def offloaded_bytes(self, accumulation: int) -> int:
-        """Device to host in a step, without swapped activations."""
-        return sum(
-            number * link.offload_bytes for number, link in self.backwards(accumulation)
-        )
-
-    def busy(self, accumulation: int) -> dict[str, float]:
+    def busy(self) -> dict[str, float]:
         """Seconds of work by lane."""
-        compute = self.outside_s + sum(self.forward_s) + sum(self.backward_s)
-        first, later = self.first, self.later
-        more = accumulation - 1
-        sums = [g for block in (*self.gradients, self.outside) for g in block]
-        fetch_s = first.fetch_bytes * first.fetch_s
-        fetch_s += more * later.fetch_bytes * later.fetch_s
-        offload_s = first.offload_bytes * first.offload_s
-        offload_s += more * later.offload_bytes * later.offload_s
-        for number, link in self.backwards(accumulation):
-            fetch_s += number * link.fetch_bytes * link.fetch_s
-            offload_s += number * link.offload_bytes * link.offload_s
+        more = self.accumulation - 1
+        # the last ones of several ranks are reduced first
+        added = max(0, more - self.reduces)
         host_s = self.norm_s + sum(update.seconds for update in self.updates)
-        added = more - 1 if self.reduces and more else more
         host_s += sum(
-            g.first_sum_s + added * g.later_sum_s + g.part_sum_s for g in sums
+            w.first_sum_s + added * w.later_sum_s + w.part_sum_s for w in self.works
         )
         busy = {
-            "compute": self.update_s + accumulation * compute,
-            "fetch": fetch_s,
-            "offload": offload_s,
+            "compute": self.update_s + self.accumulation * self.compute_s,
+            "fetch": sum(n * x.fetch_bytes * x.fetch_s for n, x in self.traffic),
+            "offload": sum(n * x.offload_bytes * x.offload_s for n, x in self.traffic),
             "host": host_s,
         }
         if self.reduces:
             gathered = self.missing_first + more * self.missing_later
-            gathered += accumulation * self.missing_backward
+            gathered += self.accumulation * self.missing_backward
             busy[COMMUNICATE] = (
                 sum(self.gather_s[chunk] for chunk in gathered)
                 + sum(u.gather_s for u in self.updates if u.number is None)
-                + sum(g.nbytes for g in sums) * self.collectives.scatter_s
+                + sum(w.nbytes for w in self.works) * self.scatter_s
                 + sum(self.shared_s)
             )
         return busy
 
-    def _gather_s(self, chunk: Chunk, plan: Plan) -> float:
-        if plan.shards == 1:
+    def _gather_s(self, chunk: Chunk, shards: int) -> float:
+        if shards == 1:
             return 0.0
-        return padded_bytes(chunk, plan.shards) * self.collectives.gather_s
+        return padded_bytes(chunk, shards) * self.gathering_s
 
-    def _add_shared(self, layout: Layout, plan: Plan) -> None:
-        """Seconds of DDP's reductions when each block's backward is done."""
-        inside = [0] * len(layout.blocks)
-        outside = layout.fixed_trainable_bytes
-        for chunk in layout.chunks:
-            if chunk.trainable and not plan.placements[chunk.index].on_host:
-                if chunk.block is None:
-                    outside += chunk.payload_bytes
-                else:
-                    inside[chunk.block] += chunk.payload_bytes
-        each = outside / len(inside) if inside else 0.0
-        rate = self.collectives.all_reduce_s
-        self.shared_s = [rate * (nbytes + each) for nbytes in inside]
-
-    def _add_host_work(
+    def _add_training(
         self,
         layout: Layout,
         plan: Plan,
-        paged: list[int],
         hardware: Hardware,
         fp32_master: bool,
-        clips: bool,
+        world: World,
     ) -> None:
-        numbers = {index: number for number, index in enumerate(paged)}
+        """Gradients and updates: of the host, and what DDP reduces of the device's."""
+        numbers = {index: number for number, index in enumerate(plan.paged)}
         self.updates: list[_Update] = []
         self.gradients: list[list[HostWork]] = [[] for _ in layout.blocks]
         self.outside: list[HostWork] = []
         self.norm_s = 0.0
+        inside, outside = [0] * len(layout.blocks), layout.fixed_trainable_bytes
         for chunk in layout.chunks:
-            if not chunk.trainable or not plan.placements[chunk.index].on_host:
+            if not chunk.trainable:
                 continue
-            work = host_work(chunk, hardware, fp32_master, clips, self.world)
-            chunks = (
-                self.outside if chunk.block is None else self.gradients[chunk.block]
-            )
-            chunks.append(work)
-            self.norm_s += work.norm_s
-            number = numbers.get(chunk.index)
-            self.updates.append(
-                _Update(
-                    number,
-                    chunk.index,
-                    shard_bytes(chunk, plan.shards),
-                    self._gather_s(chunk, plan),
-                    work.update_s,
+            if plan.placements[chunk.index].on_host:
+                work = host_work(chunk, hardware, fp32_master, world)
+                if chunk.block is None:
+                    self.outside.append(work)
+                else:
+                    self.gradients[chunk.block].append(work)
+                self.norm_s += work.norm_s
+                self.updates.append(
+                    _Update(
+                        numbers.get(chunk.index),
+                        chunk.index,
+                        shard_bytes(chunk, plan.shards),
+                        self._gather_s(chunk, plan.shards),
+                        work.update_s,
+                    )
                 )
-            )
+            elif chunk.block is None:
+                outside += chunk.payload_bytes
+            else:
+                inside[chunk.block] += chunk.payload_bytes
         # `Session` updates first what forward reads first: outside the blocks
         self.updates.sort(key=lambda u: layout.chunks[u.chunk].block is not None)
+        self.works = [w for works in (*self.gradients, self.outside) for w in works]
+        # of DDP, when each block's backward is done
+        each = outside / len(inside) if inside else 0.0
+        rate = self.scatter_s + self.gathering_s
+        self.shared_s = [rate * (nbytes + each) for nbytes in inside]
 
-    def _add_links(self, hardware: Hardware) -> None:
+    def _add_traffic(self, hardware: Hardware) -> None:
+        """What forward and backward fetch and send, and how often."""
         stale = {u.number for u in self.updates if u.number is not None}
         kept = range(min(self.num_slots, self.num_chunks))
         self.missing_later = list(range(len(kept), self.num_chunks))
         self.missing_first = [c for c in kept if c in stale] + self.missing_later
         self.missing_backward = list(range(self.num_chunks - len(kept)))
-        self.refresh_bytes = sum(u.nbytes for u in self.updates if u.number is None)
-        swapped = sum(self.moved.out)
-        sums = [g for block in (*self.gradients, self.outside) for g in block]
-        gradients = sum(work.nbytes for work in sums)
-        parts = sum(work.part_bytes for work in sums)
+        refreshed = sum(u.nbytes for u in self.updates if u.number is None)
+        out, back = sum(self.moved.out), sum(self.moved.back)
+        gradients = sum(work.nbytes for work in self.works)
+        parts = sum(work.part_bytes for work in self.works)
 
-        def link(chunks: list[int], more: int, offload_bytes: int) -> _Link:
+        def link(chunks: list[int], more: int, offload_bytes: int) -> Link:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
             rates = seconds_per_byte(fetch_bytes, offload_bytes, hardware)
-            return _Link(fetch_bytes, offload_bytes, *rates)
+            return Link(fetch_bytes, offload_bytes, *rates)
 
-        self.first = link(self.missing_first, self.refresh_bytes, swapped)
-        self.later = link(self.missing_later, 0, swapped)
-        back = sum(self.moved.back)
-        self.backward = link(self.missing_backward, back, gradients)
+        again = self.accumulation - 1
+        self.first = link(self.missing_first, refreshed, out)
+        self.later = link(self.missing_later, 0, out)
+        self.backward = self.last = link(self.missing_backward, back, gradients)
         if self.reduces:
-            self.only = link(self.missing_backward, back, parts)
-            self.last = link(self.missing_backward, back + gradients, parts)
+            # what earlier micro-batches have added up comes back
+            sums = gradients if again else 0
+            self.last = link(self.missing_backward, back + sums, parts)
+        self.traffic = [(1, self.first), (again, self.later)]
+        if self.reduces:
+            self.traffic += [(again, self.backward), (1, self.last)]
+        else:
+            self.traffic += [(self.accumulation, self.backward)]
+        # without swapped activations
+        n = self.accumulation
+        self.fetched_bytes = sum(k * x.fetch_bytes for k, x in self.traffic) - n * back
+        self.offloaded_bytes = (
+            sum(k * x.offload_bytes for k, x in self.traffic) - n * out
+        )
 
 
 class _Step:
@@ -535,15 +430,15 @@ class _Step:
         exposed: Seconds that compute stood still, by the lane it waited for.
     """
 
-    def __init__(self, demand: _Demand, overlaps: bool, launches_ahead: bool) -> None:
+    def __init__(self, demand: Demand, overlaps: bool, launches_ahead: bool) -> None:
         self._demand = demand
         self._overlaps = overlaps
-        self._ahead = launches_ahead and overlaps
+        self._ahead = overlaps and launches_ahead
         self.now = self.issued = self.skipped = 0.0
         lanes = [*LANES[1:], COMMUNICATE] if demand.reduces else LANES[1:]
         self.exposed = dict.fromkeys(lanes, 0.0)
-        self._fetch_free = self._offload_free = self._host_free = 0.0
-        self._communicate_free = 0.0
+        # when each lane has done what was queued
+        self._free = dict.fromkeys([*LANES[1:], COMMUNICATE], 0.0)
         self._cause = "host"
         self._updated = [0.0] * demand.num_chunks
         self._stale: list[tuple[_Update, float]] = []
@@ -558,7 +453,7 @@ class _Step:
         """`PagedAdamW.step`: the device's part, then one host update after another."""
         self._run(self._demand.update_s)
         for update in self._demand.updates:
-            done = self._on_host(update.seconds, 0.0)
+            done = self._queue("host", update.seconds)
             if update.number is None:
                 self._stale.append((update, done))
             else:
@@ -590,7 +485,9 @@ class _Step:
             self._run(d.forward_s[block])
             self._mark_use(start, stop)
             if d.moved.out[block]:
-                self._gone = self._offload(d.moved.out[block] * link.offload_s)
+                self._gone = self._queue(
+                    "offload", d.moved.out[block] * link.offload_s, self.now
+                )
         self._await(self._gone, "offload")
         self._run(d.outside_s)
 
@@ -602,20 +499,14 @@ class _Step:
 
         self._backward(self._demand.backward, send, [])
 
-    def reduce(self, sums: bool) -> None:
+    def reduce(self) -> None:
         """Backward of the last micro-batch of several ranks: gradients are reduced,
-        after `sums` of earlier micro-batches have been added."""
-        d = self._demand
-        link = d.last if sums else d.only
+        after the sums of earlier micro-batches have been added."""
         self._drain()
-
-        def send(gradients: HostWork) -> None:
-            self._reduce(gradients, link, sums)
-
-        self._backward(link, send, d.shared_s)
+        self._backward(self._demand.last, self._reduce, self._demand.shared_s)
 
     def _backward(
-        self, link: _Link, send: Callable[[HostWork], None], shared_s: Sequence[float]
+        self, link: Link, send: Callable[[HostWork], None], shared_s: Sequence[float]
     ) -> None:
         d = self._demand
         missing = d.missing_backward[:]
@@ -639,7 +530,7 @@ class _Step:
             for gradients in d.gradients[block]:
                 send(gradients)
             if shared_s:
-                self._communicate(shared_s[block])
+                self._queue(COMMUNICATE, shared_s[block], self.now)
         for gradients in d.outside[:1]:
             send(gradients)
         # the trainer reads the loss of each micro-batch
@@ -648,10 +539,10 @@ class _Step:
 
     def settle(self) -> None:
         """`GradientOffload.settle` and the norm; the next update follows."""
-        self._block(self._communicate_free, COMMUNICATE)
+        self._block(self._free[COMMUNICATE], COMMUNICATE)
         self._drain()
         if self._demand.norm_s:
-            self._block(self._on_host(self._demand.norm_s, 0.0), "host")
+            self._block(self._queue("host", self._demand.norm_s), "host")
         self._run(0.0)
 
     def _drain(self) -> None:
@@ -663,14 +554,7 @@ class _Step:
 
     def offsets(self) -> list[float]:
         """How far each clock is ahead of the calling thread between micro-batches."""
-        clocks = (
-            self._fetch_free,
-            self._offload_free,
-            self._host_free,
-            self._communicate_free,
-            *self._in_flight,
-            *self._staging,
-        )
+        clocks = (*self._free.values(), *self._in_flight, *self._staging)
         return [max(0.0, clock - self.issued) for clock in clocks]
 
     def repeat(self, times: int, started: float, exposed: Mapping[str, float]) -> None:
@@ -706,50 +590,30 @@ class _Step:
         if event > self.now:
             self._stand(event - self.now, lane)
 
-    def _fetch(self, seconds: float, ready: float) -> float:
-        if not self._overlaps:
-            self._stand(seconds, "fetch")
+    def _queue(self, lane: str, seconds: float, ready: float = 0.0) -> float:
+        """A lane works, not before `ready`, and not before the thread has come to
+        queue it. Returns when it is done."""
+        if not self._overlaps and lane != "host":
+            self._stand(seconds, lane)
             return self.now
-        self._fetch_free = max(self._fetch_free, self.issued, ready) + seconds
-        return self._fetch_free
-
-    def _offload(self, seconds: float, ready: float = 0.0) -> float:
-        if not self._overlaps:
-            self._stand(seconds, "offload")
-            return self.now
-        start = max(self._offload_free, self.now, self.issued, ready)
-        self._offload_free = start + seconds
-        return self._offload_free
-
-    def _communicate(self, seconds: float, ready: float | None = None) -> float:
-        """Not before `ready`, or before compute is here."""
-        if not self._overlaps:
-            self._stand(seconds, COMMUNICATE)
-            return self.now
-        ready = self.now if ready is None else ready
-        start = max(self._communicate_free, self.issued, ready)
-        self._communicate_free = start + seconds
-        return self._communicate_free
-
-    def _on_host(self, seconds: float, ready: float) -> float:
-        self._host_free = max(self._host_free, self.issued, ready) + seconds
-        return self._host_free
+        done = max(self._free[lane], self.issued, ready) + seconds
+        self._free[lane] = done
+        return done
 
     def _refresh(self, seconds: float, gather_s: float) -> None:
         """A copy to the device on compute; it takes the link from other fetches."""
-        self._await(self._fetch_free)
+        self._await(self._free["fetch"])
         self._stand(seconds, "fetch")
-        self._fetch_free = self.now
+        self._free["fetch"] = self.now
         if gather_s:
-            self._await(self._communicate(gather_s), COMMUNICATE)
+            self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)
 
-    def _fetch_chunk(self, chunk: int, link: _Link) -> None:
+    def _fetch_chunk(self, chunk: int, link: Link) -> None:
         d = self._demand
-        arrival = self._fetch(
-            d.chunk_bytes[chunk] * link.fetch_s, self._last_use[chunk % d.num_slots]
-        )
+        seconds = d.chunk_bytes[chunk] * link.fetch_s
+        arrival = self._queue("fetch", seconds, self._last_use[chunk % d.num_slots])
         if d.gather_s[chunk]:
-            arrival = self._communicate(d.gather_s[chunk], arrival)
+            arrival = self._queue(COMMUNICATE, d.gather_s[chunk], arrival)
         self._arrival[chunk] = arrival
 
     def _await_chunks(self, start: int, stop: int) -> None:
@@ -760,10 +624,10 @@ class _Step:
         for chunk in range(start, stop):
             self._last_use[chunk % self._demand.num_slots] = self.now
 
-    def _swap_in(self, block: int, link: _Link) -> float:
+    def _swap_in(self, block: int, link: Link) -> float:
         """Not before compute is here: the room for it comes from its stream."""
         nbytes = self._demand.moved.back[block]
-        return self._fetch(nbytes * link.fetch_s, self.now) if nbytes else 0.0
+        return self._queue("fetch", nbytes * link.fetch_s, self.now) if nbytes else 0.0
 
     def _send(self, gradients: HostWork, first: bool) -> None:
         """`GradientOffload._send` of a chunk."""
@@ -772,22 +636,25 @@ class _Step:
         sum_s = gradients.first_sum_s if first else gradients.later_sum_s
         if sum_s:
             self._block(self._staging.popleft(), "host")
-        arrived = self._offload(gradients.nbytes * self._demand.backward.offload_s)
+        seconds = gradients.nbytes * self._demand.backward.offload_s
+        arrived = self._queue("offload", seconds, self.now)
         self._in_flight.append(arrived)
         if sum_s:
-            self._staging.append(self._on_host(sum_s, arrived))
+            self._staging.append(self._queue("host", sum_s, arrived))
 
-    def _reduce(self, gradients: HostWork, link: _Link, sums: bool) -> None:
+    def _reduce(self, gradients: HostWork) -> None:
         """Sums come, all is packed on compute, reduced, and the own part leaves."""
-        if sums:
+        d, link = self._demand, self._demand.last
+        if d.accumulation > 1:
             # one buffer for them: compute has just read those before
-            self._await(self._fetch(gradients.nbytes * link.fetch_s, self.now))
+            self._await(self._queue("fetch", gradients.nbytes * link.fetch_s, self.now))
         self._await(self._packed.popleft(), COMMUNICATE)
-        scatter_s = gradients.nbytes * self._demand.collectives.scatter_s
-        reduced = self._communicate(scatter_s)
-        arrived = self._offload(gradients.part_bytes * link.offload_s, reduced)
+        scatter_s = gradients.nbytes * d.scatter_s
+        reduced = self._queue(COMMUNICATE, scatter_s, self.now)
+        seconds = gradients.part_bytes * link.offload_s
+        arrived = self._queue("offload", seconds, max(self.now, reduced))
         self._packed.append(arrived)
-        self._staging.append(self._on_host(gradients.part_sum_s, arrived))
+        self._staging.append(self._queue("host", gradients.part_sum_s, arrived))
 
 
 def seconds_per_byte(

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -36,14 +35,15 @@ from ..types import IN_FLIGHT, Counters
 from .host_chunks import GradientSums, HostChunk
 
 
-class Gradients(Protocol):
+class Gradients:
     """Brings gradients of host chunks to where the host optimizer reads them."""
 
-    host_bytes: int
+    host_bytes = 0
     """Page-locked, beside what the chunks have."""
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         """Hook every parameter of the chunks, whose state is on the host."""
+        raise NotImplementedError
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
@@ -79,7 +79,7 @@ class Arriving:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
-class GradientOffload:
+class GradientOffload(Gradients):
     """`Gradients` of a rank alone; see Note [Sums of micro-batches].
 
     Args:
@@ -87,8 +87,6 @@ class GradientOffload:
         worker: Adds the second and later micro-batches.
         counters: Bytes sent are counted here.
     """
-
-    host_bytes = 0
 
     def __init__(
         self, device: Device, worker: HostWorker, counters: Counters | None = None
@@ -118,12 +116,6 @@ class GradientOffload:
         self._arriving.append(arriving)
         self._of_block.setdefault(sums.chunk.block, []).append(arriving)
         return arriving
-
-    def begin_micro_batch(self, synchronises: bool) -> None:
-        pass
-
-    def reach(self, block: int) -> None:
-        pass
 
     def left(self, block: int) -> None:
         # what has not arrived of it never will

@@ -7,13 +7,13 @@ and to a run without paging and back. Parameter names travel along and are compa
 
 # Note [The norm of all gradients]
 
-Clipping uses torch's own two functions over device gradients and host sums in the order of
-the plain run's parameters, which fixes the last bit. Device gradients are scaled at once,
-host gradients by the host thread just before their update. Several ranks have the host sums
-in shards, in memory that they share: each takes the norms of some whole gradients, in their
-dtype, one sum over the node tells them to all, and the norm of those is that of
-`get_total_norm` to the last bit. Norms of pieces would not be: torch's fp32 norm of 1.5
-million numbers is 2e-5 from the fp64 one, and in bf16 the plain norm is rounded twice.
+It is that of `get_total_norm`, to the last bit: a norm for each gradient, in its dtype, and
+the norm of those in the order of the plain run's parameters, wherever each of them is.
+Device gradients are scaled at once, host gradients by the host thread just before their
+update. Several ranks have host gradients in shards, in memory that they share: each takes
+the norms of some whole gradients, and one sum over the node tells them to all; what is on
+the device is the same on all. Norms of pieces would not do: torch's fp32 norm of 1.5 million
+numbers is 2e-5 from the fp64 one, and in bf16 the plain norm is rounded twice.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ class PagedAdamW(torch.optim.Optimizer):
         self._gradients.settle()
         self._apply_clipping()
         on_device = [p for p in parameters if id(p) not in self._places]
-        several = self._ranks.world.size > 1
-        total_norm = (self._norm_over_ranks if several else self._norm)(parameters)
+        total_norm = self._total_norm(parameters)
         if math.isinf(max_norm):
             return total_norm
         torch.nn.utils.clip_grads_with_norm_(on_device, max_norm, total_norm)
@@ -273,53 +272,37 @@ class PagedAdamW(torch.optim.Optimizer):
                         "is in no parameter group. Freeze it or give it to a group."
                     )
 
-    def _norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        gradients = []
-        for param in parameters:
-            host, index = self._places.get(id(param), (None, 0))
-            if host is None:
-                gradients += [] if param.grad is None else [param.grad]
-            elif index in host.used:
-                gradients.append(host.whole_gradient(index))
-        on_compute = self._device.on_compute()
-
-        def norm() -> Tensor:
-            for host in self._chunks:
-                self._device.reads(host.gradients)
-            with on_compute:
-                return torch.nn.utils.get_total_norm(gradients)
-
+    def _total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """See Note [The norm of all gradients]."""
         # on the worker, which has the host's threads
-        return self._worker.submit(norm).result()
-
-    def _norm_over_ranks(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """As `get_total_norm`: a norm for each gradient, in its dtype, and one of those.
-
-        What is on the device is the same on all ranks.
-        """
-        own = [self._own_norms(host) for host in self._chunks]
+        own = self._worker.submit(self._own_norms).result()
         every = self._ranks.node_sum(torch.cat(own)).split([*map(len, own)])
-        of_shards = {
+        of_host = {
             id(host.params[index]): norms[index].to(host.gradient_dtype(index))
             for host, norms in zip(self._chunks, every, strict=True)
             for index in host.used
         }
         where, norms = parameters[0].device, []
         for param in parameters:
-            norm = of_shards.get(id(param))
+            norm = of_host.get(id(param))
             if norm is None and param.grad is not None:
-                norm = torch.linalg.vector_norm(param.grad)
+                # by the kernel that the plain run takes
+                norm = torch.nn.utils.get_total_norm([param.grad])
             if norm is not None:
                 norms.append(norm.to(where))
         # that of a number is the number: its order of dtypes is torch's affair
         return torch.nn.utils.get_total_norm(norms)
 
-    def _own_norms(self, host: HostChunk) -> Tensor:
-        """Norms of a chunk's gradients that fall to this rank, fp64; 0 for all others."""
-        found = torch.zeros(len(host.params), dtype=torch.float64)
+    def _own_norms(self) -> list[Tensor]:
+        """For each chunk norms of gradients that fall to this rank, fp64; 0 for others."""
         rank, size = self._ranks.local_rank, self._ranks.world.local_size
-        for index in host.used.intersection(range(rank, len(found), size)):
-            found[index] = torch.linalg.vector_norm(host.whole_gradient(index))
+        found = []
+        for host in self._chunks:
+            self._device.reads(host.gradients)
+            norms = torch.zeros(len(host.params), dtype=torch.float64)
+            for index in host.used.intersection(range(rank, len(norms), size)):
+                norms[index] = torch.linalg.vector_norm(host.whole_gradient(index))
+            found.append(norms)
         return found
 
     def _apply_clipping(self) -> None:

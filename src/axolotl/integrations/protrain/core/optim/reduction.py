@@ -36,11 +36,11 @@ from ..layout import aligned, main_chunk, reduce_bytes
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, Chunk, Counters
-from .gradients import Arriving, GradientOffload, hook_gradients
+from .gradients import Arriving, GradientOffload, Gradients, hook_gradients
 from .host_chunks import GradientSums, HostChunk
 
 
-class GradientReduction:
+class GradientReduction(Gradients):
     """`Gradients` of several ranks; see Note [The order of collectives].
 
     Args:
@@ -51,9 +51,6 @@ class GradientReduction:
             for that of the layout.
         fp32_master: Sums of 16-bit gradients are kept in fp32.
         counters: Bytes each way are counted here.
-
-    Attributes:
-        host_bytes: Bytes of this rank's sums.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class GradientReduction:
         self._synchronises = True
         self._due = self._ends = False
         self._next = 0
-        self.host_bytes = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         if not chunks:
@@ -120,9 +116,6 @@ class GradientReduction:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if block in self._first_of_block:
             self._launch_until(self._first_of_block[block])
-
-    def left(self, block: int) -> None:
-        pass
 
     def _end_backward(self) -> None:
         self._launch_until(len(self._waiting))

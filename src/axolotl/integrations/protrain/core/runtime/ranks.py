@@ -179,11 +179,17 @@ class Alone(Ranks):
     def updated(self) -> None:
         return None
 
+    def node_sum(self, values: Tensor) -> Tensor:
+        return values
+
     def holders(self, absent: Collection[str]) -> dict[str, int]:
         return {}
 
     def collect(self, value: Any) -> list[Any]:
         return [value]
+
+    def from_first(self, make: Callable[[], Result]) -> Result:
+        return make()
 
     def together(self, act: Callable[[], Result]) -> Result:
         return act()

@@ -280,12 +280,14 @@ class Swap:
             self.device.compute.wait(event)
         self._leaving = []
         while self._ended:
-            life = self._ended.popleft()
+            # taken off at the end: after an interrupt all of it is done again
+            life = self._ended[0]
             # the memory may be given to a kernel next, and the copy may not be done
             life.arrive(self.device)
             life.region.wanted.discard(life)
             if self._known.get(life.key) is life:
                 del self._known[life.key]
+            self._ended.popleft()
 
     def close(self) -> None:
         """Release the host memory; the device is idle."""

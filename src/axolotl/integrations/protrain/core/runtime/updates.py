@@ -35,10 +35,6 @@ class HostTask(Generic[Result]):
         finally:
             self._end = device.mark()
 
-    def done(self) -> bool:
-        """True once it has run."""
-        return self._future.done()
-
     def wait(self) -> None:
         """Block until it has run, whether or not it failed."""
         self._future.exception()
@@ -46,7 +42,7 @@ class HostTask(Generic[Result]):
 
     def everywhere(self) -> bool:
         """True once it has run, here and on the ranks that its result stands for."""
-        return self.done() and (
+        return self._future.done() and (
             (others := self._others()) is None or others.is_completed()
         )
 

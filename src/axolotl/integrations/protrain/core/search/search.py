@@ -81,8 +81,13 @@ class _Place(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A place, its slots, and a row of policies that fits there."""
+    """A place, its slots, and a row of policies that may fit there.
 
+    In the order in which they are tried, but for the place: at a tie in `compute_s`,
+    below which the step cannot be, what swaps less, recomputes less or has fewer slots.
+    """
+
+    compute_s: float
     row: _Row
     n_buffer: int
     at: _Place
@@ -122,7 +127,6 @@ class Search:
             for chunk in self._layout.chunks
         )
         self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
-        self._place = lru_cache(maxsize=None)(self._make_place)
         self._activations = lru_cache(maxsize=None)(self._walk)
 
     def simulate(self, plan: Plan) -> StepTime:
@@ -141,7 +145,7 @@ class Search:
             hardware,
             workload.accumulation,
             workload.fp32_master,
-            self._memory.moved_bytes(plan.policies),
+            self._memory.activations(plan.policies).moved,
             world=workload.world,
         )
 
@@ -156,11 +160,9 @@ class Search:
         """
         best: Plan | None = None
         best_s = inf
-        candidates = list(self._candidates(self._places(modes, host=True)))
-        # at a tie those first that swap less, recompute less or have fewer slots
-        candidates.sort(key=lambda c: (self._compute_s(c.row), c.row, c.n_buffer))
-        for candidate in candidates:
-            if self._compute_s(candidate.row) >= best_s * (1 - ROUNDING):
+        candidates = self._candidates(self._places(modes, host=True))
+        for candidate in sorted(candidates, key=lambda candidate: candidate[:-1]):
+            if candidate.compute_s >= best_s * (1 - ROUNDING):
                 break
             plan = self._plan(candidate)
             step_s = self.simulate(plan).total_s
@@ -223,9 +225,7 @@ class Search:
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
-        peak = self._memory.peak_bytes(
-            plan.placements, plan.n_buffer, plan.policies, plan.shards
-        )
+        peak = self._memory.device(plan).peak_bytes
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
     @cached_property
@@ -242,13 +242,13 @@ class Search:
     @cached_property
     def _families(self) -> list[list[_Row]]:
         """All policies that are tried, the fewest recomputed blocks first: without
-        swaps, with inputs that swap, and with saved tensors that do."""
+        swaps, with saved tensors that swap, and with inputs that do."""
         blocks = self._num_blocks
         most = ceil(blocks / self.swap_interval)
         return [
             [_Row(0, n) for n in range(blocks + 1)],
-            *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
             [_Row(most, n) for n in range(blocks - most + 1)],
+            *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
         ]
 
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
@@ -264,11 +264,11 @@ class Search:
                 at = self._place(num_paged, outside, shards)
                 if self._reachable and not self._reachable(at.placements):
                     continue
-                plain = _Candidate(_Row(0, 0), min(at.slots), at)
+                plain = self._candidate(_Row(0, 0), min(at.slots), at)
                 if not host or self._fits_host(self._plan(plain)):
                     yield at
 
-    def _make_place(self, num_paged: int, outside: Placement, shards: int) -> _Place:
+    def _place(self, num_paged: int, outside: Placement, shards: int) -> _Place:
         layout, memory = self._layout, self._memory
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
         placements = place(layout, n_persist, masters, outside)
@@ -282,7 +282,7 @@ class Search:
                 n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
                 for n_buffer in range(slot_floor(layout, placements), most + 1)
             },
-            memory.parameters(placements, memory.states(placements, shards)),
+            memory.parameters(placements, shards),
             self._paged_blocks(placements),
         )
 
@@ -292,13 +292,22 @@ class Search:
         return slot_floor(self._layout, nothing) + MAX_EXTRA_SLOTS
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
-        """Plans for which the device has room; the host may lack it for what swaps."""
+        """Plans for which the device has room; the host may lack it for what swaps.
+
+        Swaps only add to a plan that recomputes nothing, and those of inputs to one that
+        fits without: then they are left out.
+        """
+        plain, saved, *inputs = self._families
         for at in places:
-            for (n_buffer, nbytes), rows in product(at.slots.items(), self._families):
+            for n_buffer, nbytes in at.slots.items():
                 room = self._budget.usable_bytes - nbytes
-                row = self._first_that_fits(rows, at, room)
-                if row is not None:
-                    yield _Candidate(row, n_buffer, at)
+                row = self._first_that_fits(plain, at, room)
+                rows = [row]
+                if row is None or row.n_checkpoint:
+                    rows.append(self._first_that_fits(saved, at, room))
+                if row is None:
+                    rows += [self._first_that_fits(some, at, room) for some in inputs]
+                yield from (self._candidate(row, n_buffer, at) for row in rows if row)
 
     def _first_that_fits(
         self, rows: Iterable[_Row], at: _Place, room: float
@@ -320,29 +329,29 @@ class Search:
 
     def _smallest(self, places: Iterable[_Place]) -> _Candidate:
         """The plan that takes the least of the device."""
-        best, least = None, inf
+        best = self._candidate(_Row(0, 0), 0, self._place(0, self._outside[0], 1))
+        least = inf
         # most often what recomputes most takes the least
         rows = [row for rows in self._families for row in reversed(rows)]
         for at in places:
             n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
             while row := self._first_that_fits(rows, at, least - 1 - slots):
-                best, least = _Candidate(row, n_buffer, at), slots
+                best, least = self._candidate(row, n_buffer, at), slots
                 least += self._peak_bytes(row, at)
-        assert best is not None, "one slot for each chunk of a block is always tried"
         return best
 
     def _peak_bytes(self, row: _Row, at: _Place) -> int:
         """Of the device, without slots."""
         return self._memory.peak_without_slots(at.parameters, self._activations(row))
 
-    def _compute_s(self, row: _Row) -> float:
-        """No plan with these policies takes less."""
+    def _candidate(self, row: _Row, n_buffer: int, at: _Place) -> _Candidate:
         times = self._times
         again = zip(times.forward_s, self._policies(row), strict=True)
-        outside_s = times.outside_forward_s + times.outside_backward_s
-        micro_batch_s = sum(times.forward_s) + sum(times.backward_s) + outside_s
+        micro_batch_s = sum(times.forward_s) + sum(times.backward_s)
+        micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
-        return times.update_s + self._memory.workload.accumulation * micro_batch_s
+        compute_s = times.update_s + self._memory.workload.accumulation * micro_batch_s
+        return _Candidate(compute_s, row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
@@ -361,7 +370,7 @@ class Search:
         return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
 
     def _plan(self, candidate: _Candidate) -> Plan:
-        row, n_buffer, at = candidate
+        _, row, n_buffer, at = candidate
         knobs = Knobs(self._num_chunks - at.num_paged, n_buffer, *row)
         return self._make_plan(knobs, at.outside, at.shards, "search")
 
