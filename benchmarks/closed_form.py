@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axolotl.integrations.protrain.core.cost.time import ALONE, Demand, Link
+from axolotl.integrations.protrain.core.cost.time import ALONE, Demand, Traffic
 from axolotl.integrations.protrain.core.types import BlockTimes, Hardware, Layout, Plan
 
 
@@ -18,11 +18,13 @@ def closed_form_s(
     """
     d = Demand(layout, plan, times, hardware, 1, False, None, ALONE)
 
-    def upload_s(block: int, chunks: Iterable[int], link: Link) -> float:
+    def upload_s(block: int, chunks: Iterable[int], traffic: Traffic) -> float:
         if not 0 <= block < len(d.bounds):
             return 0.0
         start, stop = d.bounds[block]
-        return link.fetch_s * sum(d.chunk_bytes[c] for c in chunks if start <= c < stop)
+        return traffic.fetch_s * sum(
+            d.chunk_bytes[c] for c in chunks if start <= c < stop
+        )
 
     every, gone = range(d.num_chunks), range(d.num_chunks - d.num_slots)
     forward_s = sum(

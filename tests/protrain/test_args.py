@@ -18,13 +18,13 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from axolotl.integrations.protrain.args import (
-    Overrides,
     ProTrainArgs,
     overrides,
     parse_bytes,
     reject_unknown_keys,
 )
 from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
+from axolotl.integrations.protrain.core.types import Knobs
 from axolotl.integrations.protrain.refusals import (
     EXCLUDED,
     refusals,
@@ -474,7 +474,7 @@ def test_no_way_to_choose_a_plan():
 @pytest.mark.parametrize("force", [REPLICATED, SHARDED], ids=str)
 def test_a_way_to_page_and_knobs_by_hand(force):
     cfg = validate(**force, protrain_n_buffer_override=3)
-    assert overrides(cfg).n_buffer == 3 and not cfg.protrain_auto_mode
+    assert overrides(cfg)[0].n_buffer == 3 and not cfg.protrain_auto_mode
 
 
 @pytest.mark.parametrize("knob", ["n_persist", "n_buffer", "n_swap", "n_checkpoint"])
@@ -519,23 +519,23 @@ def test_no_override():
     [
         (
             {"n_persist": 7},
-            Overrides(7, 2, 0, 0, ("n_buffer", "n_swap", "n_checkpoint")),
+            (Knobs(7, 2, 0, 0), ("n_buffer", "n_swap", "n_checkpoint")),
         ),
         (
             {"n_buffer": 0},
-            Overrides(0, 0, 0, 0, ("n_persist", "n_swap", "n_checkpoint")),
+            (Knobs(0, 0, 0, 0), ("n_persist", "n_swap", "n_checkpoint")),
         ),
         (
             {"n_swap": 0},
-            Overrides(0, 2, 0, 0, ("n_persist", "n_buffer", "n_checkpoint")),
+            (Knobs(0, 2, 0, 0), ("n_persist", "n_buffer", "n_checkpoint")),
         ),
         (
             {"n_checkpoint": 4},
-            Overrides(0, 2, 0, 4, ("n_persist", "n_buffer", "n_swap")),
+            (Knobs(0, 2, 0, 4), ("n_persist", "n_buffer", "n_swap")),
         ),
         (
             {"n_persist": 1, "n_buffer": 3, "n_swap": 0, "n_checkpoint": 4},
-            Overrides(1, 3, 0, 4, ()),
+            (Knobs(1, 3, 0, 4), ()),
         ),
     ],
     ids=str,
@@ -634,7 +634,7 @@ class TestThroughThePlugin:
             **LORA, protrain_capacity_bytes="22GiB", protrain_n_buffer_override=3
         )
         assert cfg.protrain_capacity_bytes == 22 * 2**30
-        assert overrides(cfg).n_buffer == 3
+        assert overrides(cfg)[0].n_buffer == 3
 
     @pytest.mark.parametrize("machine", [{}, GPU], ids=["unknown", "gpu"])
     @pytest.mark.parametrize(

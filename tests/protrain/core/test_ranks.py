@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fork_server import Fork
-from rank_cases import ACTS, CASES, MOMENTS, main
+from rank_cases import ACTS, CASES, MOMENTS, main, special
 
 Started = list[Fork]
 
@@ -86,15 +86,12 @@ def found(
 
 
 QUICK = {
-    # each mode with each kind of model, accumulation and clipping; then what the grid
-    # does not have, each in the mode where more happens
+    # each mode with each kind of model, accumulation and clipping, and what is no grid
     2: {
         *("A-lora-3-clip", "A-full-1-free"),
         *("B-lora-1-free", "B-qlora-3-clip", "B-full-1-clip"),
         *("C-lora-3-clip", "C-qlora-1-free", "C-full-3-clip"),
-        *("B-slow", "C-slow", "C-slow-lora", "B-host-state", "C-mixed", "B-swap"),
-        *("C-bf16", "C-two-dtypes", "B-skips", "C-skips", "B-skips-adapter"),
-        *("C-unused", "C-evaluates", "B-absent"),
+        *(case.name for case in special()),
     },
     4: {"B-full-3-clip", "C-skips", "C-mixed"},
 }

@@ -10,8 +10,7 @@ be checked again when the model is loaded.
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -27,7 +26,10 @@ from pydantic import (
 )
 
 from .core.errors import ConfigError
+from .core.types import Knobs
 from .refusals import refusals
+
+PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
 # ------------------------------------------------------------------ types of values
 
@@ -264,19 +266,8 @@ def _mode_conflicts(args: ProTrainArgs) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """The four knobs set by hand; ``filled`` names those the person left out."""
-
-    n_persist: int
-    n_buffer: int
-    n_swap: int
-    n_checkpoint: int
-    filled: tuple[str, ...]
-
-
-def overrides(args: object) -> Overrides | None:
-    """The knobs set by hand, completed; None when none is set.
+def overrides(args: object) -> tuple[Knobs, tuple[str, ...]] | None:
+    """The knobs set by hand, and the names of those filled in; None when none is set.
 
     ``args`` may be :class:`ProTrainArgs` or the validated Axolotl config, which drops
     unset keys and answers None for them.
@@ -285,12 +276,7 @@ def overrides(args: object) -> Overrides | None:
     filled = tuple(knob for knob, value in given.items() if value is None)
     if len(filled) == len(given):
         return None
-    return Overrides(
-        **{
-            knob: _COMPLETION[knob] if knob in filled else given[knob] for knob in given
-        },
-        filled=filled,
-    )
+    return Knobs(**given | {knob: _COMPLETION[knob] for knob in filled}), filled
 
 
 def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
@@ -299,6 +285,11 @@ def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     return ProTrainArgs.model_construct(
         **{key: cfg[key] for key in known if cfg.get(key) is not None}
     )
+
+
+def lists_plugin(plugins: Iterable[object] | None) -> bool:
+    """Whether the key `plugins` has this one, under whichever of its names."""
+    return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 
 # -------------------------------------------------------------------- misspelt keys

@@ -58,7 +58,6 @@ class Subject:
 
     Attributes:
         traced: One micro-batch of the model, run without weights.
-        target: Where it will run.
         layout: The model's chunks, in the order of first use.
         workload: The rest of a step.
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
@@ -67,7 +66,6 @@ class Subject:
     """
 
     traced: TracedStep
-    target: Target
     layout: Layout
     workload: Workload
     redone_if_paged: frozenset[int]
@@ -113,9 +111,7 @@ def subject_of(
         )
     assumptions += used
     workload = _workload(cfg, args, batch, device_type, world, assumptions)
-    return Subject(
-        traced, target, layout, workload, redone, headroom, tuple(assumptions)
-    )
+    return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:
@@ -209,33 +205,24 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-@dataclass(frozen=True)
-class _Optimizer:
-    """What an optimizer holds and takes on the device, in copies of its weights.
-
-    `scratch` is what its update takes on top on a GPU, where torch updates all
-    parameters at once; on a CPU it takes two copies of the largest parameter.
-    """
-
-    moments: float
-    scratch: float = 0.0
-
-
-_OPTIMIZERS = {
-    "adamw_torch_fused": _Optimizer(2),
-    "adamw_torch": _Optimizer(2, scratch=1),
+_OPTIMIZERS: dict[str, tuple[float, int]] = {
+    "adamw_torch_fused": (2, 0),
+    "adamw_torch": (2, 1),
     # fp32 adapters with moments of one byte each
-    "adamw_8bit": _Optimizer(0.5),
-    "adamw_bnb_8bit": _Optimizer(0.5),
-    "lion_8bit": _Optimizer(0.25),
-    "paged_adamw_32bit": _Optimizer(0),
-    "paged_adamw_8bit": _Optimizer(0),
-    "paged_lion_8bit": _Optimizer(0),
-    "lion_pytorch": _Optimizer(1),
-    "sgd": _Optimizer(0, scratch=1),
-    "adagrad": _Optimizer(1, scratch=1),
-    "rmsprop": _Optimizer(1, scratch=1),
+    "adamw_8bit": (0.5, 0),
+    "adamw_bnb_8bit": (0.5, 0),
+    "lion_8bit": (0.25, 0),
+    "paged_adamw_32bit": (0, 0),
+    "paged_adamw_8bit": (0, 0),
+    "paged_lion_8bit": (0, 0),
+    "lion_pytorch": (1, 0),
+    "sgd": (0, 1),
+    "adagrad": (1, 1),
+    "rmsprop": (1, 1),
 }
+"""What one holds on the device and what its update takes on top, in copies of its
+weights: on a GPU, where torch updates all parameters at once; on a CPU the update takes
+two copies of the largest parameter."""
 
 
 def _workload(
@@ -248,9 +235,8 @@ def _workload(
 ) -> Workload:
     """What a step of this configuration asks beside its model."""
     name = str(getattr(cfg.optimizer, "value", cfg.optimizer) or "adamw_torch_fused")
-    optimizer = _OPTIMIZERS.get(name)
-    if optimizer is None:
-        optimizer = _Optimizer(2, scratch=1)
+    moments, scratch = _OPTIMIZERS.get(name, _OPTIMIZERS["adamw_torch"])
+    if name not in _OPTIMIZERS:
         assumptions.append(
             f"optimizer {name}: as large as AdamW, two copies of what trains on the "
             "device and one more during the update"
@@ -264,9 +250,9 @@ def _workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
-        moment_copies=optimizer.moments,
-        update_copies=0.0 if on_cpu else optimizer.scratch,
-        update_parameter_copies=2.0 if on_cpu and optimizer.scratch else 0.0,
+        moment_copies=moments,
+        update_copies=0.0 if on_cpu else scratch,
+        update_parameter_copies=2.0 if on_cpu and scratch else 0.0,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
         loader_bytes=(1 + waiting) * batch_bytes,
         world=world,
@@ -369,19 +355,18 @@ def _by_hand(
     by_hand = overrides(args)
     if by_hand is None:
         return None
-    n_buffer = by_hand.n_buffer
-    if "n_buffer" in by_hand.filled:
+    knobs, filled = by_hand
+    if "n_buffer" in filled:
         # what nobody asked for must not be refused as too many
-        n_buffer = min(n_buffer, planner.num_chunks - by_hand.n_persist)
-    if key is not None and by_hand.n_persist >= planner.num_chunks:
+        most = planner.num_chunks - knobs.n_persist
+        knobs = replace(knobs, n_buffer=min(knobs.n_buffer, most))
+    if key is not None and knobs.n_persist >= planner.num_chunks:
         raise ConfigError(
-            f"protrain_n_persist_override: {by_hand.n_persist} leaves nothing to page, "
+            f"protrain_n_persist_override: {knobs.n_persist} leaves nothing to page, "
             f"which `{key}: true` asks for. Keep fewer than {planner.num_chunks} chunks "
             "on the device, or remove one of the keys."
         )
-    shards = planner.world.local_size if args.protrain_zero3_shard else 1
-    knobs = Knobs(by_hand.n_persist, n_buffer, by_hand.n_swap, by_hand.n_checkpoint)
-    return knobs, shards
+    return knobs, planner.world.local_size if args.protrain_zero3_shard else 1
 
 
 # ------------------------------------------------------------------- this machine
@@ -513,7 +498,7 @@ def _measured(
     device: torch.device,
 ) -> dict[int, tuple[float, float]]:
     """Seconds of the blocks, from the cache under everything that changes them."""
-    dtype, config = subject.target.autocast_dtype, getattr(model, "config", None)
+    dtype, config = autocast_dtype(cfg), getattr(model, "config", None)
 
     def cached_times(
         block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]

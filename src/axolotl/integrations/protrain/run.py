@@ -310,9 +310,9 @@ class TrainingRun:
     def _warnings(self, forecast: Forecast) -> list[str]:
         notes = []
         plan, accumulation = forecast.plan, forecast.workload.accumulation
-        by_hand = overrides(self.args)
-        if by_hand is not None and by_hand.filled:
-            filled = ", ".join(f"{k} {getattr(plan, k)}" for k in by_hand.filled)
+        _, left_out = overrides(self.args) or (None, ())
+        if left_out:
+            filled = ", ".join(f"{k} {getattr(plan, k)}" for k in left_out)
             notes.append(f"Overrides completed with defaults: {filled}.")
             self._log.warning(notes[-1])
         if self._recompute_all:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from ..args import ProTrainArgs, args_from
+from ..args import PLUGIN, ProTrainArgs, args_from, lists_plugin
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware, host_memory
@@ -29,7 +29,6 @@ from ..report.forecast import (
     price_dict,
 )
 
-PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
 
@@ -435,9 +434,7 @@ def _with_plugin(config: Path) -> dict[str, object]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}  # reading it again says what is wrong
     listed = raw.get("plugins") if isinstance(raw, dict) else None
-    if any("protrain" in str(plugin).lower() for plugin in listed or ()):
-        return {}
-    return {"plugins": [*(listed or ()), PLUGIN]}
+    return {} if lists_plugin(listed) else {"plugins": [*(listed or ()), PLUGIN]}
 
 
 def worst(answers: Sequence[dict[str, Any]]) -> int:

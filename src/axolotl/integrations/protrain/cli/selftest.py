@@ -12,8 +12,7 @@ import os
 import subprocess  # nosec B404
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from axolotl.integrations.base import BasePlugin
 from safetensors import safe_open
 from transformers import TrainerCallback
 
+from ..args import PLUGIN, lists_plugin
 from ..core.errors import ConfigError, ProTrainError
 
 LOG_FILE = "selftest.json"
@@ -120,7 +120,9 @@ def run_selftest(
     """
     raw = yaml.safe_load(config.read_text())
     _require_plugin(config, raw)
-    with _folder(keep) as folder:
+    with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         paged, plain = folder / "paged", folder / "plain"
         for output in (paged, plain):
             say(f"{output.name} run: {steps} steps")
@@ -191,10 +193,9 @@ def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
 
 def _require_plugin(config: Path, raw: object) -> None:
     plugins = raw.get("plugins") if isinstance(raw, dict) else None
-    if not any("protrain" in str(plugin).lower() for plugin in plugins or ()):
+    if not lists_plugin(plugins):
         raise ConfigError(
-            f"{config}: plugins does not list "
-            "axolotl.integrations.protrain.ProTrainPlugin, so there is nothing to test."
+            f"{config}: plugins does not list {PLUGIN}, so there is nothing to test."
         )
     if raw.get("protrain_auto_memory") is False:  # type: ignore[attr-defined]
         raise ConfigError(
@@ -259,13 +260,3 @@ def _distance(name: str, ours: Path | None, theirs: Path | None) -> float:
         return float("inf")
     distance = (mine.double() - plain.double()).norm() / plain.double().norm()
     return float(distance.nan_to_num(nan=float("inf")))
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as folder:
-        yield Path(folder)

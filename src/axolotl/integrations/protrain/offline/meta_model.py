@@ -122,7 +122,14 @@ def load_meta_model(
         ConfigError: The YAML is invalid or cannot be planned; names the key.
     """
     assumptions: list[str] = []
-    with _offline(), _own_plugins():
+    manager = PluginManager.get_instance()
+    with (
+        replaced(constants, "HF_HUB_OFFLINE", True),
+        replaced(TelemetryManager.get_instance(), "enabled", False),
+        # Axolotl's manager is one for the process and keeps what it ever registered
+        replaced(manager, "plugins", type(manager.plugins)()),
+        replaced(manager, "cfg", None),
+    ):
         cfg = _validated(config, target, overrides or {})
         return MetaModel(cfg, _built(cfg, target, assumptions), assumptions)
 
@@ -155,27 +162,6 @@ def _resize_adapters(
             setattr(owner, attribute, resized)
 
 
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    with (
-        replaced(constants, "HF_HUB_OFFLINE", True),
-        replaced(TelemetryManager.get_instance(), "enabled", False),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _own_plugins() -> Iterator[None]:
-    """Axolotl's manager is one for the process and keeps what it ever registered."""
-    manager = PluginManager.get_instance()
-    before = manager.plugins, manager.cfg
-    manager.plugins, manager.cfg = type(manager.plugins)(), None
-    try:
-        yield
-    finally:
-        manager.plugins, manager.cfg = before
-
-
 # ---------------------------------------------------------------- configuration
 
 
@@ -202,7 +188,10 @@ def _validated(
     environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
     try:
         prepare_plugins(cfg)
-        _check_plugins(cfg)
+        for name in cfg.plugins or ():
+            # Axolotl goes on without a plugin that it cannot import
+            if name not in PluginManager.get_instance().plugins:
+                raise ConfigError(f"plugins: {name} cannot be imported here.")
         cfg = validate_config(cfg, capabilities, environment)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
@@ -217,14 +206,6 @@ def _validated(
         raise ConfigError(_gives_no_model(cfg, error)) from error
     _check_plannable(cfg)
     return cfg
-
-
-def _check_plugins(cfg: DictDefault) -> None:
-    """Axolotl goes on without a plugin that it cannot import."""
-    registered = PluginManager.get_instance().plugins
-    for name in cfg.plugins or ():
-        if name not in registered:
-            raise ConfigError(f"plugins: {name} cannot be imported here.")
 
 
 def _check_base_model(cfg: DictDefault) -> None:
@@ -304,7 +285,9 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
     tokenizer = _tokenizer(cfg, assumptions)
     loader = _Loader(cfg, tokenizer, target, assumptions)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_cheap_collection())
+        # Axolotl collects garbage three times; the imported modules are none
+        gc.freeze()
+        undo.callback(gc.unfreeze)
         # the trace shows what a block computes once; policies are the plan's affair
         undo.enter_context(_keys(cfg, dict.fromkeys(_POLICIES)))
         if cfg.peft_init_lora_weights:
@@ -327,16 +310,6 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
     return model.train()
-
-
-@contextlib.contextmanager
-def _cheap_collection() -> Iterator[None]:
-    """Axolotl collects garbage three times; the imported modules are none."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
@@ -389,7 +362,10 @@ class _Loader(ModelLoader):
         super()._set_attention_config()
         name = self.model_kwargs.get("attn_implementation")
         if self._target == "cuda" and name not in (None, "eager", "sdpa"):
-            self._attention = _planned_name(name)
+            is_flash = is_flash_attention_requested(
+                requested_attention_implementation=name
+            )
+            self._attention = FLASH_ATTENTION if is_flash else PLANNED_ATTENTION
         if self._attention is None:
             return
         self.model_kwargs["attn_implementation"] = PLANNED_ATTENTION
@@ -462,11 +438,6 @@ def _same(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _planned_name(name: str) -> str:
-    is_flash = is_flash_attention_requested(requested_attention_implementation=name)
-    return FLASH_ATTENTION if is_flash else PLANNED_ATTENTION
 
 
 def _rename_attention(model: nn.Module, name: str) -> None:

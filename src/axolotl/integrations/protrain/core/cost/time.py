@@ -178,7 +178,7 @@ def simulate_step(
     )
 
 
-class Link(NamedTuple):
+class Traffic(NamedTuple):
     """Traffic of forward or backward and what it costs, seconds per byte."""
 
     fetch_bytes: int
@@ -316,8 +316,8 @@ class Demand:
         )
         busy = {
             "compute": self.update_s + self.accumulation * self.compute_s,
-            "fetch": sum(n * x.fetch_bytes * x.fetch_s for n, x in self.traffic),
-            "offload": sum(n * x.offload_bytes * x.offload_s for n, x in self.traffic),
+            "fetch": sum(n * x.fetch_bytes * x.fetch_s for n, x in self.passes),
+            "offload": sum(n * x.offload_bytes * x.offload_s for n, x in self.passes),
             "host": host_s,
         }
         if self.reduces:
@@ -394,29 +394,29 @@ class Demand:
         gradients = sum(work.nbytes for work in self.works)
         parts = sum(work.part_bytes for work in self.works)
 
-        def link(chunks: list[int], more: int, offload_bytes: int) -> Link:
+        def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
             rates = seconds_per_byte(fetch_bytes, offload_bytes, hardware)
-            return Link(fetch_bytes, offload_bytes, *rates)
+            return Traffic(fetch_bytes, offload_bytes, *rates)
 
         again = self.accumulation - 1
-        self.first = link(self.missing_first, refreshed, out)
-        self.later = link(self.missing_later, 0, out)
-        self.backward = self.last = link(self.missing_backward, back, gradients)
+        self.first = phase(self.missing_first, refreshed, out)
+        self.later = phase(self.missing_later, 0, out)
+        self.backward = self.last = phase(self.missing_backward, back, gradients)
         if self.reduces:
             # what earlier micro-batches have added up comes back
             sums = gradients if again else 0
-            self.last = link(self.missing_backward, back + sums, parts)
-        self.traffic = [(1, self.first), (again, self.later)]
+            self.last = phase(self.missing_backward, back + sums, parts)
+        self.passes = [(1, self.first), (again, self.later)]
         if self.reduces:
-            self.traffic += [(again, self.backward), (1, self.last)]
+            self.passes += [(again, self.backward), (1, self.last)]
         else:
-            self.traffic += [(self.accumulation, self.backward)]
+            self.passes += [(self.accumulation, self.backward)]
         # without swapped activations
         n = self.accumulation
-        self.fetched_bytes = sum(k * x.fetch_bytes for k, x in self.traffic) - n * back
+        self.fetched_bytes = sum(k * x.fetch_bytes for k, x in self.passes) - n * back
         self.offloaded_bytes = (
-            sum(k * x.offload_bytes for k, x in self.traffic) - n * out
+            sum(k * x.offload_bytes for k, x in self.passes) - n * out
         )
 
 
@@ -462,23 +462,23 @@ class _Step:
     def forward(self, first: bool) -> None:
         """Forward of one micro-batch and what runs outside the blocks."""
         d = self._demand
-        link = d.first if first else d.later
+        traffic = d.first if first else d.later
         missing = (d.missing_first if first else d.missing_later)[::-1]
         # `Session.ready`: weights that stay on the device
         for update, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
             self._block(done, "host")
-            self._refresh(update.nbytes * link.fetch_s, update.gather_s)
+            self._refresh(update.nbytes * traffic.fetch_s, update.gather_s)
         self._stale = []
         for block, (start, stop) in enumerate(d.bounds):
             while missing and missing[-1] < stop:
                 self._block(self._updated[missing[-1]], "host")
-                self._fetch_chunk(missing.pop(), link)
+                self._fetch_chunk(missing.pop(), traffic)
             self._await_chunks(start, stop)
             while missing and missing[-1] < start + d.num_slots:
                 # what is held back now is asked for again when the next block opens
                 if self._updated[missing[-1]] > self.issued:
                     break
-                self._fetch_chunk(missing.pop(), link)
+                self._fetch_chunk(missing.pop(), traffic)
             if d.swaps[block]:
                 # only now is the room free that the one before has left
                 self._await(self._gone, "offload")
@@ -486,7 +486,7 @@ class _Step:
             self._mark_use(start, stop)
             if d.moved.out[block]:
                 self._gone = self._queue(
-                    "offload", d.moved.out[block] * link.offload_s, self.now
+                    "offload", d.moved.out[block] * traffic.offload_s, self.now
                 )
         self._await(self._gone, "offload")
         self._run(d.outside_s)
@@ -506,7 +506,10 @@ class _Step:
         self._backward(self._demand.last, self._reduce, self._demand.shared_s)
 
     def _backward(
-        self, link: Link, send: Callable[[HostWork], None], shared_s: Sequence[float]
+        self,
+        traffic: Traffic,
+        send: Callable[[HostWork], None],
+        shared_s: Sequence[float],
     ) -> None:
         d = self._demand
         missing = d.missing_backward[:]
@@ -516,15 +519,15 @@ class _Step:
         for block in range(len(d.bounds) - 1, -1, -1):
             start, stop = d.bounds[block]
             while missing and missing[-1] >= start:
-                self._fetch_chunk(missing.pop(), link)
+                self._fetch_chunk(missing.pop(), traffic)
             if there is None:
-                there = self._swap_in(block, link)
-            before = self._swap_in(block - 1, link) if block else None
+                there = self._swap_in(block, traffic)
+            before = self._swap_in(block - 1, traffic) if block else None
             self._await_chunks(start, stop)
             self._await(there)
             there = before
             while missing and missing[-1] >= stop - d.num_slots:
-                self._fetch_chunk(missing.pop(), link)
+                self._fetch_chunk(missing.pop(), traffic)
             self._run(d.backward_s[block])
             self._mark_use(start, stop)
             for gradients in d.gradients[block]:
@@ -608,9 +611,9 @@ class _Step:
         if gather_s:
             self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)
 
-    def _fetch_chunk(self, chunk: int, link: Link) -> None:
+    def _fetch_chunk(self, chunk: int, traffic: Traffic) -> None:
         d = self._demand
-        seconds = d.chunk_bytes[chunk] * link.fetch_s
+        seconds = d.chunk_bytes[chunk] * traffic.fetch_s
         arrival = self._queue("fetch", seconds, self._last_use[chunk % d.num_slots])
         if d.gather_s[chunk]:
             arrival = self._queue(COMMUNICATE, d.gather_s[chunk], arrival)
@@ -624,10 +627,12 @@ class _Step:
         for chunk in range(start, stop):
             self._last_use[chunk % self._demand.num_slots] = self.now
 
-    def _swap_in(self, block: int, link: Link) -> float:
+    def _swap_in(self, block: int, traffic: Traffic) -> float:
         """Not before compute is here: the room for it comes from its stream."""
         nbytes = self._demand.moved.back[block]
-        return self._queue("fetch", nbytes * link.fetch_s, self.now) if nbytes else 0.0
+        return (
+            self._queue("fetch", nbytes * traffic.fetch_s, self.now) if nbytes else 0.0
+        )
 
     def _send(self, gradients: HostWork, first: bool) -> None:
         """`GradientOffload._send` of a chunk."""
@@ -644,14 +649,16 @@ class _Step:
 
     def _reduce(self, gradients: HostWork) -> None:
         """Sums come, all is packed on compute, reduced, and the own part leaves."""
-        d, link = self._demand, self._demand.last
+        d, traffic = self._demand, self._demand.last
         if d.accumulation > 1:
             # one buffer for them: compute has just read those before
-            self._await(self._queue("fetch", gradients.nbytes * link.fetch_s, self.now))
+            self._await(
+                self._queue("fetch", gradients.nbytes * traffic.fetch_s, self.now)
+            )
         self._await(self._packed.popleft(), COMMUNICATE)
         scatter_s = gradients.nbytes * d.scatter_s
         reduced = self._queue(COMMUNICATE, scatter_s, self.now)
-        seconds = gradients.part_bytes * link.offload_s
+        seconds = gradients.part_bytes * traffic.offload_s
         arrived = self._queue("offload", seconds, max(self.now, reduced))
         self._packed.append(arrived)
         self._staging.append(self._queue("host", gradients.part_sum_s, arrived))

@@ -201,13 +201,17 @@ class HostAdamW:
 
     def state_bytes(self) -> int:
         """Bytes of the moments held on the host."""
-        return sum(
-            value.nbytes
-            for optimizer in filter(None, self._optimizers)
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
+        return sum(map(optimizer_bytes, filter(None, self._optimizers)))
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's state."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
 
 
 def _own(key: str, value: Any, main: Tensor, copy: bool) -> Any:

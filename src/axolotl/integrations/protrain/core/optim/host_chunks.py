@@ -135,6 +135,7 @@ class HostChunk:
             main parameter.
         mains: What the optimizer updates: `weights`, or fp32 masters of them.
         used: Parameters that have a gradient since the last `clear`, on any rank.
+        has_master: Whether each parameter is updated through an fp32 master.
         sums: Where gradients of a rank alone add up, which the update reads.
         reductions: How gradients of several ranks come together.
         parts: For each of them what this rank receives, on the host.
@@ -156,7 +157,7 @@ class HostChunk:
             else weight
             for own, weight in zip(specs, weights, strict=True)
         ]
-        self._has_master = [
+        self.has_master = [
             main is not weight
             for main, weight in zip(self._whole, weights, strict=True)
         ]
@@ -185,7 +186,7 @@ class HostChunk:
         self.weights = [_cut(weights[piece.tensor], piece) for piece in pieces]
         self.mains = [
             _cut(self._whole[piece.tensor], piece)
-            if self._has_master[piece.tensor]
+            if self.has_master[piece.tensor]
             else weight
             for piece, weight in zip(pieces, self.weights, strict=True)
         ]
@@ -259,10 +260,6 @@ class HostChunk:
             self._num_updates[index] += 1
         return self._ranks.updated()
 
-    def has_master(self, index: int) -> bool:
-        """Whether a parameter is updated through an fp32 master."""
-        return self._has_master[index]
-
     def first_state(self, number: int) -> dict[str, Any] | None:
         """AdamW's state of a main parameter before any update; None where AdamW makes
         it, which it does at the first update."""
@@ -288,7 +285,7 @@ class HostChunk:
             step = self._num_updates[index]
             moments = self._moments[index]
             state = {"step": torch.tensor(float(step)), **moments} if step else None
-        if state is not None and self._has_master[index]:
+        if state is not None and self.has_master[index]:
             return {**state, MASTER_KEY: self._whole[index]}
         return state
 
@@ -344,7 +341,7 @@ class HostChunk:
             for index, main, weight in zip(
                 self.owned, self.mains, self.weights, strict=True
             )
-            if self._has_master[index]
+            if self.has_master[index]
         ]
 
 

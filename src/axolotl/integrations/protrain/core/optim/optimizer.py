@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigError
 from ..runtime import Alone, Device, HostWorker, Ranks
 from .gradients import Gradients
-from .host_adamw import HostAdamW, Hyperparameters
+from .host_adamw import HostAdamW, Hyperparameters, optimizer_bytes
 from .host_chunks import MASTER_KEY, HostChunk
 
 
@@ -182,7 +182,7 @@ class PagedAdamW(torch.optim.Optimizer):
                 on_device[param] = state
                 continue
             host, position = place
-            _check_master(host.has_master(position), state)
+            _check_master(host.has_master[position], state)
             loaded = host.load_state(position, state)
             if loaded is not None:
                 main, own = loaded
@@ -375,16 +375,6 @@ def _check_master(has_master: bool, state: Mapping[str, Any]) -> None:
 def _on_host(value: Any) -> Any:
     # a copy on the CPU device too, whose bytes are counted apart
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state."""
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
 
 
 def _restrict(

@@ -37,7 +37,8 @@ from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy
 from .plans import block_policies, make_plan, place
 
 MODES = frozenset("ABC")
-"""All values of `Plan.mode`. Without A only plans that page something are searched."""
+"""Candidate modes, all values of `Plan.mode`. Without A only plans that page something
+are searched."""
 
 ONLY_A = frozenset("A")
 """Only plans with nothing on the host but what has masters there."""
