@@ -170,7 +170,7 @@ def test_a_plan_is_exactly_what_was_asked_for(
     assert (plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_checkpoint) == knobs
     assert len(plan.paged) == total - n_persist
     assert plan.mode == ("B" if any(p.on_host for p in plan.placements) else "A")
-    assert sum(plan.recompute) == n_checkpoint
+    assert sum(p.recomputes for p in plan.policies) == n_checkpoint
     assert sum(policy.swaps for policy in plan.policies) == n_swap
     check_slots(layout, plan.placements, plan.n_buffer)
 

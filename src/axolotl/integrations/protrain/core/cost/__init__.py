@@ -10,8 +10,6 @@ from .memory import (
     walk,
 )
 from .time import (
-    ALONE,
-    COMMUNICATE,
     StepTime,
     block_times,
     host_work,
@@ -21,8 +19,6 @@ from .time import (
 )
 
 __all__ = [
-    "ALONE",
-    "COMMUNICATE",
     "Activations",
     "DeviceEstimate",
     "HostEstimate",

@@ -132,22 +132,20 @@ class Search:
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
-        workload, hardware = self._memory.workload, self._memory.hardware
+        memory = self._memory
         trained = sum(
             chunk.nbytes
             for chunk in self._layout.chunks
             if chunk.trainable and not plan.placements[chunk.index].on_host
         )
-        update_s = self._times.update_s + update_seconds(trained, hardware)
+        update_s = self._times.update_s + update_seconds(trained, memory.hardware)
         return simulate_step(
             self._layout,
             plan,
             replace(self._times, update_s=update_s),
-            hardware,
-            workload.accumulation,
-            workload.fp32_master,
-            self._memory.activations(plan.policies).moved,
-            world=workload.world,
+            memory.hardware,
+            memory.workload,
+            memory.activations(plan.policies).moved,
         )
 
     def fastest(self, modes: Set[str] = MODES) -> Plan:
