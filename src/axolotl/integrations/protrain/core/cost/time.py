@@ -52,11 +52,8 @@ COMPUTE_BOUND_SHARE = 0.01
 
 def work_s(work: Work, hardware: Hardware) -> float:
     """A roofline for each kind of operator; kernels cannot be launched faster."""
-    busy = (
-        work.flops_16 / hardware.flops_16
-        + work.flops_32 / hardware.flops_32
-        + work.moved_bytes / hardware.memory_bytes_s
-    )
+    computing = work.flops_16 / hardware.flops_16 + work.flops_32 / hardware.flops_32
+    busy = computing + work.moved_bytes / hardware.memory_bytes_s
     return max(busy, work.num_kernels * hardware.kernel_s)
 
 
@@ -130,9 +127,9 @@ def simulate_step(
         layout: The model's chunks and blocks.
         plan: Where chunks live and what becomes of activations.
         times: Compute of one micro-batch under no plan; `update_s` of this plan.
-        hardware: Rates. `adam_bytes_s` counts the bytes of what AdamW updates: fp32
-            masters where there are any. Unless it `overlaps`, every copy runs on the
-            calling thread, as compute does, and only host updates run beside it.
+        hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
+            where there are any. Unless it `overlaps`, every copy runs on the calling
+            thread, as compute does, and only host updates run beside it.
         workload: Micro-batches, masters and ranks.
         moved: What swapping moves; needed only for plans that swap.
     """
@@ -337,12 +334,9 @@ class Demand:
             work = host_work(chunk, hardware, workload)
             gradients[at].append(work)
             self.norm_s += work.norm_s
-            number, nbytes = numbers.get(chunk.index), shard_bytes(chunk, plan.shards)
-            self.updates.append(
-                _Update(
-                    number, chunk.index, nbytes, self._gather_s(chunk), work.update_s
-                )
-            )
+            where = numbers.get(chunk.index), chunk.index
+            fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
+            self.updates.append(_Update(*where, *fetched, work.update_s))
         # `Session` updates first what forward reads first: outside the blocks
         self.updates.sort(key=lambda u: layout.chunks[u.chunk].block is not None)
         self.works = [work for works in gradients for work in works]
@@ -367,8 +361,7 @@ class Demand:
 
         def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
-            rates = seconds_per_byte(fetch_bytes, offload_bytes, hardware)
-            return Traffic(fetch_bytes, offload_bytes, *rates)
+            return _traffic(fetch_bytes, offload_bytes, hardware)
 
         again = self.accumulation - 1
         self.first = phase(self.missing_first, refreshed, out)
@@ -383,12 +376,11 @@ class Demand:
             self.passes += [(again, self.backward), (1, self.last)]
         else:
             self.passes.append((self.accumulation, self.backward))
+        fetched = sum(n * x.fetch_bytes for n, x in self.passes)
+        offloaded = sum(n * x.offload_bytes for n, x in self.passes)
         # without swapped activations
-        swapped = [self.accumulation * nbytes for nbytes in (back, out)]
-        self.fetched_bytes = sum(n * x.fetch_bytes for n, x in self.passes) - swapped[0]
-        self.offloaded_bytes = (
-            sum(n * x.offload_bytes for n, x in self.passes) - swapped[1]
-        )
+        self.fetched_bytes = fetched - self.accumulation * back
+        self.offloaded_bytes = offloaded - self.accumulation * out
 
 
 class Step:
@@ -397,12 +389,12 @@ class Step:
     Attributes:
         now: Compute has worked or waited until here.
         issued: The calling thread has queued work or waited until here.
-        skipped: Seconds of micro-batches that were not simulated one by one.
-        exposed: Seconds that compute stood still, by the lane it waited for.
+        skipped: Of micro-batches that were not simulated one by one.
+        exposed: How long compute stood still, by the lane it waited for.
     """
 
     def __init__(self, demand: Demand) -> None:
-        self._demand = demand
+        self._demand, self._traffic = demand, demand.first
         self.now = self.issued = self.skipped = 0.0
         lanes = [*LANES[1:], COMMUNICATE]
         self.exposed = dict.fromkeys(lanes if demand.reduces else LANES[1:], 0.0)
@@ -431,7 +423,7 @@ class Step:
     def forward(self, first: bool) -> None:
         """Forward of one micro-batch and what runs outside the blocks."""
         d = self._demand
-        traffic = d.first if first else d.later
+        self._traffic = traffic = d.first if first else d.later
         missing = (d.missing_first if first else d.missing_later)[::-1]
         # `Session.ready`: weights that stay on the device
         for update, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
@@ -441,22 +433,21 @@ class Step:
         for block, (start, stop) in enumerate(d.bounds):
             while missing and missing[-1] < stop:
                 self._block(self._updated[missing[-1]], "host")
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             self._await_chunks(start, stop)
             while missing and missing[-1] < start + d.num_slots:
                 # what is held back now is asked for again when the next block opens
                 if self._updated[missing[-1]] > self.issued:
                     break
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             if d.swaps[block]:
                 # only now is the room free that the one before has left
                 self._await(self._gone, "offload")
             self._run(d.forward_s[block])
             self._mark_use(start, stop)
-            if d.moved.out[block]:
-                self._gone = self._queue(
-                    "offload", d.moved.out[block] * traffic.offload_s, self.now
-                )
+            if nbytes := d.moved.out[block]:
+                seconds = nbytes * traffic.offload_s
+                self._gone = self._queue("offload", seconds, self.now)
         self._await(self._gone, "offload")
         self._run(d.outside_s)
 
@@ -465,11 +456,11 @@ class Step:
         of several ranks they are `reduced`, after the sums of earlier ones are there.
         """
         d = self._demand
+        self._traffic = d.last if reduced else d.backward
         send: Callable[[HostWork], None] = partial(self._send, first=first)
-        traffic = d.backward
         if reduced:
             self._drain()
-            send, traffic = self._reduce, d.last
+            send = self._reduce
         missing = d.missing_backward[:]
         for gradients in d.outside[1:]:
             send(gradients)
@@ -477,15 +468,15 @@ class Step:
         for block in range(len(d.bounds) - 1, -1, -1):
             start, stop = d.bounds[block]
             while missing and missing[-1] >= start:
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             if there is None:
-                there = self._swap_in(block, traffic)
-            before = self._swap_in(block - 1, traffic) if block else None
+                there = self._swap_in(block)
+            before = self._swap_in(block - 1) if block else None
             self._await_chunks(start, stop)
             self._await(there)
             there = before
             while missing and missing[-1] >= stop - d.num_slots:
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             self._run(d.backward_s[block])
             self._mark_use(start, stop)
             for gradients in d.gradients[block]:
@@ -569,9 +560,9 @@ class Step:
         if gather_s:
             self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)
 
-    def _fetch_chunk(self, chunk: int, traffic: Traffic) -> None:
+    def _fetch_chunk(self, chunk: int) -> None:
         d = self._demand
-        seconds = d.chunk_bytes[chunk] * traffic.fetch_s
+        seconds = d.chunk_bytes[chunk] * self._traffic.fetch_s
         arrival = self._queue("fetch", seconds, self._last_use[chunk % d.num_slots])
         if d.gather_s[chunk]:
             arrival = self._queue(COMMUNICATE, d.gather_s[chunk], arrival)
@@ -585,10 +576,10 @@ class Step:
         for chunk in range(start, stop):
             self._last_use[chunk % self._demand.num_slots] = self.now
 
-    def _swap_in(self, block: int, traffic: Traffic) -> float:
+    def _swap_in(self, block: int) -> float:
         """Not before compute is here: the room for it comes from its stream."""
         if nbytes := self._demand.moved.back[block]:
-            return self._queue("fetch", nbytes * traffic.fetch_s, self.now)
+            return self._queue("fetch", nbytes * self._traffic.fetch_s, self.now)
         return 0.0
 
     def _send(self, gradients: HostWork, first: bool) -> None:
@@ -598,7 +589,7 @@ class Step:
         sum_s = gradients.first_sum_s if first else gradients.later_sum_s
         if sum_s:
             self._block(self._staging.popleft(), "host")
-        seconds = gradients.nbytes * self._demand.backward.offload_s
+        seconds = gradients.nbytes * self._traffic.offload_s
         arrived = self._queue("offload", seconds, self.now)
         self._in_flight.append(arrived)
         if sum_s:
@@ -606,7 +597,7 @@ class Step:
 
     def _reduce(self, gradients: HostWork) -> None:
         """Sums come, all is packed on compute, reduced, and the own part leaves."""
-        d, traffic = self._demand, self._demand.last
+        d, traffic = self._demand, self._traffic
         if d.accumulation > 1:
             # one buffer for them: compute has just read those before
             seconds = gradients.nbytes * traffic.fetch_s
@@ -620,27 +611,20 @@ class Step:
         self._staging.append(self._queue("host", gradients.part_sum_s, arrived))
 
 
-def seconds_per_byte(
-    fetch_bytes: int, offload_bytes: int, hardware: Hardware
-) -> tuple[float, float]:
-    """Of fetches and offloads in one phase.
-
-    As much of each direction as the other has work for goes at the rate for both.
-    """
+def _traffic(fetch_bytes: int, offload_bytes: int, hardware: Hardware) -> Traffic:
+    """As much of each direction as the other has work for goes at the rate for both."""
     fetch_s, offload_s = 1 / hardware.fetch_bytes_s, 1 / hardware.offload_bytes_s
-    if not hardware.overlaps:
-        return fetch_s, offload_s
     fetching, offloading = fetch_bytes * fetch_s, offload_bytes * offload_s
     both = min(fetching, offloading)
-    fetch_share = both / fetching if fetching else 0.0
-    offload_share = both / offloading if offloading else 0.0
-    return (
-        fetch_s + fetch_share * (1 / hardware.fetch_both_bytes_s - fetch_s),
-        offload_s + offload_share * (1 / hardware.offload_both_bytes_s - offload_s),
-    )
+    if hardware.overlaps and both:
+        fetch_both_s = 1 / hardware.fetch_both_bytes_s
+        offload_both_s = 1 / hardware.offload_both_bytes_s
+        fetch_s += both / fetching * (fetch_both_s - fetch_s)
+        offload_s += both / offloading * (offload_both_s - offload_s)
+    return Traffic(fetch_bytes, offload_bytes, fetch_s, offload_s)
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:
-    return len(ours) == len(theirs) and all(
-        abs(a - b) <= 1e-9 * scale for a, b in zip(ours, theirs, strict=True)
-    )
+    pairs = zip(ours, theirs, strict=False)
+    alike = all(abs(a - b) <= 1e-9 * scale for a, b in pairs)
+    return len(ours) == len(theirs) and alike
