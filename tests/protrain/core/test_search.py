@@ -33,14 +33,8 @@ from axolotl.integrations.protrain.core.layout import (
     slot_floor,
 )
 from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
-from axolotl.integrations.protrain.core.search import (
-    MODES,
-    ONLY_A,
-    Search,
-    block_policies,
-    make_plan,
-    place,
-)
+from axolotl.integrations.protrain.core.search import MODES, ONLY_A, Search, make_plan
+from axolotl.integrations.protrain.core.search.plans import block_policies, place
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,

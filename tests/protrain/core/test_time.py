@@ -22,14 +22,12 @@ from core_models import (
 )
 from hypothesis import given, settings, strategies as st
 
-from axolotl.integrations.protrain.core.cost import (
-    StepTime,
-    host_work,
-    simulate_step,
-)
 from axolotl.integrations.protrain.core.cost.time import (
     COMMUNICATE,
     LANES,
+    StepTime,
+    host_work,
+    simulate_step,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.session import Options, Session
