@@ -86,7 +86,7 @@ def _fit(answers: Sequence[Values], colours: Colours) -> Values | None:
         keys.append(("over", "over the budget"))
     bars: list[list[Mark]] = []
     for answer in answers:
-        bars.append([])
+        bars.append([])  # where nothing is known
         if device := answer["device_bytes"]:
             budget, reserve = device["budget"], device["reserve"]
             over = max(device["peak"] - budget, 0)

@@ -43,7 +43,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     plan, step = shown["plan"], shown["step_s"]
     outside = [placements[c.index].value for c in layout.chunks if not c.pageable]
     (peak, budget, terms), (host_peak, host_budget, host_terms) = (
-        (format_bytes(m["peak"]), format_bytes(m["budget"]), _listed(m["terms"]))
+        (format_bytes(m["peak"]), format_bytes(m["budget"]), _filled(m["terms"]))
         for m in (shown["device_bytes"], shown["host_bytes"])
     )
     lanes = {LANES[lane]: busy for lane, busy in step["lanes"].items()}
@@ -70,16 +70,16 @@ def forecast_table(forecast: Forecast, device: str) -> str:
             ", ".join(sorted(set(outside))) or "frozen, resident",
             f"{len(outside)} trainable",
         ),
-        (f"device ({device})", peak, f"of {budget}, at {at}: {terms}"),
+        (f"device ({device})", peak, f"of {budget}, at {at}: {_listed(terms)}"),
         (
             "host (all its ranks)" if local_size > 1 else "host",
             host_peak,
-            f"of {host_budget}: {host_terms}",
+            f"of {host_budget}: {_listed(host_terms)}",
         ),
         (
             "step",
             format_seconds(step["total"]),
-            f"{speed}; {_listed(lanes, format_seconds)}",
+            f"{speed}; {_listed(_filled(lanes, format_seconds))}",
         ),
     ):
         table.add_row(*row)
@@ -87,11 +87,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
 
 
 def plan_text(answers: Sequence[Answer]) -> str:
-    """All cards: a line for each, then what each of them needs and takes.
-
-    Args:
-        answers: What `--json` prints.
-    """
+    """All cards of `--json`: a line for each, then what each of them needs and takes."""
     shown = [part for answer in answers for part in _card(answer)]
     if len(answers) > 1:
         heads = ("card", "verdict", "device", "of", "host", "of", "step", "tokens/s")
@@ -174,6 +170,28 @@ def _overview(answer: Answer) -> Row:
     )
 
 
+def _alternative(other: Answer) -> Row:
+    fits = other["step_s"] is not None
+    return (
+        other["change"],
+        VERDICTS[other["verdict"]],
+        format_bytes(other["device_peak_bytes"]) if fits else "-",
+        format_seconds(other["step_s"]) if fits else "-",
+        format_rate(other["tokens_per_s"]) if fits else "-",
+        other["note"] or "",
+    )
+
+
+def _alternatives(others: Iterable[Answer]) -> Table:
+    heads = ("instead", "verdict", "device", "step", "tokens/s", "note")
+    table = _table(heads, map(_alternative, others))
+    for column in table.columns[:5]:
+        column.no_wrap = True
+    table.columns[1].justify = table.columns[5].justify = "left"
+    table.columns[5].overflow = "fold"
+    return table
+
+
 def _memory(title: str, memory: Answer, peak: str) -> Table:
     table = _table((title, ""), _filled(memory["terms"]))
     table.add_section()
@@ -196,25 +214,6 @@ def _step(step: Answer) -> Table:
     return table
 
 
-def _alternatives(others: Iterable[Answer]) -> Table:
-    table = _table(("instead", "verdict", "device", "step", "tokens/s", "note"))
-    table.columns[1].justify = table.columns[5].justify = "left"
-    table.columns[5].overflow = "fold"
-    for column in table.columns[:5]:
-        column.no_wrap = True
-    for other in others:
-        price = ["-"] * 3
-        if other["step_s"] is not None:
-            price = [
-                format_bytes(other["device_peak_bytes"]),
-                format_seconds(other["step_s"]),
-                format_rate(other["tokens_per_s"]),
-            ]
-        verdict, note = VERDICTS[other["verdict"]], other["note"] or ""
-        table.add_row(other["change"], verdict, *price, note)
-    return table
-
-
 def _table(heads: Row, rows: Iterable[Row] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for number, head in enumerate(heads):
@@ -231,10 +230,8 @@ def _filled(
     return [(name, form(value)) for name, value in values.items() if value]
 
 
-def _listed(
-    values: Mapping[str, float], form: Callable[[float], str] = format_bytes
-) -> str:
-    return ", ".join(map(" ".join, _filled(values, form)))
+def _listed(rows: Iterable[Row]) -> str:
+    return ", ".join(map(" ".join, rows))
 
 
 def _printed(width: int, shown: Iterable[RenderableType]) -> str:
