@@ -110,10 +110,7 @@ def _timeline(answer: Values, colours: Colours) -> Values | None:
     totals, budget = [sum(row) for row in rows], device["budget"]
     peak = max(totals)
     at, top = totals.index(peak), 1.08 * max(peak, budget, 1)
-    hover = [
-        [point["label"], point["phase"], *row]
-        for point, row in zip(points, rows, strict=True)
-    ]
+    hover = [[p["label"], p["phase"], *r] for p, r in zip(points, rows, strict=True)]
     phases, start = [], 0.0
     for phase, run in groupby(point["phase"] for point in points):
         share = len(list(run)) / len(points)

@@ -95,20 +95,20 @@ class RunReport:
         # DDP makes its buckets once the plugin has placed everything
         rising = peak.gradients + peak.activations + peak.working + states.buckets
         placed, moments = seen.device_placed_bytes, seen.device_optimizer_bytes
+        risen = seen.device_peak_bytes - placed - moments
         micro, steps = self.forecast.workload.accumulation, max(len(self.step_s), 1)
+        host_optimizer = self._of_a_node("host_optimizer_bytes", seen)
+        host_swap = self._of_a_node("host_swap_bytes", seen)
         out, back = (micro * sum(way) for way in (moved.out, moved.back))
         return {
             "device peak bytes": (device.peak_bytes, seen.device_peak_bytes),
             "weights and slots": (states.weights - states.buckets, placed),
             "optimizer state on the device": (states.moments, moments),
-            "gradients and activations": (
-                rising,
-                seen.device_peak_bytes - placed - moments,
-            ),
+            "gradients and activations": (rising, risen),
             "host arena": (host.arena, seen.host_arena_bytes),
             "host gradients, masters and moments": (
                 host.gradients + host.masters + host.moments,
-                self._of_a_node("host_optimizer_bytes", seen),
+                host_optimizer,
             ),
             "fetched bytes a step": (step.fetched_bytes, seen.fetched_bytes / steps),
             "offloaded bytes a step": (
@@ -117,10 +117,7 @@ class RunReport:
             ),
             "swapped out bytes a step": (out, seen.swapped_out_bytes / steps),
             "swapped in bytes a step": (back, seen.swapped_in_bytes / steps),
-            "host memory of swapped activations": (
-                host.swapped,
-                self._of_a_node("host_swap_bytes", seen),
-            ),
+            "host memory of swapped activations": (host.swapped, host_swap),
             "step seconds": (step.total_s, self.median_step_s()),
         }
 

@@ -52,30 +52,19 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     resident = f"{plan['n_persist']} of {plan['num_chunks']}"
     speed = f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}"
     at = forecast.device.peak.label
-    table = Table(
-        "what",
-        Column("value", justify="right"),
-        "detail",
-        title=f"ProTrain plan ({plan['origin']})",
-        title_justify="left",
-    )
+    where = ", ".join(sorted(set(outside))) or "frozen, resident"
+    host = "host (all its ranks)" if local_size > 1 else "host"
+    title, value = f"ProTrain plan ({plan['origin']})", Column("value", justify="right")
+    table = Table("what", value, "detail", title=title, title_justify="left")
     for row in (
         ("mode", plan["mode"], MODES[plan["mode"]]),
         ("ranks", str(plan["num_ranks"]), f"{local_size} on each node"),
         ("resident chunks", resident, format_runs(plan["resident_chunks"])),
         ("slots", str(plan["n_buffer"]), format_bytes(forecast.device.states.slots)),
         ("activations", knobs, f"of {plan['num_blocks']} blocks: {policies}"),
-        (
-            "outside blocks",
-            ", ".join(sorted(set(outside))) or "frozen, resident",
-            f"{len(outside)} trainable",
-        ),
+        ("outside blocks", where, f"{len(outside)} trainable"),
         (f"device ({device})", peak, f"of {budget}, at {at}: {_listed(terms)}"),
-        (
-            "host (all its ranks)" if local_size > 1 else "host",
-            host_peak,
-            f"of {host_budget}: {_listed(host_terms)}",
-        ),
+        (host, host_peak, f"of {host_budget}: {_listed(host_terms)}"),
         (
             "step",
             format_seconds(step["total"]),
@@ -142,15 +131,12 @@ def _card(answer: Answer) -> Iterator[RenderableType]:
         f"{plan['num_blocks']} blocks ({format_policies(plan['block_policies'])})"
     )
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
-    side_by_side = Table.grid(padding=(0, 6, 0, 0))
     # the host's terms are those of training; loading or saving may take more
+    host_peak = f"peak ({highest_phase(on_host['phases'])})"
+    side_by_side = Table.grid(padding=(0, 6, 0, 0))
     side_by_side.add_row(
         _memory(f"{device}, at {on_device['peak_at']}", on_device, "peak"),
-        _memory(
-            f"{host}, while training",
-            on_host,
-            f"peak ({highest_phase(on_host['phases'])})",
-        ),
+        _memory(f"{host}, while training", on_host, host_peak),
     )
     yield side_by_side
     if step:
