@@ -27,7 +27,7 @@ from axolotl.integrations.protrain.core.profile import (
     Emulation,
     Target,
     TracedStep,
-    meta_twin,
+    meta_copy,
     outputs_as_fp32,
     trace_step,
 )
@@ -251,19 +251,18 @@ def trace(
     model: nn.Module,
     batch: dict[str, Tensor],
     autocast: torch.dtype | None = None,
-    every_block: bool = False,
 ) -> TracedStep:
     """Trace one micro-batch of a model of transformers, as for the CPU."""
-    twin = meta_twin(model)
+    copied = meta_copy(model)
 
     def loss_of() -> Tensor:
         with Emulation(Target("cpu", autocast)):
-            outputs = twin(**batch)
+            outputs = copied(**batch)
         if autocast is not None:
             outputs = outputs_as_fp32(outputs)
         return outputs["loss"]
 
-    return trace_step(twin, find_blocks(twin), loss_of, every_block=every_block)
+    return trace_step(copied, find_blocks(copied), loss_of)
 
 
 def autocast_dtype(step: Step) -> torch.dtype | None:

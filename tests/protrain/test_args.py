@@ -25,6 +25,7 @@ from axolotl.integrations.protrain.args import (
 )
 from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
 from axolotl.integrations.protrain.core.types import Knobs
+from axolotl.integrations.protrain.plugin import ProTrainPlugin
 from axolotl.integrations.protrain.refusals import (
     EXCLUDED,
     refusals,
@@ -69,6 +70,28 @@ def complaint(config=validate, **settings):
     (error,) = caught.value.errors()
     assert isinstance(error["ctx"]["error"], ConfigError)
     return str(error["ctx"]["error"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"plugins": [PLUGIN]}, None),
+        ({"plugins": [PLUGIN.replace(".ProTrain", ":ProTrain")]}, None),
+        (
+            {"plugins": ["protrain.ProTrainPlugin"], "protrain_auto_memory": False},
+            False,
+        ),
+        ({}, False),
+        ({"plugins": None}, False),
+        ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, False),
+        ({"protrain_auto_memory": True}, True),
+    ],
+)
+def test_an_installed_plugin_that_is_not_listed_has_to_be_asked_for(settings, wanted):
+    """Axolotl 0.21 registers every installed plugin for every YAML."""
+    raw = DictDefault(settings)
+    ProTrainPlugin().register(raw)
+    assert raw.get("protrain_auto_memory") is wanted
 
 
 # --------------------------------------------------------------------------- values

@@ -30,6 +30,7 @@ from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (
     Emulation,
     Target,
+    autocast_on_meta,
     outputs_as_fp32,
 )
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
@@ -221,7 +222,7 @@ def run_on_meta(blueprint: MetaModel) -> Run:
         return tensor
 
     target = Target("cuda", autocast_dtype(blueprint.cfg))
-    with fake_kernels("cuda") as used, _Watch(run):
+    with fake_kernels("cuda") as used, _Watch(run), autocast_on_meta():
         with Emulation(target), saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = blueprint.model(**batch_of(blueprint))
         loss = outputs_as_fp32(outputs)["loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from zipfile import ZipFile
 
 import click
 import pytest
+
+from axolotl.integrations.protrain.args import ProTrainArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
@@ -72,12 +75,24 @@ def test_wheel_has_the_licence(wheel: ZipFile) -> None:
     assert metadata(wheel)["License-Expression"] == "Apache-2.0"
 
 
-def test_wheel_has_the_command(wheel: ZipFile) -> None:
+def test_wheel_has_the_command_and_the_plugin(wheel: ZipFile) -> None:
     parser = ConfigParser()
     parser.read_string(wheel.read(metadata_folder(wheel) + "entry_points.txt").decode())
     assert dict(parser["axolotl.cli_commands"]) == {
         "protrain": "axolotl.integrations.protrain.cli:protrain"
     }
+    # Axolotl reads "module:Class" as the "module.Class" of a YAML
+    assert dict(parser["axolotl.plugins"]) == {
+        "protrain": "axolotl.integrations.protrain:ProTrainPlugin"
+    }
+
+
+def test_wheel_has_the_readme_of_the_integration(wheel: ZipFile) -> None:
+    text = wheel.read(PACKAGE + "README.md").decode()
+    assert "axolotl.integrations.protrain.ProTrainPlugin" in text
+    # each key that it names is one
+    for key in re.findall(r"`(protrain_[a-z0-9_]+)`", text):
+        assert key in ProTrainArgs.model_fields, key
 
 
 def test_the_command_is_a_click_group() -> None:

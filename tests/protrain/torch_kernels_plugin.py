@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 utils.torch_amp_custom_fwd = torch.amp.custom_fwd(device_type="cpu")
 utils.torch_amp_custom_bwd = torch.amp.custom_bwd(device_type="cpu")
 
-from axolotl.kernels import lora  # noqa: E402
+from axolotl.kernels import geglu, lora, swiglu  # noqa: E402
 
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -88,8 +88,15 @@ def dequantize_nf4(
     return output.t() if W.shape[0] == 1 else output
 
 
-for _replacement in (swiglu_forward, swiglu_backward, geglu_forward, geglu_backward):
-    setattr(lora, _replacement.__name__, _replacement)
+# Axolotl 0.19 reads them in `lora`, later ones where they are made
+for _module, _replacement in (
+    (swiglu, swiglu_forward),
+    (swiglu, swiglu_backward),
+    (geglu, geglu_forward),
+    (geglu, geglu_backward),
+):
+    for _reader in (lora, _module):
+        setattr(_reader, _replacement.__name__, _replacement)
 quantize._ctypes_nf4_dequant = dequantize_nf4
 
 

@@ -32,21 +32,19 @@ from axolotl.integrations.protrain.core.profile.cache import (
     cached_hardware,
     default_folder,
     environment_key,
-    hardware_from_dict,
     hardware_key,
-    hardware_to_dict,
+)
+from axolotl.integrations.protrain.core.profile.cards import (
+    GPUS,
+    LINKS,
+    Gpu,
+    gpu_hardware,
 )
 from axolotl.integrations.protrain.core.profile.hardware import (
     device_name,
     measure_collectives,
     measure_hardware,
     weakest,
-)
-from axolotl.integrations.protrain.core.profile.presets import (
-    GPUS,
-    LINKS,
-    Gpu,
-    gpu_hardware,
 )
 from axolotl.integrations.protrain.core.runtime.ranks import Ranks
 from axolotl.integrations.protrain.core.types import Hardware
@@ -66,20 +64,21 @@ RATES = (
 )
 
 
-def preset(text: str, link: str | None = None) -> Hardware:
+def card(text: str, link: str | None = None) -> Hardware:
     return gpu_hardware(text, link, HOST_BYTES)
 
 
-# presets
+# cards
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_every_row_is_complete(gpu: Gpu) -> None:
-    hardware = preset(gpu.name)
+    hardware = card(gpu.name)
     assert all(getattr(hardware, rate) > 0 for rate in RATES)
-    assert hardware.flops_16 < gpu.flops_16
-    assert hardware.flops_32 < gpu.flops_32 <= gpu.flops_tf32 < gpu.flops_16
-    assert hardware.memory_bytes_s < gpu.memory_bytes_s
+    assert hardware.flops_16 < gpu.tflops_16 * 1e12
+    assert hardware.flops_32 < gpu.tflops_32 * 1e12
+    assert gpu.tflops_32 <= gpu.tflops_tf32 < gpu.tflops_16
+    assert hardware.memory_bytes_s < gpu.memory_gb_s * 1e9
     assert hardware.fetch_both_bytes_s < hardware.fetch_bytes_s
     assert hardware.fetch_bytes_s < hardware.memory_bytes_s / 5
     assert 0 < hardware.unseen_bytes < hardware.device_bytes / 4
@@ -94,8 +93,8 @@ def test_consumer_cards_halve_16_bit_products_summed_in_fp32() -> None:
     """Their tensor cores give twice the fp32 rate; four times is the fp16-sum figure."""
     for gpu in GPUS:
         if gpu.name.startswith("RTX"):
-            assert gpu.flops_16 / gpu.flops_32 == pytest.approx(2, rel=0.01)
-            assert gpu.flops_tf32 == gpu.flops_32
+            assert gpu.tflops_16 / gpu.tflops_32 == pytest.approx(2, rel=0.01)
+            assert gpu.tflops_tf32 == gpu.tflops_32
 
 
 @pytest.mark.parametrize(
@@ -115,23 +114,23 @@ def test_consumer_cards_halve_16_bit_products_summed_in_fp32() -> None:
     ],
 )
 def test_rows_beside_each_other(more: str, less: str, fields: tuple[str, ...]) -> None:
-    smaller = preset(less)
+    smaller = card(less)
     for field in fields:
-        assert getattr(preset(more), field) > getattr(smaller, field), field
+        assert getattr(card(more), field) > getattr(smaller, field), field
 
 
 def test_links() -> None:
     assert LINKS["pcie4x16"].bytes_s == pytest.approx(31.5e9, rel=0.01)
     for pcie in (3, 4, 5):
         assert LINKS[f"pcie{pcie}x16"].bytes_s == 2 * LINKS[f"pcie{pcie}x8"].bytes_s
-    rates = [preset("H200", link).fetch_bytes_s for link in ("pcie3x16", "PCIe 4 x16")]
+    rates = [card("H200", link).fetch_bytes_s for link in ("pcie3x16", "PCIe 4 x16")]
     assert rates[1] == pytest.approx(2 * rates[0])
-    assert preset("H200").fetch_bytes_s == pytest.approx(2 * rates[1])
-    assert "pcie4x16" in preset("RTX 3090").source
+    assert card("H200").fetch_bytes_s == pytest.approx(2 * rates[1])
+    assert "pcie4x16" in card("RTX 3090").source
 
 
 def test_tf32_changes_fp32_products_alone() -> None:
-    plain = preset("A100-80GB")
+    plain = card("A100-80GB")
     tf32 = gpu_hardware("A100-80GB", None, HOST_BYTES, tf32=True)
     assert tf32.flops_32 == 8 * plain.flops_32
     assert dataclasses.replace(tf32, flops_32=plain.flops_32) == plain
@@ -155,16 +154,16 @@ def test_tf32_changes_fp32_products_alone() -> None:
     ],
 )
 def test_names(text: str, name: str) -> None:
-    assert preset(text).name == name
-    assert preset(f"{text}:16") == dataclasses.replace(
-        preset(name),
+    assert card(text).name == name
+    assert card(f"{text}:16") == dataclasses.replace(
+        card(name),
         device_bytes=16 << 30,
-        unseen_bytes=preset(f"{name}:16").unseen_bytes,
+        unseen_bytes=card(f"{name}:16").unseen_bytes,
     )
 
 
 def test_memory_given_by_hand_may_be_a_fraction() -> None:
-    small, whole = preset("4090:11.5"), preset("4090")
+    small, whole = card("4090:11.5"), card("4090")
     assert small.device_bytes == 23 << 29
     assert small.unseen_bytes < whole.unseen_bytes
 
@@ -195,7 +194,7 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
 )
 def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        preset(text, link)
+        card(text, link)
     message = str(refusal.value)
     assert "\n" not in message
     for part in parts:
@@ -247,10 +246,10 @@ def test_copies_and_elementwise_agree_with_a_plain_copy(measured: Hardware) -> N
 def test_products_agree_with_a_layer(
     measured: Hardware, dtype: torch.dtype, field: str
 ) -> None:
-    layer = nn.Linear(256, 256, bias=False, dtype=dtype)
-    inputs = torch.ones(256, 256, dtype=dtype, requires_grad=True)
+    layer = nn.Linear(512, 512, bias=False, dtype=dtype)
+    inputs = torch.ones(512, 512, dtype=dtype, requires_grad=True)
     seconds = median_s(lambda: layer(inputs).backward(inputs.detach()))
-    plain = 3 * 2 * 256**3 / seconds
+    plain = 3 * 2 * 512**3 / seconds
     assert plain / 10 < getattr(measured, field) < plain * 10
 
 
@@ -621,11 +620,9 @@ def test_keys_name_what_changes_the_figures() -> None:
         "kernels": {"lora_mlp_kernel": True},
     }
     keys = [
-        hardware_key(CPU, VERSIONS, None, torch.bfloat16),
-        hardware_key(CPU, {"transformers": "5.17"}, None, torch.bfloat16),
-        hardware_key(CPU, VERSIONS, (1, 2, 3), torch.bfloat16),
-        hardware_key(CPU, VERSIONS, None, torch.float32),
-        hardware_key(CPU, VERSIONS, None, torch.bfloat16, 2),
+        hardware_key(CPU, {"transformers": "5.17"}),
+        hardware_key(CPU, VERSIONS),
+        hardware_key(CPU, VERSIONS, 2),
         block_key(CPU, VERSIONS, **block),
         block_key(CPU, VERSIONS, **{**block, "autocast_dtype": None}),
         block_key(CPU, VERSIONS, **{**block, "attention": "eager"}),
@@ -636,7 +633,7 @@ def test_keys_name_what_changes_the_figures() -> None:
     environment = environment_key(CPU, VERSIONS)
     assert torch.__version__ in environment.values()
     assert device_name(CPU) in environment.values()
-    for key in keys[2:]:
+    for key in keys[1:]:
         assert key.items() >= environment.items()
 
 
@@ -650,17 +647,9 @@ def test_the_number_of_threads_is_in_the_key() -> None:
     assert environment_key(CPU, VERSIONS) == before
 
 
-def test_hardware_survives_a_file() -> None:
-    hardware = preset("4090")
-    text = json.dumps(hardware_to_dict(hardware))
-    assert hardware_from_dict(json.loads(text)) == hardware
-
-
 def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     def of(host_bytes: int, device_bytes: int) -> Hardware:
-        return cached_hardware(
-            tmp_path, CPU, host_bytes, device_bytes, VERSIONS, matmul=(8, 8, 8)
-        )
+        return cached_hardware(tmp_path, CPU, host_bytes, device_bytes, VERSIONS)
 
     first, later = of(1, 2), of(3, 4)
     assert later == dataclasses.replace(first, host_bytes=3, device_bytes=4)
@@ -680,7 +669,7 @@ def test_cards_exchange_over_their_fastest_way() -> None:
     def pair(text: str, num_gpus: int) -> Hardware:
         return gpu_hardware(text, None, 64 << 30, num_gpus=num_gpus)
 
-    assert preset("4090") == pair("4090", 1)
+    assert card("4090") == pair("4090", 1)
     assert (pair("4090", 1).gather_bytes_s, pair("4090", 1).reduce_bytes_s) == (0, 0)
     two, four = pair("4090", 2), pair("4090", 4)
     # in a ring all but the own part travels: half of two, three quarters of four
@@ -690,12 +679,12 @@ def test_cards_exchange_over_their_fastest_way() -> None:
         "through host memory" in two.source and "over NVLink" in pair("H100", 2).source
     )
     assert pair("H100", 2).gather_bytes_s > 5 * pair("H100 PCIe", 2).gather_bytes_s
-    assert four.adam_bytes_s == pytest.approx(preset("4090").adam_bytes_s / 4)
+    assert four.adam_bytes_s == pytest.approx(card("4090").adam_bytes_s / 4)
     assert two.across_bytes_s == 0
 
 
 def test_the_weakest_of_several() -> None:
-    first, other = preset("4090"), preset("3090", "pcie3x8")
+    first, other = card("4090"), card("3090", "pcie3x8")
     weak = weakest([first, other, first])
     assert weak.name == "RTX 4090 (1 of 3 differ)"
     assert weak.flops_16 == other.flops_16 < first.flops_16

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from axolotl.integrations.protrain.core.cost import MemoryModel
 from axolotl.integrations.protrain.core.cost.states import host_state_bytes
 from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, find_blocks
-from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
+from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
@@ -144,7 +144,7 @@ def device_bytes(
 
 def traced(model: Stack, tokens: Tensor) -> Trace:
     """A micro-batch of a model that no session has hooked yet."""
-    twin = meta_twin(model)
+    twin = meta_copy(model)
     return trace_step(twin, find_blocks(twin), lambda: twin(tokens)).trace
 
 

@@ -22,6 +22,7 @@ from axolotl.integrations.protrain.core.layout import (
 from axolotl.integrations.protrain.core.runtime import (
     Arena,
     CpuDevice,
+    CudaDevice,
     Device,
     HostWorker,
     Pager,
@@ -470,6 +471,47 @@ def test_a_cpu_device_keeps_to_its_capacity() -> None:
 )
 def test_what_was_asked_for_is_read_off_the_error(said: str, nbytes: int) -> None:
     assert asked_bytes(torch.OutOfMemoryError(said)) == nbytes
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """What of it can be had without one."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    return CudaDevice(0)
+
+
+def test_the_peak_of_a_gpu_survives_resets_by_others(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter([50, 190, 101, 20])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(seen))
+    assert [gpu.peak_bytes() for _ in range(4)] == [50, 190, 190, 190]
+
+
+def test_a_failed_page_lock_leaves_no_error_behind(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:
+            left.append("CUDA error: out of memory")
+            return 2
+
+        def cudaGetErrorString(self, _status: int) -> str:
+            return "out of memory"
+
+    def launch(nbytes: int) -> torch.Tensor:
+        if left:
+            raise RuntimeError(left.pop())
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(gpu, "allocate", launch)
+    with pytest.raises(RuntimeError, match="out of memory while page-locking 8 bytes"):
+        gpu.pin(torch.empty(8, dtype=torch.uint8))
+    assert not left
 
 
 def test_only_known_devices_open() -> None:

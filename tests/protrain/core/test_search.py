@@ -32,7 +32,7 @@ from axolotl.integrations.protrain.core.layout import (
     find_blocks,
     slot_floor,
 )
-from axolotl.integrations.protrain.core.profile import meta_twin, trace_step
+from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
 from axolotl.integrations.protrain.core.search import (
     MODES,
     ONLY_A,
@@ -390,7 +390,7 @@ class Trained:
         self.model = stack(width=48, **sizes)
         self.keep = freeze(self.model, ["extra"]) if frozen else set()
         self.data = [batches(2, seed) for seed in range(2)]
-        meta = meta_twin(self.model)
+        meta = meta_copy(self.model)
         tokens = self.data[0][0]
         trace = trace_step(meta, find_blocks(meta), lambda: meta(tokens)).trace
         self.layout = build_layout(self.model, self.keep)

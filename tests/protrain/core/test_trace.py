@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,15 +27,30 @@ from axolotl.integrations.protrain.core.profile import (
     Emulation,
     Target,
     TracedStep,
-    meta_twin,
+    meta_copy,
     outputs_as_fp32,
+    trace as trace_module,
     trace_step,
 )
+from axolotl.integrations.protrain.core.profile.emulation import autocast_on_meta
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.core.profile.repeats import Repeats
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.types import Segment, Trace, Workload
 
 BF16 = torch.bfloat16
+
+
+def run_trace(
+    copied: nn.Module, loss_of: Callable[[], Tensor], every_block: bool
+) -> TracedStep:
+    """With `every_block`, those of a kind that has run before run too."""
+
+    def repeats(blocks: Any, skipped: Callable[[int, int], None]) -> Repeats:
+        return Repeats(() if every_block else blocks, skipped)
+
+    with mock.patch.object(trace_module, "Repeats", repeats):
+        return trace_step(copied, find_blocks(copied), loss_of)
 
 
 def trace(
@@ -44,21 +60,19 @@ def trace(
     every_block: bool = False,
 ) -> TracedStep:
     """Of a model of transformers, as for the CPU."""
-    twin = meta_twin(model)
+    copied = meta_copy(model)
 
     def loss_of() -> Tensor:
         with Emulation(Target("cpu", autocast)):
-            return outputs_as_fp32(twin(**batch))["loss"]
+            return outputs_as_fp32(copied(**batch))["loss"]
 
-    return trace_step(twin, find_blocks(twin), loss_of, every_block=every_block)
+    return run_trace(copied, loss_of, every_block)
 
 
 def trace_stack(model: nn.Module, every_block: bool = False) -> Trace:
-    twin = meta_twin(model)
+    copied = meta_copy(model)
     tokens = batches(1)[0]
-    return trace_step(
-        twin, find_blocks(twin), lambda: twin(tokens), every_block=every_block
-    ).trace
+    return run_trace(copied, lambda: copied(tokens), every_block).trace
 
 
 def text(rows: int = 2, length: int = 24, padding: int = 0) -> dict[str, Tensor]:
@@ -217,16 +231,16 @@ def test_repeats_of_plain_modules(recurring: bool) -> None:
 def test_the_depth_of_a_stack_costs_no_operators() -> None:
     ran = []
     for depth in (6, 14):
-        twin = meta_twin(stack(num_layers=depth))
+        copied = meta_copy(stack(num_layers=depth))
         calls = [0]
 
         def count(*_: Any, calls: list[int] = calls) -> None:
             calls[0] += 1
 
-        for layer in twin.layers:
+        for layer in copied.layers:
             layer.up.register_forward_hook(count)
         tokens = batches(1)[0]
-        trace_step(twin, find_blocks(twin), lambda t=twin, x=tokens: t(x))
+        trace_step(copied, find_blocks(copied), lambda t=copied, x=tokens: t(x))
         ran.append(calls[0])
     # the kind's first block, and the last one, whose output is read by the head
     assert ran == [2, 2]
@@ -235,7 +249,7 @@ def test_the_depth_of_a_stack_costs_no_operators() -> None:
 # what is not touched
 
 
-def test_a_twin_takes_no_memory() -> None:
+def test_a_meta_copy_takes_no_memory() -> None:
     made = []
 
     class Watch(TorchDispatchMode):
@@ -281,30 +295,30 @@ def test_tracing_leaves_the_model_as_it_was() -> None:
     assert patched.forward is own
 
 
-def test_tracing_leaves_its_twin_as_it_was() -> None:
+def test_tracing_leaves_its_meta_copy_as_it_was() -> None:
     model = stack()
-    twin = meta_twin(model)
-    twin.layers[2].forward = own = twin.layers[2].forward
-    before = state_of(twin)
+    copied = meta_copy(model)
+    copied.layers[2].forward = own = copied.layers[2].forward
+    before = state_of(copied)
     tokens = batches(1)[0]
-    trace_step(twin, find_blocks(twin), lambda: twin(tokens))
-    assert state_of(twin) == before
-    assert twin.layers[2].forward is own
+    trace_step(copied, find_blocks(copied), lambda: copied(tokens))
+    assert state_of(copied) == before
+    assert copied.layers[2].forward is own
 
 
-def test_a_twin_has_the_hooks_ties_and_strides_of_the_model() -> None:
+def test_a_meta_copy_has_the_hooks_ties_and_strides_of_the_model() -> None:
     model = stack(tie=True)
     model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().clone().t()
     seen = []
     model.layers[1].register_forward_hook(lambda *_: seen.append(1))
-    twin = meta_twin(model)
-    assert twin.head.weight is twin.embed.weight
-    for (name, ours), (_, theirs) in zip(held(twin), held(model), strict=True):
+    copied = meta_copy(model)
+    assert copied.head.weight is copied.embed.weight
+    for (name, ours), (_, theirs) in zip(held(copied), held(model), strict=True):
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride()), name
         assert (ours.dtype, ours.requires_grad) == (theirs.dtype, theirs.requires_grad)
-    assert {p.device.type for p in twin.parameters()} == {"meta"}
+    assert {p.device.type for p in copied.parameters()} == {"meta"}
     tokens = batches(1)[0]
-    trace_step(twin, find_blocks(twin), lambda: twin(tokens), every_block=True)
+    run_trace(copied, lambda: copied(tokens), every_block=True)
     assert seen == [1]
 
 
@@ -314,30 +328,48 @@ class Broken(Exception):
 
 @pytest.mark.parametrize("where", ["raise_in_forward", "raise_in_backward"])
 def test_a_trace_that_fails_leaves_nothing_behind(where: str) -> None:
-    twin = meta_twin(stack())
-    before = state_of(twin)
-    setattr(twin.layers[3], where, Broken())
-    setattr(twin.layers[5], where, Broken())
+    copied = meta_copy(stack())
+    before = state_of(copied)
+    setattr(copied.layers[3], where, Broken())
+    setattr(copied.layers[5], where, Broken())
     tokens = batches(1)[0]
     with pytest.raises(Broken):
-        trace_step(twin, find_blocks(twin), lambda: twin(tokens))
-    for layer in twin.layers:
+        trace_step(copied, find_blocks(copied), lambda: copied(tokens))
+    for layer in copied.layers:
         layer.raise_in_forward = layer.raise_in_backward = None
-    assert state_of(twin) == before
+    assert state_of(copied) == before
     # neither a dispatch mode nor a saved-tensors hook is still active
     x = torch.ones(3, requires_grad=True)
     (x * x).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
-    trace_step(twin, find_blocks(twin), lambda: twin(tokens))
+    trace_step(copied, find_blocks(copied), lambda: copied(tokens))
+
+
+@pytest.mark.parametrize("nth", [1, 4, 10])
+def test_an_interrupt_amid_what_follows_an_end_arrives(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised in a finalizer it would be printed, and the trace would go on."""
+    settle, calls = trace_module._Recorder._settle, [0]
+
+    def interrupted(self: Any) -> None:
+        calls[0] += bool(self._ended)
+        if calls[0] == nth:
+            raise KeyboardInterrupt
+        settle(self)
+
+    monkeypatch.setattr(trace_module._Recorder, "_settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trace_stack(stack())
 
 
 def test_a_trace_keeps_no_model_alive() -> None:
     model = stack()
-    twin = meta_twin(model)
+    copied = meta_copy(model)
     tokens = batches(1)[0]
-    traced = trace_step(twin, find_blocks(twin), partial(twin, tokens))
-    gone = weakref.ref(twin)
-    del twin
+    traced = trace_step(copied, find_blocks(copied), partial(copied, tokens))
+    gone = weakref.ref(copied)
+    del copied
     gc.collect()
     assert gone() is None
     assert traced.samples
@@ -430,7 +462,7 @@ def test_an_operator_without_a_count_is_named() -> None:
     library = torch.library.Library("protrain_tests", "DEF")
     library.define("product(Tensor x, Tensor weight) -> Tensor")
     library.impl("product", lambda x, weight: x.new_empty(x.shape), "Meta")
-    model = meta_twin(WithOwnKernel())
+    model = meta_copy(WithOwnKernel())
     x = torch.empty(2, 8, device="meta")
     traced = trace_step(model, find_blocks(model), lambda: model(x))
     library._destroy()
@@ -509,9 +541,9 @@ def by_unique(tokens: Tensor, x: Tensor) -> Tensor:
     return x.flatten(0, 1)[: on_device(tokens, x).unique().numel()]
 
 
-def emulated(twin: nn.Module) -> Tensor:
+def emulated(copied: nn.Module) -> Tensor:
     with Emulation(Target("cpu", None)):
-        return twin(TOKENS)
+        return copied(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -522,8 +554,8 @@ def test_small_integers_are_known(ask: Callable[[Tensor, Tensor], Tensor]) -> No
     shapes = []
     model.ask = lambda tokens, x: shapes.append(ask(tokens, x).shape) or ask(tokens, x)
     model(TOKENS)
-    twin = meta_twin(model)
-    trace_step(twin, find_blocks(twin), lambda: emulated(twin))
+    copied = meta_copy(model)
+    trace_step(copied, find_blocks(copied), lambda: emulated(copied))
     real, traced = shapes
     assert real == traced
 
@@ -540,11 +572,11 @@ def test_small_integers_are_known(ask: Callable[[Tensor, Tensor], Tensor]) -> No
     ids=["item", "mask", "branch", "argmax", "list"],
 )
 def test_a_value_of_the_weights_is_not_known(ask: Any) -> None:
-    twin = meta_twin(Asks(ask))
-    before = state_of(twin)
+    copied = meta_copy(Asks(ask))
+    before = state_of(copied)
     with pytest.raises(TraceError, match="depends on its weights"):
-        trace_step(twin, find_blocks(twin), lambda: emulated(twin))
-    assert state_of(twin) == before
+        trace_step(copied, find_blocks(copied), lambda: emulated(copied))
+    assert state_of(copied) == before
 
 
 # autocast and attention
@@ -670,7 +702,7 @@ def test_operators_are_those_of_real_autocast(
 ) -> None:
     """The same operators, shapes and dtypes, forward and backward."""
     model = CALLS[call]()
-    twin = meta_twin(model)
+    copied = meta_copy(model)
     x = torch.randn(2, 6, 16)
     real = Tensors()
     with real:
@@ -681,7 +713,7 @@ def test_operators_are_those_of_real_autocast(
     traced = MetaTensors()
     with traced:
         with Emulation(Target("cpu", autocast)):
-            output = twin(meta)
+            output = copied(meta)
         output.float().sum().backward()
     assert traced.made == real.made
     assert traced.casts == real.casts
@@ -689,18 +721,18 @@ def test_operators_are_those_of_real_autocast(
 
 def test_a_weight_is_cast_once_in_a_region() -> None:
     layer = nn.Linear(16, 16, bias=False)
-    twin = meta_twin(layer)
+    copied = meta_copy(layer)
     x = torch.empty(2, 16, device="meta", dtype=BF16)
     seen = MetaTensors()
     emulation = Emulation(Target("cpu", BF16))
     with seen:
         with emulation:
-            twin(twin(twin(x)))
+            copied(copied(copied(x)))
         with emulation:
-            twin(x)
+            copied(x)
     # once a region
     assert seen.casts == Counter({(256, BF16): 2})
-    frozen = meta_twin(layer.requires_grad_(False))
+    frozen = meta_copy(layer.requires_grad_(False))
     seen = MetaTensors()
     with seen, emulation:
         frozen(frozen(x))
@@ -794,3 +826,24 @@ def test_what_can_be_swapped_is_told() -> None:
     assert all(x.large == (x.nbytes >= whole) for x in trace.lifetimes)
     forward = next(s for s in trace.segments if s.block == 1)
     assert forward.dropped_peak_bytes < forward.swapped_peak_bytes < forward.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype"), [(False, torch.float32), (True, BF16)], ids=["off", "on"]
+)
+def test_a_region_on_meta_is_one_of_the_emulation(
+    enabled: bool, dtype: torch.dtype
+) -> None:
+    """torch refuses it; libraries ask a tensor for the device of the region."""
+    here = torch.ones(4, 4, device="meta")
+    torch_own = torch.autocast
+    with autocast_on_meta():
+        with Emulation(Target("cpu", BF16)):
+            with torch.autocast(device_type="meta", enabled=enabled):
+                assert (here @ here).dtype is dtype
+            assert (here @ here).dtype is BF16
+        with torch.autocast(device_type="meta", enabled=enabled):
+            assert (here @ here).dtype is torch.float32
+        with torch.autocast("cpu", BF16):
+            assert (torch.ones(4, 4) @ torch.ones(4, 4)).dtype is BF16
+    assert torch.autocast is torch_own

@@ -35,7 +35,7 @@ from .core.profile import (
     host_memory,
     measure_blocks,
     measure_collectives,
-    meta_twin,
+    meta_copy,
     outputs_as_fp32,
     trace_step,
     weakest,
@@ -415,7 +415,7 @@ def plan_here(
         find_blocks(model)
 
     def plan() -> Planned:
-        subject = subject_of(cfg, meta_twin(model), device.type, world, real=model)
+        subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
         measured = _measured(cfg, args, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
         alone = planner if world.size == 1 else None

@@ -10,7 +10,7 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 
-from .args import ProTrainArgs, args_from, reject_unknown_keys
+from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
 from .core.errors import ConfigError
 from .planning import missing_capacity
 from .run import TrainingRun
@@ -30,17 +30,25 @@ class ProTrainPlugin(BasePlugin):
     def __init__(self) -> None:
         super().__init__()
         self._pages = False
+        self._is_listed = True
         self._recompute_all = False
         self._run: TrainingRun | None = None
         self._loading = ExitStack()
         self._share: LoadShare | None = None
 
     def register(self, cfg: Any) -> None:
-        """Refuse misspelt keys while the raw YAML is still there to see."""
+        """Refuse misspelt keys while the raw YAML is still there to see.
+
+        From 0.21 on Axolotl registers every installed plugin for every YAML (entry
+        points `axolotl.plugins`). One that does not list this plugin has to ask for it.
+        """
         self._pages = False
         self._loading.close()
         self._share = None
         reject_unknown_keys(cfg)
+        self._is_listed = lists_plugin(cfg.get("plugins"))
+        if not self._is_listed:
+            cfg.setdefault("protrain_auto_memory", False)
 
     def get_input_args(self) -> str:
         return f"{ProTrainArgs.__module__}.{ProTrainArgs.__qualname__}"
@@ -58,7 +66,8 @@ class ProTrainPlugin(BasePlugin):
         if preprocess:
             return
         if not args_from(cfg).protrain_auto_memory:
-            LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
+            if self._is_listed:
+                LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
         _check_machine(cfg)
         self._pages = True
@@ -104,10 +113,7 @@ class ProTrainPlugin(BasePlugin):
         from .trainer import page_trainer
 
         self._run = TrainingRun(
-            cfg,
-            recompute_all=self._recompute_all,
-            log=LOG,
-            share=self._share,
+            cfg, recompute_all=self._recompute_all, log=LOG, share=self._share
         )
         page_trainer(trainer, self._run)
 

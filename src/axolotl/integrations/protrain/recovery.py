@@ -11,13 +11,15 @@ import gc
 import random
 import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerState
+from transformers import Trainer
 
 from .args import ProTrainArgs
 from .core.errors import BudgetError, DeviceMemoryError
@@ -88,13 +90,9 @@ class StepRecovery:
         self._lower = lower
         self.begin(None)
 
-    def begin(self, state: Any) -> None:
-        """A step begins, or nothing of one is needed any longer.
-
-        Args:
-            state: The Trainer's, where Axolotl counts tokens as it computes losses.
-        """
-        self._state = state
+    def begin(self, trainer: Trainer | None) -> None:
+        """A step of `trainer` begins, or nothing of one is needed any longer."""
+        self._trainer = trainer
         self._done: list[Callable[[], Any]] = []
         self._rewinds: list[Callable[[], None]] = []
 
@@ -105,7 +103,7 @@ class StepRecovery:
             torch.OutOfMemoryError: It failed again.
         """
         if not self._rewinds:
-            self._rewinds = [*_random_states(self._device), _tokens(self._state)]
+            self._rewinds = [*_random_states(self._device), *_tokens(self._trainer)]
         try:
             result = act()
         except torch.OutOfMemoryError as error:
@@ -159,11 +157,11 @@ class Recovery(StepRecovery):
         self._replan = replan
         self._log = log
 
-    def begin(self, state: TrainerState | None) -> None:
+    def begin(self, trainer: Trainer | None) -> None:
         """An optimizer step begins, or the last one has ended."""
-        super().begin(state)
-        self._step = state.global_step + 1 if state else 0
-        self._repeated = self._repeated and state is None
+        super().begin(trainer)
+        self._step = trainer.state.global_step + 1 if trainer else 0
+        self._repeated = self._repeated and trainer is None
 
     def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Look for room before an update, not while it changes weights."""
@@ -278,13 +276,28 @@ def _random_states(device: torch.device) -> list[Callable[[], None]]:
     return rewinds
 
 
-def _tokens(state: Any) -> Callable[[], None]:
-    tokens = dict(getattr(state, "tokens", ()))
+def _tokens(trainer: Trainer | None) -> list[Callable[[], None]]:
+    """What Axolotl counts as it computes losses: in the state, from 0.20 on beside it."""
 
-    def rewind() -> None:
-        if tokens:
-            state.tokens = dict(tokens)
-        elif hasattr(state, "tokens"):
-            del state.tokens
+    def rewind(owner: Any, before: dict[str, Any]) -> None:
+        for name in _COUNTERS:
+            if name in before:
+                setattr(owner, name, deepcopy(before[name]))
+            elif name in vars(owner):
+                delattr(owner, name)
 
-    return rewind
+    return [
+        partial(
+            rewind,
+            owner,
+            {
+                name: deepcopy(vars(owner)[name])
+                for name in _COUNTERS & vars(owner).keys()
+            },
+        )
+        for owner in (trainer, trainer and trainer.state)
+        if owner is not None
+    ]
+
+
+_COUNTERS = {"tokens", "_tkps_trainable_acc", "_tkps_total_acc"}

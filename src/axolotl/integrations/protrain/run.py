@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import Trainer
 
 from .args import args_from, overrides
 from .core.checkpoint import checkpoint_bytes, require_space
@@ -166,13 +166,13 @@ class TrainingRun:
         if self.session is not None:
             self.session.begin_micro_batch(synchronises)
 
-    def begin_step(self, number: int, state: TrainerState) -> None:
+    def begin_step(self, number: int, trainer: Trainer) -> None:
         """An optimizer step begins, the `number`-th of this run."""
         if self.session is None or self._recovery is None:
             return
         self.note_peak()
         self._number = number
-        self._recovery.begin(state)
+        self._recovery.begin(trainer)
         self._watch()
 
     def end_step(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -144,15 +144,13 @@ class ProTrainTrainerMixin:
 class RunCallback(TrainerCallback):
     """Tells the run where steps begin and end."""
 
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    def __init__(self, trainer: Trainer, run: TrainingRun) -> None:
+        self._trainer, self._run = trainer, run
         self._started = 0.0
         self._num_steps = 0
 
-    def on_step_begin(
-        self, args: Any, state: TrainerState, *_args: Any, **_kwargs: Any
-    ) -> None:
-        self._run.begin_step(self._num_steps, state)
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self._run.begin_step(self._num_steps, self._trainer)
         self._started = time.perf_counter()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
@@ -166,4 +164,4 @@ def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
     trainer.__class__ = type(
         f"ProTrain{own.__name__}", (ProTrainTrainerMixin, own), {"protrain": run}
     )
-    trainer.add_callback(RunCallback(run))
+    trainer.add_callback(RunCallback(trainer, run))

@@ -193,14 +193,11 @@ class Planner:
 
 def gradient_order(layout: Layout, trace: Trace) -> tuple[int, ...]:
     """Chunks in the order in which the traced backward was done with them."""
-    chunk_of = {
-        spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
-    }
     done: dict[int, None] = {}
     for segment in trace.segments:
         for name, _ in segment.gradients:
-            if name in chunk_of:
+            if (chunk := layout.chunk_of.get(name)) is not None:
                 # the last gradient of a chunk decides
-                done.pop(chunk_of[name], None)
-                done[chunk_of[name]] = None
+                done.pop(chunk, None)
+                done[chunk] = None
     return tuple(done)

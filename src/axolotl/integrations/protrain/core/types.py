@@ -136,6 +136,13 @@ class Layout:
     def pageable(self) -> tuple[Chunk, ...]:
         return tuple(chunk for chunk in self.chunks if chunk.pageable)
 
+    @cached_property
+    def chunk_of(self) -> dict[str, int]:
+        """The chunk of each parameter, by its name."""
+        return {
+            spec.name: chunk.index for chunk in self.chunks for spec in chunk.tensors
+        }
+
 
 class Policy(Enum):
     """What becomes of the tensors that a block saves for backward."""

@@ -187,11 +187,7 @@ def _validated(
     }
     environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
     try:
-        prepare_plugins(cfg)
-        for name in cfg.plugins or ():
-            # Axolotl goes on without a plugin that it cannot import
-            if name not in PluginManager.get_instance().plugins:
-                raise ConfigError(f"plugins: {name} cannot be imported here.")
+        _prepare_plugins(cfg)
         cfg = validate_config(cfg, capabilities, environment)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
@@ -206,6 +202,19 @@ def _validated(
         raise ConfigError(_gives_no_model(cfg, error)) from error
     _check_plannable(cfg)
     return cfg
+
+
+def _prepare_plugins(cfg: DictDefault) -> None:
+    """Axolotl 0.19 goes on without a plugin that it cannot import, later ones raise."""
+    error = None
+    try:
+        prepare_plugins(cfg)
+    except ImportError as raised:
+        error = raised
+    registered = PluginManager.get_instance().plugins
+    for name in cfg.plugins or ():
+        if name.replace(":", ".") not in registered:
+            raise ConfigError(f"plugins: {name} cannot be imported here.") from error
 
 
 def _check_base_model(cfg: DictDefault) -> None:

@@ -319,15 +319,12 @@ class MemoryModel:
             for chunk in layout.chunks
             if several
         ]
-        chunk_of = {
-            spec.name: chunk.index for chunk in layout.chunks for spec in chunk.tensors
-        }
         # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
         for segment in trace.segments:
             made: dict[int | None, int] = {}
             for name, nbytes in segment.gradients:
-                chunk = chunk_of.get(name)
+                chunk = layout.chunk_of.get(name)
                 made[chunk] = made.get(chunk, 0) + nbytes
             self._gradients.append(made)
         self.activations = lru_cache(maxsize=None)(

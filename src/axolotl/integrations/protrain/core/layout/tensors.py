@@ -1,4 +1,6 @@
-"""The tensors behind a parameter: its data, and what a 4-bit weight is read with.
+"""Tensors behind a parameter, and tensors inside arguments and outputs of modules.
+
+Behind a parameter are its data and what a 4-bit weight is read with.
 
 bitsandbytes packs a 4-bit weight into the data of a `Params4bit` and keeps the scales
 in `param.quant_state`: a plain object whose attributes are numbers, tensors (`absmax`,
@@ -9,8 +11,8 @@ them once to a slot is enough. This module is the only place that knows the stru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -153,3 +155,39 @@ def _side_tensors(path: str, state: object) -> Iterator[Binding]:
             yield Binding(f"{path}.{attribute}", state, attribute)
         elif isinstance(value, type(state)):
             yield from _side_tensors(f"{path}.{attribute}", value)
+
+
+_NO_TENSORS = {int, float, bool, str, type(None)}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in _NO_TENSORS:
+        return
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))
+
+
+def map_tensors(
+    value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor
+) -> Any:
+    """The same structure with every tensor (or `kind`) replaced; no dataclasses."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change, kind) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change, kind) for item in value)
+    if isinstance(value, dict):
+        changed = {k: map_tensors(item, change, kind) for k, item in value.items()}
+        # the output of a model is a dict of its own class
+        return changed if type(value) is dict else type(value)(**changed)
+    return value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nested import map_tensors, tensors_in
+from ..layout.tensors import map_tensors, tensors_in
 from .hardware import elapsed_s
 
 INPUT_SCALE = 0.02

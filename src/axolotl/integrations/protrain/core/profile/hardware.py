@@ -1,6 +1,6 @@
-"""Rates of this machine, measured in about a second.
+"""What this machine gives: free memory, and rates measured in about a second.
 
-Everything is timed with the objects that training uses: the streams and pinned
+Rates are timed with the objects that training uses: the streams and pinned
 memory of `core/runtime`, its host thread, and fused torch AdamW. Figures are medians.
 """
 
@@ -16,6 +16,7 @@ from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from ..runtime import Device, HostWorker, host_buffer, open_device
 from ..runtime.device import Stream
 from ..runtime.ranks import Ranks
 from ..types import Hardware
-from .presets import KERNEL_BYTES, ROUNDING_FRACTION
+from .cards import KERNEL_BYTES, ROUNDING_FRACTION
 
 REPEATS = 3
 MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
@@ -32,6 +33,17 @@ MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Larger than the caches, small enough for the time this may take."""
 _NUM_KERNELS = 300
+_CGROUP_FILES = (
+    # unified hierarchy, then the memory controller of version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+HOST_RESERVE_BYTES = 1 << 30
+"""Left to the operating system, the dataloader and the tokenizer."""
 
 
 def measure_hardware(
@@ -86,6 +98,31 @@ def measure_hardware(
         adam_bytes_s=adam_bytes_s,
         overlaps=kind == "cuda",
     )
+
+
+def device_memory(device: torch.device) -> int:
+    """Free bytes of a CUDA device; memory cached by torch counts as free."""
+    free, _total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached
+
+
+def host_memory() -> int:
+    """Bytes that this process may still take: the machine's or its cgroup's."""
+    available = [psutil.virtual_memory().available]
+    for limit_file, used_file in _CGROUP_FILES:
+        limit, used = _read_number(limit_file), _read_number(used_file)
+        if limit is not None and used is not None:
+            available.append(limit - used)
+    return max(min(available) - HOST_RESERVE_BYTES, 0)
+
+
+def _read_number(path: str) -> int | None:
+    file = Path(path)
+    if not file.is_file():
+        return None
+    text = file.read_text().strip()
+    return int(text) if text.isdigit() else None
 
 
 _HIGHEST = ("kernel_s", "unseen_bytes")

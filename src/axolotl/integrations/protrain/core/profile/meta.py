@@ -1,7 +1,13 @@
 """Run a model without weights: tensors on the meta device, small integers real.
 
+Note [Small integers are known]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Shapes decide what a model does, except where it looks at token ids, masks or grid
-sizes. Those are small, so their values are carried along as long as they stay small.
+sizes. Those are small, so each integer tensor on meta carries a real one along, and an
+operator all of whose tensors are known runs twice: on meta, where the trace sees it,
+and on the real values. What has a shape that depends on values (`nonzero`, an index by
+a mask) runs on these alone. A value that depends on weights is not known: reading it
+ends the trace, because whatever is made up for it would be another model.
 """
 
 from __future__ import annotations
@@ -15,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
-from ..layout.tensors import bindings
-from ..nested import map_tensors, tensors_in
+from ..layout.tensors import bindings, map_tensors, tensors_in
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -32,26 +37,26 @@ _CHECKS = (
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 
 
-def meta_twin(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters are on the meta device; copies no weight.
 
     Hooks, patched methods and buffers come along; parameters keep class, dtype,
     strides, `requires_grad` and being shared, quantised ones their quant state.
     """
     memo: dict[int, Any] = {}
-    twins = []
+    copies = []
     for name, param in model.named_parameters():
         data, *side = bindings(name, param)
-        twin = torch.Tensor._make_subclass(
+        copied = torch.Tensor._make_subclass(
             type(param), _like(data.tensor), param.requires_grad
         )
         # deepcopy takes what it finds here for the copy
-        memo[id(param)] = twin
+        memo[id(param)] = copied
         memo.update((id(binding.tensor), _like(binding.tensor)) for binding in side)
-        twins.append((param, twin))
-    for param, twin in twins:
+        copies.append((param, copied))
+    for param, copied in copies:
         # the module that owns a quantised weight is among these
-        vars(twin).update(copy.deepcopy(vars(param), memo))
+        vars(copied).update(copy.deepcopy(vars(param), memo))
     return copy.deepcopy(model, memo)
 
 

@@ -1,18 +1,29 @@
 """Run one block of each kind; the others only pass tensors of the right shape on.
 
-A stack of 80 equal layers is traced as fast as one of three. Two calls are of one kind
-if blocks and inputs agree in everything that a forward can depend on but weights.
+A stack of 80 equal layers is traced as fast as one of three.
+
+Note [When one block stands for another]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Two calls are of one kind if blocks and inputs agree in everything that a forward can
+depend on but weights: classes, plain attributes, shapes and strides of parameters and
+buffers, shapes and known values of the arguments. An attribute equal to the block's
+own number in its list (`layer_idx`) does not count. What is neither plain nor a tensor
+is compared by identity: a cache is the same object for every block, and what differs
+runs. The last block of a list always runs, because what comes next reads its output
+otherwise than a block would. A skipped block's output depends on its inputs as
+autograd sees it, so backward passes through it, its segments are there, and the trace
+fills them with what the block that ran has shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..nested import map_tensors, tensors_in
+from ..layout.tensors import map_tensors, tensors_in
 from .meta import value_of
 
 _META = torch.device("meta")
@@ -65,10 +76,10 @@ class Repeats:
             ran = self._ran.get(kind)
             if ran is None or index in self._last:
                 output = inner(*args, **kwargs)
-                self._ran.setdefault(kind, (index, _recipe(output, inputs)))
+                self._ran.setdefault(kind, (index, _form(output, inputs)))
                 return output
             self._skipped(index, ran[0])
-            return _cook(ran[1], inputs)
+            return _output(ran[1], inputs)
 
         return forward
 
@@ -90,49 +101,61 @@ class _Skipped(torch.autograd.Function):
         return None, *made
 
 
-def _recipe(output: Any, inputs: Sequence[Tensor]) -> Any:
-    """The structure of an output, its tensors as an input's number or a maker."""
-    positions = {id(tensor): number for number, tensor in enumerate(inputs)}
+class _Passed(NamedTuple):
+    """In place of an output that is an input, by its number."""
 
-    def leaf(tensor: Tensor) -> tuple[str, Any]:
-        if id(tensor) in positions:
-            return ("input", positions[id(tensor)])
-        nbytes = tensor.untyped_storage().nbytes()
-        offset, shape, stride = (
-            tensor.storage_offset(),
+    number: int
+
+
+class _Made(NamedTuple):
+    """In place of an output that the block has made."""
+
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+
+    def make(self) -> Tensor:
+        numel = self.nbytes // self.dtype.itemsize
+        whole = torch.empty(numel, dtype=self.dtype, device=_META)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
+    """The structure of an output without its tensors."""
+    numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
+
+    def described(tensor: Tensor) -> _Passed | _Made:
+        if id(tensor) in numbers:
+            return _Passed(numbers[id(tensor)])
+        return _Made(
+            tensor.untyped_storage().nbytes(),
+            tensor.dtype,
             tensor.shape,
             tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.requires_grad,
         )
-        dtype = tensor.dtype
 
-        def make() -> Tensor:
-            whole = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=_META)
-            return whole.as_strided(shape, stride, offset)
-
-        return ("made", (make, tensor.requires_grad))
-
-    return map_tensors(output, leaf)
+    return map_tensors(output, described)
 
 
-def _cook(recipe: Any, inputs: Sequence[Tensor]) -> Any:
+def _output(form: Any, inputs: Sequence[Tensor]) -> Any:
+    """A new output of this form, which depends on `inputs`."""
     sources = [tensor for tensor in inputs if tensor.requires_grad]
     # none, if a block trains although nothing before it does
     sources = sources or [torch.zeros((), device=_META, requires_grad=True)]
-    return _build(recipe, inputs, sources)
 
+    def filled(item: _Passed | _Made) -> Tensor:
+        if isinstance(item, _Passed):
+            return inputs[item.number]
+        return (
+            _Skipped.apply(item.make, *sources) if item.requires_grad else item.make()
+        )
 
-def _build(item: Any, inputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-    # not a closure: one that calls itself keeps what it sees until garbage is collected
-    if isinstance(item, tuple) and item and item[0] == "input":
-        return inputs[item[1]]
-    if isinstance(item, tuple) and item and item[0] == "made":
-        make, differentiable = item[1]
-        return _Skipped.apply(make, *sources) if differentiable else make()
-    if isinstance(item, (list, tuple)):
-        return type(item)(_build(part, inputs, sources) for part in item)
-    if isinstance(item, dict):
-        return {key: _build(part, inputs, sources) for key, part in item.items()}
-    return item
+    return map_tensors(form, filled, (_Passed, _Made))
 
 
 _PLAIN = {bool, int, float, str, type(None)}
@@ -140,7 +163,6 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 def _static(block: nn.Module, position: int | None) -> Any:
     """Everything plain that a block knows, but for its own number in the list."""
-
     modules = []
     for name, module in block.named_modules():
         attributes = tuple(

@@ -3,23 +3,44 @@
 Every storage that an operator makes is followed to its end, and so is, apart from it,
 every reason that autograd has to keep it. That gives what each block keeps, what it
 would keep if it were computed again, and how high memory rises inside it, from one run.
+
+Note [Saved tensors have stand-ins]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What autograd saves is not the tensor but a view into a storage of the same size that
+nobody else has, one for each storage and block that saves it. So the end of a tensor
+means that the model's own code has let go of it, and the end of a stand-in that
+backward has: two events that a real run, and a refcount, would show as one. A block
+that recomputes is then the same run with its stand-ins not counted, one that swaps the
+same with the large ones not counted; what a block saves of parameters, or of their
+views, is itself, since it costs nothing.
+
+Note [Ends are noted, not handled]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Python tells of an end amid whatever line dropped the last reference, and prints and
+forgets what is raised there, a KeyboardInterrupt too. So all that runs then is
+`deque.append`, in C. `_settle` does the bookkeeping later, in the order of the ends,
+and before anything could tell the difference: before a storage is followed or looked
+up, because addresses are used again; before what is there is read; and before another
+segment begins, because an end belongs to the segment it fell into.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..nested import map_tensors, tensors_in
+from ..layout.tensors import map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
+from .emulation import autocast_on_meta
 from .meta import MetaMode
 from .operators import may_multiply, work_of
 from .repeats import Repeats
@@ -42,7 +63,6 @@ def trace_step(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
-    every_block: bool = False,
 ) -> TracedStep:
     """Run `loss_of` and its backward on a model without weights.
 
@@ -50,14 +70,13 @@ def trace_step(
         model: On the meta device, `requires_grad` final, nothing recomputed.
         blocks: From `find_blocks(model)`.
         loss_of: Runs the forward and returns the loss.
-        every_block: Run blocks of a kind that has run before, too.
 
     Raises:
         TraceError: The model asks for values that only real weights give.
     """
-    recorder = _Recorder(model, blocks, every_block)
+    recorder = _Recorder(model, blocks)
     try:
-        with recorder:
+        with recorder, autocast_on_meta():
             loss = loss_of()
             recorder.begin(_Open(None, backward=True))
             loss.backward()
@@ -71,160 +90,186 @@ def trace_step(
     return recorder.result()
 
 
+class _Level:
+    """Bytes that are there, and the most that were; from the start of a segment."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if nbytes > 0:
+            self.peak = max(self.peak, self.now)
+
+    def absorb(self, later: _Level) -> None:
+        self.peak = max(self.peak, self.now + later.peak)
+        self.now += later.now
+
+
+@dataclass(eq=False)
 class _Open:
-    """A segment while it runs. Bytes are relative to its start."""
+    """A segment while it runs.
 
-    def __init__(self, block: int | None, backward: bool) -> None:
-        self.block = block
-        self.backward = backward
-        self.index = -1
-        self.kept = self.dropped = self.swapped = 0
-        self.peak = self.dropped_peak = self.swapped_peak = 0
-        self.redone_peak = self.first_peak = 0
-        self.gradient_bytes = 0
-        # of a block's backward: what it has made when it first asks for a saved tensor
-        self.kept_at_unpack: int | None = None
-        self.gradients: list[tuple[str, int]] = []
-        self.work = Work()
-        self.operators: list[tuple[str, int]] = []
-        self.merged_into: _Open | None = None
-        # of a block's forward: the segment in which its backward runs, and the
-        # storages that came in and went out
-        self.undone_in: _Open | None = None
-        self.inputs: list[_Record | None] = []
-        self.outputs: list[_Record | None] = []
+    Attributes:
+        kept: With everything that autograd saves.
+        dropped: With nothing that blocks save.
+        swapped: With what they save below `SMALLEST_SWAP_BYTES`.
+        first: As `kept`, with all gradients of parameters since the start.
+        kept_at_unpack: Of a block's backward: what it has made when it first asks for
+            a saved tensor.
+        undone_in: Of a block's forward: the segment in which its backward runs.
+        inputs: Of a block's forward: storages that come in; None for parameters.
+        outputs: The same of those that go out.
+    """
 
-    def grow(self, kept: int, dropped: int, swapped: int) -> None:
-        self.kept += kept
-        self.dropped += dropped
-        self.swapped += swapped
-        if kept > 0:
-            self.peak = max(self.peak, self.kept)
-            self.dropped_peak = max(self.dropped_peak, self.dropped)
-            self.swapped_peak = max(self.swapped_peak, self.swapped)
-            self.first_peak = max(self.first_peak, self.kept + self.gradient_bytes)
+    block: int | None
+    backward: bool
+    index: int = -1
+    kept: _Level = field(default_factory=_Level)
+    dropped: _Level = field(default_factory=_Level)
+    swapped: _Level = field(default_factory=_Level)
+    first: _Level = field(default_factory=_Level)
+    redone_peak: int = 0
+    kept_at_unpack: int | None = None
+    gradients: list[tuple[str, int]] = field(default_factory=list)
+    work: Work = Work()
+    operators: list[tuple[str, int]] = field(default_factory=list)
+    merged_into: _Open | None = None
+    undone_in: _Open | None = None
+    inputs: list[_Record | None] = field(default_factory=list)
+    outputs: list[_Record | None] = field(default_factory=list)
 
-    def absorb(self, later: _Open) -> None:
-        """Take in the segment that followed this one."""
-        self.peak = max(self.peak, self.kept + later.peak)
-        self.dropped_peak = max(self.dropped_peak, self.dropped + later.dropped_peak)
-        self.swapped_peak = max(self.swapped_peak, self.swapped + later.swapped_peak)
-        self.first_peak = max(
-            self.first_peak, self.kept + self.gradient_bytes + later.first_peak
-        )
-        self.operators += [(name, self.kept + live) for name, live in later.operators]
-        self.kept += later.kept
-        self.dropped += later.dropped
-        self.swapped += later.swapped
-        self.gradient_bytes += later.gradient_bytes
-        self.gradients += later.gradients
-        self.work += later.work
-        later.merged_into = self
-
-    def copy(self, other: _Open, rename: Callable[[str], str]) -> None:
-        """Take what `other`, a block of the same kind, has shown."""
-        self.peak, self.dropped_peak = other.peak, other.dropped_peak
-        self.swapped_peak = other.swapped_peak
-        self.redone_peak, self.first_peak = other.redone_peak, other.first_peak
-        self.kept_at_unpack = other.kept_at_unpack
-        self.gradients = [(rename(name), nbytes) for name, nbytes in other.gradients]
-        self.work = other.work
-        self.operators = other.operators
+    @property
+    def levels(self) -> tuple[_Level, ...]:
+        return self.kept, self.dropped, self.swapped, self.first
 
     @property
     def final(self) -> _Open:
         return self.merged_into.final if self.merged_into else self
+
+    def absorb(self, later: _Open) -> None:
+        """Take in the segment that followed this one."""
+        there = self.kept.now
+        self.operators += [(name, there + rise) for name, rise in later.operators]
+        for own, other in zip(self.levels, later.levels, strict=True):
+            own.absorb(other)
+        self.gradients += later.gradients
+        self.work += later.work
+        later.merged_into = self
+
+    def copy(self, other: _Open, old: str, new: str) -> None:
+        """Take what `other`, a block of the same kind named `old`, has shown."""
+        for own, theirs in zip(self.levels, other.levels, strict=True):
+            own.peak = theirs.peak
+        self.redone_peak, self.kept_at_unpack = other.redone_peak, other.kept_at_unpack
+        self.gradients = [
+            (new + name.removeprefix(old), nbytes) for name, nbytes in other.gradients
+        ]
+        self.work, self.operators = other.work, other.operators
 
     def closed(self, number: Mapping[int | None, int]) -> Segment:
         return Segment(
             block=number.get(self.block),
             backward=self.backward,
             work=self.work,
-            peak_bytes=self.peak,
-            dropped_peak_bytes=self.dropped_peak,
-            swapped_peak_bytes=self.swapped_peak,
+            peak_bytes=self.kept.peak,
+            dropped_peak_bytes=self.dropped.peak,
+            swapped_peak_bytes=self.swapped.peak,
             redone_peak_bytes=self.redone_peak,
-            first_peak_bytes=self.first_peak,
+            first_peak_bytes=self.first.peak,
             gradients=tuple(self.gradients),
             operators=tuple(self.operators),
         )
 
 
+class _End(weakref.ref):
+    """Of a followed storage, or of the stand-in that `holder` saves for it."""
+
+    key: int | None = None
+    record: _Record
+    holder: int | None
+
+
 @dataclass(eq=False)
 class _Record:
-    """The life of one storage."""
+    """The life of one storage.
+
+    Attributes:
+        forgotten: Where the model's last reference ended.
+        saved: How many stand-ins of it are held, by block.
+        stand_ins: The last one of each block.
+        released: Blocks, or None for what is outside, and where each let go of one.
+        inputs: Forwards of blocks that it came into, and whether by position.
+        end: Of the storage; kept, or nothing would tell of it.
+    """
 
     nbytes: int
     made: _Open
     alive: bool = True
     forgotten: _Open | None = None
-    saved: dict[int | None, int] = field(default_factory=dict)
-    shadows: dict[int | None, weakref.ref] = field(default_factory=dict)
+    saved: Counter[int | None] = field(default_factory=Counter)
+    stand_ins: dict[int | None, _End] = field(default_factory=dict)
     released: list[tuple[int | None, _Open]] = field(default_factory=list)
-    # the block's forward, and whether by position
     inputs: list[tuple[_Open, bool]] = field(default_factory=list)
+    end: _End | None = None
 
     @property
     def large(self) -> bool:
         return self.nbytes >= SMALLEST_SWAP_BYTES
 
     @property
-    def kept(self) -> tuple[bool, bool, bool]:
-        """Whether it is there: everything saved, nothing in blocks, only what is small."""
+    def is_there(self) -> tuple[bool, ...]:
+        """By the levels of a segment."""
         kept, dropped = self.alive or bool(self.saved), self.alive or None in self.saved
-        return kept, dropped, dropped if self.large else kept
+        return kept, dropped, dropped if self.large else kept, kept
 
 
 class _Recorder(MetaMode):
     """Follows storages; the running segment is that of the last hook that fired."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[tuple[str, nn.Module]],
-        every_block: bool,
+        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
     ) -> None:
         super().__init__()
         self._model = model
         self._blocks = blocks
-        self._records: dict[int, _Record] = {}
-        self._all: list[_Record] = []
-        self._now = _Open(None, backward=False)
-        self._segments = [self._now]
-        self._inside: int | None = None
-        self._order: dict[int, None] = {}
-        self._samples: dict[int, BlockSample] = {}
         self._lists = [name.rpartition(".")[0] for name, _ in blocks]
-        self._handles: list[Any] = []
-        self._saving = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, self._unpack
-        )
-        self._busy = False
         self._weights = {
             param.untyped_storage()._cdata
             for param in model.parameters()
             if param.ndim > 1
         }
         self._uncounted: dict[str, None] = {}
+        self._records: dict[int, _Record] = {}
+        self._all: list[_Record] = []
+        self._ended: deque[_End] = deque()
+        self._now = _Open(None, backward=False)
+        self._segments = [self._now]
+        self._inside: int | None = None
+        self._order: dict[int, None] = {}
+        self._samples: dict[int, BlockSample] = {}
         self._forwards: dict[int, _Open] = {}
         self._copies: list[tuple[_Open, _Open]] = []
-        repeated = () if every_block else blocks
-        self._repeats = Repeats(repeated, self._skipped)
+        self._busy = False
+        self._handles: list[Any] = []
+        self._saving = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, self._unpack
+        )
+        self._repeats = Repeats(blocks, self._skipped)
 
     def __enter__(self) -> _Recorder:
         self._repeats.__enter__()
         for index, (_name, block) in enumerate(self._blocks):
+            before, after = partial(self._before, index), partial(self._after, index)
             self._handles += [
-                block.register_forward_pre_hook(
-                    self._before(index), with_kwargs=True, prepend=True
-                ),
-                block.register_forward_hook(self._after(index)),
+                block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                block.register_forward_hook(after),
             ]
-        for name, param in self._model.named_parameters():
-            if param.requires_grad:
-                self._handles.append(
-                    param.register_post_accumulate_grad_hook(self._arrived(name))
-                )
+        self._handles += [
+            param.register_post_accumulate_grad_hook(partial(self._arrived, name))
+            for name, param in self._model.named_parameters()
+            if param.requires_grad
+        ]
         super().__enter__()
         self._saving.__enter__()
         return self
@@ -239,6 +284,7 @@ class _Recorder(MetaMode):
 
     def begin(self, segment: _Open) -> None:
         """Everything from here on belongs to `segment`."""
+        self._settle()
         self._now = segment
         self._segments.append(segment)
 
@@ -247,6 +293,7 @@ class _Recorder(MetaMode):
     def ran(self, func: Any, args: Any, output: Any) -> None:
         if self._busy or func.is_view:
             return
+        self._settle()
         now = self._now
         made = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         read = list(tensors_in(args))
@@ -255,7 +302,7 @@ class _Recorder(MetaMode):
             # an operator in place may change a parameter, which is no activation
             if tensor.untyped_storage()._cdata not in given:
                 self._follow(tensor)
-        now.operators.append((func._overloadpacket.__name__, now.kept))
+        now.operators.append((func._overloadpacket.__name__, now.kept.now))
         now.work += work_of(func, args, output, read, made)
         if not self._weights.isdisjoint(given) and may_multiply(func):
             self._uncounted[func._overloadpacket._qualified_op_name] = None
@@ -268,89 +315,91 @@ class _Recorder(MetaMode):
         record = _Record(storage.nbytes(), self._now)
         self._records[key] = record
         self._all.append(record)
-        weakref.finalize(storage, self._forget, key).atexit = False
-        self._now.grow(record.nbytes, record.nbytes, record.nbytes)
+        record.end = _End(storage, self._ended.append)
+        record.end.key, record.end.record = key, record
+        for level in self._now.levels:
+            level.add(record.nbytes)
 
-    def _forget(self, key: int) -> None:
-        """The model's last reference to a storage is gone."""
-        record = self._records.pop(key)
-        before = record.kept
-        record.alive = False
-        record.forgotten = self._now
-        self._shrink(record, before)
+    def _record_of(self, tensor: Tensor) -> _Record | None:
+        return self._records.get(tensor.untyped_storage()._cdata)
 
-    def _shrink(self, record: _Record, before: tuple[bool, ...]) -> None:
-        pairs = zip(before, record.kept, strict=True)
-        self._now.grow(*(-record.nbytes * (was and not now) for was, now in pairs))
+    def _settle(self) -> None:
+        """See Note [Ends are noted, not handled]."""
+        while self._ended:
+            end = self._ended.popleft()
+            record, now = end.record, self._now
+            before = record.is_there
+            if end.key is not None:
+                del self._records[end.key]
+                record.alive, record.forgotten = False, now
+            else:
+                record.saved[end.holder] -= 1
+                if not record.saved[end.holder]:
+                    del record.saved[end.holder]
+                record.released.append((end.holder, now))
+            for level, was, still in zip(
+                now.levels, before, record.is_there, strict=True
+            ):
+                level.add(-record.nbytes * (was and not still))
 
     # what autograd keeps
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        """Give autograd a stand-in, so that it does not keep the tensor itself."""
-        if not tensor.is_meta:
-            return tensor
-        record = self._records.get(tensor.untyped_storage()._cdata)
+        """See Note [Saved tensors have stand-ins]."""
+        self._settle()
+        record = self._record_of(tensor) if tensor.is_meta else None
         if record is None:
             # a parameter, or a view of one
             return tensor
         holder = self._inside
-        reference = record.shadows.get(holder)
-        shadow = reference() if reference is not None else None
-        if shadow is None:
-            shadow = torch.UntypedStorage(record.nbytes, device="meta")
-            record.shadows[holder] = weakref.ref(shadow)
-            record.saved[holder] = record.saved.get(holder, 0) + 1
-            weakref.finalize(shadow, self._release, record, holder).atexit = False
+        end = record.stand_ins.get(holder)
+        storage = end() if end is not None else None
+        if storage is None:
+            storage = torch.UntypedStorage(record.nbytes, device="meta")
+            end = record.stand_ins[holder] = _End(storage, self._ended.append)
+            end.record, end.holder = record, holder
+            record.saved[holder] += 1
         self._busy = True
         stand_in = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
-            shadow, tensor.storage_offset(), tensor.shape, tensor.stride()
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         self._busy = False
         now = self._now
         if holder is not None:
-            now.redone_peak = max(now.redone_peak, now.peak)
+            now.redone_peak = max(now.redone_peak, now.kept.peak)
         return stand_in
 
     def _unpack(self, stand_in: Tensor) -> Tensor:
+        self._settle()
         if self._now.kept_at_unpack is None:
-            self._now.kept_at_unpack = self._now.kept
+            self._now.kept_at_unpack = self._now.kept.now
         return stand_in
-
-    def _release(self, record: _Record, holder: int | None) -> None:
-        before = record.kept
-        record.saved[holder] -= 1
-        if not record.saved[holder]:
-            del record.saved[holder]
-        record.released.append((holder, self._now))
-        self._shrink(record, before)
 
     # segments
 
-    def _before(self, index: int) -> Callable[..., None]:
-        def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._follows(index):
-                self._segments.pop()
-                self._segments[-1].absorb(self._now)
-            self.begin(_Open(index, backward=False))
-            self._order.setdefault(index)
-            self._inside = index
-            self._entered = torch.autograd._get_sequence_nr()
-            if index not in self._samples:
-                self._busy = True
-                self._samples[index] = BlockSample(_detached(args), _detached(kwargs))
-                self._busy = False
-            by_position = {id(arg) for arg in args if isinstance(arg, Tensor)}
-            nested = [arg for arg in args if not isinstance(arg, Tensor)]
-            by_position -= {id(tensor) for tensor in tensors_in((nested, kwargs))}
-            for tensor in tensors_in((args, kwargs)):
-                record = self._records.get(tensor.untyped_storage()._cdata)
-                self._now.inputs.append(record)
-                if record is not None:
-                    record.inputs.append((self._now, id(tensor) in by_position))
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(self._leave_backward(index))
-
-        return before_forward
+    def _before(self, index: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._settle()
+        if self._follows(index):
+            self._segments.pop()
+            self._segments[-1].absorb(self._now)
+        self.begin(_Open(index, backward=False))
+        self._order.setdefault(index)
+        self._inside = index
+        self._entered = torch.autograd._get_sequence_nr()
+        if index not in self._samples:
+            self._busy = True
+            self._samples[index] = BlockSample(_detached(args), _detached(kwargs))
+            self._busy = False
+        by_position = {id(arg) for arg in args if isinstance(arg, Tensor)}
+        nested = [arg for arg in args if not isinstance(arg, Tensor)]
+        by_position -= {id(tensor) for tensor in tensors_in((nested, kwargs))}
+        for tensor in tensors_in((args, kwargs)):
+            record = self._record_of(tensor)
+            self._now.inputs.append(record)
+            if record is not None:
+                record.inputs.append((self._now, id(tensor) in by_position))
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._leave_backward, index))
 
     def _follows(self, index: int) -> bool:
         """Whether only the step from one block to the next has run since."""
@@ -363,55 +412,42 @@ class _Recorder(MetaMode):
             and self._lists[before] == self._lists[index]
         )
 
-    def _after(self, index: int) -> Callable[..., None]:
-        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
-            forward = self._now
-            self._inside = None
-            # a skipped block ran in the place of the first of its kind
-            self._forwards.setdefault(index, forward)
-            for tensor in tensors_in(output):
-                storage = tensor.untyped_storage()
-                forward.outputs.append(self._records.get(storage._cdata))
-                node = tensor.grad_fn
-                if node is not None and node._sequence_nr() >= self._entered:
-                    node.register_prehook(self._enter_backward(index, forward))
-            self.begin(_Open(None, backward=False))
+    def _after(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._settle()
+        forward = self._now
+        self._inside = None
+        # a skipped block ran in the place of the first of its kind
+        self._forwards.setdefault(index, forward)
+        for tensor in tensors_in(output):
+            forward.outputs.append(self._record_of(tensor))
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= self._entered:
+                node.register_prehook(partial(self._enter_backward, index, forward))
+        self.begin(_Open(None, backward=False))
 
-        return after_forward
+    def _enter_backward(self, index: int, forward: _Open, _gradients: Any) -> None:
+        if forward.undone_in is None:
+            self.begin(_Open(index, backward=True))
+            forward.undone_in = self._now
 
-    def _enter_backward(self, index: int, forward: _Open) -> Callable[[Any], None]:
-        def enter(_gradients: Any) -> None:
-            if forward.undone_in is None:
-                self.begin(_Open(index, backward=True))
-                forward.undone_in = self._now
-
-        return enter
-
-    def _leave_backward(self, index: int) -> Callable[[Any], None]:
-        def leave(_gradients: Any) -> None:
-            if self._now.block == index:
-                self.begin(_Open(None, backward=True))
-
-        return leave
+    def _leave_backward(self, index: int, _gradients: Any) -> None:
+        if self._now.block == index:
+            self.begin(_Open(None, backward=True))
 
     def _skipped(self, index: int, ran: int) -> None:
         self._copies.append((self._now, self._forwards[ran]))
 
-    def _arrived(self, name: str) -> Callable[[Tensor], None]:
-        def arrived(param: Tensor) -> None:
-            gradient, param.grad = param.grad, None
-            if gradient is None:
-                return
-            now = self._now
-            now.gradients.append((name, gradient.nbytes))
-            now.gradient_bytes += gradient.nbytes
-
-        return arrived
+    def _arrived(self, name: str, param: Tensor) -> None:
+        gradient, param.grad = param.grad, None
+        if gradient is not None:
+            self._now.gradients.append((name, gradient.nbytes))
+            self._now.first.now += gradient.nbytes
 
     # the result
 
     def result(self) -> TracedStep:
         """What was recorded, blocks numbered in the order of first use."""
+        self._settle()
         unused = (i for i in range(len(self._blocks)) if i not in self._order)
         order = [*self._order, *unused]
         number: dict[int | None, int] = {old: new for new, old in enumerate(order)}
@@ -446,16 +482,12 @@ class _Recorder(MetaMode):
             made.setdefault(record.made, []).append(record)
         for skipped, ran in self._copies:
             assert skipped.block is not None and ran.block is not None
-            old, new = self._blocks[ran.block][0], self._blocks[skipped.block][0]
-
-            def rename(name: str, old: str = old, new: str = new) -> str:
-                return new + name.removeprefix(old)
-
+            names = self._blocks[ran.block][0], self._blocks[skipped.block][0]
             moved = {ran: skipped, after.get(ran.final): after.get(skipped.final)}
-            skipped.final.copy(ran.final, rename)
+            skipped.final.copy(ran.final, *names)
             back, back_ran = skipped.undone_in, ran.undone_in
             if back is not None and back_ran is not None:
-                back.final.copy(back_ran.final, rename)
+                back.final.copy(back_ran.final, *names)
                 moved[back_ran.final] = back.final
                 moved[after.get(back_ran.final)] = after.get(back.final)
             self._copy_records(made.get(ran, []), skipped, ran, moved)
@@ -467,32 +499,39 @@ class _Recorder(MetaMode):
         ran: _Open,
         moved: Mapping[_Open | None, _Open | None],
     ) -> None:
-        def place(segment: _Open | None) -> _Open | None:
+        """Storages that `ran` made, as `skipped` would have; segments by `moved`."""
+
+        def counterpart(segment: _Open | None) -> _Open | None:
             final = segment.final if segment is not None else None
             return moved.get(final, final)
 
         passed = {id(record) for record in ran.outputs}
-        for record in records:
-            if id(record) in passed:
-                continue
-            twin = _Record(record.nbytes, skipped, alive=record.alive)
-            twin.forgotten = place(record.forgotten)
-            twin.released = [
-                (skipped.block if holder == ran.block else holder, segment)
-                for holder, where in record.released
-                if (segment := place(where)) is not None
-            ]
-            self._all.append(twin)
-        handed = (*zip(skipped.inputs, ran.inputs, strict=True),)
-        handed += (*zip(skipped.outputs, ran.outputs, strict=True),)
-        for own, theirs in handed:
-            if own is None or theirs is None:
-                continue
-            own.released += [
-                (skipped.block, segment)
-                for holder, where in theirs.released
-                if holder == ran.block and (segment := place(where)) is not None
-            ]
+        self._all += [
+            _Record(
+                record.nbytes,
+                skipped,
+                alive=record.alive,
+                forgotten=counterpart(record.forgotten),
+                released=[
+                    (skipped.block if holder == ran.block else holder, segment)
+                    for holder, where in record.released
+                    if (segment := counterpart(where)) is not None
+                ],
+            )
+            for record in records
+            if id(record) not in passed
+        ]
+        for own, theirs in (
+            *zip(skipped.inputs, ran.inputs, strict=True),
+            *zip(skipped.outputs, ran.outputs, strict=True),
+        ):
+            if own is not None and theirs is not None:
+                own.released += [
+                    (skipped.block, segment)
+                    for holder, where in theirs.released
+                    if holder == ran.block
+                    and (segment := counterpart(where)) is not None
+                ]
 
 
 def _fate(
@@ -514,7 +553,9 @@ def _fate(
     saves |= {
         Save(*key, as_input=True, by_position=each) for key, each in inputs.items()
     }
-    ordered = sorted(saves, key=lambda s: (s.segment, s.block or -1, s.as_input))
+    ordered = sorted(
+        saves, key=lambda s: (s.segment, -1 if s.block is None else s.block, s.as_input)
+    )
     return record.made.final.index, end, tuple(ordered), record.large
 
 

@@ -7,6 +7,7 @@ from .arena import Arena, host_buffer, return_freed_memory
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
     Removable,
+    StateAccess,
     attach_block,
     attach_entry,
     attach_state_dict,
@@ -16,7 +17,7 @@ from .pager import Pager, Ring, ShardedPager
 from .races import CheckedDevice
 from .ranks import Alone, Ranks
 from .recompute import Recompute
-from .residence import Residence, StateAccess
+from .residence import Residence
 from .slots import Slot, Transport
 from .swap import Swap, SwapBlock
 from .updates import HostTask, HostWorker

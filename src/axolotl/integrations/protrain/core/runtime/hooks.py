@@ -10,15 +10,15 @@ open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Direction
-from ..nested import tensors_in
-from ..types import Layout
+from ..layout.tensors import tensors_in
+from ..types import Chunk, Layout
 from .pager import Pager
 
 
@@ -106,26 +106,35 @@ def attach_entry(
     ]
 
 
+class StateAccess(NamedTuple):
+    """What is called around reads and loads of the state of host-kept chunks.
+
+    Attributes:
+        before_read: With the host tensors that will be read.
+        before_load: With those that a load will change.
+        loaded: With their chunk, after a load, which has also written through the
+            parameters into whatever slot they point at.
+    """
+
+    before_read: Callable[[Collection[Tensor]], None]
+    before_load: Callable[[Collection[Tensor]], None]
+    loaded: Callable[[Chunk], None]
+
+
 def attach_state_dict(
-    owner: nn.Module,
-    host: Mapping[str, Tensor],
-    before_read: Callable[[], None],
-    before_write: Callable[[], None],
-    written: Callable[[], None],
+    owner: nn.Module, chunk: Chunk, host: Mapping[str, Tensor], access: StateAccess
 ) -> list[Removable]:
     """Let reads and writes of a module's state reach the host copies.
 
     Args:
         owner: The module whose parameters are paged.
+        chunk: Which they are in.
         host: Host tensors by parameter name relative to `owner`.
-        before_read: Called before they are read out.
-        before_write: Called before a load changes them.
-        written: Called after it, which has also written through the parameters
-            into whatever slot they point at.
+        access: Called around them.
     """
 
     def settle(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        before_read()
+        access.before_read(host.values())
 
     def read(
         _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
@@ -138,13 +147,13 @@ def attach_state_dict(
     def write(
         _module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: Any
     ) -> None:
-        before_write()
+        access.before_load(host.values())
         for name, tensor in host.items():
             if prefix + name in state:
                 tensor.copy_(state[prefix + name])
 
     def after_write(_module: nn.Module, _incompatible: Any) -> None:
-        written()
+        access.loaded(chunk)
 
     return [
         owner.register_state_dict_pre_hook(settle),

@@ -409,31 +409,29 @@ class _CheckedStream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         if target.numel():
-            with self._device.lock:
-                self._device.queue(self.lane)
-                self._device.access(self.lane, source, False, not self._to_device)
-                self._device.access(self.lane, target, True, self._to_device)
-            # its operators have been checked
-            with _disable_current_modes():
-                self._inner.copy(target, source)
+            self._access(source, False, not self._to_device)
+            self._access(target, True, self._to_device)
+            self._queue(self._inner.copy, target, source)
 
     def fill(self, target: Tensor, byte: int) -> None:
         if target.numel():
-            with self._device.lock:
-                self._device.queue(self.lane)
-                self._device.access(self.lane, target, True, True)
-            # its operators have been checked
-            with _disable_current_modes():
-                self._inner.fill(target, byte)
+            self._access(target, True, True)
+            self._queue(self._inner.fill, target, byte)
 
     def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+        for tensor in memory:
+            self._access(tensor, True, True)
+        self._queue(self._inner.call, work, memory)
+
+    def _access(self, tensor: Tensor, writes: bool, on_device: bool) -> None:
         with self._device.lock:
             self._device.queue(self.lane)
-            for tensor in memory:
-                self._device.access(self.lane, tensor, True, True)
+            self._device.access(self.lane, tensor, writes, on_device)
+
+    def _queue(self, act: Callable[..., None], *args: Any) -> None:
         # its operators have been checked
         with _disable_current_modes():
-            self._inner.call(work, memory)
+            act(*args)
 
 
 class _CheckedEvent:

@@ -13,8 +13,7 @@ whatever slot they point at, which is stale then. Frozen bytes only move host to
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +28,9 @@ from ..layout.tensors import (
 from ..types import Chunk, Counters
 from .arena import Arena, return_freed_memory
 from .device import Device
-from .hooks import Removable, attach_state_dict
+from .hooks import Removable, StateAccess, attach_state_dict
 from .pager import Ring
 from .ranks import Ranks
-
-
-class StateAccess(NamedTuple):
-    """What is called around reads and loads of a chunk's state.
-
-    Attributes:
-        before_read: With the host tensors that will be read.
-        before_load: With those that will be written.
-        loaded: With the chunk whose host bytes, and slot, have been written.
-    """
-
-    before_read: Callable[[Collection[Tensor]], None]
-    before_load: Callable[[Collection[Tensor]], None]
-    loaded: Callable[[Chunk], None]
 
 
 class Residence:
@@ -157,13 +142,7 @@ class Residence:
             tensors = {n: self._arena.tensor(chunk.index, s) for n, s in own.items()}
             self._state_handles += [
                 *self._attach_side_state(module, chunk, [s.name for s in own.values()]),
-                *attach_state_dict(
-                    module,
-                    tensors,
-                    before_read=partial(self._access.before_read, tensors.values()),
-                    before_write=partial(self._access.before_load, tensors.values()),
-                    written=partial(self._access.loaded, chunk),
-                ),
+                *attach_state_dict(module, chunk, tensors, self._access),
             ]
 
     def _attach_side_state(

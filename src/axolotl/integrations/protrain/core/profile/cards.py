@@ -10,24 +10,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigError
 from ..types import Hardware
 
+# Assumed, shares of a peak:
 MATMUL_FRACTION = 0.7
-"""Assumed: products as large as those of transformer blocks reach 0.6 to 0.75."""
+"""Products as large as those of transformer blocks reach 0.6 to 0.75."""
 MEMORY_FRACTION = 0.8
-"""Assumed: elementwise operators that stream through device memory."""
+"""Elementwise operators that stream through device memory."""
 LINK_FRACTION = 0.8
-"""Assumed: pinned copies; packet headers and flow control take the rest."""
+"""Pinned copies; packet headers and flow control take the rest."""
 LINK_BOTH_FRACTION = 0.7
-"""Assumed: each way while the other is busy; acknowledgements share its lanes."""
-
+"""Each way while the other is busy; acknowledgements share its lanes."""
 GATHER_FRACTION = 0.7
-"""Assumed: collectives over NVLink. Without it they go through host memory, each way
-over the card's link at `LINK_BOTH_FRACTION`."""
+"""Collectives over NVLink. Without it they go through host memory, each way over the
+card's link at `LINK_BOTH_FRACTION`."""
 
 KERNEL_S = 4e-6
 """Assumed: launch rate of eager PyTorch on a present-day desktop processor."""
@@ -51,33 +50,52 @@ DRIVER_FRACTION = 0.015
 MAX_GPU_GIB = 1024
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One row of the table; rates are peaks per second.
+class Link(NamedTuple):
+    """PCI Express of one generation; bytes per second each way, in theory."""
+
+    pcie: int
+    bytes_s: float
+
+
+LINKS = {
+    # bits a lane, of which 130 carry 128 (PCI Express base specification)
+    f"pcie{pcie}x{lanes}": Link(pcie, lanes * bits_s * 128 / 130 / 8)
+    for pcie, bits_s in {3: 8e9, 4: 16e9, 5: 32e9}.items()
+    for lanes in (8, 16)
+}
+
+
+class Gpu(NamedTuple):
+    """One row of the table, in the units of data sheets.
 
     Attributes:
         name: As a person writes it.
-        device_bytes: Total memory as nvidia-smi reports it.
-        flops_16: bf16 tensor cores, dense, summed in fp32.
-        flops_32: fp32 outside tensor cores, torch's default for fp32 products.
-        flops_tf32: The same products with `tf32: true`, dense.
-        memory_bytes_s: Device memory.
+        mib: Total memory as nvidia-smi reports it.
+        tflops_16: bf16 tensor cores, dense, summed in fp32.
+        tflops_32: fp32 outside tensor cores, torch's default for fp32 products.
+        tflops_tf32: The same products with `tf32: true`, dense.
+        memory_gb_s: Device memory.
         pcie: Generation of its PCI Express interface; all have 16 lanes.
         source: Data sheet.
-        nvlink_bytes_s: To other cards each way, 0 without a switch between all.
+        nvlink_gb_s: To other cards each way, half of what data sheets of SXM cards
+            give for both; 0 without a switch between all.
         aliases: Other names, among them what the driver calls it.
     """
 
     name: str
-    device_bytes: int
-    flops_16: float
-    flops_32: float
-    flops_tf32: float
-    memory_bytes_s: float
+    mib: int
+    tflops_16: float
+    tflops_32: float
+    tflops_tf32: float
+    memory_gb_s: float
     pcie: int
     source: str
-    nvlink_bytes_s: float = 0.0
+    nvlink_gb_s: float = 0.0
     aliases: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        return self.mib << 20
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -85,164 +103,39 @@ class Gpu:
         return tuple(name for name, link in LINKS.items() if link.pcie <= self.pcie)
 
 
-@dataclass(frozen=True)
-class Link:
-    """PCI Express of one generation and width.
-
-    Attributes:
-        pcie: Generation.
-        bytes_s: Each way, in theory (PCI Express base specification).
-    """
-
-    pcie: int
-    bytes_s: float
-
-
+_3060 = "NVIDIA GeForce RTX 3060 product page"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
-# half of what the data sheets of SXM cards give for both ways
-_NVLINK_3, _NVLINK_4 = 300e9, 450e9
+_5090 = "NVIDIA RTX Blackwell GPU architecture whitepaper"
+_A100, _A100_PCIE = "NVIDIA A100 data sheet", "NVIDIA A100 data sheet (80GB PCIe)"
+_H100, _H100_PCIE = "NVIDIA H100 data sheet (SXM)", "NVIDIA H100 data sheet (PCIe)"
+_H200, _L40S = "NVIDIA H200 data sheet (SXM)", "NVIDIA L40S data sheet"
+_A100_40_NAMES = ("A100-SXM4-40GB", "A100-PCIE-40GB")
+_A100_80_NAMES = ("A100-SXM4-80GB", "A100 80GB PCIe")
+_H100_NAMES = ("H100 SXM", "H100 80GB", "H100 80GB HBM3")
 
+# fmt: off
 GPUS = (
-    Gpu(
-        name="RTX 3060 12GB",
-        device_bytes=12288 << 20,
-        # not in the whitepaper; twice fp32 as in all GA10x, a quarter of the 102
-        # tensor TFLOPS that the product page counts in sparse fp16
-        flops_16=25.5e12,
-        flops_32=12.7e12,
-        flops_tf32=12.7e12,
-        memory_bytes_s=360e9,
-        pcie=4,
-        source="NVIDIA GeForce RTX 3060 product page",
-    ),
-    Gpu(
-        name="RTX 3090",
-        device_bytes=24576 << 20,
-        flops_16=71e12,
-        flops_32=35.6e12,
-        flops_tf32=35.6e12,
-        memory_bytes_s=936e9,
-        pcie=4,
-        source=_GA102,
-    ),
-    Gpu(
-        name="RTX 4080",
-        device_bytes=16376 << 20,
-        flops_16=97.5e12,
-        flops_32=48.7e12,
-        flops_tf32=48.7e12,
-        memory_bytes_s=716.8e9,
-        pcie=4,
-        source=_ADA,
-    ),
-    Gpu(
-        name="RTX 4090",
-        device_bytes=24564 << 20,
-        flops_16=165.2e12,
-        flops_32=82.6e12,
-        flops_tf32=82.6e12,
-        memory_bytes_s=1008e9,
-        pcie=4,
-        source=_ADA,
-    ),
-    Gpu(
-        name="RTX 5090",
-        device_bytes=32607 << 20,
-        flops_16=209.5e12,
-        flops_32=104.8e12,
-        flops_tf32=104.8e12,
-        memory_bytes_s=1792e9,
-        pcie=5,
-        source="NVIDIA RTX Blackwell GPU architecture whitepaper",
-    ),
-    Gpu(
-        name="A100-40GB",
-        device_bytes=40960 << 20,
-        flops_16=312e12,
-        flops_32=19.5e12,
-        flops_tf32=156e12,
-        memory_bytes_s=1555e9,
-        pcie=4,
-        source="NVIDIA A100 data sheet",
-        nvlink_bytes_s=_NVLINK_3,
-        aliases=("A100-SXM4-40GB", "A100-PCIE-40GB"),
-    ),
-    Gpu(
-        # one row for SXM and PCIe: only memory differs, 2039 and 1935 GB/s
-        name="A100-80GB",
-        device_bytes=81920 << 20,
-        flops_16=312e12,
-        flops_32=19.5e12,
-        flops_tf32=156e12,
-        memory_bytes_s=1935e9,
-        pcie=4,
-        source="NVIDIA A100 data sheet (80GB PCIe)",
-        nvlink_bytes_s=_NVLINK_3,
-        aliases=("A100-SXM4-80GB", "A100 80GB PCIe"),
-    ),
-    Gpu(
-        name="H100",
-        device_bytes=81559 << 20,
-        flops_16=989e12,
-        flops_32=67e12,
-        flops_tf32=494e12,
-        memory_bytes_s=3350e9,
-        pcie=5,
-        source="NVIDIA H100 data sheet (SXM)",
-        nvlink_bytes_s=_NVLINK_4,
-        aliases=("H100 SXM", "H100 80GB", "H100 80GB HBM3"),
-    ),
-    Gpu(
-        name="H100 PCIe",
-        device_bytes=81559 << 20,
-        flops_16=756e12,
-        flops_32=51e12,
-        flops_tf32=378e12,
-        memory_bytes_s=2000e9,
-        pcie=5,
-        source="NVIDIA H100 data sheet (PCIe)",
-    ),
-    Gpu(
-        name="H200",
-        device_bytes=143771 << 20,
-        flops_16=989e12,
-        flops_32=67e12,
-        flops_tf32=494e12,
-        memory_bytes_s=4800e9,
-        pcie=5,
-        source="NVIDIA H200 data sheet (SXM)",
-        nvlink_bytes_s=_NVLINK_4,
-        aliases=("H200 SXM",),
-    ),
-    Gpu(
-        name="L40S",
-        device_bytes=46068 << 20,
-        flops_16=362e12,
-        flops_32=91.6e12,
-        flops_tf32=183e12,
-        memory_bytes_s=864e9,
-        pcie=4,
-        source="NVIDIA L40S data sheet",
-    ),
+    # its 16-bit rate is twice fp32 as in all GA10x, a quarter of the 102 tensor TFLOPS
+    # that its page counts in sparse fp16
+    Gpu("RTX 3060 12GB", 12288,  25.5,  12.7,  12.7,   360, 4, _3060),
+    Gpu("RTX 3090",      24576,  71.0,  35.6,  35.6,   936, 4, _GA102),
+    Gpu("RTX 4080",      16376,  97.5,  48.7,  48.7, 716.8, 4, _ADA),
+    Gpu("RTX 4090",      24564, 165.2,  82.6,  82.6,  1008, 4, _ADA),
+    Gpu("RTX 5090",      32607, 209.5, 104.8, 104.8,  1792, 5, _5090),
+    Gpu("A100-40GB",     40960, 312.0,  19.5, 156.0,  1555, 4, _A100, 300, _A100_40_NAMES),
+    # SXM and PCIe: only memory differs, 2039 and 1935 GB/s
+    Gpu("A100-80GB",     81920, 312.0,  19.5, 156.0,  1935, 4, _A100_PCIE, 300, _A100_80_NAMES),
+    Gpu("H100",          81559, 989.0,  67.0, 494.0,  3350, 5, _H100, 450, _H100_NAMES),
+    Gpu("H100 PCIe",     81559, 756.0,  51.0, 378.0,  2000, 5, _H100_PCIE),
+    Gpu("H200",         143771, 989.0,  67.0, 494.0,  4800, 5, _H200, 450, ("H200 SXM",)),
+    Gpu("L40S",          46068, 362.0,  91.6, 183.0,   864, 4, _L40S),
 )
-
-_LANE_BITS_S = {3: 8e9, 4: 16e9, 5: 32e9}
-
-LINKS = {
-    # 130 bits on the lane carry 128
-    f"pcie{pcie}x{lanes}": Link(pcie, lanes * bits_s * 128 / 130 / 8)
-    for pcie, bits_s in _LANE_BITS_S.items()
-    for lanes in (8, 16)
-}
+# fmt: on
 
 
 def gpu_hardware(
-    text: str,
-    link: str | None,
-    host_bytes: int,
-    tf32: bool = False,
-    num_gpus: int = 1,
+    text: str, link: str | None, host_bytes: int, tf32: bool = False, num_gpus: int = 1
 ) -> Hardware:
     """What a GPU of the table would give, one of `num_gpus` on a host.
 
@@ -271,8 +164,8 @@ def gpu_hardware(
     exchange = 0.0
     if num_gpus > 1:
         exchange, way = peak * LINK_BOTH_FRACTION, "through host memory"
-        if gpu.nvlink_bytes_s:
-            exchange, way = gpu.nvlink_bytes_s * GATHER_FRACTION, "over NVLink"
+        if gpu.nvlink_gb_s:
+            exchange, way = gpu.nvlink_gb_s * 1e9 * GATHER_FRACTION, "over NVLink"
         source += f"; cards exchange {way} at {exchange / 1e9:.0f} GB/s each way"
         # in a ring each card sends and receives all but its own part
         exchange *= num_gpus / (num_gpus - 1)
@@ -284,9 +177,9 @@ def gpu_hardware(
         unseen_bytes=CONTEXT_BYTES
         + KERNEL_BYTES
         + int((ROUNDING_FRACTION + DRIVER_FRACTION) * device_bytes),
-        flops_16=gpu.flops_16 * MATMUL_FRACTION,
-        flops_32=(gpu.flops_tf32 if tf32 else gpu.flops_32) * MATMUL_FRACTION,
-        memory_bytes_s=gpu.memory_bytes_s * MEMORY_FRACTION,
+        flops_16=gpu.tflops_16 * 1e12 * MATMUL_FRACTION,
+        flops_32=(gpu.tflops_tf32 if tf32 else gpu.tflops_32) * 1e12 * MATMUL_FRACTION,
+        memory_bytes_s=gpu.memory_gb_s * 1e9 * MEMORY_FRACTION,
         kernel_s=KERNEL_S,
         fetch_bytes_s=peak * LINK_FRACTION,
         offload_bytes_s=peak * LINK_FRACTION,

@@ -1,4 +1,7 @@
-"""Room for a checkpoint, before it is written and when it runs out all the same."""
+"""Room for a checkpoint, before it is written and when it runs out all the same.
+
+Checkpoints of a paged run are ordinary ones; this guards their writing.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError
-from ..types import Layout, Plan
+from .errors import CheckpointError
+from .types import Layout, Plan
 
 SLACK_BYTES = 32 << 20
 """Tokenizer, configuration, trainer state and random states beside the tensors."""
