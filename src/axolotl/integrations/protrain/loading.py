@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
 from .core.layout.tensors import bindings
 from .core.runtime import host_buffer, return_freed_memory
-from .offline.fake_kernels import quantisation_tables_apart, replaced
+from .offline.fake_kernels import quantisation_tables_apart
 
 LARGE_BYTES = 1 << 20
 """Of a weight in 4 bits: what worked on it is worth returning to the system."""
@@ -50,7 +51,7 @@ class LoadShare:
 
 def quantise_on(
     device: torch.device, share: LoadShare | None = None
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Any]:
     """Let transformers quantise to 4 bits on `device`, one weight at a time.
 
     A paged base loads to the host, where quantising takes a minute for a billion
@@ -87,7 +88,7 @@ def quantise_on(
             return_freed_memory()
         return quantised
 
-    return replaced(Bnb4bitQuantize, "convert", convert)
+    return patch.object(Bnb4bitQuantize, "convert", convert)
 
 
 def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:

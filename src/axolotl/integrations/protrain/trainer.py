@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -16,7 +17,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
 from .data_parallel import reduced_by_ddp, without_ddp
-from .offline.fake_kernels import replaced
 from .run import TrainingRun
 
 
@@ -65,7 +65,9 @@ class ProTrainTrainerMixin:
         )
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
-            undo.enter_context(replaced(trainer.accelerator, "device_placement", False))
+            undo.enter_context(
+                patch.object(trainer.accelerator, "device_placement", False)
+            )
             several = self.protrain.ranks.world.size > 1
             if several and not reduced_by_ddp(trainer.model):
                 undo.enter_context(without_ddp(trainer.accelerator, trainer.model))
