@@ -62,13 +62,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Chunk:
     """Parameters laid out back to back that move together, in registration order; all
-    of them trained, or none.
-
-    Attributes:
-        index: Position in `Layout.chunks`.
-        block: Index of the block that uses it, None for weights outside blocks.
-        nbytes: Alignment gaps included.
-    """
+    of them trained, or none. `index` is the position in `Layout.chunks`, `block` None
+    for weights outside blocks; `nbytes` has the alignment gaps in it."""
 
     index: int
     block: int | None
@@ -111,7 +106,7 @@ class Layout:
     """How the parameters of a model fall into chunks.
 
     Attributes:
-        blocks: Repeated layers in the order of use.
+        blocks: In the order of use.
         chunks: Block chunks first, in block order, then one for each trainable
             parameter outside the blocks.
         fixed_frozen_bytes: Frozen weights and buffers that never leave the device.
@@ -132,9 +127,8 @@ class Layout:
     @cached_property
     def chunk_of(self) -> dict[str, int]:
         """The chunk of each parameter, by its name."""
-        return {
-            spec.name: chunk.index for chunk in self.chunks for spec in chunk.tensors
-        }
+        chunks = self.chunks
+        return {spec.name: chunk.index for chunk in chunks for spec in chunk.tensors}
 
 
 class Policy(Enum):
@@ -193,8 +187,7 @@ class Plan:
         n_swap: Blocks that send activations to the host: what they save or, where they
             recompute as well, their inputs.
         n_checkpoint: Blocks that recompute their activations.
-        placements: Of each chunk.
-        policies: Of each block.
+        placements: Of each chunk; `policies` of each block.
         origin: What decided the knobs, for the report.
         shards: Ranks that each keep and fetch one shard of every host-kept chunk, all
             those of a node; 1 where each rank fetches whole chunks.
@@ -218,11 +211,8 @@ class Plan:
     @property
     def paged(self) -> tuple[int, ...]:
         """Chunk indices that pass through slots, in the order of use."""
-        return tuple(
-            index
-            for index, placement in enumerate(self.placements)
-            if placement is Placement.PAGED
-        )
+        pairs = enumerate(self.placements)
+        return tuple(index for index, at in pairs if at is Placement.PAGED)
 
     @property
     def mode(self) -> str:
@@ -297,7 +287,7 @@ class Save:
 
     Attributes:
         segment: Index of the segment in which the reason ends.
-        block: The block whose saved tensor or input it is, None outside blocks.
+        block: Whose saved tensor or input it is, None outside blocks.
         as_input: True for what only a recomputed block keeps: its inputs.
         by_position: Of an input, that it is a positional argument and nothing else.
     """
@@ -310,14 +300,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Activation bytes that outlive the segment that made them.
-
-    Attributes:
-        made: Index of that segment.
-        forgotten: Index of the segment in which the model's own references end.
-        saves: For whom autograd keeps them.
-        large: Whether each of them has at least `SMALLEST_SWAP_BYTES`.
-    """
+    """Activation bytes that outlive the segment that made them, of all tensors with one
+    fate: the model's own references end in segment `forgotten`, autograd keeps them for
+    `saves`. Each of them is `large`, of at least `SMALLEST_SWAP_BYTES`, or none."""
 
     made: int
     forgotten: int
@@ -328,13 +313,10 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch of a model, forward and backward, run without weights.
+    """One micro-batch of a model, forward and then backward, run without weights.
 
-    Attributes:
-        segments: Forward segments in order, then those of backward in order.
-        lifetimes: What lives from one segment into another.
-        blocks: Names of the blocks in the order of first use, unused ones last;
-            indices of blocks are positions in this order.
+    `blocks` are names in the order of first use, unused ones last; indices of blocks are
+    positions in it.
     """
 
     segments: tuple[Segment, ...]
@@ -468,10 +450,9 @@ class Counters:
 
     Attributes:
         fetched_bytes: Weights, and sums of gradients, to the device.
-        offloaded_bytes: Gradients to the host.
+        offloaded_bytes: Gradients to the host; activations are `swapped`.
         num_fetches: Chunks that went into slots.
         num_misses: Those of them that were not there when their block opened.
-        swapped_out_bytes: Activations to the host.
         gathered_bytes: Results of all-gathers.
         reduced_bytes: Inputs of reduce-scatters.
     """

@@ -43,8 +43,6 @@ class Point:
         label: For people, "forward 3" for example.
         phase: load, forward, backward, update, evaluation or save.
         weights: Everything that holds weights, slots excepted.
-        moments: Optimizer state.
-        gradients: Gradients of parameters.
         activations: What the model and autograd hold.
         working: What the running segment takes on top.
     """

@@ -16,7 +16,7 @@ with chunks that they share (mode C).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, inf
@@ -344,7 +344,8 @@ class Search:
     ) -> Plan:
         masters, interval = self._memory.workload.fp32_master, self.swap_interval
         given = masters, outside, origin, interval, shards
-        return make_plan(self._layout, *astuple(knobs), *given)
+        counts = knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
+        return make_plan(self._layout, *counts, *given)
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
         """Say what `plan` lacks and what would make it fit."""
