@@ -342,10 +342,18 @@ class Search:
     def _make_plan(
         self, knobs: Knobs, outside: Placement, shards: int, origin: str
     ) -> Plan:
-        masters, interval = self._memory.workload.fp32_master, self.swap_interval
-        given = masters, outside, origin, interval, shards
-        counts = knobs.n_persist, knobs.n_buffer, knobs.n_swap, knobs.n_checkpoint
-        return make_plan(self._layout, *counts, *given)
+        return make_plan(
+            self._layout,
+            knobs.n_persist,
+            knobs.n_buffer,
+            knobs.n_swap,
+            knobs.n_checkpoint,
+            self._memory.workload.fp32_master,
+            outside,
+            origin,
+            self.swap_interval,
+            shards,
+        )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
         """Say what `plan` lacks and what would make it fit."""
