@@ -79,7 +79,7 @@ class Case:
         """Whether each block that has to recompute where it pages does."""
         blocks = (self.layout.blocks[index] for index in self.redone_if_paged)
         return all(
-            plan.recompute[block.index]
+            plan.policies[block.index].recomputes
             or not any(plan.placements[c] is Placement.PAGED for c in block.chunks)
             for block in blocks
         )
