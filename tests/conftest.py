@@ -1,14 +1,24 @@
-"""How several processes share the tests."""
+"""How several processes share the tests, and `run(job)`: the result of a training.
+
+Every `Pair`, `Job` and `Cell` in the parameters of the selected tests is known before the
+first test starts, so that the workers are never idle while a test waits.
+"""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
+import sys
 import tempfile
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from axolotl_jobs import Job, Result, Workers
 
 # read when torch is imported, here and in processes that tests start: the models are so
 # small that threads of several processes only wait for each other
@@ -29,18 +39,18 @@ TRAININGS = (
     "test_parity.py",
     "test_compatibility.py",
     "test_kernels.py",
-    "test_prediction.py",
-    "test_recovery.py",
     "test_several_ranks.py",
+    "test_prediction.py",
+    "test_qlora.py",
+    "test_recovery.py",
     "test_vision.py",
 )
 """Files that share their trainings, which run in the background."""
 LONG = (
     *TRAININGS,
     "test_saving.py",
-    "core/test_ranks.py",
     "test_plan.py",
-    "test_qlora.py",
+    "test_ranks.py",
     "test_launching.py",
     "test_blueprint.py",
     "test_bad_input.py",
@@ -52,23 +62,64 @@ LONG = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = {name: turn for turn, name in enumerate(LONG)}
+    items.sort(key=lambda item: turns.get(item.path.name, len(LONG)))
 
-    def turn(item: pytest.Item) -> int:
-        found = [turns[n] for n in turns if item.path.as_posix().endswith(f"/{n}")]
-        return min(found, default=len(LONG))
 
-    items.sort(key=turn)
+def unit(file: str) -> str:
+    """What one process runs: a file, or all files that share their trainings."""
+    return "trainings" if file.endswith(TRAININGS) else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """File by file in the order of collection, and trainings in one process."""
+    """Units in the order of collection."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "trainings" if file.endswith(TRAININGS) else file
+            return unit(nodeid.partition("::")[0])
 
     config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return ByUnit(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_of_this_file() -> None:
+    """Each collection would look through everything that is imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    # or Triton's bindings complain below the last line
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Processes that train."""
+    from axolotl_jobs import Workers
+
+    workers = Workers(tmp_path_factory.mktemp("trainings"))
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest, workers: Workers) -> Callable[[Job], Result]:
+    """Train a job, or wait for it, or look up what it gave."""
+    ours = unit(request.node.path.name)
+    for item in request.session.items:
+        if unit(item.path.name) == ours:
+            params = getattr(getattr(item, "callspec", None), "params", {})
+            workers.expect(job for value in params.values() for job in _jobs_of(value))
+    return workers.run
+
+
+def _jobs_of(value: Any) -> tuple[Job, ...]:
+    if isinstance(value, sys.modules["axolotl_jobs"].Job):
+        return (value,)
+    # of a `Pair` or a `Cell`
+    return getattr(value, "jobs", ())

@@ -136,6 +136,11 @@ class Job:
         """Whether it leaves its process in another state than it found it."""
         return not set(PATCHES).isdisjoint(self.settings["plugins"])
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels for Triton run, without a GPU."""
+        return LIGER in self.settings["plugins"]
+
     def but(self, *settings: Mapping[str, Any]) -> Job:
         """The same training with other keys."""
         other = job(self.family, json.loads(self.yaml), *settings)
@@ -317,23 +322,25 @@ class Workers:
 
     Args:
         root: Gets models, data and one folder a job.
-        jobs: What to begin with, in the order in which results will be asked for.
     """
 
-    def __init__(self, root: Path, jobs: Iterable[Job]) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
         self._tasks: dict[str, _Task] = {}
         self._queue: PriorityQueue[_Task] = PriorityQueue()
         self._lock = Lock()
         self._processes: list[Worker] = []
         self._closed = False
-        for wanted in jobs:
-            self._add(wanted, urgency=1)
         self._threads = [
             Thread(target=self._serve, daemon=True) for _ in range(NUM_WORKERS)
         ]
         for thread in self._threads:
             thread.start()
+
+    def expect(self, jobs: Iterable[Job]) -> None:
+        """Begin with these, in the order in which results will be asked for."""
+        for wanted in jobs:
+            self._add(wanted, urgency=1)
 
     def run(self, wanted: Job) -> Result:
         """The job's result; trained next unless it is known already."""
@@ -363,12 +370,12 @@ class Workers:
             task = self._queue.get()
             if task.job is None:
                 return
-            kind = size, patches = task.job.num_ranks, task.job.patches
+            kind = size, interpreted = task.job.num_ranks, task.job.interpreted
             group = groups.get(kind, [])
             if not group or any(process.poll() is not None for process in group):
                 for process in group:
                     process.kill()
-                group = [self._start(rank, size, patches) for rank in range(size)]
+                group = [self._start(rank, size, interpreted) for rank in range(size)]
                 groups[kind] = group
             try:
                 result = self._train(group, task.job)
@@ -380,7 +387,7 @@ class Workers:
             except Exception as error:  # a test waits for it in another thread
                 task.result.set_exception(error)
 
-    def _start(self, rank: int, size: int, patches: bool) -> Worker:
+    def _start(self, rank: int, size: int, interpreted: bool) -> Worker:
         launched = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -392,7 +399,7 @@ class Workers:
         environment = launched if size > 1 else {}
         pipe = subprocess.PIPE
         process: Worker
-        if patches:
+        if interpreted:
             # Triton has to be imported anew, with its interpreter
             process = subprocess.Popen(
                 [sys.executable, axolotl_worker.__file__, str(self._root)],

@@ -174,9 +174,8 @@ def main() -> int:
     num_failed = 0
     # jobs import this package from where it lies, whatever they change directory to
     with TemporaryDirectory() as folder:
-        workers = Workers(
-            Path(folder), dict.fromkeys(job for cell in wanted for job in cell.jobs)
-        )
+        workers = Workers(Path(folder))
+        workers.expect(job for cell in wanted for job in cell.jobs)
         try:
             for cell in wanted:
                 found = problems(cell, workers.run)

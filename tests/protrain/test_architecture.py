@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,17 @@ def test_the_direction_has_no_cycle() -> None:
             targets |= {far for near in targets for far in reachable[near]}
     cyclic = {part for part, targets in reachable.items() if part in targets}
     assert not cyclic - {"session"}
+
+
+@pytest.mark.parametrize("room", ["planning.py", "offline", "cli"])
+def test_a_plan_is_made_without_what_trains(room: str) -> None:
+    """A dry run and training share the way to a plan, not the run itself."""
+    place = CORE.parent / room
+    modules = [place] if place.is_file() else sorted(place.glob("*.py"))
+    assert modules
+    for module in modules:
+        what_trains = r"from \.+(run|trainer|plugin|recovery) import"
+        assert not re.search(what_trains, module.read_text("utf-8")), module
 
 
 def test_core_loads_neither_transformers_nor_axolotl() -> None:

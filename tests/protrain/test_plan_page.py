@@ -12,6 +12,7 @@ import pytest
 
 from axolotl.integrations.protrain.report.forecast import format_bytes
 from axolotl.integrations.protrain.report.page import plan_page
+from axolotl.integrations.protrain.report.text import plan_text
 
 GIB = 2**30
 VOID = {"meta"}
@@ -565,3 +566,13 @@ def test_terms_keep_their_colour_and_many_stay_distinct() -> None:
 def test_no_forecast_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one forecast"):
         plan_page([], "lora.yaml")
+
+
+def test_the_text_takes_no_name_for_markup() -> None:
+    card = forecast("RTX [4090]")
+    card["device_bytes"]["peak_at"] = "backward [3]"
+    card["assumptions"] = ["no tokenizer in runs/[red]model"]
+    card["alternatives"][0]["note"] = "as [bold] as before"
+    text = plan_text([card])
+    for words in ("RTX [4090] on", "backward [3]", "[red]model", "[bold]"):
+        assert words in text

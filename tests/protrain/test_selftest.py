@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from axolotl_jobs import BASE, LORA, PAGED, PROTRAIN, overrides
+from fork_server import ENVIRONMENT
 from safetensors.torch import load_file, save_file
 from tiny_models import build_inputs, build_model, model_path
 
@@ -48,7 +49,7 @@ def selftest(config: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", COMMAND, "selftest", config.name, *options],
         cwd=config.parent,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering
 from fork_server import Fork
-from rank_cases import ACTS, CASES, MOMENTS, main, special
+from rank_cases import ACTS, CASES, MOMENTS, grid, main, special
 
 Started = list[Fork]
 
@@ -85,14 +86,9 @@ def found(
     return of
 
 
+PAIRS = covering([tuple(case.name.split("-")) for case in grid()])
 QUICK = {
-    # each mode with each kind of model, accumulation and clipping, and what is no grid
-    2: {
-        *("A-lora-3-clip", "A-full-1-free"),
-        *("B-lora-1-free", "B-qlora-3-clip", "B-full-1-clip"),
-        *("C-lora-3-clip", "C-qlora-1-free", "C-full-3-clip"),
-        *(case.name for case in special()),
-    },
+    2: {*map("-".join, PAIRS), *(case.name for case in special())},
     4: {"B-full-3-clip", "C-skips", "C-mixed"},
 }
 GRID = [

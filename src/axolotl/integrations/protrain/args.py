@@ -127,8 +127,7 @@ class ProTrainArgs(BaseModel):
     """The YAML interface. Only ``protrain_auto_memory`` is meant for daily use."""
 
     protrain_auto_memory: Flag = Field(
-        default=True,
-        description="Master switch; false leaves training untouched.",
+        default=True, description="Master switch; false leaves training untouched."
     )
     protrain_auto_mode: Flag = Field(
         default=True,
@@ -201,8 +200,7 @@ class ProTrainArgs(BaseModel):
         "the host. Off, the update is that of the plain run.",
     )
     protrain_save_optimizer_state: Flag = Field(
-        default=True,
-        description="Write optimizer state into each checkpoint.",
+        default=True, description="Write optimizer state into each checkpoint."
     )
     protrain_check_races: Flag = Field(
         default=False,

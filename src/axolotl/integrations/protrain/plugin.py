@@ -10,7 +10,7 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 
-from .args import ProTrainArgs, args_from, reject_unknown_keys
+from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
 from .core.errors import ConfigError
 from .planning import missing_capacity
 from .run import TrainingRun
@@ -46,10 +46,7 @@ class ProTrainPlugin(BasePlugin):
         self._loading.close()
         self._share = None
         reject_unknown_keys(cfg)
-        # by the class alone: its module goes by several names
-        own = type(self).__name__
-        names = [str(name).replace(":", ".") for name in cfg.get("plugins") or ()]
-        self._is_listed = own in {name.rpartition(".")[2] for name in names}
+        self._is_listed = lists_plugin(cfg.get("plugins"))
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
 
@@ -116,10 +113,7 @@ class ProTrainPlugin(BasePlugin):
         from .trainer import page_trainer
 
         self._run = TrainingRun(
-            cfg,
-            recompute_all=self._recompute_all,
-            log=LOG,
-            share=self._share,
+            cfg, recompute_all=self._recompute_all, log=LOG, share=self._share
         )
         page_trainer(trainer, self._run)
 

@@ -151,13 +151,14 @@ def _plan(
             gc.disable()
             # imported here: `axolotl --help` reads this module
             from ..report.forecast import DRAWN
-            from ..report.page import plan_page
             from ..report.text import largest_text, plan_text
             from .plan import DryRun, Question, worst
 
             dry_run = DryRun(Question(config, gpus, num_gpus, ram_gib, link))
             answers = dry_run.largest(largest) if largest else dry_run.forecasts()
         if html is not None:
+            from ..report.page import plan_page
+
             html.write_text(plan_page(answers, config.name), "utf-8")
     except (ProTrainError, OSError) as error:
         unplanned = _Unplanned(str(error))

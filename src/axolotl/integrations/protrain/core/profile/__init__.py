@@ -1,8 +1,8 @@
 """What the model needs, and what the machine gives."""
 
-from .block_times import BlockSample, measure_blocks, time_block
-from .cache import block_key, cached, cached_hardware, environment_key
-from .cards import GPUS, LINKS, gpu_hardware
+from .block_times import measure_blocks
+from .cache import block_key, cached, cached_hardware
+from .cards import GPUS, gpu_hardware
 from .emulation import Emulation, Target, outputs_as_fp32
 from .hardware import (
     device_memory,
@@ -16,8 +16,6 @@ from .trace import TracedStep, trace_step
 
 __all__ = [
     "GPUS",
-    "LINKS",
-    "BlockSample",
     "Emulation",
     "Target",
     "TracedStep",
@@ -25,7 +23,6 @@ __all__ = [
     "cached",
     "cached_hardware",
     "device_memory",
-    "environment_key",
     "gpu_hardware",
     "host_memory",
     "measure_blocks",
@@ -33,7 +30,6 @@ __all__ = [
     "measure_hardware",
     "meta_copy",
     "outputs_as_fp32",
-    "time_block",
     "trace_step",
     "weakest",
 ]

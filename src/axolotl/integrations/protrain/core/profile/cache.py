@@ -118,18 +118,14 @@ def environment_key(
 
 
 def hardware_key(
-    torch_device: torch.device,
-    versions: Mapping[str, str],
-    matmul: tuple[int, int, int] | None,
-    weight_dtype: torch.dtype,
-    together: int = 1,
+    torch_device: torch.device, versions: Mapping[str, str], together: int = 1
 ) -> dict[str, JSON]:
-    """Key of `measure_hardware` with these arguments."""
+    """Key of `measure_hardware`, while so many processes share the machine's links."""
     return {
         "measures": "hardware",
         "together": together,
-        "matmul": matmul or MATMUL_SIZES[torch_device.type],
-        "weight_dtype": str(weight_dtype),
+        "matmul": MATMUL_SIZES[torch_device.type],
+        "weight_dtype": str(torch.bfloat16),
         **environment_key(torch_device, versions),
     }
 
@@ -170,41 +166,23 @@ def cached_hardware(
     host_bytes: int,
     device_bytes: int,
     versions: Mapping[str, str],
-    *,
-    matmul: tuple[int, int, int] | None = None,
-    weight_dtype: torch.dtype = torch.bfloat16,
     together: int = 1,
 ) -> Hardware:
     """`measure_hardware`, or its rates from the cache with the memory of now.
 
-    Args:
-        folder: Of the cache; None for the platform's.
-        torch_device: See `measure_hardware`, as for what follows.
-        host_bytes: Passed on.
-        device_bytes: Passed on.
-        versions: What else changes the rates.
-        matmul: Passed on.
-        weight_dtype: Passed on.
-        together: Processes that share the machine's links while they measure.
+    `folder` is that of `cached`, the rest that of `hardware_key` and `measure_hardware`.
 
     Raises:
         ConfigError: The folder cannot be made or written.
     """
-    key = hardware_key(torch_device, versions, matmul, weight_dtype, together)
 
     def make() -> dict[str, Any]:
-        hardware = measure_hardware(
-            torch_device,
-            host_bytes,
-            device_bytes,
-            matmul=matmul,
-            weight_dtype=weight_dtype,
-        )
-        values = dataclasses.asdict(hardware)
+        measured = measure_hardware(torch_device, host_bytes, device_bytes)
+        values = dataclasses.asdict(measured)
         return {name: values[name] for name in values if name not in _FREE_MEMORY}
 
     return Hardware(
-        **cached(folder, key, make),
+        **cached(folder, hardware_key(torch_device, versions, together), make),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),

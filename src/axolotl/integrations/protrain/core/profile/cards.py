@@ -135,11 +135,7 @@ GPUS = (
 
 
 def gpu_hardware(
-    text: str,
-    link: str | None,
-    host_bytes: int,
-    tf32: bool = False,
-    num_gpus: int = 1,
+    text: str, link: str | None, host_bytes: int, tf32: bool = False, num_gpus: int = 1
 ) -> Hardware:
     """What a GPU of the table would give, one of `num_gpus` on a host.
 

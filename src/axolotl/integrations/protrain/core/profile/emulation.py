@@ -1,8 +1,16 @@
 """What a device does to operators before they run: autocast, attention, dropout.
 
-Meta tensors know none of it. The lists of autocast are those of
-aten/src/ATen/autocast_mode.{h,cpp} (torch 2.11 to 2.13), by the names that Python
-calls them.
+Note [Autocast above autograd]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Autocast, the choice of an attention kernel and fused dropout belong to dispatch keys
+of a device, and meta tensors have none of them (fake CUDA tensors would, but autograd
+of a CPU build has no guard for them and aborts). So a function mode changes the
+arguments where Python calls a function: above autograd, which therefore records the
+casts and saves what it would save on the device, and above the decompositions, whose
+inner calls it does not see. Functions that are composites in Python are entered again
+with the mode on. Weights are cast once in a region, as autocast's cache does it. The
+lists are those of aten/src/ATen/autocast_mode.{h,cpp} (torch 2.11 to 2.13), by the names
+that Python calls them. Casts inside the backward of custom functions are not emulated.
 """
 
 from __future__ import annotations
@@ -145,10 +153,8 @@ class Emulation(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._dtype is not None:
             if name in _LOWER:
-                args, kwargs = (
-                    map_tensors(args, self._lower),
-                    map_tensors(kwargs, self._lower),
-                )
+                args = map_tensors(args, self._lower)
+                kwargs = map_tensors(kwargs, self._lower)
             elif name in _LOWER_INSIDE:
                 args = map_tensors(args, self._lower_uncached)
             elif name in self._raised and kwargs.get("dtype") is None:
@@ -229,22 +235,17 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel that torch would choose, so that the same tensors are saved."""
+    has_mask = attn_mask is not None
     if cuda:
-        kernel = _cuda_kernel(query, key, value, attn_mask, enable_gqa)
+        kernel = _cuda_kernel(query, key, value, has_mask, enable_gqa)
     elif attn_mask is not None and attn_mask.requires_grad:
         # T5 learns its position bias, and the fused kernel of the CPU gives no gradient
         kernel = "math"
     else:
+        shapes = tuple((t.shape[1], t.shape[-1]) for t in (query, key, value))
+        drops = 0.1 if dropout_p > 0 else 0.0
         kernel = _cpu_kernel(
-            query.shape[1],
-            key.shape[1],
-            query.shape[-1],
-            value.shape[-1],
-            query.dtype,
-            attn_mask is not None,
-            dropout_p > 0,
-            is_causal,
-            enable_gqa,
+            shapes, query.dtype, has_mask, drops, is_causal, enable_gqa
         )
     if kernel != "math" and attn_mask is not None and attn_mask.dtype == torch.bool:
         # ATen's convert_boolean_attn_mask
@@ -263,35 +264,21 @@ def _attention(
         )[0]
     if kernel == "efficient":
         if attn_mask is not None:
-            attn_mask = attn_mask.expand(
-                query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-            )
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    args = (query, key, value, attn_mask, dropout_p, is_causal)
+    return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
 
 
 def _cuda_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, has_mask: bool, enable_gqa: bool
 ) -> str:
     """sdp_utils.cpp, without the conditions that training never meets."""
     same_dim = query.shape[-1] == value.shape[-1]
     is_16_bit = query.dtype in (torch.float16, torch.bfloat16)
-    if attn_mask is None and is_16_bit and same_dim and query.shape[-1] <= 256:
+    if not has_mask and is_16_bit and same_dim and query.shape[-1] <= 256:
         return "flash"
     if enable_gqa and query.shape[1] != key.shape[1]:
         return "math"
@@ -300,23 +287,18 @@ def _cuda_kernel(
 
 @cache
 def _cpu_kernel(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
+    shapes: tuple[tuple[int, int], ...],
     dtype: torch.dtype,
     has_mask: bool,
-    drops: bool,
+    drops: float,
     is_causal: bool,
     enable_gqa: bool,
 ) -> str:
-    """Ask torch with real tensors of two tokens."""
-    q = torch.empty(1, num_heads, 2, head_dim, dtype=dtype)
-    k = torch.empty(1, num_kv_heads, 2, head_dim, dtype=dtype)
-    v = torch.empty(1, num_kv_heads, 2, value_dim, dtype=dtype)
+    """Ask torch, with real tensors of two tokens; `shapes` are heads and widths."""
+    qkv = [torch.empty(1, heads, 2, dim, dtype=dtype) for heads, dim in shapes]
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool) if has_mask else None
     choice = torch._fused_sdp_choice(
-        q, k, v, mask, 0.1 if drops else 0.0, is_causal, enable_gqa=enable_gqa
+        *qkv, mask, drops, is_causal, enable_gqa=enable_gqa
     )
     return "cpu" if choice == _FLASH else "math"
 

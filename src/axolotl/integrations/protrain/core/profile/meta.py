@@ -1,7 +1,13 @@
 """Run a model without weights: tensors on the meta device, small integers real.
 
+Note [Small integers are known]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Shapes decide what a model does, except where it looks at token ids, masks or grid
-sizes. Those are small, so their values are carried along as long as they stay small.
+sizes. Those are small, so each integer tensor on meta carries a real one along, and an
+operator all of whose tensors are known runs twice: on meta, where the trace sees it,
+and on the real values. What has a shape that depends on values (`nonzero`, an index by
+a mask) runs on these alone. A value that depends on weights is not known: reading it
+ends the trace, because whatever is made up for it would be another model.
 """
 
 from __future__ import annotations

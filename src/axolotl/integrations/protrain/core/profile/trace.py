@@ -554,8 +554,7 @@ def _fate(
         Save(*key, as_input=True, by_position=each) for key, each in inputs.items()
     }
     ordered = sorted(
-        saves,
-        key=lambda s: (s.segment, -1 if s.block is None else s.block, s.as_input),
+        saves, key=lambda s: (s.segment, -1 if s.block is None else s.block, s.as_input)
     )
     return record.made.final.index, end, tuple(ordered), record.large
 

@@ -316,7 +316,7 @@ class Search:
         """The first row for which there is room, slots excepted, if any."""
         before, segment = at.parameters.before, 0
         rest = room - at.parameters.base - self._memory.hardware.unseen_bytes
-        for row in rows:
+        for row in rows if rest >= 0 else ():
             activations = self._activations(row)
             # the segment that was too large under the last row most often is again
             if activations.first[segment] + before[segment] > rest:
@@ -334,7 +334,7 @@ class Search:
         least = inf
         # most often what recomputes most takes the least
         rows = [row for rows in self._families for row in reversed(rows)]
-        for at in places:
+        for at in sorted(places, key=lambda at: at.parameters.base):
             n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
             while row := self._first_that_fits(rows, at, least - 1 - slots):
                 best, least = self._candidate(row, n_buffer, at), slots
