@@ -111,11 +111,12 @@ Folder = Annotated[
 # ------------------------------------------------------------------------- the keys
 
 _COMPLETION = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0}
-_FORCE_FLAGS = (
-    "protrain_force_all_persistent",
-    "protrain_force_replicated_cpu_offload",
-    "protrain_zero3_shard",
-)
+FORCED = {
+    "protrain_force_all_persistent": "A",
+    "protrain_force_replicated_cpu_offload": "B",
+    "protrain_zero3_shard": "C",
+}
+"""The key that asks for each mode."""
 _OVERRIDE_NOTE = (
     "Any of the four overrides skips the search; those left out become n_persist 0, "
     "n_buffer 2, n_swap 0, n_checkpoint 0, with a warning. A set that this model or "
@@ -233,7 +234,7 @@ class ProTrainArgs(BaseModel):
 
 
 def _force_flags(args: ProTrainArgs) -> list[str]:
-    return [key for key in _FORCE_FLAGS if getattr(args, key)]
+    return [key for key in FORCED if getattr(args, key)]
 
 
 def _mode_conflicts(args: ProTrainArgs) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -79,9 +78,9 @@ class ProTrainTrainerMixin:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = self
-        self.protrain.begin_micro_batch(trainer.accelerator.sync_gradients)
+        trainer.protrain.session.begin_micro_batch(trainer.accelerator.sync_gradients)
         step = partial(super().training_step, *args, **kwargs)  # type: ignore[misc]
-        return self.protrain.attempt(step, "forward")
+        return self.protrain.recovery.attempt(step, "forward")
 
     def _clip_grad_norm(self, model: Any) -> Any:
         plain = super()._clip_grad_norm  # type: ignore[misc]
@@ -90,7 +89,7 @@ class ProTrainTrainerMixin:
             norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)  # type: ignore[attr-defined]
             return norm if norm is not None else plain(model)
 
-        return self.protrain.attempt(clip, "update")
+        return self.protrain.recovery.attempt(clip, "update")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         plain = super()._get_grad_norm  # type: ignore[misc]
@@ -101,7 +100,7 @@ class ProTrainTrainerMixin:
                 known = self.protrain.clip_grad_norm(float("inf"))
             return plain(model, grad_norm=known)
 
-        return self.protrain.attempt(norm, "update")
+        return self.protrain.recovery.attempt(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.protrain.note_peak()
@@ -146,16 +145,12 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, run: TrainingRun) -> None:
         self._trainer, self._run = trainer, run
-        self._started = 0.0
-        self._num_steps = 0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        self._run.begin_step(self._num_steps, self._trainer)
-        self._started = time.perf_counter()
+        self._run.begin_step(self._trainer)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._num_steps += 1
-        self._run.end_step(time.perf_counter() - self._started)
+        self._run.end_step()
 
 
 def page_trainer(trainer: Trainer, run: TrainingRun) -> None:

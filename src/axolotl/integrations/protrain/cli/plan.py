@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from ..args import PLUGIN, ProTrainArgs, args_from, lists_plugin
+from ..args import FORCED, PLUGIN, ProTrainArgs, args_from, lists_plugin
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware, host_memory
 from ..core.types import Budget, Hardware, World
 from ..offline.meta_model import load_meta_model
-from ..planning import FORCED, Subject, plan_for, subject_of, this_machine
+from ..planning import Subject, plan_for, subject_of, this_machine
 from ..report.forecast import (
     DOES_NOT_FIT,
     FITS,
