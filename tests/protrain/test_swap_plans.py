@@ -18,6 +18,7 @@ from axolotl.integrations.protrain.core.search import Search
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Budget,
+    Knobs,
     Policy,
     Workload,
 )
@@ -65,7 +66,7 @@ def test_long_sequences_swap_where_recompute_costs_more() -> None:
         Policy.RECOMPUTE,
     )
     gone = plan.n_swap + plan.n_checkpoint
-    recomputing = chosen.asked(plan.n_persist, plan.n_buffer, 0, gone)
+    recomputing = chosen.asked(Knobs(plan.n_persist, plan.n_buffer, 0, gone))
     swapping_s, recomputing_s = (
         chosen.simulate(each).total_s for each in (plan, recomputing)
     )
@@ -80,7 +81,7 @@ def test_inputs_alone_that_do_not_fit_wait_on_the_host() -> None:
     least = memory.device(smallest).peak_bytes
     tight = Search(memory, times, Budget(least, 0, HOST_BYTES))
     assert tight.fastest() == smallest
-    kept = tight.asked(0, smallest.n_buffer, 0, NUM_BLOCKS)
+    kept = tight.asked(Knobs(0, smallest.n_buffer, 0, NUM_BLOCKS))
     hidden_bytes = SEQUENCE_LEN * 8192 * 2
     assert memory.device(kept).peak_bytes > least + (NUM_BLOCKS - 4) * hidden_bytes
 

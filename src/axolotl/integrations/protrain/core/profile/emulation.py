@@ -295,10 +295,10 @@ def _cpu_kernel(
     enable_gqa: bool,
 ) -> str:
     """Ask torch, with real tensors of two tokens; `shapes` are heads and widths."""
-    qkv = [torch.empty(1, heads, 2, dim, dtype=dtype) for heads, dim in shapes]
+    q, k, v = (torch.empty(1, heads, 2, dim, dtype=dtype) for heads, dim in shapes)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool) if has_mask else None
     choice = torch._fused_sdp_choice(
-        *qkv, mask, drops, is_causal, enable_gqa=enable_gqa
+        q, k, v, mask, drops, is_causal, enable_gqa=enable_gqa
     )
     return "cpu" if choice == _FLASH else "math"
 
