@@ -151,6 +151,11 @@ class TrainingRun:
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
 
+    def begin_micro_batch(self, synchronises: bool) -> None:
+        """See `Session.begin_micro_batch`."""
+        assert self.session is not None
+        self.session.begin_micro_batch(synchronises)
+
     def begin_step(self, trainer: Trainer) -> None:
         """An optimizer step begins."""
         self.note_peak()
