@@ -1,11 +1,9 @@
 """The ``protrain_…`` keys of the YAML: their types and what they exclude.
 
 Axolotl adds :class:`ProTrainArgs` as one more base class of its own config, so the
-validator here sees every Axolotl field beside ours. It runs amid Axolotl's: deprecated
-spellings are rewritten by then (``gradient_checkpointing: offload`` has become
-``activation_offloading: true``), while what depends on the run (``device_map``, the
-fp16 fallback, a quantised checkpoint, the number of ranks) is not known yet and has to
-be checked again when the model is loaded.
+validator here sees every Axolotl field beside ours. Deprecated spellings are rewritten
+by then (``gradient_checkpointing: offload``); what depends on the run (``device_map``,
+the fp16 fallback, a quantised checkpoint, the ranks) is checked when the model loads.
 """
 
 import difflib
@@ -31,8 +29,6 @@ from .refusals import refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
-# ------------------------------------------------------------------ types of values
-
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
@@ -43,8 +39,7 @@ _BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(value: object) -> int:
     """A positive number of bytes, from an int or from text such as ``"22GiB"``.
 
-    Not pydantic's ``ByteSize``: that one takes ``True`` for 1 byte, zero for a size
-    and ``"22GiB or so"`` for 22 GiB.
+    Pydantic's ``ByteSize`` takes ``True``, zero and ``"22GiB or so"`` as well.
     """
     text = "" if isinstance(value, bool) else str(value)
     match = _BYTES_TEXT.fullmatch(text) if isinstance(value, int | str) else None
@@ -64,7 +59,7 @@ def _not_bool(value: object) -> object:
 
 
 def _explain(allowed: str, example: str) -> WrapValidator:
-    """One message for every way a value can be wrong, instead of pydantic's several."""
+    """One message for every way a value can be wrong."""
 
     def check(
         value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
@@ -107,8 +102,6 @@ HostAdam = Annotated[
 Folder = Annotated[
     str, Field(min_length=1), _explain("the path of a folder", "/scratch/protrain")
 ]
-
-# ------------------------------------------------------------------------- the keys
 
 _COMPLETION = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0}
 FORCED = {
@@ -266,11 +259,7 @@ def _mode_conflicts(args: ProTrainArgs) -> list[str]:
 
 
 def overrides(args: object) -> tuple[Knobs, tuple[str, ...]] | None:
-    """The knobs set by hand, and the names of those filled in; None when none is set.
-
-    ``args`` may be :class:`ProTrainArgs` or the validated Axolotl config, which drops
-    unset keys and answers None for them.
-    """
+    """Knobs set by hand, in either form of the keys, and which were filled in."""
     given = {knob: getattr(args, f"protrain_{knob}_override") for knob in _COMPLETION}
     filled = tuple(knob for knob, value in given.items() if value is None)
     if len(filled) == len(given):
@@ -280,10 +269,8 @@ def overrides(args: object) -> tuple[Knobs, tuple[str, ...]] | None:
 
 def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     """The plugin's keys out of a validated Axolotl configuration."""
-    known = ProTrainArgs.model_fields
-    return ProTrainArgs.model_construct(
-        **{key: cfg[key] for key in known if cfg.get(key) is not None}
-    )
+    given = ((key, cfg.get(key)) for key in ProTrainArgs.model_fields)
+    return ProTrainArgs.model_construct(**{k: v for k, v in given if v is not None})
 
 
 def lists_plugin(plugins: Iterable[object] | None) -> bool:
@@ -291,25 +278,18 @@ def lists_plugin(plugins: Iterable[object] | None) -> bool:
     return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 
-# -------------------------------------------------------------------- misspelt keys
-
-
 def reject_unknown_keys(raw: Mapping[str, object]) -> None:
     """Refuse ``protrain…`` keys that do not exist, all of them in one message.
 
     Axolotl drops unknown keys in silence, so this has to see the unvalidated YAML.
-
-    Raises:
-        ConfigError: Naming for each misspelt key the nearest real one.
     """
-    unknown = [
-        (key, value)
+    lines = [
+        _correction(str(key), value)
         for key, value in raw.items()
         if re.match(r"pro[-_]?train", str(key), re.IGNORECASE)
         and key not in ProTrainArgs.model_fields
     ]
-    if unknown:
-        lines = [_correction(str(key), value) for key, value in unknown]
+    if lines:
         raise ConfigError("Unknown keys in the YAML:\n" + "\n".join(lines))
 
 

@@ -249,13 +249,8 @@ def plan_for(
 ) -> tuple[Forecast, Planner]:
     """Plan a subject on one machine; limits among the keys win over what it has.
 
-    Args:
-        args: The keys; see `choose` for what they may raise.
-        subject: What is to be planned.
-        hardware: The machine.
-        measured: Forward and backward seconds of blocks that were timed on it; the
-            others' follow from counted operations.
-        anyway: Where nothing fits, answer with the plan that lacks the least.
+    `measured` are forward and backward seconds of the blocks that were timed; for the
+    rest see `choose`.
     """
     trace, layout = subject.traced.trace, subject.layout
     budget = Budget(
@@ -263,24 +258,20 @@ def plan_for(
         reserve_bytes=subject.headroom_bytes,
         host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
-    planner = Planner(
-        layout,
-        trace,
-        subject.workload,
-        hardware,
-        with_measured(block_times(trace, layout, hardware), measured or {}),
-        budget,
-        subject.redone_if_paged,
-    )
+    times = with_measured(block_times(trace, layout, hardware), measured or {})
+    redone, workload = subject.redone_if_paged, subject.workload
+    planner = Planner(layout, trace, workload, hardware, times, budget, redone)
     return choose(args, planner, anyway), planner
 
 
 def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Forecast:
     """The plan that the keys ask for: of one mode, by hand, or the fastest that fits.
 
+    Where none fits it is, `anyway`, the one that lacks the least.
+
     Raises:
         ConfigError: A knob is outside its legal range, or the mode cannot be had.
-        BudgetError: It does not fit, and the one that lacks the least will not do.
+        BudgetError: It does not fit.
     """
     modes, key = _modes(args, planner.world)
     asked = _by_hand(args, planner, key)
@@ -352,8 +343,8 @@ def plan_here(
         absent: Names of weights that this rank has in name only.
 
     Returns:
-        The forecast; what can make a smaller plan, with one rank; assumptions, for the
-        report; a hash of plan and layout, the same on every rank, empty with one.
+        The forecast; what makes a smaller plan, if alone; assumptions, for the report; a
+        hash of plan and layout, the same on every rank, empty if alone.
 
     Raises:
         ProTrainError: There is no plan, or the ranks do not have the same model.

@@ -1,8 +1,7 @@
 """A step that ran out of device memory is taken again from its start, once.
 
-All that a step does runs through `StepRecovery.attempt`, which remembers it. When a
-part of it raises `torch.OutOfMemoryError`, random numbers go back to where they were
-when the step began, a smaller plan is taken, and all of it is done again.
+All that a step does runs through `StepRecovery.attempt`, which remembers it: random
+numbers go back, a smaller plan is taken, and all of it is done again.
 """
 
 from __future__ import annotations
@@ -67,12 +66,11 @@ class Shortage:
 
 
 class StepRecovery:
-    """Remembers one optimizer step.
+    """Remembers one optimizer step, which draws random numbers of host and device.
 
     Args:
-        device: Whose random numbers the step draws, beside those of the host.
-        measure: What an error says that was raised in a phase, while its frames still
-            hold their tensors.
+        device: Where it runs.
+        measure: What an error of a phase says, while its frames hold their tensors.
         lower: Takes a smaller plan, or raises where the step cannot be repeated.
     """
 
@@ -94,11 +92,7 @@ class StepRecovery:
         self._rewinds: list[Callable[[], None]] = []
 
     def attempt(self, act: Callable[[], Result], phase: str) -> Result:
-        """`act`'s result, if need be under a smaller plan.
-
-        Raises:
-            torch.OutOfMemoryError: It failed again.
-        """
+        """`act`'s result, if need be under a smaller plan; may fail again under that."""
         if not self._rewinds:
             self._rewinds = [*_random_states(self._device), *_tokens(self._trainer)]
         try:
@@ -159,10 +153,8 @@ class Recovery(StepRecovery):
         def after(*_: Any) -> None:
             self._updating = False
 
-        return [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
+        before_step = optimizer.register_step_pre_hook(before)
+        return [before_step, optimizer.register_step_post_hook(after)]
 
     def explain(self, error: torch.OutOfMemoryError) -> NoReturn:
         """Raise what an error means that no smaller plan has averted."""
@@ -192,21 +184,17 @@ class Recovery(StepRecovery):
             phase = "backward"
         session, forecast = self._run.session, self._report.forecast
         in_use = session.device.used_bytes() if session else 0
-        return Shortage(
-            phase,
-            in_use + forecast.hardware.unseen_bytes,
-            asked_bytes(error),
-            forecast.device.peak_bytes,
-        )
+        in_use += forecast.hardware.unseen_bytes
+        peak_bytes = forecast.device.peak_bytes
+        return Shortage(phase, in_use, asked_bytes(error), peak_bytes)
 
     def _smaller(self, shortage: Shortage) -> None:
         """Take the fastest plan that has room for what was missing, if there is one."""
         if self._repeated:
             raise self._refusal(shortage, _TWICE)
         if self._planner is None:
-            raise self._refusal(
-                shortage, "a step of several ranks cannot be repeated by one of them"
-            )
+            why = "a step of several ranks cannot be repeated by one of them"
+            raise self._refusal(shortage, why)
         assert self._run.session is not None
         all_resident = self._run.args.protrain_force_all_persistent
         try:
@@ -241,16 +229,14 @@ class Recovery(StepRecovery):
 
 
 def _random_states(device: torch.device) -> list[Callable[[], None]]:
-    python, numbers = random.getstate(), np.random.get_state()
-    host = torch.get_rng_state()
     rewinds: list[Callable[[], None]] = [
-        lambda: random.setstate(python),
-        lambda: np.random.set_state(numbers),
-        lambda: torch.set_rng_state(host),
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
     ]
     if device.type == "cuda":
         own = torch.cuda.get_rng_state(device)
-        rewinds.append(lambda: torch.cuda.set_rng_state(own, device))
+        rewinds.append(partial(torch.cuda.set_rng_state, own, device))
     return rewinds
 
 

@@ -1,7 +1,4 @@
-"""One training run: from the validated YAML to an open session and a report.
-
-The trainer's subclass calls in here; everything that is decided is decided by core.
-"""
+"""One training run: from the validated YAML to an open session and a report."""
 
 from __future__ import annotations
 
@@ -82,10 +79,10 @@ class TrainingRun:
     def open(
         self, model: nn.Module, device: torch.device, saves_optimizer: bool
     ) -> None:
-        """Plan for `model` and move it; `requires_grad` is final by now.
+        """Plan for `model` and move it to train on `device`.
 
         Args:
-            model: Not wrapped, on the host.
+            model: Not wrapped, on the host, `requires_grad` final.
             device: Where to train it.
             saves_optimizer: Checkpoints with optimizer state will be written.
 
@@ -115,8 +112,7 @@ class TrainingRun:
         if self._is_first:
             self.log.info("\n" + self.report.table())
         self.ranks.together(self._require_space)
-        opened = open_device(device)
-        args = self.args
+        opened, args = open_device(device), self.args
         self.session = Session(
             model,
             forecast.layout,
@@ -174,11 +170,6 @@ class TrainingRun:
         if len(self.report.step_s) == CHECKED_STEP:
             self._compare(self.report)
 
-    def explain(self, error: torch.OutOfMemoryError) -> None:
-        """See `Recovery.explain`; nothing before there was a plan."""
-        if self.report is not None:
-            self.recovery.explain(error)
-
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer to train with, guarded."""
         assert self.session is not None
@@ -205,9 +196,9 @@ class TrainingRun:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
-        peak = self.session.measured().device_peak_bytes
+        planned, peak = forecast.device.peak_bytes, self.session.device.peak_bytes()
         for what, predicted, seen, apart in (
-            ("device peak, bytes", forecast.device.peak_bytes, peak, BYTES_APART),
+            ("device peak, bytes", planned, peak, BYTES_APART),
             ("step, seconds", forecast.step.total_s, seconds, SECONDS_APART),
         ):
             if abs(seen - predicted) > apart * predicted:
@@ -282,7 +273,7 @@ class TrainingRun:
 
     def _warnings(self, forecast: Forecast) -> list[str]:
         notes = []
-        plan, accumulation = forecast.plan, forecast.workload.accumulation
+        plan = forecast.plan
         _, left_out = overrides(self.args) or (None, ())
         if left_out:
             filled = ", ".join(f"{k} {getattr(plan, k)}" for k in left_out)
@@ -293,7 +284,7 @@ class TrainingRun:
                 "gradient_checkpointing is taken over: "
                 f"{plan.n_checkpoint} of {len(plan.policies)} blocks recompute."
             )
-        effective = self._cfg.micro_batch_size * accumulation
+        effective = self._cfg.micro_batch_size * forecast.workload.accumulation
         if plan.paged and effective < 4:
             notes.append(
                 f"An effective batch of {effective} is under 4: the transfer "

@@ -54,7 +54,8 @@ class ProTrainTrainerMixin(_Mixed):
             failed = False
             return result
         except torch.OutOfMemoryError as error:
-            self.protrain.explain(error)
+            if self.protrain.report is not None:
+                self.protrain.recovery.explain(error)
             raise
         finally:
             self.protrain.close(failed)
@@ -95,10 +96,9 @@ class ProTrainTrainerMixin(_Mixed):
         plain = super()._get_grad_norm
 
         def norm() -> Any:
-            known = grad_norm
-            if known is None:
-                known = self.protrain.clip_grad_norm(float("inf"))
-            return plain(model, grad_norm=known)
+            if grad_norm is not None:
+                return plain(model, grad_norm=grad_norm)
+            return plain(model, grad_norm=self.protrain.clip_grad_norm(float("inf")))
 
         return self.protrain.recovery.attempt(norm, "update")
 
