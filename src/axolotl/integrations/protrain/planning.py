@@ -343,8 +343,8 @@ def plan_here(
         absent: Names of weights that this rank has in name only.
 
     Returns:
-        The forecast; what makes a smaller plan, if alone; assumptions, for the report; a
-        hash of plan and layout, the same on every rank, empty if alone.
+        The forecast; what makes a smaller plan, if alone; assumptions; a hash of plan
+        and layout, the same on every rank, empty if alone.
 
     Raises:
         ProTrainError: There is no plan, or the ranks do not have the same model.
@@ -357,7 +357,7 @@ def plan_here(
 
     def plan() -> tuple[Forecast, Planner | None, list[str]]:
         subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
-        measured = _measured(cfg, args, model, subject, device)
+        measured = _measured(cfg, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
         alone = planner if world.size == 1 else None
         return forecast, alone, list(subject.assumptions)
@@ -421,14 +421,11 @@ def missing_capacity() -> ConfigError:
 
 
 def _measured(
-    cfg: Any,
-    args: ProTrainArgs,
-    model: nn.Module,
-    subject: Subject,
-    device: torch.device,
+    cfg: Any, model: nn.Module, subject: Subject, device: torch.device
 ) -> dict[int, tuple[float, float]]:
     """Seconds of the blocks, from the cache under everything that changes them."""
-    dtype, config = autocast_dtype(cfg), getattr(model, "config", None)
+    folder, dtype = _cache_folder(args_from(cfg)), autocast_dtype(cfg)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
     def cached_times(
         block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
@@ -438,10 +435,10 @@ def _measured(
             _versions(),
             block=block,
             autocast_dtype=dtype,
-            attention=str(getattr(config, "_attn_implementation", None)),
+            attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
         )
-        return cached(_cache_folder(args), key, measure)
+        return cached(folder, key, measure)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     return measure_blocks(model, names, samples, device, dtype, cached_times)

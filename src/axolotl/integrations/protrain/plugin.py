@@ -105,7 +105,14 @@ class ProTrainPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if not self._pages:
             return
-        _check_process_group(cfg, trainer.accelerator.num_processes)
+        if trainer.accelerator.num_processes != (cfg.world_size or 1):
+            # without a process group each would train for itself
+            raise ConfigError(
+                f"protrain_auto_memory: {cfg.world_size} processes were launched, and "
+                "each would train alone: accelerate has joined none of them. On a "
+                "machine without GPUs set ACCELERATE_USE_CPU=true in the environment "
+                "of the launcher."
+            )
         # imported here: the command line reads this module without a trainer
         from .trainer import page_trainer
 
@@ -136,14 +143,4 @@ def _check_machine(cfg: Any) -> None:
             "fp16: this precision cannot be trained paged, and it is what Axolotl "
             "chooses on this machine. Set `bf16: true`, or for fp32 both `bf16: false` "
             "and `fp16: false`."
-        )
-
-
-def _check_process_group(cfg: Any, num_processes: int) -> None:
-    """Launched together, ranks without a process group would train each for itself."""
-    if num_processes != (cfg.world_size or 1):
-        raise ConfigError(
-            f"protrain_auto_memory: {cfg.world_size} processes were launched, and each "
-            "would train alone: accelerate has joined none of them. On a machine without "
-            "GPUs set ACCELERATE_USE_CPU=true in the environment of the launcher."
         )

@@ -92,7 +92,7 @@ class StepRecovery:
         self._rewinds: list[Callable[[], None]] = []
 
     def attempt(self, act: Callable[[], Result], phase: str) -> Result:
-        """`act`'s result, if need be under a smaller plan; may fail again under that."""
+        """`act`'s result, if need be under a smaller plan, which may fail as well."""
         if not self._rewinds:
             self._rewinds = [*_random_states(self._device), *_tokens(self._trainer)]
         try:
@@ -216,13 +216,12 @@ class Recovery(StepRecovery):
 
     def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
         forecast = self._report.forecast
-        terms = forecast.device.terms
-        largest = max(terms, key=lambda name: terms[name])
+        largest, nbytes = max(forecast.device.terms.items(), key=lambda term: term[1])
         missing = max(shortage.unplanned_bytes, shortage.asked_bytes, 1)
         where = f"Step {self._step}" if self._step else "Outside the steps"
         return DeviceMemoryError(
             f"protrain_capacity_bytes: {where}: {shortage}, and {why}. The largest part "
-            f"is {largest}, {format_bytes(terms[largest])}. Set protrain_capacity_bytes "
+            f"is {largest}, {format_bytes(nbytes)}. Set protrain_capacity_bytes "
             f"to {forecast.budget.device_bytes - missing:,} or less, or lower "
             "micro_batch_size, sequence_len or the adapter's rank."
         )

@@ -36,8 +36,7 @@ NOT_REPACKED = (
     "this run, so a plain one differs, in evaluation by its rounding."
 )
 LOGGED = (
-    *("fetched_bytes", "offloaded_bytes", "swapped_out_bytes", "swapped_in_bytes"),
-    "stall_s",
+    "fetched_bytes offloaded_bytes swapped_out_bytes swapped_in_bytes stall_s".split()
 )
 """Counters that the Trainer's log shows, as they grew since its last line."""
 CHECKED_STEP = 4
@@ -209,13 +208,10 @@ class TrainingRun:
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
         if ranks.world.size > 1:
-            own = {
-                "host_peak_bytes": host_peak_bytes(),
-                "step_s": report.median_step_s(),
-            }
-            report.ranks = ranks.collect(
-                {"plan": self._plan_hash, **asdict(measured), **own}
-            )
+            own = {"plan": self._plan_hash, **asdict(measured)}
+            own["host_peak_bytes"] = host_peak_bytes()
+            own["step_s"] = report.median_step_s()
+            report.ranks = ranks.collect(own)
         if not self._is_first:
             return
         self.log.info(report.summary(measured))
