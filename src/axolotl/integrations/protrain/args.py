@@ -232,25 +232,25 @@ def _force_flags(args: ProTrainArgs) -> list[str]:
 
 def _mode_conflicts(args: ProTrainArgs) -> list[str]:
     """Ways of choosing the plan that exclude each other."""
-    forced = _force_flags(args)
+    forced, by_hand = _force_flags(args), overrides(args)
     names = " and ".join(f"`{key}`" for key in forced)
-    asks_search = "protrain_auto_mode" in args.model_fields_set
+    resident, searches = args.protrain_force_all_persistent, args.protrain_auto_mode
     lines = []
     if len(forced) > 1:
         lines.append(f"{names} exclude each other. Keep one.")
-    if forced and asks_search and args.protrain_auto_mode:
+    if forced and searches and "protrain_auto_mode" in args.model_fields_set:
         lines.append(f"`protrain_auto_mode: true` excludes {names}. Drop one of them.")
-    if args.protrain_force_all_persistent and overrides(args):
+    if resident and by_hand:
         lines.append(
             "`protrain_force_all_persistent` leaves nothing for the "
             "`protrain_n_…_override` keys to set. Drop one or the other."
         )
-    if args.protrain_force_all_persistent and args.protrain_fp32_master:
+    if resident and args.protrain_fp32_master:
         lines.append(
             "`protrain_fp32_master` keeps state on the host, which "
             "`protrain_force_all_persistent` excludes. Drop one of them."
         )
-    if not (args.protrain_auto_mode or forced or overrides(args)):
+    if not (searches or forced or by_hand):
         lines.append(
             "`protrain_auto_mode: false` leaves no plan. Remove it, or set a "
             "`protrain_n_…_override` key or `protrain_force_all_persistent: true`."

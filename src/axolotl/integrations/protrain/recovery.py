@@ -80,9 +80,7 @@ class StepRecovery:
         measure: Callable[[torch.OutOfMemoryError, str], Shortage],
         lower: Callable[[Shortage], None],
     ) -> None:
-        self._device = device
-        self._measure = measure
-        self._lower = lower
+        self._device, self._measure, self._lower = device, measure, lower
         self.begin(None)
 
     def begin(self, trainer: Trainer | None) -> None:
@@ -94,7 +92,7 @@ class StepRecovery:
     def attempt(self, act: Callable[[], Result], phase: str) -> Result:
         """`act`'s result, if need be under a smaller plan, which may fail as well."""
         if not self._rewinds:
-            self._rewinds = [*_random_states(self._device), *_tokens(self._trainer)]
+            self._rewinds = _rewinds(self._device, self._trainer)
         try:
             result = act()
         except torch.OutOfMemoryError as error:
@@ -227,7 +225,18 @@ class Recovery(StepRecovery):
         )
 
 
-def _random_states(device: torch.device) -> list[Callable[[], None]]:
+_COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
+"""What Axolotl counts as it computes losses: in the state, from 0.20 on beside it."""
+
+
+def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Callable[[], None]]:
+    """Put random numbers and counters back to what they are now."""
+
+    def recount(owner: Any, before: dict[str, Any]) -> None:
+        for name in _COUNTERS:
+            vars(owner).pop(name, None)
+        vars(owner).update(deepcopy(before))
+
     rewinds: list[Callable[[], None]] = [
         partial(random.setstate, random.getstate()),
         partial(np.random.set_state, np.random.get_state()),
@@ -236,22 +245,7 @@ def _random_states(device: torch.device) -> list[Callable[[], None]]:
     if device.type == "cuda":
         own = torch.cuda.get_rng_state(device)
         rewinds.append(partial(torch.cuda.set_rng_state, own, device))
-    return rewinds
-
-
-_COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
-
-
-def _tokens(trainer: Trainer | None) -> list[Callable[[], None]]:
-    """What Axolotl counts as it computes losses: in the state, from 0.20 on beside it."""
-
-    def rewind(owner: Any, before: dict[str, Any]) -> None:
-        for name in _COUNTERS:
-            vars(owner).pop(name, None)
-        vars(owner).update(deepcopy(before))
-
-    rewinds: list[Callable[[], None]] = []
     for owner in (trainer, trainer.state) if trainer else ():
         counted = {name: vars(owner)[name] for name in _COUNTERS if name in vars(owner)}
-        rewinds.append(partial(rewind, owner, deepcopy(counted)))
+        rewinds.append(partial(recount, owner, deepcopy(counted)))
     return rewinds
