@@ -13,9 +13,9 @@ class Refusal(NamedTuple):
     """Values of one key that cannot work; ``why`` continues a sentence about it."""
 
     key: str
-    when: Callable[[Any], bool]
     why: str
     way_out: str = "Remove the key"
+    when: Callable[[Any], bool] = bool
 
     def message(self, value: object) -> str:
         """The line for the person: key and value, the reason, the way out."""
@@ -31,8 +31,8 @@ def _as_yaml(key: str, value: object) -> str:
     return f"`{key}: {value}`" if isinstance(value, str | int | float) else f"`{key}`"
 
 
-def _each(keys: str, *row: Any) -> list[Refusal]:
-    return [Refusal(key, *row) for key in keys.split()]
+def _each(keys: str, *row: Any, **when: Any) -> list[Refusal]:
+    return [Refusal(key, *row, **when) for key in keys.split()]
 
 
 def _is_set(value: object) -> bool:
@@ -65,88 +65,76 @@ _CAPACITY = "Use `protrain_capacity_bytes`"
 _QUANTISED = "gives weights of a kind that ProTrain cannot page"
 
 EXCLUDED = (
-    *_each("deepspeed fsdp layer_offloading lora_on_cpu", bool, _PLACES),
-    *_each("ple_cpu_offload", bool, _PLACES),
-    *_each("fsdp_config device_map", _is_set, _PLACES),
-    *_each("max_memory gpu_memory_limit", _is_set, _PLACES, _CAPACITY),
-    *_each("tensor_parallel_size context_parallel_size", _several, _PARALLEL),
-    *_each("sequence_parallel_degree expert_parallel_size", _several, _PARALLEL),
-    *_each("dp_shard_size dp_replicate_size", _several, _PARALLEL),
+    *_each("deepspeed fsdp layer_offloading lora_on_cpu", _PLACES),
+    *_each("ple_cpu_offload", _PLACES),
+    *_each("fsdp_config device_map", _PLACES, when=_is_set),
+    *_each("max_memory gpu_memory_limit", _PLACES, _CAPACITY, when=_is_set),
+    *_each("tensor_parallel_size context_parallel_size", _PARALLEL, when=_several),
+    *_each("sequence_parallel_degree expert_parallel_size", _PARALLEL, when=_several),
+    *_each("dp_shard_size dp_replicate_size", _PARALLEL, when=_several),
     Refusal(
         "use_ray",
-        bool,
         "starts ranks in a way that ProTrain has not been tried with",
         "Launch with torchrun or accelerate",
     ),
     Refusal(
         "load_in_8bit",
-        bool,
         "keeps the input of every layer where neither recompute nor swap frees it, and "
         "binds each weight anew in forward",
         "Use `load_in_4bit: true` with `adapter: qlora`, or no quantisation",
     ),
     Refusal(
         "quantize_moe_experts",
-        bool,
         "only acts on weights loaded to a GPU, and a paged base is loaded to the host",
     ),
-    *_each("gptq qat use_onebitllms nvfp4_merge_aware", bool, _QUANTISED),
-    *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
-    *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
-    Refusal("model_quantization_config", _is_set, _QUANTISED),
-    Refusal("nf4_backend", _one_of("torchao"), _QUANTISED),
+    *_each("gptq qat use_onebitllms nvfp4_merge_aware", _QUANTISED),
+    *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", _QUANTISED),
+    *_each("nonexpert_quantization", _QUANTISED, when=_one_of("fp8_blockwise", "nf4")),
+    Refusal("model_quantization_config", _QUANTISED, when=_is_set),
+    Refusal("nf4_backend", _QUANTISED, when=_one_of("torchao")),
     Refusal(
         "rl",
-        bool,
         "runs pairs of answers or a reference beside the one forward that a plan "
         "counts, and needs more memory, twice as much for most",
     ),
-    Refusal(
-        "selective_checkpointing", bool, "recomputes by another rule than the plan"
-    ),
-    Refusal("tiled_mlp", bool, "runs backward several times in a block"),
+    Refusal("selective_checkpointing", "recomputes by another rule than the plan"),
+    Refusal("tiled_mlp", "runs backward several times in a block"),
     Refusal(
         "torch_compile",
-        bool,
         "compiles nothing but what is before the first block: it stops at the hooks "
         "that page weights",
     ),
-    Refusal("fp8", bool, "replaces modules after ProTrain has laid them out"),
-    Refusal("relora", bool, "merges adapters into weights that may be paged out"),
-    Refusal("lisa_n_layers", bool, "changes which blocks train during the run"),
+    Refusal("fp8", "replaces modules after ProTrain has laid them out"),
+    Refusal("relora", "merges adapters into weights that may be paged out"),
+    Refusal("lisa_n_layers", "changes which blocks train during the run"),
     Refusal(
         "activation_offloading",
-        bool,
         "would move paged weights as if they were activations",
         "Remove it; where it comes from `gradient_checkpointing: offload`, use `true`",
     ),
     Refusal(
         "fp16",
-        bool,
         "scales the loss and looks for overflow only in gradients on the device",
         "Use `bf16: true`, or `bf16: false` with `fp16: false` for fp32",
     ),
     Refusal(
         "unfrozen_parameters",
-        _has_range,
         "has a range such as `name[:100]`, which masks gradients where they are not",
         "Name whole parameters",
+        _has_range,
     ),
     Refusal(
         "auto_find_batch_size",
-        bool,
         "would retry with a batch that the plan was not made for",
         "Set `micro_batch_size`",
     ),
     Refusal(
         "protrain_cpu_optimizer",
-        _lacks_deepspeed,
         "needs a package that is not installed",
         "Run `pip install axolotl-protrain[deepspeed]`, or use torch",
+        _lacks_deepspeed,
     ),
 )
-
-
 _HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
