@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class TrainingRun:
 
     recovery: Recovery
     """From `open` on."""
+    checkpoint_bytes = _final_bytes = 0
+    """On disk; the last one, after training, has weights only."""
 
     def __init__(
         self, cfg: Any, recompute_all: bool, log: Any, share: LoadShare | None = None
@@ -100,8 +103,10 @@ class TrainingRun:
         forecast, planner, notes, self._plan_hash = plan_here(
             self._cfg, model, device, self.ranks, absent
         )
-        self._is_adapter = bool(adapter_names(model))
-        self._saves_optimizer = saves_optimizer
+        adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
+        nbytes = partial(checkpoint_bytes, forecast.layout, adapter)
+        self.checkpoint_bytes = nbytes(saves_optimizer, masters)
+        self._final_bytes = nbytes(False, masters)
         notes += self._warnings(forecast)
         evaluates = self._cfg.val_set_size or self._cfg.test_datasets
         if evaluates and device.type == "cpu" and may_repack(model):
@@ -231,24 +236,12 @@ class TrainingRun:
 
     def _require_space(self) -> None:
         if self._is_first:
-            require_space(self._output_dir, self.checkpoint_bytes())
+            require_space(self._output_dir, self.checkpoint_bytes)
 
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""
         if not self._cfg.local_rank:
-            require_space(self._output_dir, self.checkpoint_bytes(final=True), slack=0)
-
-    def checkpoint_bytes(self, final: bool = False) -> int:
-        """Bytes of one checkpoint of this run; the final one has weights only."""
-        if self.report is None:
-            return 0
-        return checkpoint_bytes(
-            self.report.forecast.layout,
-            self.report.forecast.plan,
-            self._is_adapter,
-            self._saves_optimizer and not final,
-            self.args.protrain_fp32_master,
-        )
+            require_space(self._output_dir, self._final_bytes, slack=0)
 
     def note_peak(self) -> None:
         """Read the device's peak before a log resets the allocator's record of it."""

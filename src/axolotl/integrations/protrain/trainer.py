@@ -114,7 +114,7 @@ class ProTrainTrainerMixin(_Mixed):
         )
         with ExitStack() as undo:
             if self.args.should_save:
-                require_space(folder, self.protrain.checkpoint_bytes())
+                require_space(folder, self.protrain.checkpoint_bytes)
                 # the other ranks may have made the folder for their random numbers
                 complete = (folder / TRAINER_STATE_NAME).exists()
                 undo.enter_context(whole_or_nothing(folder, complete))
