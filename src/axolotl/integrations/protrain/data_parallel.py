@@ -6,7 +6,6 @@ reduce nor look at anything that the host keeps.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .core.errors import ConfigError
-from .core.types import Layout, Plan
+from .core.types import Layout
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """DDP reads this attribute of the very module that it wraps; names are from there."""
@@ -65,11 +64,6 @@ def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare_model
-
-
-def plan_hash(plan: Plan, layout: Layout) -> str:
-    """The same for ranks that place the same parameters in the same way."""
-    return hashlib.sha256(repr((plan, layout)).encode()).hexdigest()[:12]
 
 
 def require_same(own: Layout, first: Layout) -> None:
