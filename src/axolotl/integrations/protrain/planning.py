@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .args import FORCED, ProTrainArgs, args_from, overrides
-from .core.cost import ALONE, block_times
+from .core.cost import block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
@@ -42,7 +42,7 @@ from .core.profile import (
 )
 from .core.runtime import Ranks
 from .core.search import MODES
-from .core.types import Budget, Hardware, Knobs, Layout, Workload, World
+from .core.types import ALONE, Budget, Hardware, Knobs, Layout, Workload, World
 from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
