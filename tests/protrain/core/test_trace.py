@@ -470,7 +470,9 @@ def test_an_operator_without_a_count_is_named() -> None:
     library._destroy()
     assert traced.uncounted == ("protrain_tests::product",)
     after_blocks = [s for s in traced.trace.segments if not s.backward][-1]
-    assert ("addmm_" in names(after_blocks)) and after_blocks.work.flops_32 == 2 * 2 * 8**2
+    assert (
+        "addmm_" in names(after_blocks)
+    ) and after_blocks.work.flops_32 == 2 * 2 * 8**2
 
 
 def test_gradients_are_those_of_the_real_step() -> None:
