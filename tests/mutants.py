@@ -298,8 +298,8 @@ MUTANTS = (
     Mutant(
         "a region is filled again while its tensors are wanted",
         SWAP,
-        "        return not self.wanted\n",
-        "        return True\n",
+        "region for region in regions if not region.wanted",
+        "region for region in regions",
         (*QUEUES, "test_policies.py"),
     ),
     Mutant(

@@ -10,7 +10,7 @@ open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,49 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Undo it."""
+
+
+class AroundForward:
+    """A generator around each forward of a block, which runs at its `yield`.
+
+    What it yields takes the place of the arguments, None leaves them as they are.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._running: Generator[Any, None, None] | None = None
+        self._handles = [
+            block.register_forward_pre_hook(self._begin, with_kwargs=True),
+            block.register_forward_hook(self._end, prepend=True, always_call=True),
+        ]
+
+    def around(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> Generator[Any, None, None]:
+        raise NotImplementedError
+
+    def unwind(self) -> None:
+        """Leave a forward that an interruption left half done.
+
+        torch calls no hook of a module that a KeyboardInterrupt passes through.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def remove(self) -> None:
+        """Undo the binding."""
+        self.unwind()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._running = self.around(block, args, kwargs)
+        return next(self._running, None)
+
+    def _end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            next(running, None)
 
 
 def attach_block(
