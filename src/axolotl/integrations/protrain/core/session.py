@@ -278,7 +278,7 @@ class Session:
         """Device bytes of optimizer state now; looks at each tensor of it."""
         if isinstance(self._optimizer, PagedAdamW):
             return self._optimizer.device_bytes()
-        return optimizer_bytes(self._optimizer) if self._optimizer is not None else 0
+        return optimizer_bytes(self._optimizer)
 
     @property
     def stall_s(self) -> float:
@@ -334,7 +334,7 @@ class Session:
         return [c for c in self.layout.chunks if self.plan.placements[c.index].on_host]
 
     def _open(self, before: Plan | None = None) -> None:
-        """Move the model to where the plan has it; `before` is where it was."""
+        """Move the model to where the plan has it; `before` says where it was."""
         plan, ranks, on_host = self.plan, self._ranks, self._on_host()
         state = _with_host_state(plan)
         stay = state & _with_host_state(before) if before is not None else set()
