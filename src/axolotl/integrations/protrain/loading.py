@@ -20,19 +20,14 @@ LARGE_BYTES = 1 << 20
 
 
 class LoadShare:
-    """Which 4-bit weights one of a node's ranks quantises while a base loads.
+    """Which 4-bit weights rank `rank` of a node's `size` quantises while a base loads.
 
     The others are there in name only, on pages that nobody has touched: their bytes
     come from the rank that has them when the model is moved to its place.
-
-    Args:
-        rank: Of this process on its node.
-        size: Processes of the node.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
+        self._rank, self._size = rank, size
         self._absent: list[nn.Parameter] = []
 
     def takes(self, name: str) -> bool:
@@ -57,10 +52,7 @@ def quantise_on(
     A paged base loads to the host, where quantising takes a minute for a billion
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
-
-    Args:
-        device: Whose kernels.
-        share: This rank's part of the weights; None for all of them.
+    `share` is this rank's part of the weights; None for all of them.
     """
     plain: Any = Bnb4bitQuantize.convert
 

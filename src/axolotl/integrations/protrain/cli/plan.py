@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..args import ProTrainArgs, args_from
+from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware, host_memory
 from ..core.types import Hardware, World
 from ..offline.meta_model import load_meta_model
-from ..planning import FORCED, Subject, plan_for, subject_of, this_machine
+from ..planning import Subject, plan_for, subject_of, this_machine
 from ..report.forecast import (
     DOES_NOT_FIT,
     FITS,
