@@ -275,7 +275,6 @@ class TrainingRun:
             return 0
         return checkpoint_bytes(
             self.report.forecast.layout,
-            self.report.forecast.plan,
             self._is_adapter,
             self._saves_optimizer and not final,
             self.args.protrain_fp32_master,
