@@ -89,13 +89,15 @@ MUTANTS = (
     Mutant(
         "a load through the parameters is not recorded",
         SLOTS,
-        "        self._last_use = self._device.compute.record()\n        self.forget()\n",
-        "        self.forget()\n",
+        "        self._last_use = self._device.compute.record()\n"
+        "        self.holds = None\n",
+        "        self.holds = None\n",
     ),
     Mutant(
         "a load through the parameters leaves a slot current",
         SLOTS,
-        "        self._last_use = self._device.compute.record()\n        self.forget()\n",
+        "        self._last_use = self._device.compute.record()\n"
+        "        self.holds = None\n",
         "        self._last_use = self._device.compute.record()\n",
     ),
     Mutant(
@@ -119,7 +121,7 @@ MUTANTS = (
     Mutant(
         "an open window is not closed before the next",
         PAGER,
-        "            self.close(self._window)\n        for chunk, slot",
+        "            self.close(self.window)\n        for chunk, slot",
         "            pass\n        for chunk, slot",
     ),
     Mutant(
@@ -145,8 +147,8 @@ MUTANTS = (
     Mutant(
         "staged gradients are added before they have arrived",
         GRADIENTS,
-        "        event.synchronize()\n        for index, gradient in staged:\n",
-        "        for index, gradient in staged:\n",
+        "    event.synchronize()\n    for index, gradient in staged:\n",
+        "    for index, gradient in staged:\n",
     ),
     Mutant(
         "a staging buffer is filled again while it is added",
@@ -171,7 +173,7 @@ MUTANTS = (
     Mutant(
         "the host updates weights that are being fetched",
         ADAMW,
-        "                fetches.synchronize()\n",
+        "    fetches.synchronize()\n",
         "",
         SESSIONS,
     ),
@@ -298,8 +300,8 @@ MUTANTS = (
     Mutant(
         "a region is filled again while its tensors are wanted",
         SWAP,
-        "        return not self.wanted\n",
-        "        return True\n",
+        "region for region in regions if not region.wanted",
+        "region for region in regions",
         (*QUEUES, "test_policies.py"),
     ),
     Mutant(

@@ -73,8 +73,7 @@ def shard_bytes(chunk: Chunk, ranks: int) -> int:
     """Bytes of each shard; all of the chunk for one rank."""
     if ranks == 1:
         return chunk.nbytes
-    pages = -(-chunk.nbytes // (ranks * PAGE_BYTES))
-    return pages * PAGE_BYTES
+    return -(-chunk.nbytes // (ranks * PAGE_BYTES)) * PAGE_BYTES
 
 
 def padded_bytes(chunk: Chunk, ranks: int) -> int:
@@ -84,13 +83,10 @@ def padded_bytes(chunk: Chunk, ranks: int) -> int:
 
 def main_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
     """The tensors of a chunk as the optimizer updates them: in fp32 under masters."""
-    specs = []
-    end = 0
+    specs, end = [], 0
     for spec in chunk.tensors:
-        mastered = fp32_master and spec.is_16_bit
-        own = replace(
-            spec, dtype=torch.float32 if mastered else spec.dtype, offset=aligned(end)
-        )
+        dtype = torch.float32 if fp32_master and spec.is_16_bit else spec.dtype
+        own = replace(spec, dtype=dtype, offset=aligned(end))
         specs.append(own)
         end = own.offset + own.nbytes
     return replace(chunk, tensors=tuple(specs), nbytes=end)
@@ -101,10 +97,9 @@ def reductions(
 ) -> tuple[Reduction, ...]:
     """How the gradients of a chunk are reduced, one for each dtype of its main parameters."""
     mains = main_chunk(chunk, fp32_master).tensors
-    dtypes = dict.fromkeys(main.dtype for main in mains)
-    members: dict[torch.dtype, list[int]] = {dtype: [] for dtype in dtypes}
+    members: dict[torch.dtype, list[int]] = {}
     for index, main in enumerate(mains):
-        members[main.dtype].append(index)
+        members.setdefault(main.dtype, []).append(index)
     return tuple(
         _reduction(chunk, dtype, indices, ranks) for dtype, indices in members.items()
     )
@@ -120,8 +115,9 @@ def _reduction(
     chunk: Chunk, dtype: torch.dtype, members: Iterable[int], ranks: int
 ) -> Reduction:
     size = shard_bytes(chunk, ranks)
-    # (tensor, first element, the one after the last) by rank
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    # by rank, at positions in its part
+    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    ends = [0] * ranks
     for index in members:
         spec = chunk.tensors[index]
         itemsize = spec.dtype.itemsize
@@ -130,18 +126,11 @@ def _reduction(
             # shards begin on pages and tensors at multiples of the alignment
             start = max(rank * size - spec.offset, 0) // itemsize
             stop = min((rank + 1) * size - spec.offset, spec.nbytes) // itemsize
-            found[rank].append((index, start, stop))
-    part = max(_numel(own) for own in found)
-    pieces = []
-    for rank, own in enumerate(found):
-        position = rank * part
-        placed = []
-        for index, start, stop in own:
-            placed.append(Piece(index, start, stop, position))
-            position += stop - start
-        pieces.append(tuple(placed))
+            found[rank].append(Piece(index, start, stop, ends[rank]))
+            ends[rank] += stop - start
+    part = max(ends)
+    pieces = [
+        tuple(replace(piece, position=rank * part + piece.position) for piece in own)
+        for rank, own in enumerate(found)
+    ]
     return Reduction(dtype, part, tuple(pieces))
-
-
-def _numel(own: Iterable[tuple[int, int, int]]) -> int:
-    return sum(stop - start for _, start, stop in own)

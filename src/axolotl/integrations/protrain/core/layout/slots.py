@@ -14,7 +14,7 @@ from enum import Enum
 from functools import lru_cache
 
 from ..errors import ConfigError
-from ..types import Layout, Placement
+from ..types import Chunk, Layout, Placement
 from .shards import padded_bytes
 
 
@@ -23,13 +23,8 @@ def slot_floor(layout: Layout, placements: Sequence[Placement]) -> int:
 
     The chunks of a block have consecutive numbers, so that many slots hold them all.
     """
-    through_slots = Placement.PAGED
-    paged = [
-        chunk.block
-        for chunk, placement in zip(layout.chunks, placements, strict=True)
-        if placement is through_slots
-    ]
-    return max(Counter(paged).values(), default=0)
+    paged = _paged(layout, placements)
+    return max(Counter(chunk.block for chunk in paged).values(), default=0)
 
 
 def slot_bytes(
@@ -37,13 +32,14 @@ def slot_bytes(
 ) -> tuple[int, ...]:
     """Size of each slot in bytes: the largest chunk that the ring sends through it,
     padded to whole shards."""
-    through_slots = Placement.PAGED
-    paged = [
-        chunk.nbytes if shards == 1 else padded_bytes(chunk, shards)
-        for chunk, placement in zip(layout.chunks, placements, strict=True)
-        if placement is through_slots
-    ]
+    paged = [padded_bytes(chunk, shards) for chunk in _paged(layout, placements)]
     return tuple(max(paged[slot::n_buffer], default=0) for slot in range(n_buffer))
+
+
+def _paged(layout: Layout, placements: Sequence[Placement]) -> list[Chunk]:
+    through_slots = Placement.PAGED
+    pairs = zip(layout.chunks, placements, strict=True)
+    return [chunk for chunk, placement in pairs if placement is through_slots]
 
 
 def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) -> None:
@@ -52,7 +48,7 @@ def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) 
     Raises:
         ConfigError: Fewer than `slot_floor`, or more than there are paged chunks.
     """
-    num_paged = sum(placement is Placement.PAGED for placement in placements)
+    num_paged = len(_paged(layout, placements))
     floor = slot_floor(layout, placements)
     if not floor <= n_buffer <= num_paged:
         raise ConfigError(

@@ -64,7 +64,12 @@ class Arena:
         nbytes = sum(sizes)
         if not nbytes:
             return None
-        memory, start = self._map(nbytes), 0
+        if self._ranks.world.local_size == 1:
+            memory = _map_private(nbytes)
+        else:
+            memory = map_shared(nbytes, self._ranks)
+            memory.madvise(mmap.MADV_DONTFORK)
+        start = 0
         for chunk, size in zip(chunks, sizes, strict=True):
             self._places[chunk.index] = (memory, start, chunk.nbytes)
             start += size
@@ -80,9 +85,8 @@ class Arena:
         """One of the equal shards of a chunk, uint8 of shape [shard_bytes]."""
         memory, start, _ = self._places[chunk.index]
         size = shard_bytes(chunk, ranks)
-        return torch.frombuffer(
-            memory, dtype=torch.uint8, count=size, offset=start + rank * size
-        )
+        start += rank * size
+        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
@@ -97,13 +101,6 @@ class Arena:
         # a set: the chunks of one call share a mapping
         for memory in {memory for memory, *_ in self._places.values()}:
             memory.madvise(mmap.MADV_DONTNEED)
-
-    def _map(self, nbytes: int) -> mmap.mmap:
-        if self._ranks.world.local_size == 1:
-            return _map_private(nbytes)
-        memory = map_shared(nbytes, self._ranks)
-        memory.madvise(mmap.MADV_DONTFORK)
-        return memory
 
 
 def host_buffer(nbytes: int) -> Tensor:

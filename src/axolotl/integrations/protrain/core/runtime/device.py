@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import time
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
+from weakref import KeyedRef
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """True once the stream has passed this point."""
+        return True
+
+
+class _Done(Event):
+    """Passed from the start."""
+
+
+_DONE = _Done()
 
 
 class Stream(Protocol):
@@ -50,12 +58,89 @@ class Stream(Protocol):
     def fill(self, target: Tensor, byte: int) -> None:
         """Queue a fill of a uint8 tensor."""
 
-    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+    def call(self, work: Callable[[], object], memory: Sequence[Tensor]) -> None:
         """Queue work that reads and writes device memory, a collective for example."""
 
 
-class Accesses:
-    """What the owners of memory say to `CheckedDevice`; other devices do not listen."""
+class Device:
+    """Memory and streams of one device; what stands here does for one without queues.
+
+    Attributes:
+        torch_device: Where its tensors live.
+        fetch: Host to device copies.
+        offload: Device to host copies.
+        communicate: Collectives with other ranks.
+        stall_s: Seconds that compute has waited for a transfer.
+        host_threads: Intra-op threads for host updates, None for torch's own number.
+    """
+
+    torch_device: torch.device
+    fetch: Stream
+    offload: Stream
+    communicate: Stream
+    host_threads: int | None = None
+    stall_s = 0.0
+
+    @property
+    def compute(self) -> Stream:
+        """The stream that the model's kernels are being queued on right now."""
+        raise NotImplementedError
+
+    def on_compute(self) -> AbstractContextManager[Any]:
+        """Queue what another thread runs inside on the caller's compute stream."""
+        return nullcontext()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A new device buffer, uint8 of shape [nbytes]."""
+        raise NotImplementedError
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device."""
+        raise NotImplementedError
+
+    def pin(self, host: Tensor) -> None:
+        """Page-lock a host buffer so that copies from and to it can overlap."""
+
+    def unpin(self, host: Tensor) -> None:
+        """Undo `pin`. No copy may be in flight."""
+
+    def mark(self) -> Event:
+        """A point of the calling thread: who waits for it has seen its work so far."""
+        return _DONE
+
+    def wait_stalled(self, event: Event) -> None:
+        """Let compute wait for a transfer and count what it loses as stall."""
+        event.synchronize()
+
+    def watch(self, already: int) -> AbstractContextManager[Any]:
+        """Count what operators allocate inside, on devices that do not themselves.
+
+        Args:
+            already: Bytes that operators had made before, and that still are there.
+        """
+        return nullcontext()
+
+    def probe(self, nbytes: int) -> None:
+        """Raise `torch.OutOfMemoryError` unless there is room for so many more bytes."""
+        # an allocator keeps it for what comes next
+        self.allocate(nbytes)
+
+    def used_bytes(self) -> int:
+        """Device bytes in use now."""
+        raise NotImplementedError
+
+    def peak_bytes(self) -> int:
+        """Highest number of device bytes in use so far.
+
+        To be asked before anybody else resets the allocator's own record, as Axolotl
+        does at every log.
+        """
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait until every stream is idle."""
+
+    # what the owners of memory say to `CheckedDevice`; other devices do not listen
 
     def reads(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
         """A stream, or else the calling thread, reads this memory now."""
@@ -73,97 +158,6 @@ class Accesses:
         """Nobody uses what `allocate` gave any more."""
 
 
-class Device(Accesses, ABC):
-    """Memory and streams of one device.
-
-    Attributes:
-        torch_device: Where its tensors live.
-        fetch: Host to device copies.
-        offload: Device to host copies.
-        communicate: Collectives with other ranks.
-        stall_s: Seconds that compute has waited for a transfer.
-        host_threads: Intra-op threads for host updates, None for torch's own number.
-    """
-
-    torch_device: torch.device
-    fetch: Stream
-    offload: Stream
-    communicate: Stream
-    host_threads: int | None = None
-
-    def __init__(self) -> None:
-        self.stall_s = 0.0
-
-    @property
-    @abstractmethod
-    def compute(self) -> Stream:
-        """The stream that the model's kernels are being queued on right now."""
-
-    @abstractmethod
-    def on_compute(self) -> AbstractContextManager[Any]:
-        """Queue what another thread runs inside on the caller's compute stream."""
-
-    @abstractmethod
-    def allocate(self, nbytes: int) -> Tensor:
-        """A new device buffer, uint8 of shape [nbytes]."""
-
-    @abstractmethod
-    def place(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device."""
-
-    @abstractmethod
-    def pin(self, host: Tensor) -> None:
-        """Page-lock a host buffer so that copies from and to it can overlap."""
-
-    @abstractmethod
-    def unpin(self, host: Tensor) -> None:
-        """Undo `pin`. No copy may be in flight."""
-
-    def mark(self) -> Event:
-        """A point of the calling thread: who waits for it has seen its work so far."""
-        return _DONE
-
-    @abstractmethod
-    def wait_stalled(self, event: Event) -> None:
-        """Let compute wait for a transfer and count what it loses as stall."""
-
-    @abstractmethod
-    def watch(self, already: int) -> AbstractContextManager[Any]:
-        """Count what operators allocate inside, on devices that do not themselves.
-
-        Args:
-            already: Bytes that operators had made before, and that still are there.
-        """
-
-    @abstractmethod
-    def probe(self, nbytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` unless there is room for so many more bytes."""
-
-    @abstractmethod
-    def used_bytes(self) -> int:
-        """Device bytes in use now."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """Highest number of device bytes in use so far.
-
-        To be asked before anybody else resets the allocator's own record, as Axolotl
-        does at every log.
-        """
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until every stream is idle."""
-
-
-class _DoneEvent:
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
 class _ImmediateStream:
     """Runs work when it is queued; the time goes to the device as stall."""
 
@@ -177,20 +171,15 @@ class _ImmediateStream:
         return _DONE
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        start = time.perf_counter()
-        target.copy_(source)
-        self._device.stall_s += time.perf_counter() - start
+        self.call(partial(target.copy_, source))
 
     def fill(self, target: Tensor, byte: int) -> None:
         target.fill_(byte)
 
-    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+    def call(self, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
         start = time.perf_counter()
         work()
         self._device.stall_s += time.perf_counter() - start
-
-
-_DONE = _DoneEvent()
 
 
 def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
@@ -203,14 +192,11 @@ def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **(kwargs or {}))
     with ExitStack() as as_called:
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-            active = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+            active = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
         for kind in active:
             dtype = torch.get_autocast_dtype(kind)
             as_called.enter_context(torch.autocast(kind, dtype))
         return func(*args, **(kwargs or {}))
-
-
-_AUTOCAST = ("cpu", "cuda")
 
 
 class _Watch(TorchDispatchMode):
@@ -228,27 +214,17 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         output = call_operator(func, args, kwargs)
         if not func.is_view:
-            given = {_storage(t) for t in tree_leaves((args, kwargs)) if _is_plain(t)}
-            for tensor in tree_leaves(output):
-                if _is_plain(tensor) and _storage(tensor) not in given:
-                    self._follow(tensor.untyped_storage())
+            given = {storage._cdata for storage in _storages((args, kwargs))}
+            for storage in _storages(output):
+                if storage._cdata not in given:
+                    self._follow(storage)
         return output
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-class _Followed(weakref.ref[torch.UntypedStorage]):
-    """A counted storage."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            yield value.untyped_storage()
 
 
 class CpuDevice(Device):
@@ -262,24 +238,19 @@ class CpuDevice(Device):
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
-        super().__init__()
         self._capacity_bytes = capacity_bytes
-        self._live: dict[int, _Followed] = {}
-        self._ended: list[_Followed] = []
+        self._live: dict[int, tuple[KeyedRef[int, torch.UntypedStorage], int]] = {}
+        self._ended: list[KeyedRef[int, torch.UntypedStorage]] = []
         self.torch_device = torch.device("cpu")
         self.fetch = _ImmediateStream(self)
         self.offload = _ImmediateStream(self)
         self.communicate = _ImmediateStream(self)
         self._compute = _ImmediateStream(self)
-        self._used = 0
-        self._peak = 0
+        self._used = self._peak = 0
 
     @property
     def compute(self) -> Stream:
         return self._compute
-
-    def on_compute(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def allocate(self, nbytes: int) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -291,15 +262,6 @@ class CpuDevice(Device):
         placed = tensor.clone()
         self._follow(placed.untyped_storage())
         return placed
-
-    def pin(self, host: Tensor) -> None:
-        pass
-
-    def unpin(self, host: Tensor) -> None:
-        pass
-
-    def wait_stalled(self, event: Event) -> None:
-        event.synchronize()
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
         self._settle()
@@ -323,20 +285,17 @@ class CpuDevice(Device):
         """Count a storage until it is gone."""
         self._settle()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._live:
-            return
-        self.probe(nbytes)
-        # no Python of ours when it ends: what a signal handler raises there is lost
-        followed = self._live[key] = _Followed(storage, self._ended.append)
-        followed.key, followed.nbytes = key, nbytes
-        self._count(nbytes)
+        if key not in self._live:
+            self.probe(nbytes)
+            # no Python of ours when it ends: what a signal handler raises there is lost
+            self._live[key] = KeyedRef(storage, self._ended.append, key), nbytes
+            self._count(nbytes)
 
     def _settle(self) -> None:
         """Forget the storages that have ended."""
         while self._ended:
-            ended = self._ended.pop()
-            del self._live[ended.key]
-            self._used -= ended.nbytes
+            _, nbytes = self._live.pop(self._ended.pop().key)
+            self._used -= nbytes
 
     def _count(self, nbytes: int) -> None:
         self._used += nbytes
@@ -344,9 +303,6 @@ class CpuDevice(Device):
 
     def peak_bytes(self) -> int:
         return self._peak
-
-    def synchronize(self) -> None:
-        pass
 
 
 class _CudaStream:
@@ -363,14 +319,12 @@ class _CudaStream:
         return self._stream.record_event()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+        self.call(partial(target.copy_, source, non_blocking=True))
 
     def fill(self, target: Tensor, byte: int) -> None:
-        with torch.cuda.stream(self._stream):
-            target.fill_(byte)
+        self.call(partial(target.fill_, byte))
 
-    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+    def call(self, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
         with torch.cuda.stream(self._stream):
             work()
 
@@ -379,7 +333,6 @@ class CudaDevice(Device):
     """A CUDA device: streams for copies each way and for collectives beside compute."""
 
     def __init__(self, index: int) -> None:
-        super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.fetch = _CudaStream(torch.cuda.Stream(self.torch_device))
         self.offload = _CudaStream(torch.cuda.Stream(self.torch_device))
@@ -430,18 +383,10 @@ class CudaDevice(Device):
         self._waits.append((before, after))
         self._collect_waits(self._waits[:1])
 
-    def watch(self, already: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def probe(self, nbytes: int) -> None:
-        # the allocator keeps it for what comes next
-        self.allocate(nbytes)
-
     def used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
     def peak_bytes(self) -> int:
-        # others reset the allocator's record
         newest = torch.cuda.max_memory_allocated(self.torch_device)
         self._peak = max(self._peak, newest)
         return self._peak
@@ -471,13 +416,11 @@ class CudaDevice(Device):
         )
 
 
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
 def asked_bytes(error: torch.OutOfMemoryError) -> int:
     """What could not be allocated, as the error words it; 0 if it does not say."""
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     said = re.search(r"allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
-    return round(float(said[1]) * _UNITS[said[2]]) if said else 0
+    return round(float(said[1]) * units[said[2]]) if said else 0
 
 
 def open_device(torch_device: torch.device) -> Device:

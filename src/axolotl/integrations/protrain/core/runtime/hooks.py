@@ -10,7 +10,7 @@ open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,16 +29,55 @@ class Removable(Protocol):
         """Undo it."""
 
 
+class AroundForward:
+    """A generator around each forward of a block, which runs at its `yield`.
+
+    What it yields takes the place of the arguments, None leaves them as they are.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._running: Generator[Any, None, None] | None = None
+        self._handles = [
+            block.register_forward_pre_hook(self._begin, with_kwargs=True),
+            block.register_forward_hook(self._end, prepend=True, always_call=True),
+        ]
+
+    def around(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> Generator[Any, None, None]:
+        raise NotImplementedError
+
+    def unwind(self) -> None:
+        """Leave a forward that an interruption left half done.
+
+        torch calls no hook of a module that a KeyboardInterrupt passes through.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def remove(self) -> None:
+        """Undo the binding."""
+        self.unwind()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._running = self.around(block, args, kwargs)
+        return next(self._running, None)
+
+    def _end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            next(running, None)
+
+
 def attach_block(
     block: nn.Module, index: int, pager: Pager, left: Callable[[int], None]
 ) -> list[Removable]:
     """Open and close a block's window around its forward and backward.
 
-    Args:
-        block: The module.
-        index: Its number in the layout.
-        pager: Opens and closes the window.
-        left: Called when backward has come past a block, with that block's number.
+    `left` is called when backward has come past a block, with that block's number.
     """
 
     def open_backward(_gradients: Any) -> None:
@@ -86,23 +125,18 @@ def attach_entry(
     a window is open: its weights may be tied to others outside.
     """
 
-    def before_forward(_module: nn.Module, _args: Any) -> None:
-        enter()
-
     inside = tuple(f"{block.name}." for block in layout.blocks)
-    names: dict[str, None] = {}
+    names: list[str] = []
     for block in layout.blocks:
         parts = block.name.split(".")
-        names.update((".".join(parts[:depth]), None) for depth in range(len(parts)))
+        names += (".".join(parts[:depth]) for depth in range(len(parts)))
     for chunk in layout.chunks:
         if chunk.block is None:
             owners = (spec.name.rpartition(".")[0] for spec in chunk.tensors)
-            names.update(
-                (owner, None) for owner in owners if not f"{owner}.".startswith(inside)
-            )
+            names += (o for o in owners if not f"{o}.".startswith(inside))
     return [
-        model.get_submodule(name).register_forward_pre_hook(before_forward)
-        for name in names
+        model.get_submodule(name).register_forward_pre_hook(lambda *_: enter())
+        for name in dict.fromkeys(names)
     ]
 
 
@@ -124,13 +158,9 @@ class StateAccess(NamedTuple):
 def attach_state_dict(
     owner: nn.Module, chunk: Chunk, host: Mapping[str, Tensor], access: StateAccess
 ) -> list[Removable]:
-    """Let reads and writes of a module's state reach the host copies.
+    """Let reads and writes of a module's state reach the host copies of a chunk.
 
-    Args:
-        owner: The module whose parameters are paged.
-        chunk: Which they are in.
-        host: Host tensors by parameter name relative to `owner`.
-        access: Called around them.
+    `host` has them by parameter name relative to `owner`.
     """
 
     def settle(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:

@@ -60,9 +60,11 @@ class Pager:
         update_pending: True while a chunk must not be fetched ahead.
         before_ahead: Called with a block that opens in backward, once its own chunks
             are on their way and before others are.
-        before_backward: Called with a block that opens in backward before anything
-            else: what follows it in forward is done.
+        before_backward: The same before anything else: what follows it is done.
         counters: Fetches and misses are counted here.
+
+    Attributes:
+        window: The block whose weights may be read now.
     """
 
     def __init__(
@@ -86,21 +88,15 @@ class Pager:
             for direction in Direction
         }
         self._slots = slots
-        self._slot_of = schedule.slot_of
+        self._schedule = schedule
         self._sources = sources
         self._wait_update = wait_update
         self._update_pending = update_pending
         self._before_ahead = before_ahead
         self._before_backward = before_backward
-        self._window: int | None = None
-        self._forward_runs = False
-        self._held_back = False
+        self.window: int | None = None
+        self._forward_runs = self._held_back = False
         self.counters = counters or Counters()
-
-    @property
-    def window(self) -> int | None:
-        """The block whose weights may be read now."""
-        return self._window
 
     def open(self, block: int, direction: Direction) -> None:
         """Make a block's weights readable; does nothing if they are.
@@ -108,19 +104,20 @@ class Pager:
         Raises:
             LayoutError: The forward of another block is still running.
         """
-        if self._window == block:
+        if self.window == block:
             return
-        if self._before_backward is not None and direction is Direction.BACKWARD:
+        backward = direction is Direction.BACKWARD
+        if self._before_backward is not None and backward:
             self._before_backward(block)
-        if self._window is not None:
-            if self._forward_runs and direction is not Direction.BACKWARD:
+        if self.window is not None:
+            if self._forward_runs and not backward:
                 raise LayoutError(
-                    f"block {block} is called inside block {self._window}: one of them "
+                    f"block {block} is called inside block {self.window}: one of them "
                     "is not a repeated layer, so this model cannot be paged. Set "
                     "protrain_auto_memory: false."
                 )
             # see Note [The end of a window in backward]
-            self.close(self._window)
+            self.close(self.window)
         for chunk, slot in self._needed[block]:
             if slot.holds != chunk:
                 self.counters.num_misses += 1
@@ -129,32 +126,32 @@ class Pager:
         # once nothing can fail any more: a window is open whole or not at all
         for _chunk, slot in self._needed[block]:
             slot.begin_use()
-        self._window = block
-        self._forward_runs = direction is not Direction.BACKWARD
-        if self._before_ahead is not None and direction is Direction.BACKWARD:
+        self.window = block
+        self._forward_runs = not backward
+        if self._before_ahead is not None and backward:
             self._before_ahead(block)
         self._fetch_ahead(block, direction)
 
     def close(self, block: int, direction: Direction | None = None) -> None:
         """Mark the last use of a block's weights; does nothing if it is not open."""
-        if self._window != block:
+        if self.window != block:
             return
         for _chunk, slot in self._needed[block]:
             slot.end_use()
-        self._window = None
+        self.window = None
         if self._held_back and direction is not None:
             self._fetch_ahead(block, direction)
 
     def close_any(self) -> None:
         """Close whatever window is open: the backward pass has no closing hook."""
-        if self._window is not None:
-            self.close(self._window)
+        if self.window is not None:
+            self.close(self.window)
 
     def forget(self, chunk: int) -> None:
         """The host copy of a chunk changed; a slot that holds it is stale."""
-        slot = self._slots[self._slot_of(chunk)]
+        slot = self._slots[self._schedule.slot_of(chunk)]
         if slot.holds == chunk:
-            slot.forget()
+            slot.holds = None
 
     def forget_all(self) -> None:
         """Something wrote through the parameters into the slots."""
@@ -174,9 +171,8 @@ class Pager:
             self._fetch(chunk, slot)
 
     def _fetch(self, chunk: int, slot: Slot) -> None:
-        source = self._sources[chunk]
-        slot.fetch(chunk, source)
-        self.counters.fetched_bytes += source.nbytes
+        slot.fetch(chunk, self._sources[chunk])
+        self.counters.fetched_bytes += self._sources[chunk].nbytes
         self.counters.num_fetches += 1
 
 
@@ -185,7 +181,6 @@ class ShardedPager(Pager):
 
     def __init__(self, schedule: Schedule, *args: Any, **kwargs: Any) -> None:
         super().__init__(schedule, *args, **kwargs)
-        self._num_blocks = schedule.num_blocks
         self._direction = Direction.FORWARD
         # the block that was opened last in this pass
         self._at = -1
@@ -195,7 +190,8 @@ class ShardedPager(Pager):
             return
         turns = (direction is Direction.BACKWARD) != self._down
         again = block == self._at and not turns
-        if turns or (self._is_behind(block) and not again):
+        behind = block >= self._at if self._down else block <= self._at
+        if turns or (behind and not again):
             self.complete()
             self._begin(direction)
         if not again:
@@ -206,7 +202,7 @@ class ShardedPager(Pager):
     def complete(self) -> None:
         """Open what is left of the pass."""
         if self._at != self._start:
-            self._pass(self._until(0 if self._down else self._num_blocks - 1))
+            self._pass(self._until(0 if self._down else self._schedule.num_blocks - 1))
         self.close_any()
 
     def _pass(self, blocks: Iterable[int]) -> None:
@@ -222,7 +218,7 @@ class ShardedPager(Pager):
 
     @property
     def _start(self) -> int:
-        return self._num_blocks if self._down else -1
+        return self._schedule.num_blocks if self._down else -1
 
     def _begin(self, direction: Direction) -> None:
         self._direction = direction
@@ -231,13 +227,9 @@ class ShardedPager(Pager):
             # called once all of backward has run
             torch.autograd.Variable._execution_engine.queue_callback(self.complete)
 
-    def _is_behind(self, block: int) -> bool:
-        return block >= self._at if self._down else block <= self._at
-
     def _until(self, block: int) -> range:
-        if self._down:
-            return range(self._at - 1, block - 1, -1)
-        return range(self._at + 1, block + 1)
+        step = -1 if self._down else 1
+        return range(self._at + step, block + step, step)
 
 
 class Ring:
@@ -265,10 +257,8 @@ class Ring:
         poison: bool,
         ranks: Ranks,
     ) -> None:
-        self._layout = layout
-        self._plan = plan
-        self._arena = arena
-        self._device = device
+        self._layout, self._plan = layout, plan
+        self._arena, self._device = arena, device
         self._poison = poison
         self._rank = ranks.local_rank
         self._transport = Transport(device, ranks if plan.shards > 1 else None)
@@ -280,9 +270,10 @@ class Ring:
         self._plan = plan
         self.numbers = {index: n for n, index in enumerate(plan.paged)}
         sizes = slot_bytes(self._layout, plan.placements, plan.n_buffer, plan.shards)
-        device, poison, transport = self._device, self._poison, self._transport
+        device = self._device
         self.slots = [
-            Slot(device.allocate(nbytes), device, poison, transport) for nbytes in sizes
+            Slot(device.allocate(nbytes), device, self._poison, self._transport)
+            for nbytes in sizes
         ]
 
     def buffer_of(self, chunk: Chunk) -> Tensor:
@@ -304,12 +295,7 @@ class Ring:
         return self._transport.fetch(stream, buffer, self.source(index))
 
     def pager(self, worker: HostWorker, **around: Any) -> Pager:
-        """A pager of these slots, all of which it takes for empty.
-
-        Args:
-            worker: Runs the updates.
-            around: Further arguments of `Pager`.
-        """
+        """A pager of these slots, with further arguments of `Pager`."""
         paged = self._plan.paged
         blocks = [
             [self.numbers[c] for c in block.chunks if c in self.numbers]

@@ -39,8 +39,10 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,13 +74,13 @@ class _Lane:
 _Clock = dict[_Lane, int]
 
 
+@dataclass(eq=False)
 class _Part:
     """Consecutive bytes with the same history: their last write, the reads since."""
 
-    def __init__(self, start: int, written: _Clock, read: _Clock) -> None:
-        self.start = start
-        self.written = written
-        self.read = read
+    start: int
+    written: _Clock
+    read: _Clock
 
     def check(self, clock: _Clock, act: str, writes: bool, memory: _Memory) -> None:
         """Raise unless whoever has this clock knows of the write, and of the reads."""
@@ -98,12 +100,10 @@ class _Memory:
     def __init__(
         self, start: int, end: int, name: str, on_device: bool, written: _Clock
     ) -> None:
-        self.start = start
-        self.end = end
+        self.start, self.end = start, end
         self.name = name
         self.on_device = on_device
-        self.has_windows = False
-        self.in_use = False
+        self.has_windows = self.in_use = False
         self._parts = [_Part(start, written, {})]
 
     def parts(self, start: int, end: int) -> list[_Part]:
@@ -127,8 +127,7 @@ class _Memory:
         return at
 
 
-def _start(range_: _Part | _Memory) -> int:
-    return range_.start
+_start = attrgetter("start")
 
 
 class CheckedDevice(Device):
@@ -145,16 +144,12 @@ class CheckedDevice(Device):
         self.lock = threading.RLock()
         self._local = threading.local()
         self._caller = self._local.lane = _Lane("the calling thread")
-        self._compute = _Lane("compute")
-        self._lanes = (
-            self._compute,
-            _Lane("fetch"),
-            _Lane("offload"),
-            _Lane("communicate"),
-        )
-        self.fetch = _CheckedStream(self, device.fetch, self._lanes[1])
-        self.offload = _CheckedStream(self, device.offload, self._lanes[2])
-        self.communicate = _CheckedStream(self, device.communicate, self._lanes[3])
+        names = ("compute", "fetch", "offload", "communicate")
+        self._lanes = tuple(map(_Lane, names))
+        self._compute, fetch, offload, communicate = self._lanes
+        self.fetch = _CheckedStream(self, device.fetch, fetch)
+        self.offload = _CheckedStream(self, device.offload, offload)
+        self.communicate = _CheckedStream(self, device.communicate, communicate)
         self._known: list[_Memory] = []
         self._ended: deque[tuple[_Memory, _Clock]] = deque()
         self._num_buffers = 0
@@ -192,9 +187,7 @@ class CheckedDevice(Device):
 
     def allocate(self, nbytes: int) -> Tensor:
         buffer = self._device.allocate(nbytes)
-        with self.lock:
-            self._raise_ended()
-            self.queue(self._compute)
+        with self.queueing(self._compute):
             self._compute.tick()
             if nbytes:
                 self._new(buffer, self._name("device"), on_device=True)
@@ -207,8 +200,7 @@ class CheckedDevice(Device):
 
     def pin(self, host: Tensor) -> None:
         self._device.pin(host)
-        with self.lock:
-            self._raise_ended()
+        with self._settled():
             self._add(_Memory(*_span(host), self._name("pinned"), False, {}))
 
     def unpin(self, host: Tensor) -> None:
@@ -224,14 +216,12 @@ class CheckedDevice(Device):
     def wait_stalled(self, event: Event) -> None:
         assert isinstance(event, _CheckedEvent)
         self._device.wait_stalled(event.inner)
-        with self.lock:
-            self.queue(self._compute)
+        with self.queueing(self._compute):
             self._compute.join(event.clock)
 
     def synchronize(self) -> None:
         self._device.synchronize()
-        with self.lock:
-            self._raise_ended()
+        with self._settled():
             for lane in self._lanes:
                 self.thread().join(lane.clock)
 
@@ -243,15 +233,16 @@ class CheckedDevice(Device):
             self._local.lane = _Lane(f"the thread {threading.current_thread().name}")
         return self._local.lane
 
-    def queue(self, lane: _Lane) -> None:
+    @contextmanager
+    def queueing(self, lane: _Lane) -> Iterator[None]:
         """The calling thread queues something on the stream of a lane."""
-        self._raise_ended()
-        lane.join(self.thread().clock)
+        with self._settled():
+            lane.join(self.thread().clock)
+            yield
 
     def learn(self, event: _CheckedEvent) -> None:
         """The calling thread has waited for an event."""
-        with self.lock:
-            self._raise_ended()
+        with self._settled():
             self.thread().join(event.clock)
 
     # accesses
@@ -263,16 +254,14 @@ class CheckedDevice(Device):
         self._declared(memory, stream, writes=True)
 
     def begin_use(self, buffer: Tensor) -> None:
-        with self.lock:
-            self.queue(self._compute)
+        with self.queueing(self._compute):
             memory = self.access(self._compute, buffer, False, True)
             if memory.in_use:
                 raise RaceError(f"{memory.name}: its use begins a second time")
             memory.in_use = memory.has_windows = True
 
     def end_use(self, buffer: Tensor) -> None:
-        with self.lock:
-            self.queue(self._compute)
+        with self.queueing(self._compute):
             memory = self.access(self._compute, buffer, False, True)
             if not memory.in_use:
                 raise RaceError(f"{memory.name}: its use ends but has not begun")
@@ -291,8 +280,7 @@ class CheckedDevice(Device):
         if writes and memory.in_use:
             raise RaceError(f"{memory.name}: {act}, but compute has not ended its use")
         time = lane.tick()
-        within = max(start, memory.start), min(end, memory.end)
-        for part in memory.parts(*within):
+        for part in memory.parts(max(start, memory.start), min(end, memory.end)):
             part.check(lane.clock, act, writes, memory)
             if writes:
                 part.written, part.read = {lane: time}, {}
@@ -310,11 +298,8 @@ class CheckedDevice(Device):
         self, memory: Iterable[Tensor], stream: Stream | None, writes: bool
     ) -> None:
         assert stream is None or isinstance(stream, _CheckedStream)
-        with self.lock:
-            self._raise_ended()
-            lane = self.thread() if stream is None else stream.lane
-            if stream is not None:
-                self.queue(lane)
+        lane = self.thread() if stream is None else stream.lane
+        with self.queueing(lane):
             for tensor in filter(Tensor.numel, memory):
                 self.access(lane, tensor, writes, on_device=stream is not None)
 
@@ -333,14 +318,9 @@ class CheckedDevice(Device):
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         # an allocator hands out what compute may just have used
-        written = {self._compute: self._compute.clock[self._compute]}
-        memory = _Memory(
-            start,
-            start + storage.nbytes(),
-            name,
-            on_device,
-            written if on_device else {},
-        )
+        compute = self._compute
+        written = {compute: compute.clock[compute]} if on_device else {}
+        memory = _Memory(start, start + storage.nbytes(), name, on_device, written)
         self._add(memory)
         weakref.finalize(storage, self._storage_ends, memory).atexit = False
         return memory
@@ -365,16 +345,19 @@ class CheckedDevice(Device):
             heir.join(dict(self._compute.clock))
         return heir.clock
 
-    def _raise_ended(self) -> None:
-        while self._ended:
-            memory, clock = self._ended.popleft()
-            if memory in self._known:
-                self._known.remove(memory)
-                memory.check_end(clock, "its storage ends")
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Under the lock, once the ends of storages have been looked at."""
+        with self.lock:
+            while self._ended:
+                memory, clock = self._ended.popleft()
+                if memory in self._known:
+                    self._known.remove(memory)
+                    memory.check_end(clock, "its storage ends")
+            yield
 
     def _end(self, tensor: Tensor, verb: str) -> None:
-        with self.lock:
-            self._raise_ended()
+        with self._settled():
             memory = self._at(tensor.data_ptr())
             name = self.thread().name
             if memory is None:
@@ -387,46 +370,43 @@ class CheckedDevice(Device):
         return f"{kind} buffer {self._num_buffers - 1}"
 
 
+@dataclass
 class _CheckedStream:
-    def __init__(self, device: CheckedDevice, inner: Stream, lane: _Lane) -> None:
-        self._device = device
-        self._inner = inner
-        self.lane = lane
-        self._to_device = lane.name != "offload"
+    device: CheckedDevice
+    inner: Stream
+    lane: _Lane
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CheckedEvent)
-        self._inner.wait(event.inner)
-        with self._device.lock:
-            self._device.queue(self.lane)
+        self.inner.wait(event.inner)
+        with self.device.queueing(self.lane):
             self.lane.join(event.clock)
 
     def record(self) -> Event:
-        inner = self._inner.record()
-        with self._device.lock:
-            self._device.queue(self.lane)
-            return _CheckedEvent(self._device, inner, dict(self.lane.clock))
+        inner = self.inner.record()
+        with self.device.queueing(self.lane):
+            return _CheckedEvent(self.device, inner, dict(self.lane.clock))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         if target.numel():
-            self._access(source, False, not self._to_device)
-            self._access(target, True, self._to_device)
-            self._queue(self._inner.copy, target, source)
+            to_device = self.lane.name != "offload"
+            self._access(source, False, not to_device)
+            self._access(target, True, to_device)
+            self._queue(self.inner.copy, target, source)
 
     def fill(self, target: Tensor, byte: int) -> None:
         if target.numel():
             self._access(target, True, True)
-            self._queue(self._inner.fill, target, byte)
+            self._queue(self.inner.fill, target, byte)
 
-    def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
+    def call(self, work: Callable[[], object], memory: Sequence[Tensor]) -> None:
         for tensor in memory:
             self._access(tensor, True, True)
-        self._queue(self._inner.call, work, memory)
+        self._queue(self.inner.call, work, memory)
 
     def _access(self, tensor: Tensor, writes: bool, on_device: bool) -> None:
-        with self._device.lock:
-            self._device.queue(self.lane)
-            self._device.access(self.lane, tensor, writes, on_device)
+        with self.device.queueing(self.lane):
+            self.device.access(self.lane, tensor, writes, on_device)
 
     def _queue(self, act: Callable[..., None], *args: Any) -> None:
         # its operators have been checked
@@ -434,20 +414,19 @@ class _CheckedStream:
             act(*args)
 
 
+@dataclass
 class _CheckedEvent:
-    def __init__(self, device: CheckedDevice, inner: Event, clock: _Clock) -> None:
-        self._device = device
-        self.inner = inner
-        self.clock = clock
+    device: CheckedDevice
+    inner: Event
+    clock: _Clock
 
     def synchronize(self) -> None:
         self.inner.synchronize()
-        self._device.learn(self)
+        self.device.learn(self)
 
     def query(self) -> bool:
-        done = self.inner.query()
-        if done:
-            self._device.learn(self)
+        if done := self.inner.query():
+            self.device.learn(self)
         return done
 
 

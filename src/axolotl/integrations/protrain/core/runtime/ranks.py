@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,16 +40,17 @@ class Ranks:
     def __init__(self, device_type: str) -> None:
         self.rank = dist.get_rank()
         self._host = dist.new_group(backend="gloo")
-        nodes = _by_node(self.collect(_node()))
-        own = next(node for node in nodes if self.rank in node)
+        # what the processes of one node have in common, and of no other
+        node = os.environ.get("GROUP_RANK") or platform.node()
+        nodes = _by_node(self.collect(node))
+        own = next(ranks for ranks in nodes if self.rank in ranks)
         self.world = World(dist.get_world_size(), len(own))
         self.local_rank = own.index(self.rank)
         backend = "nccl" if device_type == "cuda" else "gloo"
-        across = [list(ranks) for ranks in zip(*nodes, strict=True)]
         self._node = self._one_of(nodes, backend)
         self._node_host = self._one_of(nodes, "gloo")
         self._updates = self._one_of(nodes, "gloo")
-        self._across = self._one_of(across, backend)
+        self._across = self._one_of([*zip(*nodes, strict=True)], backend)
         self._own_node = own
         self.counters = Counters()
 
@@ -97,8 +97,7 @@ class Ranks:
 
     def spread_on_node(self, tensor: Tensor, source: int) -> None:
         """Overwrite a host tensor with that of a local rank."""
-        source = self._own_node[source]
-        dist.broadcast(tensor, src=source, group=self._node_host)
+        dist.broadcast(tensor, src=self._own_node[source], group=self._node_host)
 
     def holders(self, absent: Collection[str]) -> dict[str, int]:
         """For each name that a rank of the node lacks the first local rank with it."""
@@ -129,44 +128,34 @@ class Ranks:
         Raises:
             ProTrainError: Another rank failed; what it raised, named by its rank.
         """
-        outcome = _Outcome.of(act)
-        for rank, failure in enumerate(self.collect(outcome.failure)):
-            if failure is not None and outcome.error is None:
-                raise failure.seen_from_another(rank)
-        return outcome.result()
+        value, error = _outcome(act)
+        failures = self.collect(_in_words(error))
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            _raise_failure(rank, failure)
+        return value
 
     def _from(self, source: int, group: Any, make: Callable[[], Result]) -> Result:
-        if self.rank == source:
-            outcome = _Outcome.of(make)
-            sent = [outcome.value, outcome.failure]
-            dist.broadcast_object_list(sent, src=source, group=group)
-            return outcome.result()
-        received: list[Any] = [None, None]
-        dist.broadcast_object_list(received, src=source, group=group)
-        value, failure = received
-        if failure is not None:
-            raise failure.seen_from_another(source)
+        value, error = _outcome(make) if self.rank == source else (None, None)
+        sent = [value, _in_words(error)]
+        dist.broadcast_object_list(sent, src=source, group=group)
+        if error is not None:
+            raise error
+        value, failure = sent
+        _raise_failure(source, failure)
         return value
 
     def close(self) -> None:
         """Leave the groups."""
-        for group in {
-            self._host,
-            self._node,
-            self._node_host,
-            self._updates,
-            self._across,
-        }:
+        host = self._host, self._node_host, self._updates
+        for group in {*host, self._node, self._across}:
             dist.destroy_process_group(group)
 
     def _one_of(self, members: Sequence[Sequence[int]], backend: str) -> Any:
         # every rank has to take part in making every group
         made = [dist.new_group(list(ranks), backend=backend) for ranks in members]
-        return next(
-            group
-            for group, ranks in zip(made, members, strict=True)
-            if self.rank in ranks
-        )
+        return made[next(n for n, ranks in enumerate(members) if self.rank in ranks)]
 
 
 class Alone(Ranks):
@@ -198,57 +187,33 @@ class Alone(Ranks):
         """There is no group to leave."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error in words that other processes can read."""
-
-    kind: type[ProTrainError]
-    text: str
-
-    def seen_from_another(self, rank: int) -> ProTrainError:
-        return self.kind(f"rank {rank}: {self.text}")
+def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What an act returned, and what it raised."""
+    try:
+        return act(), None
+    # whatever it is: the others wait to hear of it before it is raised again
+    except Exception as error:  # noqa: BLE001
+        return None, error
 
 
-@dataclass(frozen=True)
-class _Outcome(Generic[Result]):
-    """What an act returned or raised."""
-
-    value: Result | None
-    error: Exception | None
-
-    @classmethod
-    def of(cls, act: Callable[[], Result]) -> _Outcome[Result]:
-        try:
-            return cls(act(), None)
-        # whatever it is: the others wait to hear of it before it is raised again
-        except Exception as error:  # noqa: BLE001
-            return cls(None, error)
-
-    @property
-    def failure(self) -> _Failure | None:
-        if self.error is None:
-            return None
-        if isinstance(self.error, ProTrainError):
-            return _Failure(type(self.error), str(self.error))
-        return _Failure(ProTrainError, f"{type(self.error).__name__}: {self.error}")
-
-    def result(self) -> Result:
-        if self.error is not None:
-            raise self.error
-        return cast(Result, self.value)
+_Failure = tuple[type[ProTrainError], str]
+"""An error in words that other processes can read."""
 
 
-def _node() -> str:
-    """What the processes of one node have in common, and of no other."""
-    return os.environ.get("GROUP_RANK") or platform.node()
+def _in_words(error: Exception | None) -> _Failure | None:
+    if error is None or isinstance(error, ProTrainError):
+        return error and (type(error), str(error))
+    return ProTrainError, f"{type(error).__name__}: {error}"
+
+
+def _raise_failure(rank: int, failure: _Failure | None) -> None:
+    if failure is not None:
+        kind, text = failure
+        raise kind(f"rank {rank}: {text}")
 
 
 def _by_node(nodes: Sequence[str]) -> list[list[int]]:
-    """Ranks of each node.
-
-    Raises:
-        ConfigError: Nodes with different numbers of processes.
-    """
+    """Ranks of each node; refuses nodes with different numbers of processes."""
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)

@@ -7,18 +7,20 @@ are (the way of `torch.distributed._composable.checkpoint`, with removable handl
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from .hooks import AroundForward
+
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """What transformers calls the argument that a block writes its keys and values to."""
 
 
-class Recompute:
+class Recompute(AroundForward):
     """Keep only a block's inputs for backward; RNG state and autocast are replayed.
 
     Attach before any hook that must also run around the recomputation.
@@ -34,35 +36,18 @@ class Recompute:
         saving: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._saving = saving
-        self._running: Generator[None, None, None] | None = None
         self._recomputing = _Flag()
-        self._handles = [
-            block.register_forward_pre_hook(self._begin, with_kwargs=True),
-            block.register_forward_hook(self._end, prepend=True, always_call=True),
-        ]
+        super().__init__(block)
 
-    def remove(self) -> None:
-        """Undo the binding."""
-        self.unwind()
-        for handle in self._handles:
-            handle.remove()
-
-    def unwind(self) -> None:
-        """Leave a forward that an interruption left half done.
-
-        torch calls no hook of a module that a KeyboardInterrupt passes through.
-        """
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
-
-    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def around(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> Generator[Any, None, None]:
         if self._recomputing.set or not torch.is_grad_enabled():
-            return None
+            return
         caches = [name for name in _CACHES if kwargs.get(name) is not None]
         if caches and not block.training:
             # generation needs it; the block keeps its tensors
-            return None
+            return
         # the recomputation would find what the forward wrote there
         kwargs = {**kwargs, **dict.fromkeys(caches)}
         given = args
@@ -75,17 +60,14 @@ class Recompute:
             def run(_on_device: Tensor, **kwargs: Any) -> Any:
                 return block(*saved.restore(), **kwargs)
 
-        self._running = _checkpoint_without_reentrant_generator(
+        checkpoint = _checkpoint_without_reentrant_generator(
             run, True, self._contexts, "default", False, True, *args, **kwargs
         )
-        next(self._running)
-        return given, kwargs
-
-    def _end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            # the generator's last part leaves the saved-tensor context
-            next(running, None)
+        with closing(checkpoint):
+            next(checkpoint)
+            yield given, kwargs
+            # its last part leaves the saved-tensor context
+            next(checkpoint, None)
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), self._recomputing

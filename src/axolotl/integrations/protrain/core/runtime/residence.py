@@ -112,12 +112,7 @@ class Residence:
             self._state_handles.pop().remove()
 
     def refresh(self, chunk: Chunk, ring: Ring) -> None:
-        """Queue the transfer of a chunk's host weights into its buffer, on compute.
-
-        Args:
-            chunk: One that has a buffer of its own.
-            ring: Brings its bytes.
-        """
+        """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
         first = self._bindings[chunk.tensors[0].name].tensor
         storage = first.untyped_storage()
         buffer = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
@@ -152,11 +147,7 @@ class Residence:
 
         Its tensors are not parameters: bitsandbytes turns them into entries, some into
         plain numbers, while it reads the module. So it must see the host copies then.
-
-        Args:
-            owner: The module that registers the weights.
-            chunk: Holds them.
-            params: Their names from the model root.
+        `params` are the names of the weights from the model root.
         """
         prefixes = tuple(f"{name}." for name in params)
         side = [
@@ -184,9 +175,9 @@ class Residence:
         ]
 
     def _fills(self, chunk: Chunk, number: int) -> bool:
-        """What trains may have begun at random: there the first rank's values count."""
         filler = self._holder(chunk.tensors[number].name)
         if filler is None:
+            # what trains may have begun at random: there the first rank's values count
             filler = 0 if chunk.trainable else number % self._ranks.world.local_size
         return self._ranks.local_rank == filler
 

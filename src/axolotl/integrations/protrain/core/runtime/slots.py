@@ -48,15 +48,12 @@ class Transport:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
-        """Queue the bytes of one chunk.
+        """Queue the bytes of one chunk and give the point at which all are there.
 
         Args:
             stream: Carries the copy.
             buffer: uint8, on the device, as large as the chunk or all its shards.
             source: uint8, on the host: the chunk, or this rank's shard.
-
-        Returns:
-            The point at which all of them are there.
         """
         part, whole = self._targets(buffer, source.numel())
         stream.copy(part, source)
@@ -91,6 +88,9 @@ class Slot:
         device: Where the copies run.
         poison: Fill the buffer with NaN bytes when its chunk leaves.
         transport: Brings the chunks; by default copies them whole.
+
+    Attributes:
+        holds: The chunk that is in it or on its way; None: all must be fetched again.
     """
 
     def __init__(
@@ -126,10 +126,6 @@ class Slot:
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
 
-    def forget(self) -> None:
-        """The host copy changed: the content is stale and must be fetched again."""
-        self.holds = None
-
     def begin_use(self) -> None:
         """Order the reads that follow after the copy."""
         if self._arrival is not None:
@@ -145,4 +141,4 @@ class Slot:
         """Compute has written through the parameters; order the next `fetch` after."""
         self._device.writes([self.buffer], self._device.compute)
         self._last_use = self._device.compute.record()
-        self.forget()
+        self.holds = None

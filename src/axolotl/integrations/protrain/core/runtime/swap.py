@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,39 +43,28 @@ from torch import Tensor, nn
 from ..types import SMALLEST_SWAP_BYTES, Counters
 from .arena import host_buffer
 from .device import Device, Event
+from .hooks import AroundForward
 
 
 class SwapRegion:
     """Pinned host memory for the storages of one block in one micro-batch.
 
-    A slot the other way round. It is free again when no storage in it is wanted any
-    more; compute has waited for all copies out of it then, and what is copied into it
-    next waits for compute.
+    A slot the other way round. It may be filled again when no storage in it is `wanted`
+    any more; compute has waited for all copies out of it then, and what is copied into
+    it next waits for compute.
 
     Args:
         nbytes: What the plan expects; it grows where a batch is larger.
-        device: Whose copies use it.
-        taken: Told the bytes of each piece of host memory.
-
-    Attributes:
-        wanted: What waits in it.
+        swap: Counts its bytes.
     """
 
-    def __init__(
-        self, nbytes: int, device: Device, taken: Callable[[int], None]
-    ) -> None:
-        self._device = device
-        self._taken = taken
+    def __init__(self, nbytes: int, swap: Swap) -> None:
+        self._swap = swap
         self._buffers: list[Tensor] = []
-        self._current = self._used = 0
         self.wanted: set[_Life] = set()
+        self.claim()
         if nbytes:
             self._grow(nbytes)
-
-    @property
-    def free(self) -> bool:
-        """True when nothing in it is wanted any more."""
-        return not self.wanted
 
     def claim(self) -> None:
         """Begin to fill it anew."""
@@ -95,13 +85,13 @@ class SwapRegion:
     def close(self) -> None:
         """Give the memory back. No copy may be in flight."""
         while self._buffers:
-            self._device.unpin(self._buffers.pop())
+            self._swap.device.unpin(self._buffers.pop())
 
     def _grow(self, nbytes: int) -> None:
         buffer = host_buffer(nbytes)
-        self._device.pin(buffer)
+        self._swap.device.pin(buffer)
         self._buffers.append(buffer)
-        self._taken(nbytes)
+        self._swap.host_bytes += nbytes
 
 
 class Swapped:
@@ -129,7 +119,7 @@ class Swapped:
         self._here: torch.UntypedStorage | None = None
         self.life = swap.live(self, storage._cdata, region)
         self._host = region.reserve(self._nbytes)
-        source = _bytes(storage, device.torch_device)
+        source = _view(storage, torch.uint8)
         device.offload.wait(device.compute.record())
         device.offload.copy(self._host, source)
         swap.left(device.offload.record(), source)
@@ -158,14 +148,13 @@ class Swapped:
         self.life.arriving = device.fetch.record(), self._here
         self._swap.counters.swapped_in_bytes += self._nbytes
 
-    def storage(self) -> torch.UntypedStorage:
-        """Its bytes on the device, readable by compute."""
+    def tensor(self, dtype: torch.dtype, *strided: Any) -> Tensor:
+        """A view of its bytes on the device, readable by compute."""
         self.fetch()
         self.life.arrive(self._device)
         assert self._here is not None
-        device = self._device
-        device.reads([_bytes(self._here, device.torch_device)], device.compute)
-        return self._here
+        self._device.reads([_view(self._here, torch.uint8)], self._device.compute)
+        return _view(self._here, dtype, *strided)
 
 
 class _Life(weakref.ref[Swapped]):
@@ -181,20 +170,6 @@ class _Life(weakref.ref[Swapped]):
         arriving, self.arriving = self.arriving, None
         if arriving is not None:
             device.wait_stalled(arriving[0])
-
-
-class _Handle:
-    """What autograd keeps in place of a tensor."""
-
-    def __init__(self, swapped: Swapped, tensor: Tensor) -> None:
-        self._swapped = swapped
-        self._dtype = tensor.dtype
-        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
-
-    def unpack(self) -> Tensor:
-        storage = self._swapped.storage()
-        empty = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return empty.set_(storage, *self._view)
 
 
 class Swap:
@@ -237,7 +212,7 @@ class Swap:
         region = self._claim(block)
         swapped = self._of_block[block] = []
 
-        def pack(tensor: Tensor) -> Tensor | _Handle:
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             if not self._swaps(tensor):
                 return tensor
             storage, version = tensor.untyped_storage(), tensor._version
@@ -246,7 +221,8 @@ class Swap:
             if known is None or not known.is_of(storage, version):
                 known = Swapped(storage, version, region, self)
             swapped.append(known.life)
-            return _Handle(known, tensor)
+            strided = tensor.storage_offset(), tensor.shape, tensor.stride()
+            return partial(known.tensor, tensor.dtype, *strided)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
@@ -301,17 +277,13 @@ class Swap:
 
     def _claim(self, block: int) -> SwapRegion:
         regions = self._regions.setdefault(block, [])
-        region = next((region for region in regions if region.free), None)
+        region = next((region for region in regions if not region.wanted), None)
         if region is None:
             # also a second forward before the first one's backward
-            expected = self._block_bytes.get(block, 0)
-            region = SwapRegion(expected, self.device, self._take)
+            region = SwapRegion(self._block_bytes.get(block, 0), self)
             regions.append(region)
         region.claim()
         return region
-
-    def _take(self, nbytes: int) -> None:
-        self.host_bytes += nbytes
 
     def _swaps(self, tensor: Tensor) -> bool:
         return (
@@ -325,41 +297,22 @@ class Swap:
         )
 
 
-class SwapBlock:
+class SwapBlock(AroundForward):
     """Swaps what one block saves, from its pre-hook to its hook."""
 
     def __init__(self, block: nn.Module, index: int, swap: Swap) -> None:
-        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._context = partial(swap.saving, index)
+        super().__init__(block)
 
-        def begin(_block: nn.Module, _args: Any) -> None:
-            if torch.is_grad_enabled():
-                self._saving = swap.saving(index)
-                self._saving.__enter__()
-
-        def end(_block: nn.Module, _args: Any, _output: Any) -> None:
-            self.unwind()
-
-        self._handles = [
-            block.register_forward_pre_hook(begin),
-            block.register_forward_hook(end, prepend=True, always_call=True),
-        ]
-
-    def unwind(self) -> None:
-        """Leave a forward that an interruption left half done."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.__exit__()
-
-    def remove(self) -> None:
-        """Undo the binding."""
-        self.unwind()
-        for handle in self._handles:
-            handle.remove()
+    def around(self, *_: Any) -> Generator[Any, None, None]:
+        if torch.is_grad_enabled():
+            with self._context():
+                yield
 
 
-def _unpack(packed: Tensor | _Handle) -> Tensor:
-    return packed.unpack() if isinstance(packed, _Handle) else packed
+def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
 
 
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *strided: Any) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *strided)

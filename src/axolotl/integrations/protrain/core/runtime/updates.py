@@ -42,9 +42,10 @@ class HostTask(Generic[Result]):
 
     def everywhere(self) -> bool:
         """True once it has run, here and on the ranks that its result stands for."""
-        return self._future.done() and (
-            (others := self._others()) is None or others.is_completed()
-        )
+        if not self._future.done():
+            return False
+        others = self._others()
+        return others is None or others.is_completed()
 
     def wait_everywhere(self) -> None:
         """Block until then; raise what has become of the others."""
@@ -63,11 +64,7 @@ class HostTask(Generic[Result]):
 
 
 class HostWorker:
-    """Runs one task after another and remembers the last update of each chunk.
-
-    Args:
-        device: Whose `host_threads` its tasks may use.
-    """
+    """Runs one task after another, and remembers the last update of each chunk."""
 
     def __init__(self, device: Device) -> None:
         threads = device.host_threads
@@ -98,9 +95,7 @@ class HostWorker:
     def pending(self, chunk: int) -> bool:
         """True while an update of the chunk is queued or running; raise its failure."""
         update = self._last.get(chunk)
-        if update is None:
-            return False
-        if not update.everywhere():
+        if update is not None and not update.everywhere():
             return True
         self.wait(chunk)
         return False
