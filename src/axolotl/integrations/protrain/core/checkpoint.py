@@ -23,24 +23,18 @@ def checkpoint_bytes(
     layout: Layout, adapter: bool, optimizer_state: bool, fp32_master: bool
 ) -> int:
     """Bytes that one checkpoint takes on disk, without the tokenizer's."""
-    trained = layout.fixed_trainable_bytes
-    frozen = layout.fixed_frozen_bytes
-    masters = 0
-    moments = 2 * layout.fixed_trainable_bytes
+    weights = layout.fixed_trainable_bytes
+    state = 2 * layout.fixed_trainable_bytes
+    if not adapter:
+        weights += layout.fixed_frozen_bytes
     for chunk in layout.chunks:
-        payload = chunk.payload_bytes
-        if not chunk.trainable:
-            frozen += payload
-            continue
-        trained += payload
-        for tensor in chunk.tensors:
-            if fp32_master and tensor.is_16_bit:
-                masters += 4 * tensor.numel
-                moments += 8 * tensor.numel
-            else:
-                moments += 2 * tensor.nbytes
-    weights = trained if adapter else trained + frozen
-    return weights + (moments + masters if optimizer_state else 0)
+        if chunk.trainable or not adapter:
+            weights += chunk.payload_bytes
+        for tensor in chunk.tensors if chunk.trainable else ():
+            # main weight and two moments in fp32, or two moments like the weight
+            on_main = fp32_master and tensor.is_16_bit
+            state += 12 * tensor.numel if on_main else 2 * tensor.nbytes
+    return weights + (state if optimizer_state else 0)
 
 
 def require_space(folder: Path, nbytes: int, slack: int = SLACK_BYTES) -> None:
@@ -62,11 +56,7 @@ def require_space(folder: Path, nbytes: int, slack: int = SLACK_BYTES) -> None:
 
 @contextmanager
 def whole_or_nothing(folder: Path, existed: bool) -> Iterator[None]:
-    """Remove a new `folder` if writing into it fails: no half checkpoint stays.
-
-    Args:
-        folder: Gets a checkpoint.
-        existed: It holds one already, which is not ours to remove.
+    """Remove `folder` if writing into it fails, unless it `existed`: no half checkpoint.
 
     Raises:
         CheckpointError: A file could not be written.
@@ -86,8 +76,8 @@ def whole_or_nothing(folder: Path, existed: bool) -> Iterator[None]:
 
 
 def _is_write_error(error: BaseException) -> bool:
-    if isinstance(error, (OSError, SafetensorError)):
-        return True
     # torch.save has no type of its own for it; these name its writer
     signs = ("PytorchStreamWriter", "inline_container")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return isinstance(error, (OSError, SafetensorError)) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -44,13 +44,10 @@ def build_layout(
         LayoutError: The model has no recognisable blocks, or quantised weights that
             cannot be moved.
     """
-    blocks = find_blocks(model)
-    if order:
-        modules = dict(blocks)
-        blocks = [(name, modules[name]) for name in order]
+    found = dict(find_blocks(model))
     # walked once: a walk over a large model takes as long as the rest
     named = dict(model.named_parameters())
-    inside = [list(module.parameters()) for _, module in blocks]
+    inside = {name: list(found[name].parameters()) for name in order or found}
     check_quantised(named)
     held = {id(p): bindings(name, p) for name, p in named.items()}
     kept = beside_quantised(model, named) | {
@@ -58,23 +55,20 @@ def build_layout(
         for key, own in held.items()
         if own[0].name in keep_resident or not all(map(_fits_in_chunk, own))
     }
-    shared = _shared_parameters(model, [name for name, _ in blocks], inside)
+    stay = kept | _shared_parameters(model, inside)
     chunks: list[Chunk] = []
     chunked: set[int] = set()
-    placed_blocks = []
-    for block_index, ((block_name, _), params) in enumerate(
-        zip(blocks, inside, strict=True)
-    ):
-        own = [p for p in params if id(p) not in shared and id(p) not in kept]
-        block_chunks = []
+    blocks = []
+    for index, (name, params) in enumerate(inside.items()):
+        first = len(chunks)
+        members = [p for p in params if id(p) not in stay]
         for trainable in (False, True):
-            members = [p for p in own if p.requires_grad is trainable]
-            if members:
-                block_chunks.append(len(chunks))
-                tensors = [binding for p in members for binding in held[id(p)]]
-                chunks.append(_pack(len(chunks), block_index, trainable, tensors))
-        chunked.update(map(id, own))
-        placed_blocks.append(Block(block_index, block_name, tuple(block_chunks)))
+            same = [p for p in members if p.requires_grad is trainable]
+            if same:
+                tensors = [binding for p in same for binding in held[id(p)]]
+                chunks.append(_pack(len(chunks), index, trainable, tensors))
+        chunked.update(map(id, members))
+        blocks.append(Block(index, name, tuple(range(first, len(chunks)))))
 
     fixed = {False: 0, True: 0}
     num_fixed_trainable = 0
@@ -86,21 +80,21 @@ def build_layout(
         else:
             fixed[p.requires_grad] += sum(b.tensor.nbytes for b in held[id(p)])
             num_fixed_trainable += p.requires_grad
-    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    fixed[False] += sum(buffer.nbytes for buffer in model.buffers())
     return Layout(
-        blocks=tuple(placed_blocks),
+        blocks=tuple(blocks),
         chunks=tuple(chunks),
-        fixed_frozen_bytes=fixed[False] + buffer_bytes,
+        fixed_frozen_bytes=fixed[False],
         fixed_trainable_bytes=fixed[True],
         num_fixed_trainable=num_fixed_trainable,
     )
 
 
 def _shared_parameters(
-    model: nn.Module, blocks: Sequence[str], inside: Sequence[Sequence[nn.Parameter]]
+    model: nn.Module, inside: Mapping[str, Sequence[nn.Parameter]]
 ) -> set[int]:
     """Ids of parameters that more than one block, or a block and the rest, use."""
-    prefixes = tuple(f"{name}." for name in blocks)
+    prefixes = tuple(f"{name}." for name in inside)
     outside = {
         id(p)
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -108,7 +102,7 @@ def _shared_parameters(
     }
     seen: set[int] = set()
     shared: set[int] = set()
-    for members in (*({id(p) for p in params} for params in inside), outside):
+    for members in (*({id(p) for p in own} for own in inside.values()), outside):
         shared |= seen & members
         seen |= members
     return shared
@@ -124,8 +118,8 @@ def _pack(
 ) -> Chunk:
     specs = []
     end = 0
-    for name, tensor in ((member.name, member.tensor) for member in members):
-        offset = aligned(end)
-        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset))
+    for member in members:
+        tensor, offset = member.tensor, aligned(end)
+        specs.append(TensorSpec(member.name, tuple(tensor.shape), tensor.dtype, offset))
         end = offset + tensor.nbytes
     return Chunk(index, block, trainable, tuple(specs), end)

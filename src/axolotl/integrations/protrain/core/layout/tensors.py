@@ -28,11 +28,8 @@ _MAY_REPACK = "support_avx512bf16_for_cpu"
 class Binding:
     """A place that holds a tensor: `param.data`, or an attribute of a quant state.
 
-    Attributes:
-        name: Unique in the model: the parameter's own name, or that name and the path
-            of the attribute, `….weight.quant_state.state2.absmax`.
-        owner: The parameter or quant state.
-        attribute: Name of the attribute.
+    Its name is the parameter's own, or that and the path of the attribute:
+    `….weight.quant_state.state2.absmax`.
     """
 
     name: str
@@ -115,8 +112,7 @@ def beside_quantised(model: nn.Module, named: Mapping[str, nn.Parameter]) -> set
 
     bitsandbytes casts a bias to the compute dtype by binding `bias.data` anew.
     """
-    quantised = (name for name, param in named.items() if is_quantised(param))
-    owners = {name.rpartition(".")[0] for name in quantised}
+    owners = {n.rpartition(".")[0] for n, param in named.items() if is_quantised(param)}
     return {
         id(param)
         for owner in owners
@@ -129,8 +125,7 @@ def may_repack(model: nn.Module) -> list[nn.Module]:
     """4-bit layers that the first evaluation on this CPU would repack.
 
     With AVX512-BF16 bitsandbytes' `Linear4bit` binds weight and scales to new, rounded
-    copies, which no slot holds and whose product has no backward: a training that goes
-    on after it gets no gradient through these layers.
+    copies, which no slot holds and whose product has no backward.
     """
     return [m for m in model.modules() if getattr(m, _MAY_REPACK, False)]
 

@@ -68,18 +68,11 @@ LINKS = {
 class Gpu(NamedTuple):
     """One row of the table, in the units of data sheets.
 
-    Attributes:
-        name: As a person writes it.
-        mib: Total memory as nvidia-smi reports it.
-        tflops_16: bf16 tensor cores, dense, summed in fp32.
-        tflops_32: fp32 outside tensor cores, torch's default for fp32 products.
-        tflops_tf32: The same products with `tf32: true`, dense.
-        memory_gb_s: Device memory.
-        pcie: Generation of its PCI Express interface; all have 16 lanes.
-        source: Data sheet.
-        nvlink_gb_s: To other cards each way, half of what data sheets of SXM cards
-            give for both; 0 without a switch between all.
-        aliases: Other names, among them what the driver calls it.
+    `mib` is what nvidia-smi reports as total. Products are dense: bf16 on tensor cores
+    summed in fp32, fp32 outside tensor cores (torch's default), and with `tf32: true`.
+    `pcie` is the generation, all have 16 lanes. NVLink is to other cards each way, half
+    of what data sheets of SXM cards give for both, 0 without a switch between all.
+    Among the aliases is what the driver calls the card.
     """
 
     name: str
@@ -158,12 +151,14 @@ def gpu_hardware(
     name, colon, gib = text.partition(":")
     gpu = _find(name, text)
     device_bytes = _bytes_of(gib, gpu) if colon else gpu.device_bytes
+    lost = ROUNDING_FRACTION + DRIVER_FRACTION
     link_name = _find_link(link, gpu) if link is not None else gpu.links[-1]
     peak = LINKS[link_name].bytes_s
     source = f"{gpu.source}; {link_name}; how much of each peak is reached is assumed"
+    alone, both = peak * LINK_FRACTION, peak * LINK_BOTH_FRACTION
     exchange = 0.0
     if num_gpus > 1:
-        exchange, way = peak * LINK_BOTH_FRACTION, "through host memory"
+        exchange, way = both, "through host memory"
         if gpu.nvlink_gb_s:
             exchange, way = gpu.nvlink_gb_s * 1e9 * GATHER_FRACTION, "over NVLink"
         source += f"; cards exchange {way} at {exchange / 1e9:.0f} GB/s each way"
@@ -174,17 +169,15 @@ def gpu_hardware(
         source=source,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        unseen_bytes=CONTEXT_BYTES
-        + KERNEL_BYTES
-        + int((ROUNDING_FRACTION + DRIVER_FRACTION) * device_bytes),
+        unseen_bytes=CONTEXT_BYTES + KERNEL_BYTES + int(lost * device_bytes),
         flops_16=gpu.tflops_16 * 1e12 * MATMUL_FRACTION,
         flops_32=(gpu.tflops_tf32 if tf32 else gpu.tflops_32) * 1e12 * MATMUL_FRACTION,
         memory_bytes_s=gpu.memory_gb_s * 1e9 * MEMORY_FRACTION,
         kernel_s=KERNEL_S,
-        fetch_bytes_s=peak * LINK_FRACTION,
-        offload_bytes_s=peak * LINK_FRACTION,
-        fetch_both_bytes_s=peak * LINK_BOTH_FRACTION,
-        offload_both_bytes_s=peak * LINK_BOTH_FRACTION,
+        fetch_bytes_s=alone,
+        offload_bytes_s=alone,
+        fetch_both_bytes_s=both,
+        offload_both_bytes_s=both,
         adam_bytes_s=ADAM_BYTES_S / num_gpus,
         link=link_name,
         gather_bytes_s=exchange,
@@ -195,7 +188,7 @@ def gpu_hardware(
 def _find(name: str, text: str) -> Gpu:
     wanted = _plain(name)
     for gpu in GPUS:
-        if wanted in (_plain(n) for n in (gpu.name, *gpu.aliases)):
+        if wanted in map(_plain, (gpu.name, *gpu.aliases)):
             return gpu
     begun = [gpu for gpu in GPUS if wanted and wanted in _beginnings(gpu.name)]
     if len(begun) == 1:

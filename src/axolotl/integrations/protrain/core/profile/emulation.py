@@ -33,6 +33,8 @@ from .meta import known
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
+_16_BIT = (torch.float16, torch.bfloat16)
+_FLASH = 1
 
 _LOWER = frozenset(
     "linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm "
@@ -55,9 +57,6 @@ _FP32_ON_CUDA = frozenset(
 _FP32_ON_CPU = frozenset("avg_pool3d grid_sampler stft quantile trace".split())
 
 
-_COMPOSITE = frozenset({"multi_head_attention_forward"})
-
-
 @cache
 def _unguarded(func: Any) -> Any:
     """A function of torch.nn.functional that does not ask this mode first."""
@@ -69,12 +68,7 @@ def _unguarded(func: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """What the trace stands for.
-
-    Attributes:
-        device_type: "cuda" or "cpu".
-        autocast_dtype: Of the autocast region around the model's forward, or None.
-    """
+    """What the trace stands for: "cuda" or "cpu", and autocast around the forward."""
 
     device_type: str
     autocast_dtype: torch.dtype | None
@@ -116,10 +110,8 @@ class Emulation(TorchFunctionMode):
         super().__init__()
         self._cuda = target.device_type == "cuda"
         self._dtype = target.autocast_dtype
-        self._raised = _FP32_EVERYWHERE | (
-            _FP32_ON_CUDA if self._cuda else _FP32_ON_CPU
-        )
-        # weights are cast once in a region, as autocast's own cache does
+        raised_here = _FP32_ON_CUDA if self._cuda else _FP32_ON_CPU
+        self._raised = _FP32_EVERYWHERE | raised_here
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}
         self._depth = 0
 
@@ -159,7 +151,7 @@ class Emulation(TorchFunctionMode):
                 args = map_tensors(args, self._lower_uncached)
             elif name in self._raised and kwargs.get("dtype") is None:
                 args, kwargs = map_tensors(args, _raise), map_tensors(kwargs, _raise)
-        if name in _COMPOSITE:
+        if name == "multi_head_attention_forward":
             # its inner products are cast too; torch has switched this mode off here
             with self:
                 return _unguarded(func)(*args, **kwargs)
@@ -179,13 +171,13 @@ class Emulation(TorchFunctionMode):
         return bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
 
     def _lower_uncached(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if _is_eligible(tensor) else tensor
+        if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(self._dtype)
 
     def _lower(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype == self._dtype or not _is_eligible(tensor):
-            return tensor
         is_weight = (
-            tensor.dtype == torch.float32
+            tensor.dtype == torch.float32 != self._dtype
             and tensor.requires_grad
             and tensor.is_leaf
             and tensor._base is None
@@ -199,19 +191,11 @@ class Emulation(TorchFunctionMode):
 
 def outputs_as_fp32(outputs: Any) -> Any:
     """What accelerate does to the outputs of an autocast forward."""
-    return map_tensors(
-        outputs,
-        lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t,
-    )
+    return map_tensors(outputs, _raise)
 
 
 def _raise(tensor: Tensor) -> Tensor:
-    is_16_bit = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if is_16_bit else tensor
-
-
-def _is_eligible(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.float() if tensor.dtype in _16_BIT else tensor
 
 
 def _fused_dropout(
@@ -277,7 +261,7 @@ def _cuda_kernel(
 ) -> str:
     """sdp_utils.cpp, without the conditions that training never meets."""
     same_dim = query.shape[-1] == value.shape[-1]
-    is_16_bit = query.dtype in (torch.float16, torch.bfloat16)
+    is_16_bit = query.dtype in _16_BIT
     if not has_mask and is_16_bit and same_dim and query.shape[-1] <= 256:
         return "flash"
     if enable_gqa and query.shape[1] != key.shape[1]:
@@ -301,6 +285,3 @@ def _cpu_kernel(
         q, k, v, mask, drops, is_causal, enable_gqa=enable_gqa
     )
     return "cpu" if choice == _FLASH else "math"
-
-
-_FLASH = 1

@@ -97,7 +97,9 @@ class MetaMode(TorchDispatchMode):
             return None
         known = _known_values(tensors)
         if func in _READS:
-            return _read(func, args, known)
+            if known is None:
+                raise _unknown(func)
+            return func(*_replace(args, known))
         if func is _aten._to_copy.default and _leaves_meta(kwargs):
             kwargs = {**kwargs, "device": _META}
         if known is not None and func not in _RANDOM:
@@ -126,29 +128,24 @@ class MetaMode(TorchDispatchMode):
         except TypeError:
             # an argument that has no hash
             return func(*args, **kwargs)
-        if shapes is None:
-            output = func(*args, **kwargs)
-            outputs = (output,) if isinstance(output, Tensor) else output
-            if not isinstance(outputs, tuple) or not all(
-                isinstance(t, Tensor) for t in outputs
-            ):
-                return output
+        if shapes is not None:
+            several, made = shapes
+            fresh = tuple(
+                torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+                for shape, stride, dtype in made
+            )
+            return fresh if several else fresh[0]
+        output = func(*args, **kwargs)
+        outputs = (output,) if isinstance(output, Tensor) else output
+        if type(outputs) is tuple and all(isinstance(t, Tensor) for t in outputs):
             given = {t.untyped_storage()._cdata for t in tensors}
             if any(t.untyped_storage()._cdata in given for t in outputs):
                 # not marked as a view, and one all the same
                 self._in_place.add(func)
-                return output
-            self._shapes[key] = (
-                type(output) is tuple,
-                [(t.shape, t.stride(), t.dtype) for t in outputs],
-            )
-            return output
-        several, made = shapes
-        fresh = tuple(
-            torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-            for shape, stride, dtype in made
-        )
-        return fresh if several else fresh[0]
+            else:
+                made = [(t.shape, t.stride(), t.dtype) for t in outputs]
+                self._shapes[key] = type(output) is tuple, made
+        return output
 
     def _make(self, func: Any, args: Any, kwargs: Any, moved: list[Tensor]) -> Any:
         """A factory or a copy on to the meta device; integers keep their values."""
@@ -156,9 +153,9 @@ class MetaMode(TorchDispatchMode):
         device = kwargs.get("device")
         if device is None or torch.device(device) != _META:
             return output
-        if isinstance(output, Tensor) and _is_small_integer(output):
-            if func not in _RANDOM and func not in _EMPTY:
-                _know(output, func(*args, **{**kwargs, "device": "cpu"}))
+        has_values = func not in _RANDOM and func not in _EMPTY
+        if has_values and isinstance(output, Tensor) and _is_small_integer(output):
+            _know(output, func(*args, **{**kwargs, "device": "cpu"}))
         if not moved:
             # what was moved is on the device already in a real run
             self.ran(func, args, output)
@@ -167,8 +164,7 @@ class MetaMode(TorchDispatchMode):
     def _carry(self, func: Any, args: Any, kwargs: Any, known: dict[int, Any]) -> Any:
         """An operator all of whose tensors have known values."""
         if func in _BY_VALUE:
-            real = func(*_replace(args, known), **_replace(kwargs, known))
-            return _as_meta(real)
+            return _as_meta(func(*_replace(args, known), **_replace(kwargs, known)))
         output = func(*_to_meta(args), **_to_meta(kwargs))
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         if all(_is_small_integer(t) for t in outputs):
@@ -201,12 +197,6 @@ _BY_VALUE = {
     _aten.masked_select.default,
     _aten.bincount.default,
 }
-
-
-def _read(func: Any, args: Any, known: dict[int, Tensor] | None) -> Any:
-    if known is None:
-        raise _unknown(func)
-    return func(*_replace(args, known))
 
 
 def known(tensor: Tensor, reader: str) -> Tensor:

@@ -60,15 +60,7 @@ _NO_PRODUCT = {
 def work_of(
     func: Any, args: Any, output: Any, read: Sequence[Tensor], made: Sequence[Tensor]
 ) -> Work:
-    """Of one call.
-
-    Args:
-        func: The operator, overload included.
-        args: Its arguments by position.
-        output: What it returned.
-        read: Tensors among `args`.
-        made: Tensors of `output`.
-    """
+    """Of one call: `read` are the tensors in `args`, `made` those in `output`."""
     packet = func._overloadpacket
     name = packet._qualified_op_name
     if name in _PRODUCTS:

@@ -18,7 +18,8 @@ fills them with what the block that ran has shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,8 @@ _META = torch.device("meta")
 class Repeats:
     """Stands in for the forward of blocks whose kind has run before.
 
-    Args:
-        blocks: Names and modules.
-        skipped: Told the number of the block that was skipped and that of the block
-            that ran in its place; called inside the skipped block's forward.
+    `skipped` is told, inside the forward of a block that is skipped, its number and that
+    of the block that ran in its place.
     """
 
     def __init__(
@@ -101,15 +100,11 @@ class _Skipped(torch.autograd.Function):
         return None, *made
 
 
-class _Passed(NamedTuple):
-    """In place of an output that is an input, by its number."""
+@dataclass(frozen=True)
+class _Made:
+    """In place of a tensor in an output: an input, by its number, or a new one."""
 
-    number: int
-
-
-class _Made(NamedTuple):
-    """In place of an output that the block has made."""
-
+    input_number: int | None
     nbytes: int
     dtype: torch.dtype
     shape: torch.Size
@@ -127,10 +122,9 @@ def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
     """The structure of an output without its tensors."""
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
 
-    def described(tensor: Tensor) -> _Passed | _Made:
-        if id(tensor) in numbers:
-            return _Passed(numbers[id(tensor)])
+    def described(tensor: Tensor) -> _Made:
         return _Made(
+            numbers.get(id(tensor)),
             tensor.untyped_storage().nbytes(),
             tensor.dtype,
             tensor.shape,
@@ -148,17 +142,17 @@ def _output(form: Any, inputs: Sequence[Tensor]) -> Any:
     # none, if a block trains although nothing before it does
     sources = sources or [torch.zeros((), device=_META, requires_grad=True)]
 
-    def filled(item: _Passed | _Made) -> Tensor:
-        if isinstance(item, _Passed):
-            return inputs[item.number]
-        return (
-            _Skipped.apply(item.make, *sources) if item.requires_grad else item.make()
-        )
+    def filled(item: _Made) -> Tensor:
+        if item.input_number is not None:
+            return inputs[item.input_number]
+        if not item.requires_grad:
+            return item.make()
+        return _Skipped.apply(item.make, *sources)
 
-    return map_tensors(form, filled, (_Passed, _Made))
+    return map_tensors(form, filled, _Made)
 
 
-_PLAIN = {bool, int, float, str, type(None)}
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _static(block: nn.Module, position: int | None) -> Any:
@@ -190,7 +184,7 @@ def _described(value: Any) -> Any:
         return tuple(map(_described, value))
     if isinstance(value, dict):
         return tuple((key, _described(item)) for key, item in value.items())
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, _PLAIN):
         return repr(value)
     # a cache, for example: the same object for every block
     return id(value)
