@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axolotl.integrations.protrain.core.cost.time import ALONE, Demand, Traffic
-from axolotl.integrations.protrain.core.types import BlockTimes, Hardware, Layout, Plan
+from axolotl.integrations.protrain.core.cost.time import Demand, Traffic
+from axolotl.integrations.protrain.core.types import (
+    BlockTimes,
+    Hardware,
+    Layout,
+    Plan,
+    Workload,
+)
 
 
 def closed_form_s(
@@ -16,7 +22,7 @@ def closed_form_s(
     Equations 2 to 7 with one rank (no gather, no reduce), a block's chunks taken
     together, and the two directions of the link side by side.
     """
-    d = Demand(layout, plan, times, hardware, 1, False, None, ALONE)
+    d = Demand(layout, plan, times, hardware, Workload())
 
     def upload_s(block: int, chunks: Iterable[int], traffic: Traffic) -> float:
         if not 0 <= block < len(d.bounds):

@@ -175,7 +175,7 @@ class Ours:
         for host in self._hosts:
             host.reload()
         self._device, self._worker = device, HostWorker(device)
-        group_of = {id(main): 0 for host in self._hosts for main in host.mains}
+        group_of = {id(param): 0 for param in params.values()}
         self._adamw = HostAdamW(self._hosts, group_of, [GROUP], "torch", self._worker)
         self._clip: Callable[[Sequence[Tensor]], None] | None = None
         if case.clips:

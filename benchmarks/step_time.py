@@ -20,13 +20,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from closed_form import closed_form_s
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axolotl.integrations.protrain.core.cost import StepTime, simulate_step
+from axolotl.integrations.protrain.core.cost import (
+    StepTime,
+    simulate_step,
+    time as time_model,
+)
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
@@ -36,6 +41,7 @@ from axolotl.integrations.protrain.core.types import (
     Placement,
     Plan,
     Policy,
+    Workload,
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protrain" / "core"))
@@ -48,6 +54,14 @@ WARMUP, ROUNDS = 1, 5
 TARGET = 0.1
 FAST, EVEN, SLOW = 500e6, 100e6, 30e6
 """Bytes per second of a link that hides, just about hides, and does not hide."""
+
+
+class ComputesOnCaller(time_model.Step):
+    """Blocks here compute on the thread that queues copies: it never runs ahead."""
+
+    def _run(self, seconds: float) -> None:
+        super()._run(seconds)
+        self.issued = self.now
 
 
 class Pause(torch.autograd.Function):
@@ -399,15 +413,9 @@ def run(case: Case) -> Result:
         share = on_device / sum(chunk.nbytes for chunk in layout.chunks)
         times = replace(times, update_s=times.update_s * share)
     hardware = hardware_of(case)
-    step = simulate_step(
-        layout,
-        plan,
-        times,
-        hardware,
-        case.accumulation,
-        fp32_master=False,
-        launches_ahead=False,
-    )
+    workload = Workload(case.accumulation)
+    with mock.patch.object(time_model, "Step", ComputesOnCaller):
+        step = simulate_step(layout, plan, times, hardware, workload)
     paper_s = closed_form_s(layout, plan, times, hardware)
     return Result(case, step, paper_s, measure(case, model, layout, plan))
 

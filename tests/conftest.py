@@ -52,7 +52,7 @@ LONG = (
     "test_plan.py",
     "test_ranks.py",
     "test_launching.py",
-    "test_blueprint.py",
+    "test_meta_model.py",
     "test_bad_input.py",
     "test_selftest.py",
 )

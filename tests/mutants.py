@@ -147,8 +147,8 @@ MUTANTS = (
     Mutant(
         "staged gradients are added before they have arrived",
         GRADIENTS,
-        "        event.synchronize()\n        for index, gradient in staged:\n",
-        "        for index, gradient in staged:\n",
+        "    event.synchronize()\n    for index, gradient in staged:\n",
+        "    for index, gradient in staged:\n",
     ),
     Mutant(
         "a staging buffer is filled again while it is added",
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "the host updates weights that are being fetched",
         ADAMW,
-        "                fetches.synchronize()\n",
+        "    fetches.synchronize()\n",
         "",
         SESSIONS,
     ),

@@ -15,7 +15,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
-from axolotl.integrations.protrain import run
+from axolotl.integrations.protrain import planning, run
 
 WORDS = "this rank was told to fail"
 STEP = 2
@@ -52,9 +52,10 @@ class DyingPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         # what runs there on every rank
-        names = {"planning": "build_layout", "opening": "open_device"}
-        if self._phase in names:
-            setattr(run, names[self._phase], self._die)
+        if self._phase == "planning":
+            planning.build_layout = self._die
+        if self._phase == "opening":
+            run.open_device = self._die
         trainer.add_callback(_Moments(self._phase, self._die, trainer.model))
 
 

@@ -16,7 +16,7 @@ import psutil
 import torch
 from axolotl.integrations.base import BasePlugin
 
-from axolotl.integrations.protrain import run
+from axolotl.integrations.protrain import planning
 from axolotl.integrations.protrain.core.profile import cache, hardware
 
 
@@ -105,7 +105,7 @@ class CachedProducts(_OtherRates):
 
 class OtherVersions(OddRank):
     def change(self, cfg: Any) -> None:
-        self.replace(run, "versions", lambda: {"python": "3.99"})
+        self.replace(planning, "_versions", lambda: {"python": "3.99"})
 
 
 class OtherEnvironment(OddRank):

@@ -15,7 +15,7 @@ import pytest
 from axolotl_jobs import PAGED, Job, Result, job, overrides
 from fork_server import ENVIRONMENT
 from plan_jobs import BASE, PROTRAIN, Plans
-from test_blueprint import IMAGES, LLAVA, QWEN_VL, VISION_LORA
+from test_meta_model import IMAGES, LLAVA, QWEN_VL, VISION_LORA
 
 COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
 GIB = 2**30

@@ -7,9 +7,9 @@ and report.json is written as in `axolotl train`.
 from __future__ import annotations
 
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from axolotl.utils.dict import DictDefault
@@ -45,16 +45,17 @@ def open(setup: Setup) -> Training:
         optimizer="adamw_torch_fused",
         bf16=case.precision == "bf16",
         output_dir=str(folder),
+        **args.model_dump(exclude_none=True),
     )
     model = setup.model(HOST)
-    run = TrainingRun(args, cfg, False, get_logger(__name__))
+    run = TrainingRun(cfg, False, get_logger(__name__))
     run.open(model, setup.device, saves_optimizer=False)
     session, report = run.session, run.report
     assert session is not None and report is not None
-    optimizer = session.wrap_optimizer(setup.optimizer(model))
-    run.guard_update(optimizer)
+    optimizer = run.wrap_optimizer(setup.optimizer(model))
 
     state = TrainerState()
+    trainer: Any = SimpleNamespace(state=state)
 
     def step(batch: Batch) -> Tensor:
         def forward_backward() -> Tensor:
@@ -63,12 +64,11 @@ def open(setup: Setup) -> Training:
             return loss.detach()
 
         # the first steps are watched in there
-        run.begin_step(state.global_step, state)
-        start = time.perf_counter()
-        loss = run.attempt(forward_backward, "forward")
+        run.begin_step(trainer)
+        loss = run.recovery.attempt(forward_backward, "forward")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        run.end_step(time.perf_counter() - start)
+        run.end_step()
         state.global_step += 1
         return loss
 

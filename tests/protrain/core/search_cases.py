@@ -12,12 +12,9 @@ from hypothesis import settings, strategies as st
 from axolotl.integrations.protrain.core.cost import MemoryModel, StepTime
 from axolotl.integrations.protrain.core.errors import BudgetError
 from axolotl.integrations.protrain.core.layout import slot_floor
-from axolotl.integrations.protrain.core.search import (
-    MAX_EXTRA_SLOTS,
-    Search,
-    make_plan,
-    place,
-)
+from axolotl.integrations.protrain.core.search import Search, make_plan
+from axolotl.integrations.protrain.core.search.plans import place
+from axolotl.integrations.protrain.core.search.search import MAX_EXTRA_SLOTS
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Budget,

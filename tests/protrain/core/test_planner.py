@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from search_cases import ALMOST, PLENTY, Case, cases, few, missing_bytes
 
-from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.args import FORCED, ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.planner import (
     Forecast,
@@ -17,7 +17,7 @@ from axolotl.integrations.protrain.core.planner import (
 )
 from axolotl.integrations.protrain.core.search import ONLY_A
 from axolotl.integrations.protrain.core.types import BlockTimes, Budget, Knobs
-from axolotl.integrations.protrain.planning import FORCED, choose
+from axolotl.integrations.protrain.planning import choose
 
 NOTHING = -1
 """A device that not even an empty model fits."""

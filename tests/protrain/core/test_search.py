@@ -33,14 +33,8 @@ from axolotl.integrations.protrain.core.layout import (
     slot_floor,
 )
 from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
-from axolotl.integrations.protrain.core.search import (
-    MODES,
-    ONLY_A,
-    Search,
-    block_policies,
-    make_plan,
-    place,
-)
+from axolotl.integrations.protrain.core.search import MODES, ONLY_A, Search, make_plan
+from axolotl.integrations.protrain.core.search.plans import block_policies, place
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
@@ -170,7 +164,7 @@ def test_a_plan_is_exactly_what_was_asked_for(
     assert (plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_checkpoint) == knobs
     assert len(plan.paged) == total - n_persist
     assert plan.mode == ("B" if any(p.on_host for p in plan.placements) else "A")
-    assert sum(plan.recompute) == n_checkpoint
+    assert sum(p.recomputes for p in plan.policies) == n_checkpoint
     assert sum(policy.swaps for policy in plan.policies) == n_swap
     check_slots(layout, plan.placements, plan.n_buffer)
 

@@ -22,14 +22,12 @@ from core_models import (
 )
 from hypothesis import given, settings, strategies as st
 
-from axolotl.integrations.protrain.core.cost import (
-    StepTime,
-    host_work,
-    simulate_step,
-)
 from axolotl.integrations.protrain.core.cost.time import (
     COMMUNICATE,
     LANES,
+    StepTime,
+    host_work,
+    simulate_step,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.session import Options, Session
@@ -44,6 +42,7 @@ from axolotl.integrations.protrain.core.types import (
     Plan,
     Policy,
     TensorSpec,
+    Workload,
     World,
 )
 
@@ -75,7 +74,7 @@ HARDWARE = Hardware(
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `simulate_step`."""
+    """Arguments of `simulate_step`, those of the workload one by one."""
 
     layout: Layout
     plan: Plan
@@ -86,17 +85,18 @@ class Case:
     moved: Moved | None
     world: World = World()
 
-    def step(self, **options: Any) -> StepTime:
-        *others, world = vars(self).values()
-        return simulate_step(*others, world=world, **options)
+    def step(self) -> StepTime:
+        *others, accumulation, fp32_master, moved, world = vars(self).values()
+        workload = Workload(accumulation, fp32_master=fp32_master, world=world)
+        return simulate_step(*others, workload, moved)
 
     def compute_s(self) -> float:
         """What the plan computes, added up by hand."""
         t = self.times
         redone = sum(
             seconds
-            for seconds, again in zip(t.forward_s, self.plan.recompute, strict=True)
-            if again
+            for seconds, policy in zip(t.forward_s, self.plan.policies, strict=True)
+            if policy.recomputes
         )
         outside = t.outside_forward_s + t.outside_backward_s
         once = sum(t.forward_s) + sum(t.backward_s) + redone + outside
@@ -148,20 +148,17 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
     )
 
 
-modes = st.fixed_dictionaries({"launches_ahead": st.booleans()})
-
-
 def at_most(ours: float, theirs: float) -> bool:
     return ours <= theirs * (1 + 1e-9) + 1e-9
 
 
 @settings(max_examples=80)
-@given(cases(), modes, st.booleans())
+@given(cases(), st.booleans())
 def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
-    case: Case, mode: dict[str, bool], overlaps: bool
+    case: Case, overlaps: bool
 ) -> None:
     case = replace(case, hardware=replace(case.hardware, overlaps=overlaps))
-    step = case.step(**mode)
+    step = case.step()
     together = (COMMUNICATE,) if case.world.size > 1 else ()
     assert tuple(step.busy_s) == (*LANES, *together)
     assert at_most(max(step.busy_s.values()), step.total_s)
@@ -169,11 +166,11 @@ def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
 
 
 @settings(max_examples=80)
-@given(cases(), modes)
+@given(cases())
 def test_every_second_of_a_step_is_compute_or_exposed(
-    case: Case, mode: dict[str, bool]
+    case: Case,
 ) -> None:
-    step = case.step(**mode)
+    step = case.step()
     assert step.busy_s["compute"] == pytest.approx(case.compute_s())
     assert step.total_s == pytest.approx(
         step.busy_s["compute"] + sum(step.exposed_s.values())
@@ -181,26 +178,26 @@ def test_every_second_of_a_step_is_compute_or_exposed(
     assert min(step.exposed_s.values()) >= 0
 
 
-@given(cases(), modes)
+@given(cases())
 def test_nothing_is_waited_for_where_copies_and_host_are_infinitely_fast(
-    case: Case, mode: dict[str, bool]
+    case: Case,
 ) -> None:
     fast = replace(case.hardware, **dict.fromkeys(RATES, math.inf))
-    step = replace(case, hardware=fast).step(**mode)
+    step = replace(case, hardware=fast).step()
     assert step.total_s == pytest.approx(case.compute_s())
     assert step.exposed_share == pytest.approx(0, abs=1e-9)
     assert step.limiter == "compute" or not step.total_s
 
 
-@given(cases(frozen=True, swaps=False), modes)
+@given(cases(frozen=True, swaps=False))
 def test_without_compute_a_frozen_base_takes_as_long_as_its_copies(
-    case: Case, mode: dict[str, bool]
+    case: Case,
 ) -> None:
     plan = replace(case.plan, shards=1)
     case = replace(case, plan=plan, world=World())
     num_blocks = len(case.layout.blocks)
     idle = BlockTimes((0.0,) * num_blocks, (0.0,) * num_blocks, 0, 0, 0, True)
-    step = replace(case, times=idle).step(**mode)
+    step = replace(case, times=idle).step()
     assert step.total_s == pytest.approx(step.busy_s["fetch"])
     assert step.limiter == "fetch" or not step.total_s
 
@@ -222,21 +219,21 @@ def test_a_faster_link_or_host_is_never_slower(
 # Not with swapped blocks: a chunk fetched far ahead can stand in the one queue before
 # the activations that the next block needs.
 @settings(max_examples=80)
-@given(cases(frozen=True, swaps=False), modes)
+@given(cases(frozen=True, swaps=False))
 def test_one_more_slot_is_never_slower_for_a_frozen_base(
-    case: Case, mode: dict[str, bool]
+    case: Case,
 ) -> None:
     if case.plan.n_buffer < len(case.plan.paged):
         more = replace(case.plan, n_buffer=case.plan.n_buffer + 1)
-        after = replace(case, plan=more).step(**mode)
-        assert at_most(after.total_s, case.step(**mode).total_s)
+        after = replace(case, plan=more).step()
+        assert at_most(after.total_s, case.step().total_s)
 
 
-@given(cases(frozen=True), modes)
+@given(cases(frozen=True))
 def test_without_overlap_a_frozen_base_takes_the_plain_sum(
-    case: Case, mode: dict[str, bool]
+    case: Case,
 ) -> None:
-    step = replace(case, hardware=replace(case.hardware, overlaps=False)).step(**mode)
+    step = replace(case, hardware=replace(case.hardware, overlaps=False)).step()
     moves = sum(step.busy_s.values()) - step.busy_s["compute"]
     assert step.total_s == pytest.approx(case.compute_s() + moves)
 
@@ -312,8 +309,7 @@ def test_a_step_moves_the_bytes_that_a_session_moves(
         session.plan,
         BlockTimes((1.0,) * 6, (1.0,) * 6, 1, 1, 1, True),
         HARDWARE,
-        accumulation,
-        fp32_master,
+        Workload(accumulation, fp32_master=fp32_master),
     )
     assert step.fetched_bytes == after.fetched_bytes - before.fetched_bytes
     assert step.offloaded_bytes == after.offloaded_bytes - before.offloaded_bytes
@@ -525,7 +521,11 @@ def test_more_ranks_of_a_node_have_less_to_update(case: Case, ranks: int) -> Non
     trained = [chunk for chunk in case.layout.chunks if chunk.trainable]
     for chunk in trained:
         alone, together, more = (
-            host_work(chunk, case.hardware, case.fp32_master, world=World(n, n))
+            host_work(
+                chunk,
+                case.hardware,
+                Workload(fp32_master=case.fp32_master, world=World(n, n)),
+            )
             for n in (1, ranks, ranks + 1)
         )
         assert together.update_s == pytest.approx(alone.update_s / ranks)
@@ -579,12 +579,6 @@ def test_weights_that_stay_are_refreshed_before_forward() -> None:
     assert step.total_s == pytest.approx(24 + 3 + 4 + 1 + 2 * NORM_S)
     waited = {"fetch": 8, "offload": 0, "host": 3 + 5 + 2 * NORM_S}
     assert step.exposed_s == pytest.approx(waited)
-
-
-def test_host_updates_follow_the_device_where_compute_is_on_the_caller() -> None:
-    ahead = outside_trained().step().total_s
-    behind = outside_trained().step(launches_ahead=False).total_s
-    assert behind == pytest.approx(ahead + 1)
 
 
 def test_later_gradients_wait_for_a_staging_buffer() -> None:

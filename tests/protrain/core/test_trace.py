@@ -455,6 +455,8 @@ class WithOwnKernel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         decayed = self.weight * 2 + self.weight.to(BF16).t().float()
+        # as fused kernels for adapters and for the MLP do
+        x = x.repeat(1, 1).addmm_(x, self.weight) + self.weight.repeat(2, 1).sum()
         return OwnKernel.apply(x, self.weight).sum() + decayed.sum()
 
 
@@ -467,6 +469,10 @@ def test_an_operator_without_a_count_is_named() -> None:
     traced = trace_step(model, find_blocks(model), lambda: model(x))
     library._destroy()
     assert traced.uncounted == ("protrain_tests::product",)
+    after_blocks = [s for s in traced.trace.segments if not s.backward][-1]
+    assert (
+        "addmm_" in names(after_blocks)
+    ) and after_blocks.work.flops_32 == 2 * 2 * 8**2
 
 
 def test_gradients_are_those_of_the_real_step() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings, strategies as st
 from search_cases import Case, cases
 
-from axolotl.integrations.protrain.core.cost import walk
+from axolotl.integrations.protrain.core.cost.memory import walk
 from axolotl.integrations.protrain.core.types import (
     Lifetime,
     Moved,
@@ -25,7 +25,7 @@ def walks(draw: st.DrawFn) -> tuple[Case, list[Policies]]:
     """A trace with lifetimes of any kind, and rows of policies to walk one by one."""
     case = draw(cases())
     trace = case.trace
-    num, last = trace.num_blocks, len(trace.segments) - 1
+    num, last = len(trace.blocks), len(trace.segments) - 1
     head = num + 1
 
     def save() -> Save:
@@ -123,7 +123,7 @@ class life:
             self.leaves, highest = blocks[0], blocks[-1]
             if overlaps:
                 end = max(end, given_up(trace, policies, blocks[0]))
-            num, last = trace.num_blocks, len(trace.segments) - 1
+            num, last = len(trace.blocks), len(trace.segments) - 1
             opened = last - 1 - min(highest + 1, num - 1)
             freed = max(save.segment for save in waiting)
             if opened <= end:
@@ -137,9 +137,9 @@ class life:
 
 def given_up(trace: Trace, policies: Policies, block: int) -> int:
     """Before the next block that swaps begins, or after the last block's forward."""
-    later = (b for b in range(block + 1, trace.num_blocks) if policies[b].swaps)
+    later = (b for b in range(block + 1, len(trace.blocks)) if policies[b].swaps)
     following = next(later, None)
-    return trace.num_blocks if following is None else following
+    return len(trace.blocks) if following is None else following
 
 
 def rises(case: Case, policies: Policies, lives: dict[Lifetime, life]) -> list[int]:

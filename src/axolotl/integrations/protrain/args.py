@@ -1,11 +1,9 @@
 """The ``protrain_…`` keys of the YAML: their types and what they exclude.
 
 Axolotl adds :class:`ProTrainArgs` as one more base class of its own config, so the
-validator here sees every Axolotl field beside ours. It runs amid Axolotl's: deprecated
-spellings are rewritten by then (``gradient_checkpointing: offload`` has become
-``activation_offloading: true``), while what depends on the run (``device_map``, the
-fp16 fallback, a quantised checkpoint, the number of ranks) is not known yet and has to
-be checked again when the model is loaded.
+validator here sees every Axolotl field beside ours. Deprecated spellings are rewritten
+by then (``gradient_checkpointing: offload``); what depends on the run (``device_map``,
+the fp16 fallback, a quantised checkpoint, the ranks) is checked when the model loads.
 """
 
 import difflib
@@ -31,8 +29,6 @@ from .refusals import refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
-# ------------------------------------------------------------------ types of values
-
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
@@ -43,8 +39,7 @@ _BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(value: object) -> int:
     """A positive number of bytes, from an int or from text such as ``"22GiB"``.
 
-    Not pydantic's ``ByteSize``: that one takes ``True`` for 1 byte, zero for a size
-    and ``"22GiB or so"`` for 22 GiB.
+    Pydantic's ``ByteSize`` takes ``True``, zero and ``"22GiB or so"`` as well.
     """
     text = "" if isinstance(value, bool) else str(value)
     match = _BYTES_TEXT.fullmatch(text) if isinstance(value, int | str) else None
@@ -64,7 +59,7 @@ def _not_bool(value: object) -> object:
 
 
 def _explain(allowed: str, example: str) -> WrapValidator:
-    """One message for every way a value can be wrong, instead of pydantic's several."""
+    """One message for every way a value can be wrong."""
 
     def check(
         value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
@@ -108,14 +103,13 @@ Folder = Annotated[
     str, Field(min_length=1), _explain("the path of a folder", "/scratch/protrain")
 ]
 
-# ------------------------------------------------------------------------- the keys
-
 _COMPLETION = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0}
-_FORCE_FLAGS = (
-    "protrain_force_all_persistent",
-    "protrain_force_replicated_cpu_offload",
-    "protrain_zero3_shard",
-)
+FORCED = {
+    "protrain_force_all_persistent": "A",
+    "protrain_force_replicated_cpu_offload": "B",
+    "protrain_zero3_shard": "C",
+}
+"""The key that asks for each mode."""
 _OVERRIDE_NOTE = (
     "Any of the four overrides skips the search; those left out become n_persist 0, "
     "n_buffer 2, n_swap 0, n_checkpoint 0, with a warning. A set that this model or "
@@ -233,30 +227,30 @@ class ProTrainArgs(BaseModel):
 
 
 def _force_flags(args: ProTrainArgs) -> list[str]:
-    return [key for key in _FORCE_FLAGS if getattr(args, key)]
+    return [key for key in FORCED if getattr(args, key)]
 
 
 def _mode_conflicts(args: ProTrainArgs) -> list[str]:
     """Ways of choosing the plan that exclude each other."""
-    forced = _force_flags(args)
+    forced, by_hand = _force_flags(args), overrides(args)
     names = " and ".join(f"`{key}`" for key in forced)
-    asks_search = "protrain_auto_mode" in args.model_fields_set
+    resident, searches = args.protrain_force_all_persistent, args.protrain_auto_mode
     lines = []
     if len(forced) > 1:
         lines.append(f"{names} exclude each other. Keep one.")
-    if forced and asks_search and args.protrain_auto_mode:
+    if forced and searches and "protrain_auto_mode" in args.model_fields_set:
         lines.append(f"`protrain_auto_mode: true` excludes {names}. Drop one of them.")
-    if args.protrain_force_all_persistent and overrides(args):
+    if resident and by_hand:
         lines.append(
             "`protrain_force_all_persistent` leaves nothing for the "
             "`protrain_n_…_override` keys to set. Drop one or the other."
         )
-    if args.protrain_force_all_persistent and args.protrain_fp32_master:
+    if resident and args.protrain_fp32_master:
         lines.append(
             "`protrain_fp32_master` keeps state on the host, which "
             "`protrain_force_all_persistent` excludes. Drop one of them."
         )
-    if not (args.protrain_auto_mode or forced or overrides(args)):
+    if not (searches or forced or by_hand):
         lines.append(
             "`protrain_auto_mode: false` leaves no plan. Remove it, or set a "
             "`protrain_n_…_override` key or `protrain_force_all_persistent: true`."
@@ -265,11 +259,7 @@ def _mode_conflicts(args: ProTrainArgs) -> list[str]:
 
 
 def overrides(args: object) -> tuple[Knobs, tuple[str, ...]] | None:
-    """The knobs set by hand, and the names of those filled in; None when none is set.
-
-    ``args`` may be :class:`ProTrainArgs` or the validated Axolotl config, which drops
-    unset keys and answers None for them.
-    """
+    """Knobs set by hand, in either form of the keys, and which were filled in."""
     given = {knob: getattr(args, f"protrain_{knob}_override") for knob in _COMPLETION}
     filled = tuple(knob for knob, value in given.items() if value is None)
     if len(filled) == len(given):
@@ -279,10 +269,8 @@ def overrides(args: object) -> tuple[Knobs, tuple[str, ...]] | None:
 
 def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     """The plugin's keys out of a validated Axolotl configuration."""
-    known = ProTrainArgs.model_fields
-    return ProTrainArgs.model_construct(
-        **{key: cfg[key] for key in known if cfg.get(key) is not None}
-    )
+    given = ((key, cfg.get(key)) for key in ProTrainArgs.model_fields)
+    return ProTrainArgs.model_construct(**{k: v for k, v in given if v is not None})
 
 
 def lists_plugin(plugins: Iterable[object] | None) -> bool:
@@ -290,25 +278,18 @@ def lists_plugin(plugins: Iterable[object] | None) -> bool:
     return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 
-# -------------------------------------------------------------------- misspelt keys
-
-
 def reject_unknown_keys(raw: Mapping[str, object]) -> None:
     """Refuse ``protrain…`` keys that do not exist, all of them in one message.
 
     Axolotl drops unknown keys in silence, so this has to see the unvalidated YAML.
-
-    Raises:
-        ConfigError: Naming for each misspelt key the nearest real one.
     """
-    unknown = [
-        (key, value)
+    lines = [
+        _correction(str(key), value)
         for key, value in raw.items()
         if re.match(r"pro[-_]?train", str(key), re.IGNORECASE)
         and key not in ProTrainArgs.model_fields
     ]
-    if unknown:
-        lines = [_correction(str(key), value) for key, value in unknown]
+    if lines:
         raise ConfigError("Unknown keys in the YAML:\n" + "\n".join(lines))
 
 

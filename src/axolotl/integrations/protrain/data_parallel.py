@@ -6,7 +6,6 @@ reduce nor look at anything that the host keeps.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,18 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .core.errors import ConfigError
-from .core.types import Layout, Plan
+from .core.types import Layout
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """DDP reads this attribute of the very module that it wraps; names are from there."""
 
 
 def ignore_in_ddp(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
-    """Keep DDP away from parameters.
-
-    Args:
-        model: The module that DDP will get.
-        names: Every name of each parameter.
+    """Keep DDP, which will get `model`, away from parameters, by all their names.
 
     Returns:
         Makes `model` what it was; what others had it ignore stays ignored till then.
@@ -71,19 +66,9 @@ def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
         del accelerator.prepare_model
 
 
-def plan_hash(plan: Plan, layout: Layout) -> str:
-    """The same for ranks that place the same parameters in the same way."""
-    return hashlib.sha256(repr((plan, layout)).encode()).hexdigest()[:12]
-
-
 def require_same(own: Layout, first: Layout) -> None:
-    """Compare this rank's model with that of rank 0.
-
-    Raises:
-        ConfigError: Naming the first difference.
-    """
-    pairs = zip_longest(_facts(own), _facts(first), fillvalue="nothing")
-    for ours, theirs in pairs:
+    """Compare this rank's model with that of rank 0; name the first difference."""
+    for ours, theirs in zip_longest(_facts(own), _facts(first), fillvalue="nothing"):
         if ours != theirs:
             raise ConfigError(
                 f"base_model: this rank has {ours} where rank 0 has {theirs}. Give every "
@@ -92,11 +77,7 @@ def require_same(own: Layout, first: Layout) -> None:
 
 
 def require_same_keys(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the YAML's keys, as each rank has read them.
-
-    Raises:
-        ConfigError: Naming the first key that differs.
-    """
+    """Compare the keys as each rank has read them; name the first that differs."""
     for rank, keys in enumerate(ranks):
         for key, value in keys.items():
             if value != ranks[0][key]:

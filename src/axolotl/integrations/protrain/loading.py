@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -12,26 +13,21 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
 from .core.layout.tensors import bindings
 from .core.runtime import host_buffer, return_freed_memory
-from .offline.fake_kernels import quantisation_tables_apart, replaced
+from .offline.fake_kernels import quantisation_tables_apart
 
 LARGE_BYTES = 1 << 20
 """Of a weight in 4 bits: what worked on it is worth returning to the system."""
 
 
 class LoadShare:
-    """Which 4-bit weights one of a node's ranks quantises while a base loads.
+    """Which 4-bit weights rank `rank` of a node's `size` quantises while a base loads.
 
     The others are there in name only, on pages that nobody has touched: their bytes
     come from the rank that has them when the model is moved to its place.
-
-    Args:
-        rank: Of this process on its node.
-        size: Processes of the node.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
+        self._rank, self._size = rank, size
         self._absent: list[nn.Parameter] = []
 
     def takes(self, name: str) -> bool:
@@ -50,16 +46,13 @@ class LoadShare:
 
 def quantise_on(
     device: torch.device, share: LoadShare | None = None
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Any]:
     """Let transformers quantise to 4 bits on `device`, one weight at a time.
 
     A paged base loads to the host, where quantising takes a minute for a billion
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
-
-    Args:
-        device: Whose kernels.
-        share: This rank's part of the weights; None for all of them.
+    `share` is this rank's part of the weights; None for all of them.
     """
     plain: Any = Bnb4bitQuantize.convert
 
@@ -87,7 +80,7 @@ def quantise_on(
             return_freed_memory()
         return quantised
 
-    return replaced(Bnb4bitQuantize, "convert", convert)
+    return patch.object(Bnb4bitQuantize, "convert", convert)
 
 
 def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:

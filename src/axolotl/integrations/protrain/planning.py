@@ -1,12 +1,12 @@
 """The way of a model to its plan, the same in training and in a dry run.
 
-`subject_of` traces a model without weights and says what a step of it asks;
-`plan_for` plans that for one machine. `plan_here` is both for the model that is about
-to be trained: on this machine, its blocks timed, with one plan for all ranks.
+`subject_of` traces a model without weights and says what a step of it asks; `plan_for`
+plans that for one machine; `plan_here` does both for the model about to be trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import textwrap
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .args import ProTrainArgs, args_from, overrides
-from .core.cost import ALONE, block_times
+from .args import FORCED, ProTrainArgs, args_from, overrides
+from .core.cost import block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
@@ -42,24 +42,19 @@ from .core.profile import (
 )
 from .core.runtime import Ranks
 from .core.search import MODES
-from .core.types import Budget, Hardware, Knobs, Layout, Workload, World
-from .data_parallel import plan_hash, require_same, require_same_keys
+from .core.types import ALONE, Budget, Hardware, Knobs, Layout, Workload, World
+from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .refusals import refuse_quantised
 from .report.forecast import format_bytes
 
-# ------------------------------------------------------------------------ subject
-
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is for.
+    """What a plan is for: one micro-batch run without weights, the rest of a step.
 
     Attributes:
-        traced: One micro-batch of the model, run without weights.
-        layout: The model's chunks, in the order of first use.
-        workload: The rest of a step.
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for a vision tower that was not traced.
         assumptions: What was not known, and what was taken instead.
@@ -87,7 +82,7 @@ def subject_of(
         model: As it will be trained, on the meta device.
         device_type: "cuda" or "cpu".
         world: Who trains together.
-        real: The same with its weights, to be laid out: what runs may cast a bias.
+        real: The same with weights, to be laid out: a bias may be cast in the trace.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -104,7 +99,15 @@ def subject_of(
     layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
-        redone = _blocks_with_mlp_kernel(model, layout)
+        # Axolotl sets `forward` on the block's `mlp` itself where the kernel is used
+        mlps = (
+            getattr(model.get_submodule(b.name), "mlp", None) for b in layout.blocks
+        )
+        redone = frozenset(
+            index
+            for index, mlp in enumerate(mlps)
+            if mlp is not None and "forward" in vars(mlp)
+        )
         assumptions.append(
             f"protrain_lora_mlp_forbid_offload: {len(redone)} of {len(layout.blocks)} "
             "blocks are under lora_mlp_kernel and recompute where their weights page"
@@ -139,7 +142,7 @@ def _traced(
     headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
     reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
     try:
-        traced = trace_step(model, blocks, _loss(model, batch, target))
+        traced = trace_step(model, blocks, partial(_loss, model, target, batch))
         if len(text) < len(batch):
             headroom = 0
         elif has_vision_tower(model):
@@ -150,7 +153,7 @@ def _traced(
         assumptions.append(
             f"the vision tower could not be traced ({error}); {reserved} it"
         )
-        traced = trace_step(model, blocks, _loss(model, text, target))
+        traced = trace_step(model, blocks, partial(_loss, model, target, text))
     if traced.uncounted:
         assumptions.append(
             f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
@@ -159,43 +162,23 @@ def _traced(
     return traced, headroom
 
 
-def _blocks_with_mlp_kernel(model: nn.Module, layout: Layout) -> frozenset[int]:
-    """Axolotl sets `forward` on the block's `mlp` itself where the kernel is used."""
-    mlps = (
-        (block.index, getattr(model.get_submodule(block.name), "mlp", None))
-        for block in layout.blocks
-    )
-    return frozenset(
-        index for index, mlp in mlps if mlp is not None and "forward" in vars(mlp)
-    )
-
-
-def _loss(
-    model: nn.Module, batch: Mapping[str, Tensor], target: Target
-) -> Callable[[], Tensor]:
-    def loss_of() -> Tensor:
-        try:
-            with Emulation(target):
-                outputs = model(**batch)
-        except FOREIGN_ERRORS as error:
-            raise TraceError(
-                f"{type(model).__name__} does not run without weights: "
-                f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
-            ) from error
-        if target.autocast_dtype is not None:
-            outputs = outputs_as_fp32(outputs)
-        # the loss of a reward model is made of its few logits
-        return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
-
-    return loss_of
+def _loss(model: nn.Module, target: Target, batch: Mapping[str, Tensor]) -> Tensor:
+    try:
+        with Emulation(target):
+            outputs = model(**batch)
+    except FOREIGN_ERRORS as error:
+        raise TraceError(
+            f"{type(model).__name__} does not run without weights: "
+            f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+        ) from error
+    if target.autocast_dtype is not None:
+        outputs = outputs_as_fp32(outputs)
+    # the loss of a reward model is made of its few logits
+    return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:
-    """Names of a PEFT model's adapter weights; empty without an adapter.
-
-    Copies of whole modules (`modules_to_save`) are not among them: those are as large
-    as what they copy.
-    """
+    """What PEFT has added, without its copies of whole modules, which are large."""
     if getattr(model, "peft_config", None) is None:
         return frozenset()
     return frozenset(
@@ -221,8 +204,7 @@ _OPTIMIZERS: dict[str, tuple[float, int]] = {
     "rmsprop": (1, 1),
 }
 """What one holds on the device and what its update takes on top, in copies of its
-weights: on a GPU, where torch updates all parameters at once; on a CPU the update takes
-two copies of the largest parameter."""
+weights: on a GPU, where torch updates all at once; see `_workload` for a CPU."""
 
 
 def _workload(
@@ -243,8 +225,8 @@ def _workload(
         )
     micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
+    # a CPU's update takes two copies of the largest parameter
     on_cpu = device_type == "cpu"
     return Workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
@@ -254,12 +236,9 @@ def _workload(
         update_copies=0.0 if on_cpu else scratch,
         update_parameter_copies=2.0 if on_cpu and scratch else 0.0,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
-        loader_bytes=(1 + waiting) * batch_bytes,
+        loader_bytes=(1 + waiting) * sum(t.nbytes for t in batch.values()),
         world=world,
     )
-
-
-# --------------------------------------------------------------------------- plan
 
 
 def plan_for(
@@ -269,19 +248,10 @@ def plan_for(
     measured: Mapping[int, tuple[float, float]] | None = None,
     anyway: bool = False,
 ) -> tuple[Forecast, Planner]:
-    """Plan a subject on one machine, as the keys ask for.
+    """Plan a subject on one machine; limits among the keys win over what it has.
 
-    Args:
-        args: Their limits win over what the machine has.
-        subject: What is to be planned.
-        hardware: The machine.
-        measured: Forward and backward seconds of blocks that were timed on it; the
-            others' follow from counted operations.
-        anyway: Where nothing fits, answer with the plan that lacks the least.
-
-    Raises:
-        ConfigError: A knob is outside its legal range, or the mode cannot be had.
-        BudgetError: It does not fit.
+    `measured` are forward and backward seconds of the blocks that were timed; for the
+    rest see `choose`.
     """
     trace, layout = subject.traced.trace, subject.layout
     budget = Budget(
@@ -289,32 +259,20 @@ def plan_for(
         reserve_bytes=subject.headroom_bytes,
         host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
-    planner = Planner(
-        layout,
-        trace,
-        subject.workload,
-        hardware,
-        with_measured(block_times(trace, layout, hardware), measured or {}),
-        budget,
-        subject.redone_if_paged,
-    )
+    times = with_measured(block_times(trace, layout, hardware), measured or {})
+    redone, workload = subject.redone_if_paged, subject.workload
+    planner = Planner(layout, trace, workload, hardware, times, budget, redone)
     return choose(args, planner, anyway), planner
-
-
-FORCED = {
-    "protrain_force_all_persistent": "A",
-    "protrain_force_replicated_cpu_offload": "B",
-    "protrain_zero3_shard": "C",
-}
-"""The key that asks for each mode."""
 
 
 def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Forecast:
     """The plan that the keys ask for: of one mode, by hand, or the fastest that fits.
 
+    Where none fits it is, `anyway`, the one that lacks the least.
+
     Raises:
         ConfigError: A knob is outside its legal range, or the mode cannot be had.
-        BudgetError: It does not fit, and the one that lacks the least will not do.
+        BudgetError: It does not fit.
     """
     modes, key = _modes(args, planner.world)
     asked = _by_hand(args, planner, key)
@@ -369,33 +327,13 @@ def _by_hand(
     return knobs, planner.world.local_size if args.protrain_zero3_shard else 1
 
 
-# ------------------------------------------------------------------- this machine
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What training goes by.
-
-    Attributes:
-        forecast: The plan and what it will cost.
-        notes: Assumptions, for the report.
-        planner: Can make a smaller plan; None where several ranks train.
-        hash: Of plan and layout, the same on every rank; empty with one.
-    """
-
-    forecast: Forecast
-    notes: list[str]
-    planner: Planner | None = None
-    hash: str = ""
-
-
 def plan_here(
     cfg: Any,
     model: nn.Module,
     device: torch.device,
     ranks: Ranks,
     absent: frozenset[str],
-) -> Planned:
+) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
     Args:
@@ -404,6 +342,10 @@ def plan_here(
         device: Where to train it.
         ranks: Who trains together.
         absent: Names of weights that this rank has in name only.
+
+    Returns:
+        The forecast; what makes a smaller plan, if alone; assumptions; a hash of plan
+        and layout, the same on every rank, empty if alone.
 
     Raises:
         ProTrainError: There is no plan, or the ranks do not have the same model.
@@ -414,12 +356,12 @@ def plan_here(
         refuse_quantised(model)
         find_blocks(model)
 
-    def plan() -> Planned:
+    def plan() -> tuple[Forecast, Planner | None, list[str]]:
         subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
-        measured = _measured(cfg, args, model, subject, device)
+        measured = _measured(cfg, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
         alone = planner if world.size == 1 else None
-        return Planned(forecast, list(subject.assumptions), alone)
+        return forecast, alone, list(subject.assumptions)
 
     # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
@@ -434,20 +376,19 @@ def plan_here(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )
     if world.size == 1:
-        return plan()
+        return *plan(), ""
     gather, reduce, across = measure_collectives(ranks, device)
     hardware = replace(
         hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
     )
     hardware = weakest(ranks.collect(hardware))
-    planned = ranks.from_first(plan)
-    layout = planned.forecast.layout
-    order = tuple(block.name for block in layout.blocks)
+    forecast, planner, notes = ranks.from_first(plan)
+    order = tuple(block.name for block in forecast.layout.blocks)
     own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
-    ranks.together(partial(require_same, own, layout))
-    same = plan_hash(planned.forecast.plan, own)
-    note = f"{world.size} ranks, {world.local_size} a node, run plan {same}."
-    return replace(planned, notes=[*planned.notes, note], hash=same)
+    ranks.together(partial(require_same, own, forecast.layout))
+    same = hashlib.sha256(repr((forecast.plan, own)).encode()).hexdigest()[:12]
+    notes.append(f"{world.size} ranks, {world.local_size} a node, run plan {same}.")
+    return forecast, planner, notes, same
 
 
 def this_machine(
@@ -455,11 +396,7 @@ def this_machine(
 ) -> Hardware:
     """What it gives, its rates from the cache if they are known.
 
-    Args:
-        args: A limit for the device, and the folder of the cache.
-        device: Where to train.
-        host_bytes: Host memory that may be used.
-        together: Processes that share the machine's links while they measure.
+    `host_bytes` may be used, and `together` processes measure at once on its links.
 
     Raises:
         ConfigError: The CPU device has no limit, or the cache cannot be written.
@@ -471,14 +408,8 @@ def this_machine(
         capacity = min(free, capacity or free)
     if capacity is None:
         raise missing_capacity()
-    return cached_hardware(
-        _cache_folder(args),
-        device,
-        host_bytes,
-        capacity,
-        _versions(),
-        together=together,
-    )
+    folder, versions = _cache_folder(args), _versions()
+    return cached_hardware(folder, device, host_bytes, capacity, versions, together)
 
 
 def missing_capacity() -> ConfigError:
@@ -491,14 +422,11 @@ def missing_capacity() -> ConfigError:
 
 
 def _measured(
-    cfg: Any,
-    args: ProTrainArgs,
-    model: nn.Module,
-    subject: Subject,
-    device: torch.device,
+    cfg: Any, model: nn.Module, subject: Subject, device: torch.device
 ) -> dict[int, tuple[float, float]]:
     """Seconds of the blocks, from the cache under everything that changes them."""
-    dtype, config = autocast_dtype(cfg), getattr(model, "config", None)
+    folder, dtype = _cache_folder(args_from(cfg)), autocast_dtype(cfg)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
     def cached_times(
         block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
@@ -508,10 +436,10 @@ def _measured(
             _versions(),
             block=block,
             autocast_dtype=dtype,
-            attention=str(getattr(config, "_attn_implementation", None)),
+            attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
         )
-        return cached(_cache_folder(args), key, measure)
+        return cached(folder, key, measure)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     return measure_blocks(model, names, samples, device, dtype, cached_times)
@@ -520,7 +448,7 @@ def _measured(
 def _cache_folder(args: ProTrainArgs) -> Path | None:
     """Where measurements are kept; None for the platform's folder."""
     folder = args.protrain_cache_dir
-    return Path(folder) if folder is not None else None
+    return None if folder is None else Path(folder)
 
 
 def _versions() -> dict[str, str]:

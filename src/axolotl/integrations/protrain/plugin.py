@@ -29,9 +29,8 @@ class ProTrainPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pages = False
+        self._pages = self._recompute_all = False
         self._is_listed = True
-        self._recompute_all = False
         self._run: TrainingRun | None = None
         self._loading = ExitStack()
         self._share: LoadShare | None = None
@@ -59,9 +58,8 @@ class ProTrainPlugin(BasePlugin):
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         """First hook of a training process with the final configuration.
 
-        Evaluation, inference, merging and preprocessing do not come by here, and none
-        of them pages. Returns None: Axolotl loads the datasets. Last chance to say where
-        the model is loaded to and that nobody else turns gradient checkpointing on.
+        What does not train does not come by here. Last chance to say where the model is
+        loaded to and that nobody else turns gradient checkpointing on.
         """
         if preprocess:
             return
@@ -84,12 +82,12 @@ class ProTrainPlugin(BasePlugin):
             # imported here: the command line reads this module without transformers
             from .loading import LoadShare, quantise_on
 
-            has_cuda = torch.cuda.is_available()
-            device = torch.device("cuda", cfg.local_rank) if has_cuda else "cpu"
+            on_cuda = torch.cuda.is_available()
+            device = torch.device(f"cuda:{cfg.local_rank}" if on_cuda else "cpu")
             if not any(cfg[key] for key in _READ_THE_BASE):
                 num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._share = LoadShare(cfg.local_rank, num_local)
-            self._loading.enter_context(quantise_on(torch.device(device), self._share))
+            self._loading.enter_context(quantise_on(device, self._share))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
@@ -98,8 +96,7 @@ class ProTrainPlugin(BasePlugin):
         if not self._pages:
             return {}
         args: dict[str, Any] = {"protrain_active": True}
-        if not torch.cuda.is_available():
-            args["use_cpu"] = True
+        args |= {} if torch.cuda.is_available() else {"use_cpu": True}
         if not args_from(cfg).protrain_save_optimizer_state:
             LOG.info("Checkpoints hold no optimizer state: a resumed run restarts it.")
             args["save_only_model"] = True
@@ -108,13 +105,18 @@ class ProTrainPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if not self._pages:
             return
-        _check_process_group(cfg, trainer.accelerator.num_processes)
+        if trainer.accelerator.num_processes != (cfg.world_size or 1):
+            # without a process group each would train for itself
+            raise ConfigError(
+                f"protrain_auto_memory: {cfg.world_size} processes were launched, and "
+                "each would train alone: accelerate has joined none of them. On a "
+                "machine without GPUs set ACCELERATE_USE_CPU=true in the environment "
+                "of the launcher."
+            )
         # imported here: the command line reads this module without a trainer
         from .trainer import page_trainer
 
-        self._run = TrainingRun(
-            cfg, recompute_all=self._recompute_all, log=LOG, share=self._share
-        )
+        self._run = TrainingRun(cfg, self._recompute_all, LOG, self._share)
         page_trainer(trainer, self._run)
 
     def post_train(self, cfg: Any, model: Any) -> None:
@@ -126,12 +128,10 @@ class ProTrainPlugin(BasePlugin):
 
 def _check_machine(cfg: Any) -> None:
     """What the YAML alone cannot tell."""
-    has_cuda = torch.cuda.is_available()
-    args = args_from(cfg)
-    if not has_cuda and args.protrain_capacity_bytes is None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus and args_from(cfg).protrain_capacity_bytes is None:
         raise missing_capacity()
-    num_gpus = torch.cuda.device_count()
-    if (cfg.world_size or 1) == 1 and has_cuda and num_gpus > 1:
+    if (cfg.world_size or 1) == 1 and num_gpus > 1:
         raise ConfigError(
             f"protrain_auto_memory: one process sees {num_gpus} GPUs and transformers "
             "would copy the model to each. Launch a process for each (--launcher "
@@ -143,14 +143,4 @@ def _check_machine(cfg: Any) -> None:
             "fp16: this precision cannot be trained paged, and it is what Axolotl "
             "chooses on this machine. Set `bf16: true`, or for fp32 both `bf16: false` "
             "and `fp16: false`."
-        )
-
-
-def _check_process_group(cfg: Any, num_processes: int) -> None:
-    """Launched together, ranks without a process group would train each for itself."""
-    if num_processes != (cfg.world_size or 1):
-        raise ConfigError(
-            f"protrain_auto_memory: {cfg.world_size} processes were launched, and each "
-            "would train alone: accelerate has joined none of them. On a machine without "
-            "GPUs set ACCELERATE_USE_CPU=true in the environment of the launcher."
         )

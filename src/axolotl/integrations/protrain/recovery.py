@@ -1,8 +1,7 @@
 """A step that ran out of device memory is taken again from its start, once.
 
-All that a step does runs through `StepRecovery.attempt`, which remembers it. When a
-part of it raises `torch.OutOfMemoryError`, random numbers go back to where they were
-when the step began, a smaller plan is taken, and all of it is done again.
+All that a step does runs through `StepRecovery.attempt`, which remembers it: random
+numbers go back, a smaller plan is taken, and all of it is done again.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 
-from .args import ProTrainArgs
 from .core.errors import BudgetError, DeviceMemoryError
-from .core.planner import Forecast, Planner
+from .core.planner import Planner
 from .core.runtime import asked_bytes
-from .core.session import Session
 from .report.forecast import format_bytes
 from .report.run import RunReport
+
+if TYPE_CHECKING:
+    from .run import TrainingRun
 
 Result = TypeVar("Result")
 
@@ -36,10 +36,9 @@ _TWICE = "the step was under a smaller plan already"
 
 @dataclass(frozen=True)
 class Shortage:
-    """What the device had no room for.
+    """What the device had no room for in forward, backward, update or outside a step.
 
     Attributes:
-        phase: What ran: forward, backward, update, or what is no step.
         in_use_bytes: Allocated at that moment, as a prediction counts it.
         asked_bytes: What could not be allocated; 0 if the error does not say.
         predicted_bytes: The plan's peak.
@@ -56,26 +55,22 @@ class Shortage:
         return self.in_use_bytes + self.asked_bytes - self.predicted_bytes
 
     def __str__(self) -> str:
-        more = self.unplanned_bytes
+        why = "less than the plan may take, so others use the device too"
+        if self.unplanned_bytes > 0:
+            why = f"{format_bytes(self.unplanned_bytes)} were not planned"
         return (
             f"out of device memory in {self.phase}: {format_bytes(self.in_use_bytes)} "
             f"in use and {format_bytes(self.asked_bytes)} asked for, "
-            f"{format_bytes(self.predicted_bytes)} predicted at most; "
-            + (
-                f"{format_bytes(more)} were not planned"
-                if more > 0
-                else "less than the plan may take, so others use the device too"
-            )
+            f"{format_bytes(self.predicted_bytes)} predicted at most; {why}"
         )
 
 
 class StepRecovery:
-    """Remembers one optimizer step.
+    """Remembers one optimizer step, which draws random numbers of host and device.
 
     Args:
-        device: Whose random numbers the step draws, beside those of the host.
-        measure: What an error says that was raised in a phase, while its frames still
-            hold their tensors.
+        device: Where it runs.
+        measure: What an error of a phase says, while its frames hold their tensors.
         lower: Takes a smaller plan, or raises where the step cannot be repeated.
     """
 
@@ -85,9 +80,7 @@ class StepRecovery:
         measure: Callable[[torch.OutOfMemoryError, str], Shortage],
         lower: Callable[[Shortage], None],
     ) -> None:
-        self._device = device
-        self._measure = measure
-        self._lower = lower
+        self._device, self._measure, self._lower = device, measure, lower
         self.begin(None)
 
     def begin(self, trainer: Trainer | None) -> None:
@@ -97,13 +90,9 @@ class StepRecovery:
         self._rewinds: list[Callable[[], None]] = []
 
     def attempt(self, act: Callable[[], Result], phase: str) -> Result:
-        """`act`'s result, if need be under a smaller plan.
-
-        Raises:
-            torch.OutOfMemoryError: It failed again.
-        """
+        """`act`'s result, if need be under a smaller plan, which may fail as well."""
         if not self._rewinds:
-            self._rewinds = [*_random_states(self._device), *_tokens(self._trainer)]
+            self._rewinds = _rewinds(self._device, self._trainer)
         try:
             result = act()
         except torch.OutOfMemoryError as error:
@@ -129,33 +118,22 @@ class Recovery(StepRecovery):
     """What a run does about a device that has no room.
 
     Args:
-        args: The plugin's keys.
-        device: Where it trains.
+        run: Whose session goes on under a smaller plan.
         report: Its forecast is of the plan that runs.
+        device: Where it trains.
         planner: Makes a smaller plan; None where several ranks train.
-        session: What is open, None while it opens.
-        replan: Goes on under another plan.
-        log: Prints a line.
     """
 
     def __init__(
         self,
-        args: ProTrainArgs,
-        device: torch.device,
+        run: TrainingRun,
         report: RunReport,
+        device: torch.device,
         planner: Planner | None,
-        session: Callable[[], Session | None],
-        replan: Callable[[Forecast], None],
-        log: Any,
     ) -> None:
+        self._run, self._report, self._planner = run, report, planner
         self._repeated = self._updating = False
         super().__init__(device, self._shortage, self._smaller)
-        self._all_resident = args.protrain_force_all_persistent
-        self._report = report
-        self._planner = planner
-        self._session = session
-        self._replan = replan
-        self._log = log
 
     def begin(self, trainer: Trainer | None) -> None:
         """An optimizer step begins, or the last one has ended."""
@@ -173,22 +151,16 @@ class Recovery(StepRecovery):
         def after(*_: Any) -> None:
             self._updating = False
 
-        return [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
+        before_step = optimizer.register_step_pre_hook(before)
+        return [before_step, optimizer.register_step_post_hook(after)]
 
     def explain(self, error: torch.OutOfMemoryError) -> NoReturn:
-        """Say what an error means that no smaller plan has averted.
-
-        Raises:
-            DeviceMemoryError: Always.
-        """
+        """Raise what an error means that no smaller plan has averted."""
         phase, why = "forward", _TWICE
         if self._updating:
             phase, why = "update", "the update was half done, so it cannot be repeated"
         elif not self._repeated:
-            phase = "what is no training step" if self._session() else "loading"
+            phase = "what is no training step" if self._run.session else "loading"
             why = "only forward, backward and update can be repeated"
         shortage = self._shortage(error, phase)
         # they hold what the device has no room for
@@ -196,7 +168,7 @@ class Recovery(StepRecovery):
         raise self._refusal(shortage, why) from error
 
     def _probe_update(self) -> None:
-        session = self._session()
+        session = self._run.session
         assert session is not None
         timeline = self._report.forecast.device.timeline
         update = next(point for point in timeline if point.phase == "update")
@@ -208,96 +180,72 @@ class Recovery(StepRecovery):
         ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if phase == "forward" and torch.autograd.backward.__code__ in ran:
             phase = "backward"
-        session, forecast = self._session(), self._report.forecast
+        session, forecast = self._run.session, self._report.forecast
         in_use = session.device.used_bytes() if session else 0
-        return Shortage(
-            phase,
-            in_use + forecast.hardware.unseen_bytes,
-            asked_bytes(error),
-            forecast.device.peak_bytes,
-        )
+        in_use += forecast.hardware.unseen_bytes
+        peak_bytes = forecast.device.peak_bytes
+        return Shortage(phase, in_use, asked_bytes(error), peak_bytes)
 
     def _smaller(self, shortage: Shortage) -> None:
-        """Take the fastest plan that has room for what was missing.
-
-        Raises:
-            DeviceMemoryError: There is none, or the step has been repeated before.
-        """
+        """Take the fastest plan that has room for what was missing, if there is one."""
         if self._repeated:
             raise self._refusal(shortage, _TWICE)
         if self._planner is None:
-            raise self._refusal(
-                shortage, "a step of several ranks cannot be repeated by one of them"
-            )
-        session = self._session()
-        assert session is not None
+            why = "a step of several ranks cannot be repeated by one of them"
+            raise self._refusal(shortage, why)
+        assert self._run.session is not None
+        all_resident = self._run.args.protrain_force_all_persistent
         try:
             forecast = self._planner.replan(
                 self._report.forecast.plan,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
-                frozenset() if self._all_resident else session.movable,
+                frozenset() if all_resident else self._run.session.movable,
             )
         except BudgetError as error:
             raise self._refusal(shortage, "no smaller plan leaves that room") from error
         self._repeated = True
-        self._replan(forecast)
+        self._run.replan(forecast)
         self._report.replanned(self._step, asdict(shortage), forecast)
-        self._log.warning(
+        self._run.log.warning(
             f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
             + self._report.table()
         )
 
     def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
         forecast = self._report.forecast
-        terms = forecast.device.terms
-        largest = max(terms, key=lambda name: terms[name])
+        largest, nbytes = max(forecast.device.terms.items(), key=lambda term: term[1])
         missing = max(shortage.unplanned_bytes, shortage.asked_bytes, 1)
         where = f"Step {self._step}" if self._step else "Outside the steps"
         return DeviceMemoryError(
             f"protrain_capacity_bytes: {where}: {shortage}, and {why}. The largest part "
-            f"is {largest}, {format_bytes(terms[largest])}. Set protrain_capacity_bytes "
+            f"is {largest}, {format_bytes(nbytes)}. Set protrain_capacity_bytes "
             f"to {forecast.budget.device_bytes - missing:,} or less, or lower "
             "micro_batch_size, sequence_len or the adapter's rank."
         )
 
 
-def _random_states(device: torch.device) -> list[Callable[[], None]]:
-    python, numbers = random.getstate(), np.random.get_state()
-    host = torch.get_rng_state()
+_COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
+"""What Axolotl counts as it computes losses: in the state, from 0.20 on beside it."""
+
+
+def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Callable[[], None]]:
+    """Put random numbers and counters back to what they are now."""
+
+    def recount(owner: Any, before: dict[str, Any]) -> None:
+        for name in _COUNTERS:
+            vars(owner).pop(name, None)
+        vars(owner).update(deepcopy(before))
+
     rewinds: list[Callable[[], None]] = [
-        lambda: random.setstate(python),
-        lambda: np.random.set_state(numbers),
-        lambda: torch.set_rng_state(host),
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
     ]
     if device.type == "cuda":
         own = torch.cuda.get_rng_state(device)
-        rewinds.append(lambda: torch.cuda.set_rng_state(own, device))
+        rewinds.append(partial(torch.cuda.set_rng_state, own, device))
+    for owner in (trainer, trainer.state) if trainer else ():
+        counted = {name: vars(owner)[name] for name in _COUNTERS if name in vars(owner)}
+        rewinds.append(partial(recount, owner, deepcopy(counted)))
     return rewinds
-
-
-def _tokens(trainer: Trainer | None) -> list[Callable[[], None]]:
-    """What Axolotl counts as it computes losses: in the state, from 0.20 on beside it."""
-
-    def rewind(owner: Any, before: dict[str, Any]) -> None:
-        for name in _COUNTERS:
-            if name in before:
-                setattr(owner, name, deepcopy(before[name]))
-            elif name in vars(owner):
-                delattr(owner, name)
-
-    return [
-        partial(
-            rewind,
-            owner,
-            {
-                name: deepcopy(vars(owner)[name])
-                for name in _COUNTERS & vars(owner).keys()
-            },
-        )
-        for owner in (trainer, trainer and trainer.state)
-        if owner is not None
-    ]
-
-
-_COUNTERS = {"tokens", "_tkps_trainable_acc", "_tkps_total_acc"}

@@ -3,25 +3,19 @@
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from .core.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Values of one key that cannot work.
-
-    ``when`` looks at the value; ``why`` continues a sentence that begins with the
-    key; ``way_out`` is what the person should do.
-    """
+class Refusal(NamedTuple):
+    """Values of one key that cannot work; ``why`` continues a sentence about it."""
 
     key: str
-    when: Callable[[Any], bool]
     why: str
     way_out: str = "Remove the key"
+    when: Callable[[Any], bool] = bool
 
     def message(self, value: object) -> str:
         """The line for the person: key and value, the reason, the way out."""
@@ -37,20 +31,20 @@ def _as_yaml(key: str, value: object) -> str:
     return f"`{key}: {value}`" if isinstance(value, str | int | float) else f"`{key}`"
 
 
-def _each(keys: str, when: Callable[[Any], bool], why: str) -> list[Refusal]:
-    return [Refusal(key, when, why) for key in keys.split()]
+def _each(keys: str, *row: Any, **when: Any) -> list[Refusal]:
+    return [Refusal(key, *row, **when) for key in keys.split()]
 
 
 def _is_set(value: object) -> bool:
     return value is not None
 
 
-def _above(limit: int) -> Callable[[int | None], bool]:
-    return lambda value: value is not None and value > limit
-
-
 def _one_of(*values: str) -> Callable[[object], bool]:
     return lambda value: value in values
+
+
+def _several(value: int | None) -> bool:
+    return value is not None and value > 1
 
 
 def _has_range(patterns: Iterable[str] | None) -> bool:
@@ -67,94 +61,80 @@ def _lacks_deepspeed(value: object) -> bool:
 
 _PLACES = "decides where weights live, which is ProTrain's task here"
 _PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
+_CAPACITY = "Use `protrain_capacity_bytes`"
 _QUANTISED = "gives weights of a kind that ProTrain cannot page"
 
-_PREFERENCES = (
-    "runs pairs of answers or a reference beside the one forward that a plan counts, "
-    "and needs more memory, twice as much for most"
-)
-_COMPILED = (
-    "compiles nothing but what is before the first block: it stops at the hooks that "
-    "page weights"
-)
-
 EXCLUDED = (
-    *_each("deepspeed fsdp layer_offloading lora_on_cpu", bool, _PLACES),
-    *_each("ple_cpu_offload", bool, _PLACES),
-    *_each("fsdp_config device_map", _is_set, _PLACES),
-    Refusal("max_memory", _is_set, _PLACES, "Use `protrain_capacity_bytes`"),
-    Refusal("gpu_memory_limit", _is_set, _PLACES, "Use `protrain_capacity_bytes`"),
-    *_each("tensor_parallel_size context_parallel_size", _above(1), _PARALLEL),
-    *_each("sequence_parallel_degree expert_parallel_size", _above(1), _PARALLEL),
-    *_each("dp_shard_size dp_replicate_size", _above(1), _PARALLEL),
+    *_each("deepspeed fsdp layer_offloading lora_on_cpu", _PLACES),
+    *_each("ple_cpu_offload", _PLACES),
+    *_each("fsdp_config device_map", _PLACES, when=_is_set),
+    *_each("max_memory gpu_memory_limit", _PLACES, _CAPACITY, when=_is_set),
+    *_each("tensor_parallel_size context_parallel_size", _PARALLEL, when=_several),
+    *_each("sequence_parallel_degree expert_parallel_size", _PARALLEL, when=_several),
+    *_each("dp_shard_size dp_replicate_size", _PARALLEL, when=_several),
     Refusal(
         "use_ray",
-        bool,
         "starts ranks in a way that ProTrain has not been tried with",
         "Launch with torchrun or accelerate",
     ),
     Refusal(
         "load_in_8bit",
-        bool,
         "keeps the input of every layer where neither recompute nor swap frees it, and "
         "binds each weight anew in forward",
         "Use `load_in_4bit: true` with `adapter: qlora`, or no quantisation",
     ),
     Refusal(
         "quantize_moe_experts",
-        bool,
         "only acts on weights loaded to a GPU, and a paged base is loaded to the host",
     ),
-    *_each("gptq qat", bool, _QUANTISED),
-    *_each("use_onebitllms nvfp4_merge_aware", bool, _QUANTISED),
-    *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", bool, _QUANTISED),
-    *_each("nonexpert_quantization", _one_of("fp8_blockwise", "nf4"), _QUANTISED),
-    *_each("model_quantization_config", _is_set, _QUANTISED),
-    *_each("nf4_backend", _one_of("torchao"), _QUANTISED),
-    *_each("rl", bool, _PREFERENCES),
-    *_each("selective_checkpointing", bool, "recomputes by another rule than the plan"),
-    *_each("tiled_mlp", bool, "runs backward several times in a block"),
-    *_each("torch_compile", bool, _COMPILED),
-    *_each("fp8", bool, "replaces modules after ProTrain has laid them out"),
-    *_each("relora", bool, "merges adapters into weights that may be paged out"),
-    *_each("lisa_n_layers", bool, "changes which blocks train during the run"),
+    *_each("gptq qat use_onebitllms nvfp4_merge_aware", _QUANTISED),
+    *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", _QUANTISED),
+    *_each("nonexpert_quantization", _QUANTISED, when=_one_of("fp8_blockwise", "nf4")),
+    Refusal("model_quantization_config", _QUANTISED, when=_is_set),
+    Refusal("nf4_backend", _QUANTISED, when=_one_of("torchao")),
+    Refusal(
+        "rl",
+        "runs pairs of answers or a reference beside the one forward that a plan "
+        "counts, and needs more memory, twice as much for most",
+    ),
+    Refusal("selective_checkpointing", "recomputes by another rule than the plan"),
+    Refusal("tiled_mlp", "runs backward several times in a block"),
+    Refusal(
+        "torch_compile",
+        "compiles nothing but what is before the first block: it stops at the hooks "
+        "that page weights",
+    ),
+    Refusal("fp8", "replaces modules after ProTrain has laid them out"),
+    Refusal("relora", "merges adapters into weights that may be paged out"),
+    Refusal("lisa_n_layers", "changes which blocks train during the run"),
     Refusal(
         "activation_offloading",
-        bool,
         "would move paged weights as if they were activations",
         "Remove it; where it comes from `gradient_checkpointing: offload`, use `true`",
     ),
     Refusal(
         "fp16",
-        bool,
         "scales the loss and looks for overflow only in gradients on the device",
         "Use `bf16: true`, or `bf16: false` with `fp16: false` for fp32",
     ),
     Refusal(
         "unfrozen_parameters",
-        _has_range,
         "has a range such as `name[:100]`, which masks gradients where they are not",
         "Name whole parameters",
+        _has_range,
     ),
     Refusal(
         "auto_find_batch_size",
-        bool,
         "would retry with a batch that the plan was not made for",
         "Set `micro_batch_size`",
     ),
     Refusal(
         "protrain_cpu_optimizer",
-        _lacks_deepspeed,
         "needs a package that is not installed",
         "Run `pip install axolotl-protrain[deepspeed]`, or use torch",
+        _lacks_deepspeed,
     ),
 )
-
-
-def _uses_grokfast(plugins: Iterable[str] | None) -> bool:
-    return any("grokfast" in plugin.lower() for plugin in plugins or ())
-
-
 _HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -169,7 +149,8 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     trains_paged_weights = not (
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
     )
-    if trains_paged_weights and _uses_grokfast(settings.get("plugins")):
+    plugins = " ".join(settings.get("plugins") or ()).lower()
+    if trains_paged_weights and "grokfast" in plugins:
         lines.append(
             "`plugins`: GrokfastPlugin filters gradients on the device, and those of "
             "paged weights are on the host. Remove it, or train an adapter."
@@ -183,11 +164,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_quantised(model: Any) -> None:
-    """Only bitsandbytes' 4-bit weights keep all their bytes where they can be moved.
-
-    Raises:
-        ConfigError: The model's are others.
-    """
+    """Only bitsandbytes' 4-bit weights keep all their bytes where they can be moved."""
     config = getattr(model, "config", None)
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
@@ -196,10 +173,9 @@ def refuse_quantised(model: Any) -> None:
     if settings.get("load_in_4bit"):
         return
     method = settings.get("quant_method")
-    method = getattr(method, "value", method)
     raise ConfigError(
         f"base_model: {getattr(config, 'name_or_path', '')} holds weights quantised by "
-        f"{method}{' in 8 bits' if settings.get('load_in_8bit') else ''}, which cannot "
+        f"{getattr(method, 'value', method)}{' in 8 bits' if settings.get('load_in_8bit') else ''}, which cannot "
         "be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
         "qlora` makes it small."
     )

@@ -1,15 +1,13 @@
-"""One training run: from the validated YAML to an open session and a report.
-
-The trainer's subclass calls in here; everything that is decided is decided by core.
-"""
+"""One training run: from the validated YAML to an open session and a report."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
+import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from .core.runtime import Alone, CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
 from .data_parallel import ignore_in_ddp
 from .planning import adapter_names, plan_here
-from .recovery import Recovery, Result
+from .recovery import Recovery
 from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
@@ -38,6 +36,10 @@ NOT_REPACKED = (
     "(AVX512-BF16) and trains without their gradients from then on. It does not in "
     "this run, so a plain one differs, in evaluation by its rounding."
 )
+LOGGED = (
+    "fetched_bytes offloaded_bytes swapped_out_bytes swapped_in_bytes stall_s".split()
+)
+"""Counters that the Trainer's log shows, as they grew since its last line."""
 CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
@@ -55,14 +57,16 @@ class TrainingRun:
             together; None for all of it.
     """
 
+    recovery: Recovery
+    """From `open` on."""
+    checkpoint_bytes = _final_bytes = 0
+    """On disk; the last one, after training, has weights only."""
+
     def __init__(
-        self,
-        cfg: Any,
-        recompute_all: bool,
-        log: Any,
-        share: LoadShare | None = None,
+        self, cfg: Any, recompute_all: bool, log: Any, share: LoadShare | None = None
     ) -> None:
         self.args = args_from(cfg)
+        self.log = log
         self.session: Session | None = None
         self.report: RunReport | None = None
         self.ranks: Ranks = Alone()
@@ -70,23 +74,17 @@ class TrainingRun:
         self._share = share
         self._recompute_all = recompute_all
         self._output_dir = Path(cfg.output_dir)
-        self._log = log
         self._logged: dict[str, float] = {}
         self._watching = ExitStack()
-        self._recovery: Recovery | None = None
         self._undo = ExitStack()
-        self._plan_hash = ""
-        self._number = 0
-        self._is_adapter = False
-        self._saves_optimizer = False
 
     def open(
         self, model: nn.Module, device: torch.device, saves_optimizer: bool
     ) -> None:
-        """Plan for `model` and move it; `requires_grad` is final by now.
+        """Plan for `model` and move it to train on `device`.
 
         Args:
-            model: Not wrapped, on the host.
+            model: Not wrapped, on the host, `requires_grad` final.
             device: Where to train it.
             saves_optimizer: Checkpoints with optimizer state will be written.
 
@@ -102,38 +100,32 @@ class TrainingRun:
             dist.barrier()
             self.ranks = Ranks(device.type)
         absent = self._share.absent(model) if self._share else frozenset()
-        planned = plan_here(self._cfg, model, device, self.ranks, absent)
-        forecast = planned.forecast
-        self._plan_hash = planned.hash
-        self._is_adapter = bool(adapter_names(model))
-        self._saves_optimizer = saves_optimizer
-        notes = [*planned.notes, *self._warnings(forecast)]
+        forecast, planner, notes, self._plan_hash = plan_here(
+            self._cfg, model, device, self.ranks, absent
+        )
+        adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
+        nbytes = partial(checkpoint_bytes, forecast.layout, adapter)
+        self.checkpoint_bytes = nbytes(saves_optimizer, masters)
+        self._final_bytes = nbytes(False, masters)
+        notes += self._warnings(forecast)
         evaluates = self._cfg.val_set_size or self._cfg.test_datasets
         if evaluates and device.type == "cpu" and may_repack(model):
             notes.append(NOT_REPACKED)
         self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
-        self._recovery = Recovery(
-            self.args,
-            device,
-            self.report,
-            planned.planner,
-            lambda: self.session,
-            self._replan,
-            self._log,
-        )
+        self.recovery = Recovery(self, self.report, device, planner)
         if self._is_first:
-            self._log.info("\n" + self.report.table())
+            self.log.info("\n" + self.report.table())
         self.ranks.together(self._require_space)
-        opened = open_device(device)
+        opened, args = open_device(device), self.args
         self.session = Session(
             model,
             forecast.layout,
             forecast.plan,
-            CheckedDevice(opened) if self.args.protrain_check_races else opened,
+            CheckedDevice(opened) if args.protrain_check_races else opened,
             Options(
-                poison=self.args.protrain_check_races,
-                fp32_master=self.args.protrain_fp32_master,
-                cpu_optimizer=self.args.protrain_cpu_optimizer,
+                poison=args.protrain_check_races,
+                fp32_master=args.protrain_fp32_master,
+                cpu_optimizer=args.protrain_cpu_optimizer,
             ),
             self.ranks,
             absent,
@@ -144,9 +136,7 @@ class TrainingRun:
     def close(self, failed: bool = False) -> None:
         """Give the model back and write the report; does nothing when not open.
 
-        Args:
-            failed: Training ended by an error, so that the other ranks may never come
-                to what ranks do together.
+        After a failure the other ranks may never come to what ranks do together.
         """
         session, self.session = self.session, None
         ranks, self.ranks = self.ranks, Alone()
@@ -162,51 +152,38 @@ class TrainingRun:
             undo.callback(self._watching.close)
 
     def begin_micro_batch(self, synchronises: bool) -> None:
-        """A forward and backward of one rank begins; the last of a step is told so."""
-        if self.session is not None:
-            self.session.begin_micro_batch(synchronises)
+        """See `Session.begin_micro_batch`."""
+        assert self.session is not None
+        self.session.begin_micro_batch(synchronises)
 
-    def begin_step(self, number: int, trainer: Trainer) -> None:
-        """An optimizer step begins, the `number`-th of this run."""
-        if self.session is None or self._recovery is None:
-            return
+    def begin_step(self, trainer: Trainer) -> None:
+        """An optimizer step begins."""
         self.note_peak()
-        self._number = number
-        self._recovery.begin(trainer)
+        self.recovery.begin(trainer)
         self._watch()
+        self._started = time.perf_counter()
 
-    def end_step(self, seconds: float) -> None:
+    def end_step(self) -> None:
         """It has ended."""
+        seconds = time.perf_counter() - self._started
         self.note_peak()
         self._watching.close()
-        if self.session is None or self.report is None or self._recovery is None:
-            return
-        self._recovery.begin(None)
+        self.recovery.begin(None)
+        assert self.report is not None
         self.report.step_s.append(seconds)
         if len(self.report.step_s) == CHECKED_STEP:
             self._compare(self.report)
 
-    def attempt(self, act: Callable[[], Result], phase: str) -> Result:
-        """See `StepRecovery.attempt`; just `act` outside a session."""
-        if self.session is None or self._recovery is None:
-            return act()
-        return self._recovery.attempt(act, phase)
-
-    def explain(self, error: torch.OutOfMemoryError) -> None:
-        """See `Recovery.explain`; nothing before there was a plan."""
-        if self._recovery is not None:
-            self._recovery.explain(error)
-
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to train with, guarded; `plain` itself outside a session."""
-        if self.session is None or self._recovery is None:
-            return plain
+        """The optimizer to train with, guarded."""
+        assert self.session is not None
         optimizer = self.session.wrap_optimizer(plain)
-        for handle in self._recovery.guard(optimizer):
+        for handle in self.recovery.guard(optimizer):
             self._undo.callback(handle.remove)
         return optimizer
 
-    def _replan(self, forecast: Forecast) -> None:
+    def replan(self, forecast: Forecast) -> None:
+        """Go on with the step under a smaller plan."""
         assert self.session is not None
         # what moves now is not the step's
         self._watching.close()
@@ -214,42 +191,40 @@ class TrainingRun:
         self._watch()
 
     def _watch(self) -> None:
-        watched = self._number < WATCHED_STEPS or self.args.protrain_check_races
-        if self.session is not None and watched:
+        assert self.session is not None and self.report is not None
+        watched = len(self.report.step_s) < WATCHED_STEPS
+        if watched or self.args.protrain_check_races:
             self._watching.enter_context(self.session.watch())
 
     def _compare(self, report: RunReport) -> None:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
-        peak = self.session.measured().device_peak_bytes
+        planned, peak = forecast.device.peak_bytes, self.session.device.peak_bytes()
         for what, predicted, seen, apart in (
-            ("device peak, bytes", forecast.device.peak_bytes, peak, BYTES_APART),
+            ("device peak, bytes", planned, peak, BYTES_APART),
             ("step, seconds", forecast.step.total_s, seconds, SECONDS_APART),
         ):
             if abs(seen - predicted) > apart * predicted:
                 line = f"{what}: {predicted:.6g} predicted, {seen:.6g} measured."
                 report.notes.append(line)
-                self._log.warning(f"ProTrain's prediction is off. {line}")
+                self.log.warning(f"ProTrain's prediction is off. {line}")
 
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
         if ranks.world.size > 1:
-            own = {
-                "plan": self._plan_hash,
-                **asdict(measured),
-                "host_peak_bytes": host_peak_bytes(),
-                "step_s": report.median_step_s(),
-            }
+            own = {"plan": self._plan_hash, **asdict(measured)}
+            own["host_peak_bytes"] = host_peak_bytes()
+            own["step_s"] = report.median_step_s()
             report.ranks = ranks.collect(own)
         if not self._is_first:
             return
-        self._log.info(report.summary(measured))
+        self.log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
             # the run's own error, a full disk perhaps, must not be hidden by this one
-            self._log.error(f"output_dir: report.json was not written ({error}).")
+            self.log.error(f"output_dir: report.json was not written ({error}).")
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""
@@ -257,29 +232,16 @@ class TrainingRun:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this rank speaks for all."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def _require_space(self) -> None:
         if self._is_first:
-            require_space(self._output_dir, self.checkpoint_bytes())
+            require_space(self._output_dir, self.checkpoint_bytes)
 
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""
         if not self._cfg.local_rank:
-            require_space(self._output_dir, self.checkpoint_bytes(final=True), slack=0)
-
-    def checkpoint_bytes(self, final: bool = False) -> int:
-        """Bytes of one checkpoint of this run; the final one has weights only."""
-        if self.report is None:
-            return 0
-        return checkpoint_bytes(
-            self.report.forecast.layout,
-            self.report.forecast.plan,
-            self._is_adapter,
-            self._saves_optimizer and not final,
-            self.args.protrain_fp32_master,
-        )
+            require_space(self._output_dir, self._final_bytes, slack=0)
 
     def note_peak(self) -> None:
         """Read the device's peak before a log resets the allocator's record of it."""
@@ -292,16 +254,7 @@ class TrainingRun:
             return {}
         session = self.session
         now = {**asdict(session.counters), "stall_s": session.stall_s}
-        since = {
-            key: now[key] - self._logged.get(key, 0)
-            for key in (
-                "fetched_bytes",
-                "offloaded_bytes",
-                "swapped_out_bytes",
-                "swapped_in_bytes",
-                "stall_s",
-            )
-        }
+        since = {key: now[key] - self._logged.get(key, 0) for key in LOGGED}
         self._logged = now
         since["device_peak_bytes"] = session.device.peak_bytes()
         since["host_peak_bytes"] = host_peak_bytes()
@@ -309,24 +262,24 @@ class TrainingRun:
 
     def _warnings(self, forecast: Forecast) -> list[str]:
         notes = []
-        plan, accumulation = forecast.plan, forecast.workload.accumulation
+        plan = forecast.plan
         _, left_out = overrides(self.args) or (None, ())
         if left_out:
             filled = ", ".join(f"{k} {getattr(plan, k)}" for k in left_out)
             notes.append(f"Overrides completed with defaults: {filled}.")
-            self._log.warning(notes[-1])
+            self.log.warning(notes[-1])
         if self._recompute_all:
             notes.append(
                 "gradient_checkpointing is taken over: "
                 f"{plan.n_checkpoint} of {len(plan.policies)} blocks recompute."
             )
-        effective = self._cfg.micro_batch_size * accumulation
+        effective = self._cfg.micro_batch_size * forecast.workload.accumulation
         if plan.paged and effective < 4:
             notes.append(
                 f"An effective batch of {effective} is under 4: the transfer "
                 "of the weights is not amortised. Raise gradient_accumulation_steps."
             )
-            self._log.warning(notes[-1])
+            self.log.warning(notes[-1])
         return notes
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -16,7 +16,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
 from .data_parallel import reduced_by_ddp, without_ddp
-from .offline.fake_kernels import replaced
 from .run import TrainingRun
 
 
@@ -34,7 +33,13 @@ class ProTrainTrainingArguments:
         return super().place_model_on_device  # type: ignore[misc]
 
 
-class ProTrainTrainerMixin:
+if TYPE_CHECKING:
+    _Mixed = Trainer
+else:
+    _Mixed = object
+
+
+class ProTrainTrainerMixin(_Mixed):
     """Put in front of whatever trainer class Axolotl built.
 
     A subclass made by `page_trainer` carries the run; the instance gets no attribute.
@@ -45,100 +50,95 @@ class ProTrainTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         failed = True
         try:
-            result = super().train(*args, **kwargs)  # type: ignore[misc]
+            result = super().train(*args, **kwargs)
             failed = False
             return result
         except torch.OutOfMemoryError as error:
-            self.protrain.explain(error)
+            if self.protrain.report is not None:
+                self.protrain.recovery.explain(error)
             raise
         finally:
             self.protrain.close(failed)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
-        trainer: Any = self
-        saves = trainer.args.save_strategy != "no"
-        self.protrain.open(
-            trainer.model,
-            trainer.args.device,
-            saves_optimizer=saves and not trainer.args.save_only_model,
-        )
+        model: Any = self.model
+        saves = self.args.save_strategy != "no" and not self.args.save_only_model
+        self.protrain.open(model, self.args.device, saves_optimizer=saves)
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
-            undo.enter_context(replaced(trainer.accelerator, "device_placement", False))
+            undo.enter_context(
+                patch.object(self.accelerator, "device_placement", False)
+            )
             several = self.protrain.ranks.world.size > 1
-            if several and not reduced_by_ddp(trainer.model):
-                undo.enter_context(without_ddp(trainer.accelerator, trainer.model))
-            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+            if several and not reduced_by_ddp(model):
+                undo.enter_context(without_ddp(self.accelerator, model))
+            return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        trainer: Any = self
-        trainer.optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        trainer.optimizer = self.protrain.wrap_optimizer(trainer.optimizer)
-        return trainer.optimizer
+        self.optimizer = super().create_optimizer(*args, **kwargs)
+        self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
+        return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = self
-        self.protrain.begin_micro_batch(trainer.accelerator.sync_gradients)
-        step = partial(super().training_step, *args, **kwargs)  # type: ignore[misc]
-        return self.protrain.attempt(step, "forward")
+        self.protrain.begin_micro_batch(self.accelerator.sync_gradients)
+        step = partial(super().training_step, *args, **kwargs)
+        return self.protrain.recovery.attempt(step, "forward")
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        plain = super()._clip_grad_norm  # type: ignore[misc]
+        plain = super()._clip_grad_norm
 
         def clip() -> Any:
-            norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)  # type: ignore[attr-defined]
+            norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)
             return norm if norm is not None else plain(model)
 
-        return self.protrain.attempt(clip, "update")
+        return self.protrain.recovery.attempt(clip, "update")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        plain = super()._get_grad_norm  # type: ignore[misc]
+        plain = super()._get_grad_norm
 
         def norm() -> Any:
-            known = grad_norm
-            if known is None:
-                known = self.protrain.clip_grad_norm(float("inf"))
-            return plain(model, grad_norm=known)
+            if grad_norm is not None:
+                return plain(model, grad_norm=grad_norm)
+            return plain(model, grad_norm=self.protrain.clip_grad_norm(float("inf")))
 
-        return self.protrain.attempt(norm, "update")
+        return self.protrain.recovery.attempt(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.protrain.note_peak()
         if "loss" in logs:
             logs.update(self.protrain.log_values())
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> Any:
-        trainer: Any = self
-        folder = Path(trainer._get_output_dir(trial=trial)) / (
-            f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        folder = Path(self._get_output_dir(trial=trial)) / (
+            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         )
         with ExitStack() as undo:
-            if trainer.args.should_save:
-                require_space(folder, self.protrain.checkpoint_bytes())
+            if self.args.should_save:
+                require_space(folder, self.protrain.checkpoint_bytes)
                 # the other ranks may have made the folder for their random numbers
                 complete = (folder / TRAINER_STATE_NAME).exists()
                 undo.enter_context(whole_or_nothing(folder, complete))
-            return super()._save_checkpoint(model, trial, **kwargs)  # type: ignore[misc]
+            return super()._save_checkpoint(model, trial, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As plain, but each rank reads from one mapping of the file, not to its GPU."""
         if checkpoint is None:
             return
-        trainer: Any = self
         optimizer, scheduler = (
             Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
         )
         if optimizer.is_file() and scheduler.is_file():
             load = partial(torch.load, map_location="cpu", weights_only=True)
+            trainer: Any = self
             trainer.optimizer.load_state_dict(load(optimizer, mmap=True))
             trainer.lr_scheduler.load_state_dict(load(scheduler))
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         # training is over; from here on the model is an ordinary one
         self.protrain.close()
-        return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
+        return super()._load_best_model(*args, **kwargs)
 
 
 class RunCallback(TrainerCallback):
@@ -146,16 +146,12 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, run: TrainingRun) -> None:
         self._trainer, self._run = trainer, run
-        self._started = 0.0
-        self._num_steps = 0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        self._run.begin_step(self._num_steps, self._trainer)
-        self._started = time.perf_counter()
+        self._run.begin_step(self._trainer)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._num_steps += 1
-        self._run.end_step(time.perf_counter() - self._started)
+        self._run.end_step()
 
 
 def page_trainer(trainer: Trainer, run: TrainingRun) -> None:

@@ -51,27 +51,23 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     sys.exit(0 if verdict.passed else 1)
 
 
-UNPLANNED = 3
-"""Exit code of a question that `plan` cannot answer; 2 means that it does not fit."""
+class _Unplanned(click.ClickException):
+    """A question that `plan` cannot answer: one line on stderr."""
+
+    exit_code = 3
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class _PlanCommand(click.Command):
-    """Gives usage errors an exit code and a line of their own."""
+    """Ends with 3 on usage errors; 2 means that the model does not fit."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError as error:
             raise _Unplanned(error.format_message()) from error
-
-
-class _Unplanned(click.ClickException):
-    """One line on stderr."""
-
-    exit_code = UNPLANNED
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
 
 
 def _gib(
@@ -144,17 +140,23 @@ def _plan(
     code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
     """
     try:
-        _check_files(config, html, largest)
+        # what can be said before a minute of work
+        if not config.is_file():
+            raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
+        if html is not None and largest:
+            raise ConfigError("--html draws a plan and --max gives a number: drop one.")
+        if html is not None and (html.is_dir() or not html.parent.is_dir()):
+            raise ConfigError(f"--html: {html} is no file in a folder that exists.")
         # libraries warn of what a plan does not use; the answer alone is printed
         with _silence(), _lean_imports():
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             # imported here: `axolotl --help` reads this module
-            from ..report.forecast import DRAWN
+            from ..report.forecast import DRAWN, FITS
             from ..report.text import largest_text, plan_text
-            from .plan import DryRun, Question, worst
+            from .plan import DryRun
 
-            dry_run = DryRun(Question(config, gpus, num_gpus, ram_gib, link))
+            dry_run = DryRun(config, gpus, num_gpus, ram_gib, link)
             answers = dry_run.largest(largest) if largest else dry_run.forecasts()
         if html is not None:
             from ..report.page import plan_page
@@ -171,23 +173,11 @@ def _plan(
         _print_json(shown)
     else:
         click.echo(largest_text(shown) if largest else plan_text(shown))
-    sys.exit(worst(answers))
+    sys.exit(0 if all(answer["verdict"] == FITS for answer in answers) else 2)
 
 
 def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
     click.echo(json.dumps(answers if len(answers) > 1 else answers[0], indent=2))
-
-
-def _check_files(config: Path, html: Path | None, largest: str | None) -> None:
-    """What can be said before a minute of work."""
-    if not config.is_file():
-        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
-    if html is None:
-        return
-    if largest:
-        raise ConfigError("--html draws a plan and --max gives a number: drop one.")
-    if html.is_dir() or not html.parent.is_dir():
-        raise ConfigError(f"--html: {html} is no file in a folder that exists.")
 
 
 @contextmanager
@@ -195,13 +185,13 @@ def _silence() -> Iterator[None]:
     """Keep everything that is not an error away from both streams."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    unread = io.StringIO()
     try:
         with (
-            warnings.catch_warnings(),
-            redirect_stdout(io.StringIO()),
-            redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),
+            redirect_stdout(unread),
+            redirect_stderr(unread),
         ):
-            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
@@ -214,17 +204,19 @@ def _lean_imports() -> Iterator[None]:
     bitsandbytes compiles functions, which imports a compiler, transformers looks for
     sklearn, and Axolotl's callbacks evaluate and report: for seconds each.
     """
+    from unittest.mock import patch
+
     import torch
     from transformers import utils
 
-    from ..offline.fake_kernels import replaced
-
-    empty = {}
-    for name in {"evaluate", "wandb"} - sys.modules.keys():
-        if importlib.util.find_spec(name) is not None:
-            # found by whoever asks whether it is installed
-            spec = importlib.machinery.ModuleSpec(name, None)
-            empty[name] = importlib.util.module_from_spec(spec)
+    empty = {
+        # with a spec: found by whoever asks whether it is installed
+        name: importlib.util.module_from_spec(
+            importlib.machinery.ModuleSpec(name, None)
+        )
+        for name in {"evaluate", "wandb"} - sys.modules.keys()
+        if importlib.util.find_spec(name) is not None
+    }
 
     def uncompiled(function: Any = None, **_options: Any) -> Any:
         return function if function is not None else uncompiled
@@ -232,8 +224,8 @@ def _lean_imports() -> Iterator[None]:
     sys.modules.update(empty)
     try:
         with (
-            replaced(torch, "compile", uncompiled),
-            replaced(utils, "is_sklearn_available", lambda: False),
+            patch.object(torch, "compile", uncompiled),
+            patch.object(utils, "is_sklearn_available", lambda: False),
         ):
             yield
     finally:
@@ -247,6 +239,6 @@ def keys() -> None:
     from ..args import ProTrainArgs
 
     for name, field in ProTrainArgs.model_fields.items():
-        default = "unset" if field.default is None else str(field.default)
-        click.echo(f"{name} (default: {default.lower()})")
+        default = "unset" if field.default is None else str(field.default).lower()
+        click.echo(f"{name} (default: {default})")
         click.echo(click.wrap_text(field.description or "", 88, "    ", "    "))

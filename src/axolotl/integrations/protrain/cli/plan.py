@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import yaml
 
-from ..args import PLUGIN, ProTrainArgs, args_from, lists_plugin
+from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware, host_memory
-from ..core.types import Budget, Hardware, World
+from ..core.types import Hardware, World
 from ..offline.meta_model import load_meta_model
-from ..planning import FORCED, Subject, plan_for, subject_of, this_machine
+from ..planning import Subject, plan_for, subject_of, this_machine
 from ..report.forecast import (
     DOES_NOT_FIT,
     FITS,
@@ -32,28 +32,14 @@ from ..report.forecast import (
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
 
-EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 2, UNSUPPORTED: 3}
-
-
-class _Setting(NamedTuple):
-    """A number of the YAML that alternatives and `--max` change.
-
-    Attributes:
-        key: Its name there.
-        stride: `--max` answers in multiples of it.
-        least: Smaller ones are no way to make something fit.
-    """
-
-    key: str
-    stride: int
-    least: int
-
-
 _SETTINGS = {
-    "seq": _Setting("sequence_len", 64, 512),
-    "batch": _Setting("micro_batch_size", 1, 1),
-    "rank": _Setting("lora_r", 8, 4),
+    "seq": ("sequence_len", 64, 512),
+    "batch": ("micro_batch_size", 1, 1),
+    "rank": ("lora_r", 8, 4),
 }
+"""Numbers of the YAML that alternatives and `--max` change, by their name there.
+`--max` answers in multiples of the second; what is less than the third is no way to
+make something fit."""
 _MOST_TOKENS = 1 << 20
 """`--max` tries no larger micro-batch: a trace knows the values of as many ids."""
 _MOST_RANK = 4096
@@ -61,28 +47,15 @@ _RAM_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Sizes that memory is sold in."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """What the command line asks.
+class DryRun:
+    """Traces the model of a YAML and plans for every card that was asked about.
 
-    Attributes:
+    Args:
         config: The YAML.
         gpus: `NAME` or `NAME:GiB` of each card; this machine if empty.
         num_gpus: How many of each.
-        ram_gib: Memory of the host; None for this one's, or `DEFAULT_RAM_GIB` beside
-            a card that is not here.
-        link: Between them; None for each card's own.
-    """
-
-    config: Path
-    gpus: tuple[str, ...] = ()
-    num_gpus: int = 1
-    ram_gib: float | None = None
-    link: str | None = None
-
-
-class DryRun:
-    """Traces the model of a YAML and plans for every card that was asked about.
+        ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
+        link: Between host and card; None for each card's fastest.
 
     Raises:
         ConfigError: A key, an option or a file is at fault.
@@ -90,103 +63,95 @@ class DryRun:
         LayoutError: Nothing in it can be paged.
     """
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        on_cuda = bool(question.gpus) or torch.cuda.is_available()
-        self._device_type = "cuda" if on_cuda else "cpu"
-        if question.link is not None and not question.gpus:
+    def __init__(
+        self,
+        config: Path,
+        gpus: tuple[str, ...],
+        num_gpus: int,
+        ram_gib: float | None,
+        link: str | None,
+    ) -> None:
+        if link is not None and not gpus:
             raise ConfigError("--link: that of this machine is measured; add --gpu.")
-        if question.num_gpus > 1 and not question.gpus:
+        if num_gpus > 1 and not gpus:
             raise ConfigError(
-                f"--gpus {question.num_gpus}: how fast several cards exchange data is "
+                f"--gpus {num_gpus}: how fast several cards exchange data is "
                 "known of cards by name; add --gpu."
             )
-        # before the model is built: a card that is not known is known at once
-        self._machines = [self._gpu(gpu) for gpu in question.gpus]
-        self._meta = load_meta_model(
-            question.config, self._device_type, _with_plugin(question.config)
-        )
+        self._is_here, self._num_gpus, self._ram_gib = not gpus, num_gpus, ram_gib
+        self._device_type = "cuda" if gpus or torch.cuda.is_available() else "cpu"
+        host_bytes = int((ram_gib or DEFAULT_RAM_GIB) * 2**30)
+        named = partial(_card, link=link, host_bytes=host_bytes, num_gpus=num_gpus)
+        for gpu in gpus:
+            # before the model is built: a card that is not known is known at once
+            named(gpu)
+        self._meta = load_meta_model(config, self._device_type)
         self._cfg = self._meta.cfg
         self._args = args_from(self._cfg)
-        self._subjects: dict[str, Subject] = {}
-        self._machines = [self._gpu(gpu, self._cfg.tf32) for gpu in question.gpus]
-        if not question.gpus:
-            ram = question.ram_gib
-            host_bytes = host_memory() if ram is None else int(ram * 2**30)
+        self._cards = [named(gpu, tf32=self._cfg.tf32 is True) for gpu in gpus]
+        if not gpus:
+            host_bytes = host_memory() if ram_gib is None else host_bytes
             device = torch.device(self._device_type)
-            self._machines = [this_machine(self._args, device, host_bytes)]
+            self._cards = [this_machine(self._args, device, host_bytes)]
+        self._subject = cache(self._traced)
 
     def forecasts(self) -> list[dict[str, Any]]:
         """One object for each card, as `--json` prints it, and what the page shows."""
-        return [self._answer(card) for card in self._machines]
+        return [self._answer(card) for card in self._cards]
 
     def largest(self, what: str) -> list[dict[str, Any]]:
-        """For each card the largest sequence, batch or rank that some plan fits.
-
-        Args:
-            what: `seq`, `batch` or `rank`.
+        """For each card the largest `seq`, `batch` or `rank` that some plan fits.
 
         Raises:
             ConfigError: The YAML has no such number to raise.
         """
-        if not self._is_set(_SETTINGS[what].key):
-            raise ConfigError(
-                f"--max {what}: the YAML sets no {_SETTINGS[what].key} to raise."
-            )
-        return [self._largest(card, what) for card in self._machines]
+        key = _SETTINGS[what][0]
+        if not self._is_set(key):
+            raise ConfigError(f"--max {what}: the YAML sets no {key} to raise.")
+        return [self._largest(card, what) for card in self._cards]
 
     def _is_set(self, key: str) -> bool:
         return bool(self._cfg[key]) and (key != "lora_r" or bool(self._cfg.adapter))
 
     def _largest(self, card: Hardware, what: str) -> dict[str, Any]:
         key, stride, _ = _SETTINGS[what]
-        limit = self._limit(what) // stride
+        most = _MOST_RANK
+        if what != "rank":
+            other = "sequence_len" if what == "batch" else "micro_batch_size"
+            most = _MOST_TOKENS // self._cfg[other]
         found: dict[int, Forecast] = {}
 
-        def fits(count: int) -> bool:
+        def is_too_large(count: int) -> bool:
             try:
-                found[count] = self._fitting(card, {key: count * stride})
+                found[count] = self._fitting(card, **{key: count * stride})
             except BudgetError:
-                return False
-            return True
+                return True
+            return False
 
-        low, high = 0, 1
-        while high <= limit and fits(high):
-            low, high = high, 2 * high
-        high = min(high, limit + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        forecast = found.get(low)
+        high = 1
+        while high <= most // stride and not is_too_large(high):
+            high *= 2
+        best = high // 2
+        untried = range(best + 1, min(high, most // stride + 1))
+        best += bisect_left(untried, True, key=is_too_large)
+        value, notes = best * stride, []
+        config: Any = self._meta.model.config
+        known = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if what == "seq" and known and value > known:
+            notes.append(f"config.json says max_position_embeddings {known}")
+        if value + stride > most:
+            notes.append("more was not tried")
         return {
-            "verdict": FITS if forecast else DOES_NOT_FIT,
+            "verdict": FITS if best else DOES_NOT_FIT,
             "hardware": hardware_dict(card),
             "max": {
                 "key": key,
-                "value": low * stride if forecast else None,
+                "value": value or None,
                 "now": self._cfg[key],
-                "note": self._limit_note(what, low * stride),
+                "note": "; ".join(notes) or None,
             },
-            **price_dict(forecast),
+            **price_dict(found.get(best)),
         }
-
-    def _limit(self, what: str) -> int:
-        """Where the search for the largest ends, fit or not."""
-        if what == "rank":
-            return _MOST_RANK
-        other = "sequence_len" if what == "batch" else "micro_batch_size"
-        return _MOST_TOKENS // self._cfg[other]
-
-    def _limit_note(self, what: str, value: int) -> str | None:
-        model: Any = self._meta.model
-        config = model.config.get_text_config()
-        known = getattr(config, "max_position_embeddings", None)
-        notes = []
-        if what == "seq" and known and value > known:
-            notes.append(f"config.json says max_position_embeddings {known}")
-        if value + _SETTINGS[what].stride > self._limit(what):
-            notes.append("more was not tried")
-        return "; ".join(notes) or None
 
     # one card
 
@@ -202,24 +167,32 @@ class DryRun:
         return answer
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
-        question, args = self._question, self._args
+        args, name = self._args, card.name
         if not args.protrain_auto_memory:
             yield "protrain_auto_memory is false: training does not follow this plan"
-        yield f"{card.name}: {card.source}"
+        yield f"{name}: {card.source}"
         if card.unseen_bytes:
             yield (
-                f"{card.name}: {format_bytes(card.unseen_bytes)} of its memory go to "
+                f"{name}: {format_bytes(card.unseen_bytes)} of its memory go to "
                 "the context, to workspaces of kernels and to rounding"
             )
         yield "block times follow from counted operations; training measures them"
-        if not question.gpus:
+        if self._is_here:
             return
-        yield from _limits(args, card, forecast.budget)
-        if question.ram_gib is None and args.protrain_cpu_capacity_bytes is None:
+        budget = forecast.budget
+        for key, used, has in (
+            ("protrain_capacity_bytes", budget.device_bytes, card.device_bytes),
+            ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
+        ):
+            if used == getattr(args, key):
+                yield f"{key}: {format_bytes(used)} may be used on {name}'s machine"
+            elif getattr(args, key) is not None:
+                yield f"{key} asks for more than the {format_bytes(has)} beside {name}"
+        if self._ram_gib is None and args.protrain_cpu_capacity_bytes is None:
             yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
-        if question.num_gpus > 1:
+        if self._num_gpus > 1:
             yield (
-                f"{question.num_gpus} GPUs on one host, each on a link of its own "
+                f"{self._num_gpus} GPUs on one host, each on a link of its own "
                 "(--link names the narrower one where they share it); AdamW on the host "
                 "shares its memory"
             )
@@ -228,23 +201,18 @@ class DryRun:
         self, card: Hardware, planner: Planner, forecast: Forecast
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
-        fits = lack(forecast) is None
-        others: list[dict[str, Any]] = []
-        for key, _, least in _SETTINGS.values():
-            if self._is_set(key):
-                if fits:
-                    others.append(self._other(card, key, 2 * self._cfg[key]))
-                else:
-                    others += self._halved(card, key, least)
-        if not fits:
+        keys = [setting for setting in _SETTINGS.values() if self._is_set(setting[0])]
+        if lack(forecast) is None:
+            for key, *_ in keys:
+                yield self._other(card, key, 2 * self._cfg[key])
+        else:
+            others = [o for key, _, n in keys for o in self._halved(card, key, n)]
             others += self._larger_machine(card, forecast)
-            others.sort(key=lambda other: -(other["tokens_per_s"] or 0))
-        yield from others
-        if self._question.num_gpus > 1:
+            yield from sorted(others, key=lambda other: -(other["tokens_per_s"] or 0))
+        if self._num_gpus > 1:
             for key, mode in FORCED.items():
-                yield _alternative(
-                    f"mode {mode}", partial(_in_mode, planner, mode), f"{key}: true"
-                )
+                one_mode = partial(_in_mode, planner, mode)
+                yield _alternative(f"mode {mode}", one_mode, f"{key}: true")
         elif forecast.plan.mode == "B":
             resident = _alternative(
                 "protrain_force_all_persistent: true (no paging)",
@@ -259,10 +227,10 @@ class DryRun:
         value = self._cfg[key] // 2
         while value >= least:
             other = self._other(card, key, value)
-            if other["verdict"] == FITS or value // 2 < least:
+            value //= 2
+            if other["verdict"] == FITS or value < least:
                 yield other
                 return
-            value //= 2
 
     def _other(self, card: Hardware, key: str, value: int) -> dict[str, Any]:
         cfg = self._cfg
@@ -277,19 +245,19 @@ class DryRun:
                 change["gradient_accumulation_steps"] = steps
                 note = f"accumulation {before} -> {steps}"
         text = f"{key} {cfg[key]} -> {value}"
-        return _alternative(text, partial(self._fitting, card, change), note)
+        return _alternative(text, partial(self._fitting, card, **change), note)
 
     def _larger_machine(
         self, card: Hardware, lacking: Forecast
     ) -> Iterator[dict[str, Any]]:
         """The smallest card, or the least host memory, that would do."""
-        if not self._question.gpus:
+        if self._is_here:
             return
         if lacking.device.peak_bytes > lacking.budget.usable_bytes:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes:
                     continue
-                ranks = self._question.num_gpus
+                ranks = self._num_gpus
                 larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
@@ -299,69 +267,49 @@ class DryRun:
                 if other["verdict"] == FITS:
                     yield other
                     return
-            return
-        if self._args.protrain_cpu_capacity_bytes is not None:
-            return
-        for ram_gib in _RAM_GIB:
-            if ram_gib << 30 >= lacking.host.peak_bytes:
-                roomy = replace(card, host_bytes=ram_gib << 30)
-                yield _alternative(f"--ram {ram_gib}", partial(self._fitting, roomy))
-                return
+        elif self._args.protrain_cpu_capacity_bytes is None:
+            for ram_gib in _RAM_GIB:
+                if ram_gib << 30 >= lacking.host.peak_bytes:
+                    roomy = replace(card, host_bytes=ram_gib << 30)
+                    fitting = partial(self._fitting, roomy)
+                    yield _alternative(f"--ram {ram_gib}", fitting)
+                    return
 
-    # plans
+    # plans; `change`: keys of the YAML that are others
 
-    def _fitting(
-        self, card: Hardware, change: dict[str, int] | None = None
-    ) -> Forecast:
-        """The plan with some keys of the YAML changed.
+    def _fitting(self, card: Hardware, **change: int) -> Forecast:
+        return _fitting(self._plan(card, **change)[0])
 
-        Raises:
-            BudgetError: It does not fit; says how much is missing.
-        """
-        return _fitting(self._plan(card, change)[0])
-
-    def _plan(
-        self, card: Hardware, change: dict[str, int] | None = None
-    ) -> tuple[Forecast, Planner]:
+    def _plan(self, card: Hardware, **change: int) -> tuple[Forecast, Planner]:
         """The one that lacks the least where none fits."""
-        return plan_for(self._args_on(card), self._subject(change), card, anyway=True)
+        return plan_for(self._args_on(card), self._subject(**change), card, anyway=True)
 
     def _args_on(self, card: Hardware) -> ProTrainArgs:
         """The keys; of a card that is not here they allow no more than it has."""
         has = {}
-        if self._question.gpus:
+        if not self._is_here:
             has["protrain_capacity_bytes"] = card.device_bytes
-            if self._question.ram_gib is not None:
+            if self._ram_gib is not None:
                 has["protrain_cpu_capacity_bytes"] = card.host_bytes
         limits = {key: getattr(self._args, key) for key in has}
         lower = {key: min(n, has[key]) for key, n in limits.items() if n is not None}
         return self._args.model_copy(update=lower)
 
-    def _subject(self, change: dict[str, int] | None = None) -> Subject:
-        """The model traced with some keys of the YAML changed; each only once."""
-        name = repr(change or {})
-        if name not in self._subjects:
-            ranks = self._question.num_gpus
-            world = World(ranks, ranks)
-            with self._meta.changed(change or {}):
-                subject = subject_of(
-                    self._cfg, self._meta.model, self._device_type, world
-                )
-            if change and "lora_r" not in change:
-                # bitsandbytes casts biases while they run: one model, one layout
-                subject = replace(subject, layout=self._subject().layout)
-            self._subjects[name] = subject
-        return self._subjects[name]
+    def _traced(self, **change: int) -> Subject:
+        world = World(self._num_gpus, self._num_gpus)
+        with self._meta.changed(change):
+            subject = subject_of(self._cfg, self._meta.model, self._device_type, world)
+        if change and "lora_r" not in change:
+            # bitsandbytes casts biases while they run: one model, one layout
+            subject = replace(subject, layout=self._subject().layout)
+        return subject
 
-    def _gpu(self, gpu: str, tf32: bool | None = None) -> Hardware:
-        question = self._question
-        host_bytes = int((question.ram_gib or DEFAULT_RAM_GIB) * 2**30)
-        card = gpu_hardware(
-            gpu, question.link, host_bytes, tf32 is True, question.num_gpus
-        )
-        if ":" not in gpu:
-            return card
-        return replace(card, name=f"{card.name}, {card.device_bytes / 2**30:g} GiB")
+
+def _card(gpu: str, **known: Any) -> Hardware:
+    card = gpu_hardware(gpu, **known)
+    if ":" not in gpu:
+        return card
+    return replace(card, name=f"{card.name}, {card.device_bytes / 2**30:g} GiB")
 
 
 def _alternative(
@@ -400,43 +348,8 @@ def _in_mode(planner: Planner, mode: str) -> Forecast:
 
 
 def _fitting(forecast: Forecast) -> Forecast:
-    """The forecast, unless it lacks something.
-
-    Raises:
-        BudgetError: It does.
-    """
+    """The forecast, unless it lacks something, which is a BudgetError."""
     lacking = lack(forecast)
     if lacking is not None:
         raise BudgetError(lacking)
     return forecast
-
-
-def _limits(args: ProTrainArgs, card: Hardware, budget: Budget) -> Iterator[str]:
-    """Keys of the YAML that hold on a card that is not here."""
-    for key, used, has in (
-        ("protrain_capacity_bytes", budget.device_bytes, card.device_bytes),
-        ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
-    ):
-        if getattr(args, key) is None:
-            continue
-        if used == getattr(args, key):
-            yield f"{key}: {format_bytes(used)} may be used on {card.name}'s machine"
-        else:
-            yield (
-                f"{key} asks for more than the {format_bytes(has)} beside {card.name}"
-            )
-
-
-def _with_plugin(config: Path) -> dict[str, object]:
-    """The YAML as if it listed the plugin, so that its keys are checked."""
-    try:
-        raw = yaml.safe_load(config.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}  # reading it again says what is wrong
-    listed = raw.get("plugins") if isinstance(raw, dict) else None
-    return {} if lists_plugin(listed) else {"plugins": [*(listed or ()), PLUGIN]}
-
-
-def worst(answers: Sequence[dict[str, Any]]) -> int:
-    """Exit code for all cards together: 0 only if every one of them fits."""
-    return max(EXIT_CODES[answer["verdict"]] for answer in answers)

@@ -8,6 +8,7 @@ and writes the log in full precision.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess  # nosec B404
 import sys
@@ -28,12 +29,6 @@ from ..core.errors import ConfigError, ProTrainError
 
 LOG_FILE = "selftest.json"
 COMPARED = ("loss", "grad_norm", "learning_rate")
-TOLERANCE = {"exact": 0.0, "float32": 1e-6, "bfloat16": 2.0**-7}
-"""Largest relative difference of a logged number. Exact where the arithmetic is the
-same: always with frozen chunks, and on the CPU device with adamw_torch_fused. Else a
-few roundings of the trained weights' dtype, because host and device AdamW round apart.
-"""
-
 _DROPPED = (
     "auto_resume_from_checkpoints",
     "early_stopping_patience",
@@ -58,15 +53,12 @@ class SelfTestPlugin(BasePlugin):
         return {} if torch.cuda.is_available() else {"use_cpu": True}
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
-        return [_WriteLog(Path(cfg.output_dir) / LOG_FILE)]
+        return [_WriteLog()]
 
 
 class _WriteLog(TrainerCallback):
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._path.write_text(json.dumps(state.log_history))
+        Path(args.output_dir, LOG_FILE).write_text(json.dumps(state.log_history))
 
 
 @dataclass(frozen=True)
@@ -74,10 +66,8 @@ class Verdict:
     """Largest differences between the two runs.
 
     Attributes:
-        relative: By logged number, over all steps; `weights` over all tensors.
-        steps: Steps compared.
+        relative: By logged number, over all `steps`; `weights` over all `tensors`.
         differing: Names of saved tensors that are not equal.
-        tensors: Saved tensors compared.
         tolerance: Largest relative difference that passes.
     """
 
@@ -118,18 +108,15 @@ def run_selftest(
         ConfigError: The YAML does not turn ProTrain on.
         ProTrainError: A run failed; the end of its output is in the message.
     """
-    raw = yaml.safe_load(config.read_text())
-    _require_plugin(config, raw)
+    raw = yaml.safe_load(config.read_text("utf-8"))
+    _check_testable(config, raw)
     with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         paged, plain = folder / "paged", folder / "plain"
         for output in (paged, plain):
             say(f"{output.name} run: {steps} steps")
-            path = output.with_suffix(".yaml")
-            derived = derive(raw, steps, output, paged=output is paged)
-            path.write_text(yaml.safe_dump(derived))
-            _train(path)
+            _train(derive(raw, steps, output, paged=output is paged), output)
         return compare(paged, plain, _tolerance(raw, paged))
 
 
@@ -158,22 +145,17 @@ def derive(
 
 def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
     """Compare two output folders of the self-test."""
-    logs = [
-        [
-            entry
-            for entry in json.loads((folder / LOG_FILE).read_text())
-            if "loss" in entry
-        ]
-        for folder in (paged, plain)
-    ]
+    logs = []
+    for folder in (paged, plain):
+        history = json.loads((folder / LOG_FILE).read_text())
+        logs.append([entry for entry in history if "loss" in entry])
     if len(logs[0]) != len(logs[1]):
         raise ProTrainError(
             f"the paged run logged {len(logs[0])} steps, the plain run {len(logs[1])}"
         )
+    steps = list(zip(*logs, strict=True))
     relative = {
-        key: max(
-            (_relative(a[key], b[key]) for a, b in zip(*logs, strict=True)), default=0.0
-        )
+        key: max((_relative(a[key], b[key]) for a, b in steps), default=0.0)
         for key in COMPARED
     }
     ours, theirs = _tensors(paged), _tensors(plain)
@@ -182,54 +164,55 @@ def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
         for name in sorted({*ours, *theirs})
     }
     relative["weights"] = max(distances.values(), default=0.0)
-    return Verdict(
-        relative=relative,
-        steps=len(logs[0]),
-        differing=tuple(name for name, value in distances.items() if value > 0),
-        tensors=len(distances),
-        tolerance=tolerance,
-    )
+    differing = tuple(name for name, value in distances.items() if value > 0)
+    return Verdict(relative, len(steps), differing, len(distances), tolerance)
 
 
-def _require_plugin(config: Path, raw: object) -> None:
-    plugins = raw.get("plugins") if isinstance(raw, dict) else None
-    if not lists_plugin(plugins):
-        raise ConfigError(
-            f"{config}: plugins does not list {PLUGIN}, so there is nothing to test."
+def _check_testable(config: Path, raw: object) -> None:
+    keys = raw if isinstance(raw, dict) else {}
+    problem = None
+    if not lists_plugin(keys.get("plugins")):
+        problem = f"plugins does not list {PLUGIN}, so there is nothing to test."
+    elif keys.get("protrain_auto_memory") is False:
+        problem = "protrain_auto_memory is false; set it to true to test paging."
+    elif keys.get("protrain_fp32_master"):
+        problem = (
+            "protrain_fp32_master updates otherwise than a run without paging, on "
+            "purpose; set it to false for the self-test."
         )
-    if raw.get("protrain_auto_memory") is False:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"{config}: protrain_auto_memory is false; set it to true to test paging."
-        )
-    if raw.get("protrain_fp32_master"):  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"{config}: protrain_fp32_master updates otherwise than a run without "
-            "paging, on purpose; set it to false for the self-test."
-        )
+    if problem is not None:
+        raise ConfigError(f"{config}: {problem}")
 
 
-def _train(path: Path) -> None:
-    command = [sys.executable, "-m", "axolotl.cli.train", str(path.absolute())]
-    log = path.with_suffix(".log")
+def _train(keys: Mapping[str, Any], output: Path) -> None:
+    config, log = output.with_suffix(".yaml"), output.with_suffix(".log")
+    config.write_text(yaml.safe_dump(keys))
+    command = [sys.executable, "-m", "axolotl.cli.train", str(config.absolute())]
     # else MKL rounds by the address of a weight, and the two runs' addresses differ
     environment = {"MKL_CBWR": "COMPATIBLE", **os.environ, "AXOLOTL_DO_NOT_TRACK": "1"}
-    with log.open("w") as output:
+    with log.open("w") as file:
         code = subprocess.run(  # nosec B603
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment
         ).returncode
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise ProTrainError(f"the {path.stem} run ended with code {code}:\n{tail}")
+        raise ProTrainError(f"the {output.name} run ended with code {code}:\n{tail}")
 
 
 def _tolerance(raw: Mapping[str, Any], paged: Path) -> float:
+    """Largest relative difference of a logged number.
+
+    None where the arithmetic is the same: always with frozen chunks, and on the CPU
+    device with adamw_torch_fused. Else a few roundings of the trained weights' dtype,
+    because host and device AdamW round apart.
+    """
     report = json.loads((paged / "protrain" / "report.json").read_text())
     trains_on_host = report["measured"]["offloaded_bytes"] > 0
     same_adamw = raw.get("optimizer", "adamw_torch_fused") == "adamw_torch_fused"
     same_adamw &= raw.get("protrain_cpu_optimizer", "torch") == "torch"
     if not trains_on_host or (report["device"] == "cpu" and same_adamw):
-        return TOLERANCE["exact"]
-    return TOLERANCE["float32" if raw.get("bf16") is False else "bfloat16"]
+        return 0.0
+    return 1e-6 if raw.get("bf16") is False else 2.0**-7
 
 
 def _relative(ours: float, theirs: float) -> float:
@@ -237,7 +220,7 @@ def _relative(ours: float, theirs: float) -> float:
         return 0.0
     difference = abs(ours - theirs) / max(abs(ours), abs(theirs))
     # a NaN on one side only must not pass as small
-    return difference if difference == difference else float("inf")
+    return math.inf if math.isnan(difference) else difference
 
 
 def _tensors(folder: Path) -> dict[str, Path]:
@@ -251,12 +234,12 @@ def _tensors(folder: Path) -> dict[str, Path]:
 def _distance(name: str, ours: Path | None, theirs: Path | None) -> float:
     """Norm of the difference over the norm; infinite for a tensor on one side only."""
     if ours is None or theirs is None:
-        return float("inf")
+        return math.inf
     with safe_open(ours, framework="pt") as a, safe_open(theirs, framework="pt") as b:
         mine, plain = a.get_tensor(name), b.get_tensor(name)
+    if mine.shape != plain.shape or mine.dtype != plain.dtype:
+        return math.inf
     if torch.equal(mine, plain):
         return 0.0
-    if mine.shape != plain.shape or mine.dtype != plain.dtype:
-        return float("inf")
     distance = (mine.double() - plain.double()).norm() / plain.double().norm()
-    return float(distance.nan_to_num(nan=float("inf")))
+    return float(distance.nan_to_num(nan=math.inf))

@@ -13,14 +13,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import CheckpointError
-from .types import Layout, Plan
+from .types import Layout
 
 SLACK_BYTES = 32 << 20
 """Tokenizer, configuration, trainer state and random states beside the tensors."""
 
 
 def checkpoint_bytes(
-    layout: Layout, plan: Plan, adapter: bool, optimizer_state: bool, fp32_master: bool
+    layout: Layout, adapter: bool, optimizer_state: bool, fp32_master: bool
 ) -> int:
     """Bytes that one checkpoint takes on disk, without the tokenizer's."""
     trained = layout.fixed_trainable_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from .cost import DeviceEstimate, HostEstimate, MemoryModel, StepTime
+from .cost import StepTime
+from .cost.memory import DeviceEstimate, HostEstimate, MemoryModel
 from .errors import BudgetError
 from .search import MODES, Search
 from .types import (
@@ -22,7 +23,6 @@ from .types import (
     Plan,
     Trace,
     Workload,
-    World,
 )
 
 
@@ -30,14 +30,12 @@ def with_measured(
     times: BlockTimes, measured: Mapping[int, tuple[float, float]]
 ) -> BlockTimes:
     """`times` with the blocks' forward and backward replaced by what was measured."""
-    forward, backward = list(times.forward_s), list(times.backward_s)
-    for index, (forward_s, backward_s) in measured.items():
-        forward[index], backward[index] = forward_s, backward_s
+    ways = list(zip(times.forward_s, times.backward_s, strict=True))
+    for index, seconds in measured.items():
+        ways[index] = seconds
+    forward_s, backward_s = (tuple(pair[way] for pair in ways) for way in (0, 1))
     return replace(
-        times,
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        measured=bool(measured),
+        times, forward_s=forward_s, backward_s=backward_s, measured=bool(measured)
     )
 
 
@@ -66,7 +64,7 @@ class Forecast:
 
 
 class Planner:
-    """Plans for one model, batch and machine.
+    """Plans for one model, batch and machine; see `Search`, which makes them.
 
     Args:
         layout: Its chunks.
@@ -88,24 +86,14 @@ class Planner:
         budget: Budget,
         redone_if_paged: Set[int] = frozenset(),
     ) -> None:
-        self._layout = layout
+        self._layout, self._redone_if_paged = layout, redone_if_paged
         self._given = (layout, trace, workload, hardware, times, budget)
         self._gradient_order = gradient_order(layout, trace)
         self._memory = MemoryModel(layout, trace, workload, hardware)
-        self._redone_if_paged = redone_if_paged
         self._search = Search(
             self._memory, times, budget, redone_if_paged=redone_if_paged
         )
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks that may be paged."""
-        return len(self._layout.pageable)
-
-    @property
-    def world(self) -> World:
-        """Who trains together."""
-        return self._memory.workload.world
+        self.num_chunks, self.world = len(layout.pageable), workload.world
 
     def search(self, modes: Set[str] = MODES) -> Forecast:
         """The fastest plan that fits; see `Search.fastest`.

@@ -59,34 +59,25 @@ from .runtime import (
     attach_entry,
     drop_ended_backward,
 )
-from .types import Chunk, Counters, Layout, Placement, Plan, Policy
+from .types import Chunk, Counters, Layout, Placement, Plan
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a plan.
-
-    Attributes:
-        poison: Fill a slot with NaN bytes when its chunk leaves.
-        fp32_master: Update bf16 weights through fp32 masters on the host.
-        cpu_optimizer: Host AdamW, `torch` or `deepspeed`.
-    """
+    """How to run a plan."""
 
     poison: bool = False
+    """Fill a slot with NaN bytes when its chunk leaves."""
     fp32_master: bool = False
+    """Update 16-bit weights through fp32 masters on the host."""
     cpu_optimizer: str = "torch"
+    """Host AdamW: `torch` or `deepspeed`."""
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(kw_only=True)
+class Measured(Counters):
     """Counters since the session was opened; bytes and seconds."""
 
-    fetched_bytes: int
-    offloaded_bytes: int
-    num_fetches: int
-    num_misses: int
-    swapped_out_bytes: int
-    swapped_in_bytes: int
     stall_s: float
     device_peak_bytes: int
     device_placed_bytes: int
@@ -94,10 +85,6 @@ class Measured:
     host_arena_bytes: int
     host_optimizer_bytes: int
     host_swap_bytes: int
-    num_gathers: int = 0
-    num_reduces: int = 0
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
 
 
 class Session:
@@ -108,11 +95,7 @@ class Session:
     `wrap_optimizer` returns. `close` gives the model back as plain host tensors.
 
     Args:
-        model: On the host; `requires_grad` final, not wrapped.
-        layout: From `build_layout(model)`.
-        plan: What to run.
-        device: Where to run it.
-        options: How to run it.
+        model: On the host; `requires_grad` final, not wrapped; `layout` is of it.
         ranks: Who trains together; all of them then open, step and close alike. What
             trains on the device is DistributedDataParallel's to average.
         absent: Names of frozen parameters that this rank has in name only; another of
@@ -137,10 +120,7 @@ class Session:
             raise ValueError(
                 f"{plan.shards} shards are not one for each rank of a node"
             )
-        self.model = model
-        self.layout = layout
-        self.plan = plan
-        self.device = device
+        self.model, self.layout, self.plan, self.device = model, layout, plan, device
         self.counters = ranks.counters = Counters()
         self._options = options
         self._params = dict(model.named_parameters())
@@ -175,12 +155,7 @@ class Session:
     @property
     def host_kept(self) -> frozenset[str]:
         """Every name of every parameter that is on the host: none of DDP's business."""
-        names = {
-            spec.name
-            for chunk in self.layout.chunks
-            if self.plan.placements[chunk.index].on_host
-            for spec in chunk.tensors
-        }
+        names = {spec.name for chunk in self._on_host() for spec in chunk.tensors}
         kept = {id(p) for name, p in self._params.items() if name in names}
         every = self.model.named_parameters(remove_duplicate=False)
         return frozenset(name for name, p in every if id(p) in kept)
@@ -194,10 +169,9 @@ class Session:
         if not self._host_chunks:
             self._optimizer = plain
             return plain
-        names = {id(p): name for name, p in self._params.items()}
         self._optimizer = PagedAdamW(
             plain,
-            names,
+            {id(p): name for name, p in self._params.items()},
             self._host_chunks,
             self._gradients,
             self.device,
@@ -209,12 +183,8 @@ class Session:
         return self._optimizer
 
     def begin_micro_batch(self, synchronises: bool) -> None:
-        """A micro-batch of training begins; several ranks have to say so.
-
-        Args:
-            synchronises: It is the last one of a step, after which gradients are
-                averaged over the ranks.
-        """
+        """A micro-batch of training begins; several ranks have to say so, and which
+        one `synchronises`: the last of a step, after which gradients are averaged."""
         self._gradients.begin_micro_batch(synchronises)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
@@ -226,10 +196,8 @@ class Session:
 
     @property
     def movable(self) -> frozenset[int]:
-        """Chunks that `replan` may move to the host.
-
-        What trains may only if the optimizer has a side there from the start.
-        """
+        """Chunks that `replan` may move to the host: those that train only if the
+        optimizer has a side there from the start."""
         trains = isinstance(self._optimizer, PagedAdamW)
         return frozenset(
             c.index for c in self.layout.chunks if trains or not c.trainable
@@ -240,9 +208,6 @@ class Session:
 
         Gradients so far are forgotten. What is on the host stays there, where it is.
         After an error the session can only be closed.
-
-        Args:
-            plan: The other plan.
 
         Raises:
             ValueError: The plan moves a chunk that may not move, or several ranks train.
@@ -313,11 +278,7 @@ class Session:
         """Device bytes of optimizer state now; looks at each tensor of it."""
         if isinstance(self._optimizer, PagedAdamW):
             return self._optimizer.device_bytes()
-        return optimizer_bytes(self._optimizer) if self._optimizer is not None else 0
-
-    @property
-    def _swap_bytes(self) -> int:
-        return self._swap.host_bytes if self._swap is not None else 0
+        return optimizer_bytes(self._optimizer)
 
     @property
     def stall_s(self) -> float:
@@ -326,7 +287,7 @@ class Session:
 
     def measured(self) -> Measured:
         """Counters so far; looks at each tensor of the optimizer's state."""
-        optimizer = self._optimizer
+        optimizer, swap = self._optimizer, self._swap
         return Measured(
             **asdict(self.counters),
             stall_s=self.stall_s,
@@ -339,7 +300,7 @@ class Session:
                 if isinstance(optimizer, PagedAdamW)
                 else 0
             ),
-            host_swap_bytes=self._swap_bytes,
+            host_swap_bytes=swap.host_bytes if swap is not None else 0,
         )
 
     def close(self) -> None:
@@ -369,19 +330,17 @@ class Session:
 
     # opening
 
+    def _on_host(self) -> list[Chunk]:
+        return [c for c in self.layout.chunks if self.plan.placements[c.index].on_host]
+
     def _open(self, before: Plan | None = None) -> None:
-        """Move the model to where the plan has it; `before` is where it was."""
-        plan, ranks, state = self.plan, self._ranks, Placement.HOST_STATE
-        on_host = [c for c in self.layout.chunks if plan.placements[c.index].on_host]
+        """Move the model to where the plan has it; `before` says where it was."""
+        plan, ranks, on_host = self.plan, self._ranks, self._on_host()
+        state = _with_host_state(plan)
+        stay = state & _with_host_state(before) if before is not None else set()
         new = [chunk for chunk in on_host if chunk.index not in self.arena]
         trained = [chunk for chunk in new if chunk.trainable]
-        moving = [
-            chunk
-            for chunk in on_host
-            if plan.placements[chunk.index] is not state
-            or before is None
-            or before.placements[chunk.index] is not state
-        ]
+        moving = [chunk for chunk in on_host if chunk.index not in stay]
         self._ring.take(plan)
         region = self.arena.add(new)
         ranks.together(partial(self._residence.move_in, moving, self._ring.buffer_of))
@@ -404,7 +363,7 @@ class Session:
             key=lambda host: (host.chunk.pageable, host.chunk.index),
         )
         for chunk in moving:
-            if plan.placements[chunk.index] is state:
+            if chunk.index in state:
                 self._residence.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
@@ -427,21 +386,19 @@ class Session:
             counters=self.counters,
         )
 
-    def _new_swap(self) -> Swap:
-        # parameters of paged chunks are views of slots
-        weights = [binding.tensor for binding in model_bindings(self.model).values()]
-        return Swap(
-            self.device,
-            [*weights, *self.model.buffers()],
-            dict(enumerate(self.plan.swap_bytes)),
-            self.counters,
-        )
-
     def _attach(self) -> None:
         """Hook the model, which is where the plan has it."""
         blocks = [self.model.get_submodule(block.name) for block in self.layout.blocks]
+        swap: Swap | None = None
         if any(policy.swaps for policy in self.plan.policies):
-            self._swap = swap = self._new_swap()
+            # parameters of paged chunks are views of slots
+            weights = [bound.tensor for bound in model_bindings(self.model).values()]
+            self._swap = swap = Swap(
+                self.device,
+                [*weights, *self.model.buffers()],
+                dict(enumerate(self.plan.swap_bytes)),
+                self.counters,
+            )
             # what follows the blocks is often the peak of a step
             settle = blocks[-1].register_forward_hook(lambda *_: swap.settle())
             self._handles.append(settle)
@@ -451,10 +408,13 @@ class Session:
             or any(host.chunk.pageable for host in self._host_chunks)
             or self._swap is not None
         )
-        for index, (block, policy) in enumerate(
-            zip(blocks, self.plan.policies, strict=True)
-        ):
-            self._running += self._run_with(policy, block, index)
+        for index, block in enumerate(blocks):
+            policy = self.plan.policies[index]
+            if policy.recomputes:
+                saving = partial(swap.saving, index) if swap and policy.swaps else None
+                self._running.append(Recompute(block, saving))
+            elif swap is not None and policy.swaps:
+                self._running.append(SwapBlock(block, index, swap))
             if needs_windows:
                 self._handles += attach_block(
                     block, index, self._pager, self._gradients.left
@@ -463,18 +423,6 @@ class Session:
         self._handles += self._running
         if self._handles:
             self._handles += attach_entry(self.model, self.layout, self._enter)
-
-    def _run_with(
-        self, policy: Policy, module: nn.Module, index: int
-    ) -> list[Recompute | SwapBlock]:
-        if policy is Policy.KEEP:
-            return []
-        if policy is Policy.RECOMPUTE:
-            return [Recompute(module)]
-        assert self._swap is not None
-        if policy is Policy.SWAP_INPUT:
-            return [Recompute(module, partial(self._swap.saving, index))]
-        return [SwapBlock(module, index, self._swap)]
 
     # running
 
@@ -511,6 +459,11 @@ class Session:
             if host.chunk is chunk:
                 host.reload()
         self._pager.forget_all()
+
+
+def _with_host_state(plan: Plan) -> set[int]:
+    found = enumerate(plan.placements)
+    return {index for index, place in found if place is Placement.HOST_STATE}
 
 
 def _remove(handles: list[Removable]) -> None:

@@ -37,14 +37,8 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter inside a chunk.
-
-    Attributes:
-        name: Full parameter name from the model root.
-        shape: Shape of the parameter.
-        dtype: Its dtype.
-        offset: First byte inside the chunk, a multiple of the alignment.
-    """
+    """One parameter of a chunk: its full name from the model root, and its first byte
+    inside the chunk, a multiple of the alignment."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,14 +61,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Parameters laid out back to back that move together.
+    """Parameters laid out back to back that move together, in registration order; all
+    of them trained, or none.
 
     Attributes:
         index: Position in `Layout.chunks`.
         block: Index of the block that uses it, None for weights outside blocks.
-        trainable: Whether its parameters are trained; never mixed in one chunk.
-        tensors: The parameters in registration order.
-        nbytes: Size in bytes, alignment gaps included.
+        nbytes: Alignment gaps included.
     """
 
     index: int
@@ -122,8 +115,8 @@ class Layout:
         chunks: Block chunks first, in block order, then one for each trainable
             parameter outside the blocks.
         fixed_frozen_bytes: Frozen weights and buffers that never leave the device.
-        fixed_trainable_bytes: Trainable weights that never leave it (adapters).
-        num_fixed_trainable: How many such parameters there are.
+        fixed_trainable_bytes: Trainable weights that never leave it (adapters), of
+            `num_fixed_trainable` parameters.
     """
 
     blocks: tuple[Block, ...]
@@ -200,8 +193,8 @@ class Plan:
         n_swap: Blocks that send activations to the host: what they save or, where they
             recompute as well, their inputs.
         n_checkpoint: Blocks that recompute their activations.
-        placements: One entry for each chunk of the layout.
-        policies: One entry for each block of the layout.
+        placements: Of each chunk.
+        policies: Of each block.
         origin: What decided the knobs, for the report.
         shards: Ranks that each keep and fetch one shard of every host-kept chunk, all
             those of a node; 1 where each rank fetches whole chunks.
@@ -223,11 +216,6 @@ class Plan:
     gradient_order: tuple[int, ...] = ()
 
     @property
-    def recompute(self) -> tuple[bool, ...]:
-        """For each block whether backward computes it again."""
-        return tuple(policy.recomputes for policy in self.policies)
-
-    @property
     def paged(self) -> tuple[int, ...]:
         """Chunk indices that pass through slots, in the order of use."""
         return tuple(
@@ -246,14 +234,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Work:
-    """What operators do, enough to say how long they take on some device.
-
-    Attributes:
-        flops_16: Floating point operations of matrix products in 16-bit types.
-        flops_32: The same in fp32.
-        moved_bytes: Bytes that all other operators read and write.
-        num_kernels: Operators that launch one.
-    """
+    """What operators do, enough to say how long they take on some device: the
+    operations of matrix products in 16-bit types and in fp32, the bytes that all others
+    read and write, and how many kernels they launch."""
 
     flops_16: int = 0
     flops_32: int = 0
@@ -278,8 +261,6 @@ class Segment:
 
     Attributes:
         block: Index of the block, None for what runs outside blocks.
-        backward: Whether it belongs to backward.
-        work: What it computes, once.
         peak_bytes: Highest rise, saved tensors kept. Gradients of parameters count
             from their making to their accumulation.
         dropped_peak_bytes: Forward of a block: the same when nothing is saved.
@@ -335,7 +316,6 @@ class Lifetime:
         made: Index of that segment.
         forgotten: Index of the segment in which the model's own references end.
         saves: For whom autograd keeps them.
-        nbytes: Bytes of all tensors with this fate.
         large: Whether each of them has at least `SMALLEST_SWAP_BYTES`.
     """
 
@@ -361,20 +341,11 @@ class Trace:
     lifetimes: tuple[Lifetime, ...]
     blocks: tuple[str, ...]
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
 
 @dataclass(frozen=True)
 class World:
-    """Processes that train together, one device each.
-
-    Attributes:
-        size: All of them.
-        local_size: Those of one node, which share its host memory; every node has as
-            many.
-    """
+    """Processes that train together, one device each: all of them, and those of one
+    node, which share its host memory; every node has as many."""
 
     size: int = 1
     local_size: int = 1
@@ -382,6 +353,10 @@ class World:
     @property
     def num_nodes(self) -> int:
         return self.size // self.local_size
+
+
+ALONE = World()
+"""One process."""
 
 
 @dataclass(frozen=True)
@@ -408,7 +383,7 @@ class Workload:
     update_parameter_copies: float = 0.0
     eval_ratio: float = 0.0
     loader_bytes: int = 0
-    world: World = World()
+    world: World = ALONE
 
 
 @dataclass(frozen=True)
@@ -416,21 +391,16 @@ class Hardware:
     """What one machine gives, measured or looked up. Rates are per second.
 
     Attributes:
-        name: For people.
-        source: Where the figures come from.
-        device_bytes: Memory of the device.
+        source: Where the figures come from, for people.
         host_bytes: Memory of the host that may be used.
         unseen_bytes: Taken on the device by what no trace sees: context, workspaces
             of kernels, rounding of the allocator.
-        flops_16: Matrix products in bf16, achieved.
-        flops_32: In fp32, achieved.
+        flops_16: Matrix products in bf16, achieved; `flops_32` those in fp32.
         memory_bytes_s: Device memory, achieved.
         kernel_s: Shortest time between two kernels.
-        fetch_bytes_s: Host to device, alone.
-        offload_bytes_s: Device to host, alone.
-        fetch_both_bytes_s: Host to device while the other way is busy.
-        offload_both_bytes_s: Device to host while the other way is busy.
-        adam_bytes_s: Host AdamW: bytes of weights updated per second.
+        fetch_bytes_s: Host to device, alone; `offload_bytes_s` is the other way.
+        fetch_both_bytes_s: The same while the other way is busy.
+        adam_bytes_s: Host AdamW: bytes of weights updated.
         overlaps: Whether copies run beside compute.
         link: Name of the link between host and device, if known.
         gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
@@ -464,13 +434,9 @@ class Hardware:
 class BlockTimes:
     """Seconds of compute for one micro-batch, nothing waiting for a copy.
 
-    Attributes:
-        forward_s: For each block.
-        backward_s: For each block, without recomputation.
-        outside_forward_s: Before, between and after the blocks.
-        outside_backward_s: The same in backward.
-        update_s: Optimizer step of what lives on the device.
-        measured: Whether the blocks were timed on the device rather than computed.
+    Of each block, backward without recomputation; of all that runs outside blocks; of
+    the optimizer step of what lives on the device. The blocks' are `measured` on the
+    device or else computed.
     """
 
     forward_s: tuple[float, ...]
@@ -483,13 +449,8 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan may use.
-
-    Attributes:
-        device_bytes: Device capacity.
-        reserve_bytes: Part of it that the plan must leave free.
-        host_bytes: Host capacity, for the arena and what trains on it.
-    """
+    """What a plan may use. `reserve_bytes` of the device must stay free; the host's are
+    for the arena and what trains on it."""
 
     device_bytes: int
     reserve_bytes: int
@@ -511,11 +472,8 @@ class Counters:
         num_fetches: Chunks that went into slots.
         num_misses: Those of them that were not there when their block opened.
         swapped_out_bytes: Activations to the host.
-        swapped_in_bytes: Activations back.
-        num_gathers: All-gathers of a chunk.
-        num_reduces: Reduce-scatters of gradients.
-        gathered_bytes: Bytes of the results of all-gathers.
-        reduced_bytes: Bytes of the inputs of reduce-scatters.
+        gathered_bytes: Results of all-gathers.
+        reduced_bytes: Inputs of reduce-scatters.
     """
 
     fetched_bytes: int = 0

@@ -29,12 +29,10 @@ DOCUMENTS_PER_ROW = 4
 
 
 def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tensor]:
-    """A micro-batch of the largest size that the YAML allows.
+    """A micro-batch of the largest size that the validated YAML allows.
 
-    Args:
-        cfg: Axolotl's validated configuration.
-        model: Any copy of the model, for its configuration and signature.
-        assumptions: Gets a line for everything that the YAML does not say.
+    Of `model` any copy will do, for its configuration and signature. `assumptions`
+    gets a line for everything that the YAML does not say.
 
     Raises:
         ConfigError: The model takes images in a way that is not known here.
@@ -42,10 +40,8 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     if cfg.processor_type and cfg.is_multimodal:
         return _image_batch(cfg, model, assumptions)
     # a reward is compared with another: chosen and rejected text are one micro-batch
-    rows, length = (
-        cfg.micro_batch_size * (2 if cfg.reward_model else 1),
-        cfg.sequence_len,
-    )
+    rows = cfg.micro_batch_size * (2 if cfg.reward_model else 1)
+    length = cfg.sequence_len
     if cfg.pad_to_sequence_len is not False:
         multiple = cfg.pad_to_multiple_of or 64
         length = math.ceil(length / multiple) * multiple
@@ -53,11 +49,7 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     if cfg.sample_packing and not _packs_each_row(cfg):
         documents, rows, length = documents * rows, 1, rows * length
     ids = _token_ids(model.config, rows, length)
-    batch = {
-        "input_ids": ids,
-        "labels": ids.clone(),
-        "attention_mask": torch.ones_like(ids),
-    }
+    batch = _text(ids, ids.clone())
     if cfg.sample_packing:
         assumptions.append(f"sample_packing: {documents} documents in each row")
         positions = torch.arange(length) % math.ceil(length / documents)
@@ -66,11 +58,12 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
             del batch["attention_mask"]
     elif cfg.pad_to_sequence_len is not False or rows > 1:
         _pad_rows(batch, assumptions)
-    if cfg.is_multimodal and "mm_token_type_ids" in _forward_parameters(model):
+    parameters = _forward_parameters(model)
+    if cfg.is_multimodal and "mm_token_type_ids" in parameters:
         batch["mm_token_type_ids"] = torch.zeros_like(ids)
     if cfg.reward_model:
         del batch["labels"]
-    if "decoder_attention_mask" in _forward_parameters(model):
+    if "decoder_attention_mask" in parameters:
         # without it BART makes one of floats, whose values a trace does not know
         batch["decoder_attention_mask"] = torch.ones_like(ids)
     assumptions.append(f"rows as long as sequence_len allows: {rows} x {length} tokens")
@@ -79,9 +72,14 @@ def sample_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
 
 def _packs_each_row(cfg: Any) -> bool:
     """Otherwise the rows of a micro-batch are one row for the attention kernel."""
-    if cfg.multipack_real_batches is not None:
-        return bool(cfg.multipack_real_batches)
-    return not cfg.attn_supports_packing
+    if cfg.multipack_real_batches is None:
+        return not cfg.attn_supports_packing
+    return bool(cfg.multipack_real_batches)
+
+
+def _text(ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    ones = torch.ones_like(ids)
+    return {"input_ids": ids, "labels": labels, "attention_mask": ones}
 
 
 def _pad_rows(batch: dict[str, Tensor], assumptions: list[str]) -> None:
@@ -94,9 +92,8 @@ def _pad_rows(batch: dict[str, Tensor], assumptions: list[str]) -> None:
 def _token_ids(config: Any, rows: int, length: int) -> Tensor:
     """Some of the tokens that every vocabulary has."""
     vocabulary = getattr(config.get_text_config(), "vocab_size", 16)
-    return (torch.arange(rows * length) % min(vocabulary - 1, 97) + 1).view(
-        rows, length
-    )
+    ids = torch.arange(rows * length) % min(vocabulary - 1, 97) + 1
+    return ids.view(rows, length)
 
 
 def _forward_parameters(model: Any) -> set[str]:
@@ -110,15 +107,16 @@ def _image_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     rows = cfg.micro_batch_size
     processor = _processor_settings(cfg)
     vision = getattr(config, "vision_config", None)
+    images: dict[str, Tensor] = {}
+    num_tokens = _square_tokens(config)
     if "image_grid_thw" in names:
         images, num_tokens, size = _patch_images(cfg, vision, processor, rows)
-    elif "pixel_values" in names and _square_tokens(config) is not None:
+    elif "pixel_values" in names and num_tokens:
         side = _image_side(cfg, vision, processor)
         images = {"pixel_values": torch.empty(rows, 3, side, side, device=_META)}
-        num_tokens = _square_tokens(config) or 0
         size = f"{side} x {side}"
     else:
-        images, num_tokens, size = {}, 0, ""
+        num_tokens = 0
         assumptions.append(
             f"images of model_type {config.model_type} are not known here: a batch of "
             "text only, the vision tower is not in the plan"
@@ -138,11 +136,7 @@ def _image_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     if num_tokens:
         is_image[:, 1 : 1 + num_tokens] = 1
         _put_image_tokens(ids, is_image.bool(), config)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": ids.masked_fill(is_image.bool(), -100),
-    }
+    batch = _text(ids, ids.masked_fill(is_image.bool(), -100))
     if rows > 1:
         _pad_rows(batch, assumptions)
     for name in names & {"token_type_ids", "mm_token_type_ids"}:
@@ -151,24 +145,24 @@ def _image_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
 
 
 def _put_image_tokens(ids: Tensor, is_image: Tensor, config: Any) -> None:
-    special = _image_token(config)
+    special = _integer(config, "image_token_id", "image_token_index")
+    if special is None:
+        raise ConfigError(
+            f"base_model: config.json of model_type {config.model_type!r} has no "
+            "image_token_id, so a batch with images cannot be made up."
+        )
     for name in ("vision_start_token_id", "boi_token_index", "boi_token_id"):
-        start = getattr(config, name, None)
-        if isinstance(start, int):
+        start = _integer(config, name)
+        if start is not None:
             ids[:, 0] = start
     ids[ids == special] += 1
     ids[is_image] = special
 
 
-def _image_token(config: Any) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    raise ConfigError(
-        f"base_model: config.json of model_type {config.model_type!r} has no "
-        "image_token_id, so a batch with images cannot be made up."
-    )
+def _integer(config: Any, *names: str) -> int | None:
+    """The first of the names that the configuration has with a number."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _processor_settings(cfg: Any) -> dict[str, Any]:
@@ -187,41 +181,36 @@ def _image_side(cfg: Any, vision: Any, processor: dict[str, Any]) -> int:
     for source in (processor.get("crop_size"), processor.get("size")):
         if isinstance(source, dict) and "height" in source:
             return int(source["height"])
-    side = getattr(vision, "image_size", None) or cfg.image_size
-    return max(side) if isinstance(side, (list, tuple)) else int(side)
+    return _longer(getattr(vision, "image_size", None) or cfg.image_size)
+
+
+def _longer(size: Any) -> int:
+    return max(size) if isinstance(size, (list, tuple)) else int(size)
 
 
 def _square_tokens(config: Any) -> int | None:
     """Tokens that an image of fixed size becomes; None where sizes differ."""
     if getattr(config, "image_grid_pinpoints", None):
         return None
-    for name in ("mm_tokens_per_image", "image_seq_length"):
-        count = getattr(config, name, None)
-        if isinstance(count, int):
-            return count
-    return None
+    return _integer(config, "mm_tokens_per_image", "image_seq_length")
 
 
 def _patch_images(
     cfg: Any, vision: Any, processor: dict[str, Any], rows: int
 ) -> tuple[dict[str, Tensor], int, str]:
     """Images as rows of patches with a grid, as the Qwen families take them."""
-    patch = vision.patch_size
-    merge = vision.spatial_merge_size
-    temporal = vision.temporal_patch_size
+    patch, merge = vision.patch_size, vision.spatial_merge_size
     unit = patch * merge
     edges = processor.get("size") or {}
     max_pixels = processor.get("max_pixels") or edges.get("longest_edge")
     height, width = _largest_grid(int(max_pixels or 1280 * unit * unit) // unit**2)
     if cfg.image_size is not None:
-        wanted = cfg.image_size
-        wanted = max(wanted) if isinstance(wanted, (list, tuple)) else int(wanted)
-        side = max(1, round(wanted / unit))
+        side = max(1, round(_longer(cfg.image_size) / unit))
         if side * side <= height * width:
             height = width = side
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
     num_patches = rows * height * width * merge**2
-    num_values = channels * temporal * patch * patch
+    num_values = channels * vision.temporal_patch_size * patch * patch
     images = {
         "pixel_values": torch.empty(num_patches, num_values, device=_META),
         "image_grid_thw": torch.tensor([[1, height * merge, width * merge]] * rows),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
@@ -27,35 +28,24 @@ FLASH_ATTENTION = "flash_attention_2"
 def fake_kernels(target: str) -> Iterator[list[str]]:
     """Let a model that was patched for `target` run forward and backward on meta.
 
-    Args:
-        target: "cuda" or "cpu". On the CPU every kernel runs on meta as it is.
-
-    Yields:
-        One line for each kind of kernel that was replaced, complete once the model has
-        run.
+    Yields one line for each kind of kernel that was replaced, complete at the end. All
+    kernels of the target "cpu" run on meta as they are.
     """
     used: list[str] = []
-    with ExitStack() as undo:
-        if target == "cuda":
-            undo.enter_context(registered_attention())
-            undo.enter_context(_triton_launches(used))
-            undo.enter_context(_axolotl_dequantize(used))
-            if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-                packet = torch.ops.bitsandbytes.gemm_4bit
-                undo.enter_context(replaced(packet, "default", _gemm_4bit))
-            undo.enter_context(replaced(torch, "equal", _equal))
+    if target != "cuda":
         yield used
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of `owner`, which has it already, and put the old one back."""
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
+        return
+    with (
+        registered_attention(),
+        _triton_launches(used),
+        _axolotl_dequantize(used),
+        patch.object(torch, "equal", _equal),
+        ExitStack() as undo,
+    ):
+        if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+            packet = torch.ops.bitsandbytes.gemm_4bit
+            undo.enter_context(patch.object(packet, "default", _gemm_4bit))
+        yield used
 
 
 def planned_attention(
@@ -101,38 +91,23 @@ def registered_attention() -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    names = (PLANNED_ATTENTION, FLASH_ATTENTION)
+    both = dict.fromkeys((PLANNED_ATTENTION, FLASH_ATTENTION), planned_attention)
     with (
-        _entries(ALL_ATTENTION_FUNCTIONS, dict.fromkeys(names, planned_attention)),
-        _entries(ALL_MASK_ATTENTION_FUNCTIONS, {PLANNED_ATTENTION: _no_mask}),
+        patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, both),
+        patch.dict(
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {PLANNED_ATTENTION: _no_mask}
+        ),
     ):
         yield
-
-
-@contextmanager
-def _entries(interface: Any, entries: dict[str, Callable]) -> Iterator[None]:
-    table = interface._global_mapping
-    before = dict(table)
-    table.update(entries)
-    try:
-        yield
-    finally:
-        table.clear()
-        table.update(before)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """These kernels take the boundaries of documents as positions, not as a mask."""
 
 
-_torch_equal = torch.equal
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor, equal: Callable = torch.equal) -> bool:
     """Liger asks if the gradient of the loss is exactly 1: not with accumulation."""
-    if a.is_meta and a.is_floating_point():
-        return False
-    return _torch_equal(a, b)
+    return False if a.is_meta and a.is_floating_point() else equal(a, b)
 
 
 @contextmanager
@@ -143,31 +118,20 @@ def _triton_launches(used: list[str]) -> Iterator[None]:
         return
     jit = importlib.import_module("triton.runtime.jit")
     tuner = importlib.import_module("triton.runtime.autotuner")
-    names: list[str] = []
+    launched: dict[str, None] = {}
 
     def launch(self: Any, *args: Any, grid: Any, **kwargs: Any) -> None:
-        name = _kernel_name(self)
-        if name in names:
-            return
-        if names:
-            used.remove(_launched(names))
-        names.append(name)
-        used.append(_launched(names))
+        while hasattr(self, "fn") and not hasattr(self, "__name__"):
+            self = self.fn
+        launched[str(getattr(self, "__name__", self)).strip("_")] = None
 
     with ExitStack() as undo:
         for launcher in (jit.JITFunction, tuner.Autotuner, tuner.Heuristics):
-            undo.enter_context(replaced(launcher, "run", launch))
+            undo.enter_context(patch.object(launcher, "run", launch))
         yield
-
-
-def _launched(names: list[str]) -> str:
-    return f"Triton kernels {', '.join(names)}: buffers are counted, their work is not"
-
-
-def _kernel_name(kernel: Any) -> str:
-    while hasattr(kernel, "fn") and not hasattr(kernel, "__name__"):
-        kernel = kernel.fn
-    return str(getattr(kernel, "__name__", kernel)).strip("_")
+    if launched:
+        names = ", ".join(launched)
+        used.append(f"Triton kernels {names}: buffers are counted, their work is not")
 
 
 @contextmanager
@@ -175,17 +139,8 @@ def _axolotl_dequantize(used: list[str]) -> Iterator[None]:
     """Axolotl's 4-bit kernel takes addresses, which tensors on meta do not have."""
     from axolotl.kernels import quantize
 
-    def dequantize(
-        W: Tensor,
-        absmax: Tensor,
-        code2: Tensor,
-        absmax2: Tensor,
-        offset: Tensor,
-        blocksize: int,
-        blocksize2: int,
-        shape: Any,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def dequantize(W: Tensor, absmax: Tensor, *others: Any) -> Tensor:
+        _code2, _absmax2, offset, *_blocksizes, shape, dtype = others
         line = "Axolotl's 4-bit dequantisation: buffers are counted, its work is not"
         if line not in used:
             used.append(line)
@@ -194,7 +149,7 @@ def _axolotl_dequantize(used: list[str]) -> Iterator[None]:
         scales += offset
         return output.t() if W.shape[0] == 1 else output
 
-    with replaced(quantize, "_ctypes_nf4_dequant", dequantize):
+    with patch.object(quantize, "_ctypes_nf4_dequant", dequantize):
         yield
 
 
@@ -224,20 +179,9 @@ def _gemm_4bit(
     return torch.nn.functional.linear(rows, weight, bias)
 
 
-@contextmanager
-def quantisation_tables_apart() -> Iterator[None]:
+def quantisation_tables_apart() -> AbstractContextManager[Any]:
     """Keep what bitsandbytes caches on the device where it is first asked for."""
-    tables = bnb.functional.name2qmap
-    before = dict(tables)
-    tables.clear()
-    try:
-        yield
-    finally:
-        tables.clear()
-        tables.update(before)
-
-
-_TRACEABLE_EXPERTS = "grouped_mm"
+    return patch.dict(bnb.functional.name2qmap, clear=True)
 
 
 def make_experts_traceable(
@@ -246,11 +190,9 @@ def make_experts_traceable(
     """The eager form asks which experts were chosen; other kernels need CUDA."""
     has_experts = any(hasattr(module, "is_concatenated") for module in model.modules())
     wanted = wanted or model.config.get_text_config()._experts_implementation
-    if has_experts and wanted != _TRACEABLE_EXPERTS:
-        model.set_experts_implementation(_TRACEABLE_EXPERTS)
-        assumptions.append(
-            f"experts_implementation {wanted}: traced as {_TRACEABLE_EXPERTS}"
-        )
+    if has_experts and wanted != "grouped_mm":
+        model.set_experts_implementation("grouped_mm")
+        assumptions.append(f"experts_implementation {wanted}: traced as grouped_mm")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -264,22 +206,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight, _ = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad
-        return (
-            torch.empty_like(hidden) if needs_hidden else None,
-            torch.empty_like(weight) if needs_weight else None,
-        )
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        hidden, weight = (torch.empty_like(x) if needs else None for x, needs in needed)
+        return hidden, weight
 
 
 def fake_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
     head = model.get_output_embeddings()
 
-    def loss_function(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        return _LinearCrossEntropy.apply(logits, head.weight)
-
     head.forward = lambda hidden: hidden
-    model.loss_function = loss_function
+    model.loss_function = lambda logits, labels, **_: _LinearCrossEntropy.apply(
+        logits, head.weight
+    )
     assumptions.append(
         "cut_cross_entropy is not installed here: a loss that keeps the hidden states "
         "and no logits"

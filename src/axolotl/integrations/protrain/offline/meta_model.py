@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
@@ -36,13 +37,14 @@ from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..args import PLUGIN, lists_plugin
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from .batches import find_file
 from .fake_kernels import (
@@ -52,7 +54,6 @@ from .fake_kernels import (
     make_experts_traceable,
     quantisation_tables_apart,
     registered_attention,
-    replaced,
 )
 
 _META = torch.device("meta")
@@ -72,10 +73,8 @@ _POLICIES = (
     "activation_offloading",
     "selective_checkpointing",
 )
-
-# what transformers does to weights that a checkpoint lacks; here that is every weight
-_PLACES_MISSING = "_move_missing_keys_from_meta_to_device"
-_INITIALISES_MISSING = "_initialize_missing_keys"
+_FILLERS = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")
+"""What transformers does to weights that a checkpoint lacks; here these are all."""
 
 
 @dataclass
@@ -96,27 +95,20 @@ class MetaModel:
     @contextlib.contextmanager
     def changed(self, change: Mapping[str, int]) -> Iterator[None]:
         """Some keys of the YAML are others inside, and adapters of another rank."""
-        adapters: list[tuple[nn.Module, str, nn.Parameter]] = []
-        if "lora_r" in change:
-            rank = self.cfg.lora_r, change["lora_r"]
-            adapters = list(_resize_adapters(self.model, *rank))
-        try:
-            with _keys(self.cfg, change):
-                yield
-        finally:
-            for owner, name, param in adapters:
-                setattr(owner, name, param)
+        with contextlib.ExitStack() as undo:
+            if "lora_r" in change:
+                _resize_adapters(self.model, self.cfg.lora_r, change["lora_r"], undo)
+            undo.enter_context(_keys(self.cfg, change))
+            yield
 
 
 def load_meta_model(
     config: Path, target: str, overrides: Mapping[str, object] | None = None
 ) -> MetaModel:
-    """Build what `axolotl train config` would train on `target`.
+    """Build what `axolotl train config` would train on "cuda" or "cpu".
 
-    Args:
-        config: The YAML.
-        target: "cuda" or "cpu".
-        overrides: Keys of the YAML to set or replace.
+    `overrides` are keys of the YAML to set or replace. The plugin is listed if it is
+    not, so that its keys are checked.
 
     Raises:
         ConfigError: The YAML is invalid or cannot be planned; names the key.
@@ -124,11 +116,11 @@ def load_meta_model(
     assumptions: list[str] = []
     manager = PluginManager.get_instance()
     with (
-        replaced(constants, "HF_HUB_OFFLINE", True),
-        replaced(TelemetryManager.get_instance(), "enabled", False),
+        patch.object(constants, "HF_HUB_OFFLINE", True),
+        patch.object(TelemetryManager.get_instance(), "enabled", False),
         # Axolotl's manager is one for the process and keeps what it ever registered
-        replaced(manager, "plugins", type(manager.plugins)()),
-        replaced(manager, "cfg", None),
+        patch.object(manager, "plugins", type(manager.plugins)()),
+        patch.object(manager, "_cfg", None),
     ):
         cfg = _validated(config, target, overrides or {})
         return MetaModel(cfg, _built(cfg, target, assumptions), assumptions)
@@ -136,6 +128,7 @@ def load_meta_model(
 
 @contextlib.contextmanager
 def _keys(cfg: DictDefault, values: Mapping[str, object]) -> Iterator[None]:
+    """No `patch.dict`: Axolotl sets other keys inside, which stay."""
     before = {key: cfg[key] for key in values}
     cfg.update(values)
     try:
@@ -145,21 +138,20 @@ def _keys(cfg: DictDefault, values: Mapping[str, object]) -> Iterator[None]:
 
 
 def _resize_adapters(
-    model: nn.Module, old: int, new: int
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Give LoRA weights on the meta device another rank; yields what they were."""
-    for path, owner in list(model.named_modules()):
-        for name, param in list(owner.named_parameters(path, recurse=False)):
-            first = "lora_A" in name or "lora_embedding_A" in name
-            dim = 0 if first else 1
-            if ".lora_" not in name or param.ndim != 2 or param.shape[dim] != old:
-                continue
-            shape = list(param.shape)
-            shape[dim] = new
-            attribute = name.rpartition(".")[2]
-            yield owner, attribute, param
-            resized = nn.Parameter(param.data.new_empty(shape), param.requires_grad)
-            setattr(owner, attribute, resized)
+    model: nn.Module, old: int, new: int, undo: contextlib.ExitStack
+) -> None:
+    """Give LoRA weights on the meta device another rank."""
+    for path, param in list(model.named_parameters(remove_duplicate=False)):
+        dim = 0 if "lora_A" in path or "lora_embedding_A" in path else 1
+        if ".lora_" not in path or param.ndim != 2 or param.shape[dim] != old:
+            continue
+        shape = list(param.shape)
+        shape[dim] = new
+        module, _, name = path.rpartition(".")
+        owner = model.get_submodule(module)
+        undo.callback(setattr, owner, name, param)
+        resized = nn.Parameter(param.data.new_empty(shape), param.requires_grad)
+        setattr(owner, name, resized)
 
 
 # ---------------------------------------------------------------- configuration
@@ -175,13 +167,14 @@ def _validated(
     if not isinstance(raw, dict):
         raise ConfigError(f"{config}: holds no keys; it must be an Axolotl YAML.")
 
+    plugins = raw.get("plugins") or ()
+    if not lists_plugin(plugins):
+        raw["plugins"] = [*plugins, PLUGIN]
     cfg = DictDefault({**raw, **overrides})
     _check_base_model(cfg)
     on_cuda = target == "cuda"
     capabilities = {
-        "bf16": on_cuda,
-        "fp8": on_cuda,
-        "tf32": on_cuda,
+        **dict.fromkeys(("bf16", "fp8", "tf32"), on_cuda),
         "n_gpu": 1,
         "compute_capability": CUDA_CAPABILITY if on_cuda else None,
     }
@@ -199,8 +192,15 @@ def _validated(
         raise ConfigError(_rejection(error)) from error
     except (StrictDataclassError, ArithmeticError) as error:
         # a configuration's class checks itself while it reads the file
-        raise ConfigError(_gives_no_model(cfg, error)) from error
-    _check_plannable(cfg)
+        raise _gives_no_model(cfg, error) from error
+    if cfg.rl:
+        raise ConfigError(
+            f"rl: {cfg.rl} cannot be planned; only supervised fine-tuning can."
+        )
+    if cfg.load_in_8bit:
+        raise ConfigError(
+            "load_in_8bit: cannot be planned. Use load_in_4bit: true, or no quantisation."
+        )
     return cfg
 
 
@@ -239,17 +239,6 @@ def _check_base_model(cfg: DictDefault) -> None:
         )
 
 
-def _check_plannable(cfg: DictDefault) -> None:
-    if cfg.rl:
-        raise ConfigError(
-            f"rl: {cfg.rl} cannot be planned; only supervised fine-tuning can."
-        )
-    if cfg.load_in_8bit:
-        raise ConfigError(
-            "load_in_8bit: cannot be planned. Use load_in_4bit: true, or no quantisation."
-        )
-
-
 def _rejection(error: Exception) -> str:
     """The first complaint, with the key that it is about."""
     if not isinstance(error, ValidationError):
@@ -260,8 +249,8 @@ def _rejection(error: Exception) -> str:
     return f"{key}: {message}" if key and key not in message else message
 
 
-def _gives_no_model(cfg: DictDefault, error: Exception) -> str:
-    return (
+def _gives_no_model(cfg: DictDefault, error: Exception) -> ConfigError:
+    return ConfigError(
         f"base_model: config.json of {cfg.base_model} gives no model: "
         f"{type(error).__name__}: {_line(error)}"
     )
@@ -282,9 +271,8 @@ class _Vocabulary:
 
     def __init__(self, text_config: Any, num_added: int) -> None:
         self._size = text_config.vocab_size + num_added
-        self.bos_token_id = getattr(text_config, "bos_token_id", None)
-        self.eos_token_id = getattr(text_config, "eos_token_id", None)
-        self.pad_token_id = getattr(text_config, "pad_token_id", None)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, name, getattr(text_config, name, None))
 
     def __len__(self) -> int:
         return self._size
@@ -312,7 +300,7 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
         except (ValueError, ImportError, NotImplementedError) as error:
             raise ConfigError(f"Axolotl refuses this model: {_line(error)}") from error
         except FOREIGN_ERRORS as error:
-            raise ConfigError(_gives_no_model(cfg, error)) from error
+            raise _gives_no_model(cfg, error) from error
     _note_unfused(cfg, model, assumptions)
     if cfg.unfrozen_parameters:
         freeze_layers_except(model, cfg.unfrozen_parameters)
@@ -347,7 +335,7 @@ class _Loader(ModelLoader):
         self._target = target
         self._assumptions = assumptions
         self._attention: str | None = None
-        self._cce_stands_in = False
+        self._fakes_cce = False
         if target == "cuda":
             patches = self.patch_manager
             patches._apply_sdpa_varlen_patch = self._note_varlen
@@ -362,8 +350,8 @@ class _Loader(ModelLoader):
             self._attention = PLANNED_ATTENTION
 
         with (
-            replaced(sdpa_varlen, "patch_sdpa_varlen", note),
-            replaced(torch.cuda, "is_available", lambda: True),
+            patch.object(sdpa_varlen, "patch_sdpa_varlen", note),
+            patch.object(torch.cuda, "is_available", lambda: True),
         ):
             PatchManager._apply_sdpa_varlen_patch(self.patch_manager)
 
@@ -371,10 +359,10 @@ class _Loader(ModelLoader):
         super()._set_attention_config()
         name = self.model_kwargs.get("attn_implementation")
         if self._target == "cuda" and name not in (None, "eager", "sdpa"):
-            is_flash = is_flash_attention_requested(
+            flash = is_flash_attention_requested(
                 requested_attention_implementation=name
             )
-            self._attention = FLASH_ATTENTION if is_flash else PLANNED_ATTENTION
+            self._attention = FLASH_ATTENTION if flash else PLANNED_ATTENTION
         if self._attention is None:
             return
         self.model_kwargs["attn_implementation"] = PLANNED_ATTENTION
@@ -386,22 +374,22 @@ class _Loader(ModelLoader):
 
     def _apply_pre_model_load_setup(self) -> None:
         super()._apply_pre_model_load_setup()
-        if (
-            self.cfg.cut_cross_entropy
-            and importlib.util.find_spec("cut_cross_entropy") is None
-        ):
+        is_missing = importlib.util.find_spec("cut_cross_entropy") is None
+        if self.cfg.cut_cross_entropy and is_missing:
             # its plugin, called next, would refuse; set again when that is over
             self.cfg.cut_cross_entropy = False
-            self._cce_stands_in = True
+            self._fakes_cce = True
 
     def _build_model(self) -> bool:
         with registered_attention():
             skips = super()._build_model()
-        if self._cce_stands_in:
+        if self._fakes_cce:
             self.cfg.cut_cross_entropy = True
             fake_cut_cross_entropy(self.model, self._assumptions)
-        if self._attention is not None:
-            _rename_attention(self.model, self._attention)
+        for module in self.model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == PLANNED_ATTENTION:
+                config._attn_implementation_internal = self._attention
         return skips
 
     def _configure_experts_implementation(self) -> None:
@@ -410,23 +398,23 @@ class _Loader(ModelLoader):
         )
 
     def _load_model_from_pretrained(self, model_loader_class: Any = None) -> Any:
-        loader = model_loader_class or self.auto_model_loader
-        model_class = _model_class(loader, self.model_config)
+        loader, config = model_loader_class or self.auto_model_loader, self.model_config
+        classes = getattr(loader, "_model_mapping", None)
+        if classes is not None and type(config) not in classes:
+            raise ConfigError(
+                f"base_model: transformers has no {loader.__name__} for model_type "
+                f"{config.model_type!r}."
+            )
+        model_class = loader if classes is None else _get_model_class(config, classes)
         kwargs = {
             key: value
             for key, value in self.model_kwargs.items()
             if key not in ("device_map", "revision", "torch_dtype")
         }
-        with (
-            replaced(PreTrainedModel, _PLACES_MISSING, _nothing),
-            replaced(PreTrainedModel, _INITIALISES_MISSING, _nothing),
-        ):
+        unfilled: dict[str, Any] = dict.fromkeys(_FILLERS, _nothing)
+        with patch.multiple(PreTrainedModel, **unfilled):
             model = model_class.from_pretrained(
-                None,
-                config=self.model_config,
-                state_dict={},
-                device_map={"": "meta"},
-                **kwargs,
+                None, config=config, state_dict={}, device_map={"": "meta"}, **kwargs
             )
         _keep_in_fp32(model, self.cfg.torch_dtype)
         _quantize(model)
@@ -437,35 +425,12 @@ class _Loader(ModelLoader):
 
     def _load_adapters(self) -> Any:
         # values that nothing will read take a third of the time
-        with _META, replaced(nn.init, "kaiming_uniform_", _same):
+        with _META, patch.object(nn.init, "kaiming_uniform_", lambda x, *_, **__: x):
             return super()._load_adapters()
-
-
-def _same(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return tensor
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _rename_attention(model: nn.Module, name: str) -> None:
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == PLANNED_ATTENTION:
-            config._attn_implementation_internal = name
-
-
-def _model_class(loader: Any, config: Any) -> Any:
-    mapping = getattr(loader, "_model_mapping", None)
-    if mapping is None:
-        return loader
-    if type(config) not in mapping:
-        raise ConfigError(
-            f"base_model: transformers has no {loader.__name__} for model_type "
-            f"{config.model_type!r}."
-        )
-    return _get_model_class(config, mapping)
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:

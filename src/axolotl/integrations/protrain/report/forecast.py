@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -129,17 +130,15 @@ def answer_dict(forecast: Forecast, fits: bool) -> dict[str, Any]:
         }
         for point in forecast.device.timeline
     ]
+    chunks = [
+        {"bytes": chunk.nbytes, "placement": placement.value}
+        for chunk, placement in zip(layout.chunks, plan.placements, strict=True)
+    ]
     answer["blocks"] = [
         {
             "name": block.name,
             "policy": plan.policies[block.index].value,
-            "chunks": [
-                {
-                    "bytes": layout.chunks[chunk].nbytes,
-                    "placement": plan.placements[chunk].value,
-                }
-                for chunk in block.chunks
-            ],
+            "chunks": [chunks[chunk] for chunk in block.chunks],
             "forward_s": times.forward_s[block.index],
             "backward_s": times.backward_s[block.index],
         }
@@ -242,13 +241,10 @@ def format_limiter(step: Mapping[str, Any]) -> str:
 
 def format_runs(numbers: Iterable[int]) -> str:
     """`0, 1, 2, 5` as `0-2, 5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    # numbers that follow each other differ from their places by the same
+    pairs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = ([number for _, number in run] for _, run in pairs)
+    return ", ".join("-".join(map(str, dict.fromkeys((r[0], r[-1])))) for r in runs)
 
 
 def format_policies(policies: Sequence[str]) -> str:
@@ -271,7 +267,5 @@ def format_policies(policies: Sequence[str]) -> str:
 
 def _reach(text: str, size: int) -> int:
     """How far the first `size` letters come again and again; 0 if not at all."""
-    number = 1
-    while text.startswith(text[:size], number * size):
-        number += 1
-    return number * size if number > 1 else 0
+    again = re.match(rf"(.{{{size}}})\1+", text)
+    return again.end() if again else 0

@@ -25,6 +25,7 @@ Piece = tuple[str, float, str]
 Mark = tuple[str, float, float, str]
 """Style, start, length and text of what is drawn in a bar."""
 
+MEMORIES = ("device_bytes", "host_bytes")
 WIDTH, HEIGHT, NUM_COLOURS = 1000, 400, 8
 """Units of a drawing: bars are `WIDTH` wide, the timeline is `HEIGHT` high as well."""
 
@@ -50,9 +51,7 @@ def plan_page(answers: Sequence[Values], config_name: str) -> str:
             "timeline": _timeline(answer, colours),
             "cells": [_cell(block) for block in answer["blocks"]],
             "bars": _step_bars(answer["step_s"]),
-            "terms": [
-                _terms(answer[kind], colours) for kind in ("device_bytes", "host_bytes")
-            ],
+            "terms": {k: _terms(answer[k], colours) for k in MEMORIES},
         }
         for answer in answers
     ]
@@ -85,21 +84,18 @@ def _fit(answers: Sequence[Values], colours: Colours) -> Values | None:
     keys.append(("reserve", "reserve, left free"))
     if any(device["peak"] > device["budget"] for device in known):
         keys.append(("over", "over the budget"))
-    bars = []
+    bars: list[list[Mark]] = []
     for answer in answers:
-        if not (device := answer["device_bytes"]):
-            bars.append(None)
-            continue
-        budget, reserve = device["budget"], device["reserve"]
-        over = max(device["peak"] - budget, 0)
-        bars.append(
-            [
+        bars.append([])  # where nothing is known
+        if device := answer["device_bytes"]:
+            budget, reserve = device["budget"], device["reserve"]
+            over = max(device["peak"] - budget, 0)
+            bars[-1] = [
                 ("track", 0, budget, ""),
                 ("reserve", budget, reserve, f"reserve {format_bytes(reserve)}"),
                 *_stacked(_terms(device, colours), format_bytes),
                 ("over", budget, over, f"{format_bytes(over)} over the budget"),
             ]
-        )
     span = max(max(d["peak"], d["budget"] + d["reserve"], 1) for d in known)
     return {"legend": keys, "bars": bars, "span": span}
 
@@ -114,10 +110,7 @@ def _timeline(answer: Values, colours: Colours) -> Values | None:
     totals, budget = [sum(row) for row in rows], device["budget"]
     peak = max(totals)
     at, top = totals.index(peak), 1.08 * max(peak, budget, 1)
-    hover = [
-        [point["label"], point["phase"], *row]
-        for point, row in zip(points, rows, strict=True)
-    ]
+    hover = [[p["label"], p["phase"], *r] for p, r in zip(points, rows, strict=True)]
     phases, start = [], 0.0
     for phase, run in groupby(point["phase"] for point in points):
         share = len(list(run)) / len(points)
@@ -221,8 +214,7 @@ def _stacked(
 def _term_colours(answers: Sequence[Values]) -> Colours:
     """The style of each term, the same on the whole page; hatched from the ninth on."""
     names = [n for a in answers for point in a["timeline"] for n in point["bytes"]]
-    for kind in ("device_bytes", "host_bytes"):
-        names += [n for a in answers if a[kind] for n in a[kind]["terms"]]
+    names += [n for k in MEMORIES for a in answers if a[k] for n in a[k]["terms"]]
     return {n: f"t{i % (2 * NUM_COLOURS)}" for i, n in enumerate(dict.fromkeys(names))}
 
 

@@ -46,19 +46,13 @@ class RunReport:
 
     def summary(self, measured: Measured) -> str:
         """One line for the end of the run."""
-        fetched, offloaded, swapped, peak, capacity = map(
-            format_bytes,
-            (
-                measured.fetched_bytes,
-                measured.offloaded_bytes,
-                measured.swapped_out_bytes,
-                measured.device_peak_bytes,
-                self.forecast.budget.device_bytes,
-            ),
-        )
         return (
-            f"ProTrain: fetched {fetched}, offloaded {offloaded}, swapped {swapped}, "
-            f"stalled {measured.stall_s:.2f} s; device peak {peak} of {capacity}"
+            f"ProTrain: fetched {format_bytes(measured.fetched_bytes)}, "
+            f"offloaded {format_bytes(measured.offloaded_bytes)}, "
+            f"swapped {format_bytes(measured.swapped_out_bytes)}, "
+            f"stalled {measured.stall_s:.2f} s; "
+            f"device peak {format_bytes(measured.device_peak_bytes)} of "
+            f"{format_bytes(self.forecast.budget.device_bytes)}"
         )
 
     def write(self, output_dir: Path, measured: Measured, host_peak: int) -> Path:
@@ -74,7 +68,7 @@ class RunReport:
             **forecast_dict(self.forecast),
             "compared": {
                 name: {"predicted": predicted, "measured": seen}
-                for name, predicted, seen in self._compared(measured)
+                for name, (predicted, seen) in self._compared(measured).items()
             },
             "measured": {
                 **asdict(measured),
@@ -93,48 +87,43 @@ class RunReport:
         timed = self.step_s[WATCHED_STEPS:] or self.step_s
         return statistics.median(timed) if timed else None
 
-    def _of_a_node(self, figure: str, measured: Measured) -> float:
-        """Over all ranks of one, as the host's bytes are predicted."""
-        if not self.ranks:
-            return getattr(measured, figure)
-        num_nodes = self.forecast.workload.world.num_nodes
-        return sum(rank[figure] for rank in self.ranks) / num_nodes
-
-    def _compared(self, measured: Measured) -> tuple[tuple[str, float, Any], ...]:
+    def _compared(self, seen: Measured) -> dict[str, tuple[Any, Any]]:
         """Each predicted term and what was measured of it."""
-        forecast, seen = self.forecast, measured
-        peak_bytes, peak = forecast.device.peak_bytes, forecast.device.peak
-        states, host = forecast.device.states, forecast.host.states
+        device, host = self.forecast.device, self.forecast.host.states
+        step, moved = self.forecast.step, self.forecast.moved
+        states, peak = device.states, device.peak
         # DDP makes its buckets once the plugin has placed everything
-        placed, buckets = states.weights - states.buckets, states.buckets
-        rising = peak.gradients + peak.activations + peak.working + buckets
-        risen = seen.device_peak_bytes - seen.device_placed_bytes
-        risen -= seen.device_optimizer_bytes
-        on_host = host.gradients + host.masters + host.moments
-        host_optimizer = self._of_a_node("host_optimizer_bytes", measured)
-        host_swap = self._of_a_node("host_swap_bytes", measured)
-        micro, step = forecast.workload.accumulation, forecast.step
-        steps = max(len(self.step_s), 1)
-        out, back = sum(forecast.moved.out), sum(forecast.moved.back)
-        return (
-            ("device peak bytes", peak_bytes, seen.device_peak_bytes),
-            ("weights and slots", placed, seen.device_placed_bytes),
-            (
-                "optimizer state on the device",
-                states.moments,
-                seen.device_optimizer_bytes,
+        rising = peak.gradients + peak.activations + peak.working + states.buckets
+        placed, moments = seen.device_placed_bytes, seen.device_optimizer_bytes
+        risen = seen.device_peak_bytes - placed - moments
+        micro, steps = self.forecast.workload.accumulation, max(len(self.step_s), 1)
+        host_optimizer = self._of_a_node("host_optimizer_bytes", seen)
+        host_swap = self._of_a_node("host_swap_bytes", seen)
+        out, back = (micro * sum(way) for way in (moved.out, moved.back))
+        return {
+            "device peak bytes": (device.peak_bytes, seen.device_peak_bytes),
+            "weights and slots": (states.weights - states.buckets, placed),
+            "optimizer state on the device": (states.moments, moments),
+            "gradients and activations": (rising, risen),
+            "host arena": (host.arena, seen.host_arena_bytes),
+            "host gradients, masters and moments": (
+                host.gradients + host.masters + host.moments,
+                host_optimizer,
             ),
-            ("gradients and activations", rising, risen),
-            ("host arena", host.arena, seen.host_arena_bytes),
-            ("host gradients, masters and moments", on_host, host_optimizer),
-            ("fetched bytes a step", step.fetched_bytes, seen.fetched_bytes / steps),
-            (
-                "offloaded bytes a step",
+            "fetched bytes a step": (step.fetched_bytes, seen.fetched_bytes / steps),
+            "offloaded bytes a step": (
                 step.offloaded_bytes,
                 seen.offloaded_bytes / steps,
             ),
-            ("swapped out bytes a step", micro * out, seen.swapped_out_bytes / steps),
-            ("swapped in bytes a step", micro * back, seen.swapped_in_bytes / steps),
-            ("host memory of swapped activations", host.swapped, host_swap),
-            ("step seconds", step.total_s, self.median_step_s()),
-        )
+            "swapped out bytes a step": (out, seen.swapped_out_bytes / steps),
+            "swapped in bytes a step": (back, seen.swapped_in_bytes / steps),
+            "host memory of swapped activations": (host.swapped, host_swap),
+            "step seconds": (step.total_s, self.median_step_s()),
+        }
+
+    def _of_a_node(self, figure: str, seen: Measured) -> float:
+        """Over all ranks of one, as the host's bytes are predicted."""
+        if not self.ranks:
+            return getattr(seen, figure)
+        num_nodes = self.forecast.workload.world.num_nodes
+        return sum(rank[figure] for rank in self.ranks) / num_nodes

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from itertools import groupby
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..core.planner import Forecast
 from .forecast import (
@@ -31,6 +31,8 @@ from .forecast import (
 )
 
 WIDTH, LOG_WIDTH = 100, 110
+Answer = Mapping[str, Any]
+Row = Sequence[str]
 
 
 def forecast_table(forecast: Forecast, device: str) -> str:
@@ -39,79 +41,57 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     local_size = forecast.workload.world.local_size
     shown = forecast_dict(forecast)
     plan, step = shown["plan"], shown["step_s"]
-    on_device, on_host = shown["device_bytes"], shown["host_bytes"]
     outside = [placements[c.index].value for c in layout.chunks if not c.pageable]
-    busy = ((LANES[lane], s) for lane, s in step["lanes"].items() if s)
-    table = Table(title=f"ProTrain plan ({plan['origin']})", title_justify="left")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    table.add_column("detail")
+    (peak, budget, terms), (host_peak, host_budget, host_terms) = (
+        (format_bytes(m["peak"]), format_bytes(m["budget"]), _filled(m["terms"]))
+        for m in (shown["device_bytes"], shown["host_bytes"])
+    )
+    lanes = {LANES[lane]: busy for lane, busy in step["lanes"].items()}
+    knobs = f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']}"
+    policies = format_policies(plan["block_policies"])
+    resident = f"{plan['n_persist']} of {plan['num_chunks']}"
+    speed = f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}"
+    at = forecast.device.peak.label
+    where = ", ".join(sorted(set(outside))) or "frozen, resident"
+    host = "host (all its ranks)" if local_size > 1 else "host"
+    title, value = f"ProTrain plan ({plan['origin']})", Column("value", justify="right")
+    table = Table("what", value, "detail", title=title, title_justify="left")
     for row in (
         ("mode", plan["mode"], MODES[plan["mode"]]),
         ("ranks", str(plan["num_ranks"]), f"{local_size} on each node"),
-        (
-            "resident chunks",
-            f"{plan['n_persist']} of {plan['num_chunks']}",
-            format_runs(plan["resident_chunks"]),
-        ),
+        ("resident chunks", resident, format_runs(plan["resident_chunks"])),
         ("slots", str(plan["n_buffer"]), format_bytes(forecast.device.states.slots)),
-        (
-            "activations",
-            f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']}",
-            f"of {plan['num_blocks']} blocks: {format_policies(plan['block_policies'])}",
-        ),
-        (
-            "outside blocks",
-            ", ".join(sorted(set(outside))) or "frozen, resident",
-            f"{len(outside)} trainable",
-        ),
-        (
-            f"device ({device})",
-            format_bytes(on_device["peak"]),
-            f"of {format_bytes(on_device['budget'])}, at "
-            f"{forecast.device.peak.label}: {_listed(on_device['terms'])}",
-        ),
-        (
-            "host (all its ranks)" if local_size > 1 else "host",
-            format_bytes(on_host["peak"]),
-            f"of {format_bytes(on_host['budget'])}: {_listed(on_host['terms'])}",
-        ),
+        ("activations", knobs, f"of {plan['num_blocks']} blocks: {policies}"),
+        ("outside blocks", where, f"{len(outside)} trainable"),
+        (f"device ({device})", peak, f"of {budget}, at {at}: {_listed(terms)}"),
+        (host, host_peak, f"of {host_budget}: {_listed(host_terms)}"),
         (
             "step",
             format_seconds(step["total"]),
-            f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}; "
-            + ", ".join(f"{lane} {format_seconds(s)}" for lane, s in busy),
+            f"{speed}; {_listed(_filled(lanes, format_seconds))}",
         ),
     ):
         table.add_row(*row)
-    text = StringIO()
-    Console(file=text, width=LOG_WIDTH).print(table)
-    return text.getvalue().rstrip()
+    return _printed(LOG_WIDTH, [table])
 
 
-def plan_text(answers: Sequence[Mapping[str, Any]]) -> str:
-    """All cards: a line for each, then what each of them needs and takes.
-
-    Args:
-        answers: What `--json` prints.
-    """
-    text = StringIO()
-    console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+def plan_text(answers: Sequence[Answer]) -> str:
+    """All cards of `--json`: a line for each, then what each of them needs and takes."""
+    shown = [part for answer in answers for part in _card(answer)]
     if len(answers) > 1:
-        console.print(_overview(answers))
-    for answer in answers:
-        _print_card(console, answer)
-    console.print("Assumed and not known:")
+        heads = ("card", "verdict", "device", "of", "host", "of", "step", "tokens/s")
+        shown.insert(0, _table(heads, map(_overview, answers)))
+    shown.append("Assumed and not known:")
     for line in dict.fromkeys(line for a in answers for line in a["assumptions"]):
         hanging = Table.grid()
         hanging.add_row("  - ", Padding(line, 0))
-        console.print(hanging)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        shown.append(hanging)
+    lines = [line.rstrip() for line in _printed(WIDTH, shown).splitlines()]
     paragraphs = (list(run) for filled, run in groupby(lines, bool) if filled)
     return "\n\n".join("\n".join(paragraph) for paragraph in paragraphs)
 
 
-def largest_text(answers: Sequence[Mapping[str, Any]]) -> str:
+def largest_text(answers: Sequence[Answer]) -> str:
     """The answers of `--max`, a line for each card."""
     lines = []
     for answer in answers:
@@ -128,71 +108,78 @@ def largest_text(answers: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _print_card(console: Console, answer: Mapping[str, Any]) -> None:
+def _card(answer: Answer) -> Iterator[RenderableType]:
     plan, step, hardware = answer["plan"], answer["step_s"], answer["hardware"]
-    fits = answer["verdict"] == FITS
-    head = hardware["name"] + (f" on {hardware['link']}" if hardware["link"] else "")
-    head += f": {VERDICTS[answer['verdict']]}"
-    console.print(
-        f"{head}, {format_pace(step['total'], step['tokens_per_s'])}" if fits else head
-    )
+    fits, mode = answer["verdict"] == FITS, plan["mode"]
+    pace = f", {format_pace(step['total'], step['tokens_per_s'])}" if fits else ""
+    link = f" on {hardware['link']}" if hardware["link"] else ""
+    yield f"{hardware['name']}{link}: {VERDICTS[answer['verdict']]}{pace}"
     if answer["reason"]:
-        console.print(answer["reason"])
-    if not fits and answer["alternatives"]:
-        console.print(_alternatives(answer["alternatives"]))
+        yield answer["reason"]
+    others = [_alternatives(answer["alternatives"])] if answer["alternatives"] else []
+    if not fits:
+        yield from others
     ranks, device, host = "", "device", "host"
     if plan["num_ranks"] > 1:
         ranks, device = f"{plan['num_ranks']} ranks, ", "each device"
         host = "host of all ranks"
-    console.print(
-        f"{'Plan' if fits else 'The plan that comes nearest'}: mode {plan['mode']} "
-        f"({MODES[plan['mode']]}), {ranks}n_persist {plan['n_persist']} of "
+    yield (
+        f"{'Plan' if fits else 'The plan that comes nearest'}: mode {mode} "
+        f"({MODES[mode]}), {ranks}n_persist {plan['n_persist']} of "
         f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
         f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
         f"{plan['num_blocks']} blocks ({format_policies(plan['block_policies'])})"
     )
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
-    side_by_side = Table.grid(padding=(0, 6, 0, 0))
     # the host's terms are those of training; loading or saving may take more
+    host_peak = f"peak ({highest_phase(on_host['phases'])})"
+    side_by_side = Table.grid(padding=(0, 6, 0, 0))
     side_by_side.add_row(
         _memory(f"{device}, at {on_device['peak_at']}", on_device, "peak"),
-        _memory(
-            f"{host}, while training",
-            on_host,
-            f"peak ({highest_phase(on_host['phases'])})",
-        ),
+        _memory(f"{host}, while training", on_host, host_peak),
     )
-    console.print(side_by_side)
+    yield side_by_side
     if step:
-        console.print(_lanes(step))
-    if fits and answer["alternatives"]:
-        console.print(_alternatives(answer["alternatives"]))
+        yield _step(step)
+    if fits:
+        yield from others
 
 
-def _overview(answers: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("card", "verdict", "device", "of", "host", "of", "step", "tokens/s")
-    for answer in answers:
-        memories = (answer["device_bytes"], answer["host_bytes"])
-        step = answer["step_s"]
-        table.add_row(
-            answer["hardware"]["name"],
-            VERDICTS[answer["verdict"]],
-            *(
-                format_bytes(m[figure])
-                for m in memories
-                for figure in ("peak", "budget")
-            ),
-            format_seconds(step["total"]) if step else "-",
-            format_rate(step["tokens_per_s"]) if step else "-",
-        )
+def _overview(answer: Answer) -> Row:
+    memories, step = (answer["device_bytes"], answer["host_bytes"]), answer["step_s"]
+    return (
+        answer["hardware"]["name"],
+        VERDICTS[answer["verdict"]],
+        *(format_bytes(m[figure]) for m in memories for figure in ("peak", "budget")),
+        format_seconds(step["total"]) if step else "-",
+        format_rate(step["tokens_per_s"]) if step else "-",
+    )
+
+
+def _alternative(other: Answer) -> Row:
+    fits = other["step_s"] is not None
+    return (
+        other["change"],
+        VERDICTS[other["verdict"]],
+        format_bytes(other["device_peak_bytes"]) if fits else "-",
+        format_seconds(other["step_s"]) if fits else "-",
+        format_rate(other["tokens_per_s"]) if fits else "-",
+        other["note"] or "",
+    )
+
+
+def _alternatives(others: Iterable[Answer]) -> Table:
+    heads = ("instead", "verdict", "device", "step", "tokens/s", "note")
+    table = _table(heads, map(_alternative, others))
+    for column in table.columns[:5]:
+        column.no_wrap = True
+    table.columns[1].justify = table.columns[5].justify = "left"
+    table.columns[5].overflow = "fold"
     return table
 
 
-def _memory(title: str, memory: Mapping[str, Any], peak: str) -> Table:
-    table = _table(title, "")
-    for name, nbytes in memory["terms"].items():
-        if nbytes:
-            table.add_row(name, format_bytes(nbytes))
+def _memory(title: str, memory: Answer, peak: str) -> Table:
+    table = _table((title, ""), _filled(memory["terms"]))
     table.add_section()
     table.add_row(peak, format_bytes(memory["peak"]))
     table.add_row("may be used", format_bytes(memory["budget"]))
@@ -201,46 +188,41 @@ def _memory(title: str, memory: Mapping[str, Any], peak: str) -> Table:
     return table
 
 
-def _lanes(step: Mapping[str, Any]) -> Table:
-    table = _table("step", "busy", "compute waits for it")
-    for lane, busy in step["lanes"].items():
-        if busy:
-            waits = step["exposed"].get(lane)
-            waited = "" if waits is None else format_seconds(waits)
-            table.add_row(LANES[lane], format_seconds(busy), waited)
-            if lane == "compute" and step["recompute"]:
-                table.add_row("  recomputing", format_seconds(step["recompute"]), "")
+def _step(step: Answer) -> Table:
+    table = _table(("step", "busy", "compute waits for it"))
+    for lane, busy in _filled(step["lanes"], format_seconds):
+        waits = step["exposed"].get(lane)
+        table.add_row(LANES[lane], busy, "" if waits is None else format_seconds(waits))
+        if lane == "compute" and step["recompute"]:
+            table.add_row("  recomputing", format_seconds(step["recompute"]))
     table.add_section()
     table.add_row("together", format_seconds(step["total"]), format_limiter(step))
     return table
 
 
-def _alternatives(others: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("instead", "verdict", "device", "step", "tokens/s", "note")
-    table.columns[1].justify = table.columns[5].justify = "left"
-    table.columns[5].overflow = "fold"
-    for column in table.columns[:5]:
-        column.no_wrap = True
-    for other in others:
-        fits = other["step_s"] is not None
-        table.add_row(
-            other["change"],
-            VERDICTS[other["verdict"]],
-            format_bytes(other["device_peak_bytes"]) if fits else "-",
-            format_seconds(other["step_s"]) if fits else "-",
-            format_rate(other["tokens_per_s"]) if fits else "-",
-            other["note"] or "",
-        )
-    return table
-
-
-def _table(*heads: str) -> Table:
+def _table(heads: Row, rows: Iterable[Row] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _listed(terms: Mapping[str, int]) -> str:
-    present = ((name, nbytes) for name, nbytes in terms.items() if nbytes)
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in present)
+def _filled(
+    values: Mapping[str, float], form: Callable[[float], str] = format_bytes
+) -> list[tuple[str, str]]:
+    """Rows of the values that are not zero."""
+    return [(name, form(value)) for name, value in values.items() if value]
+
+
+def _listed(rows: Iterable[Row]) -> str:
+    return ", ".join(map(" ".join, rows))
+
+
+def _printed(width: int, shown: Iterable[RenderableType]) -> str:
+    text = StringIO()
+    console = Console(file=text, width=width, highlight=False, markup=False)
+    for part in shown:
+        console.print(part)
+    return text.getvalue().rstrip()

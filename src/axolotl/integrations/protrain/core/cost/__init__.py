@@ -1,39 +1,6 @@
 """What a plan costs. Pure functions over layout and plan; never sees a tensor."""
 
-from .memory import (
-    Activations,
-    DeviceEstimate,
-    HostEstimate,
-    MemoryModel,
-    Parameters,
-    Point,
-    walk,
-)
-from .time import (
-    ALONE,
-    COMMUNICATE,
-    StepTime,
-    block_times,
-    host_work,
-    simulate_step,
-    update_seconds,
-    work_s,
-)
+from .memory import MemoryModel
+from .time import StepTime, block_times, simulate_step, work_s
 
-__all__ = [
-    "ALONE",
-    "COMMUNICATE",
-    "Activations",
-    "DeviceEstimate",
-    "HostEstimate",
-    "MemoryModel",
-    "Parameters",
-    "Point",
-    "StepTime",
-    "block_times",
-    "host_work",
-    "simulate_step",
-    "update_seconds",
-    "walk",
-    "work_s",
-]
+__all__ = ["MemoryModel", "StepTime", "block_times", "simulate_step", "work_s"]

@@ -7,6 +7,7 @@ every tensor, and what no trace sees is one measured number of the hardware.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
@@ -30,6 +31,7 @@ from ..types import (
 )
 from .states import HostBytes, StateBytes, host_state_bytes, state_bytes
 
+# of an enum each look-up takes its time, and a walk has thousands
 _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT
 
 
@@ -41,7 +43,6 @@ class Point:
         label: For people, "forward 3" for example.
         phase: load, forward, backward, update, evaluation or save.
         weights: Everything that holds weights, slots excepted.
-        slots: The ring.
         moments: Optimizer state.
         gradients: Gradients of parameters.
         activations: What the model and autograd hold.
@@ -65,16 +66,8 @@ class Point:
 
 @dataclass(frozen=True)
 class DeviceEstimate:
-    """Predicted device bytes of a plan.
-
-    Attributes:
-        peak_bytes: Highest total, `unseen_bytes` included.
-        unseen_bytes: What no trace sees.
-        states: Terms of the states.
-        peak: The moment of the peak.
-        phases: Highest total of each phase.
-        timeline: The step, moment by moment.
-    """
+    """Predicted device bytes of a plan, `unseen_bytes` included in the peak and in the
+    highest total of each phase, but in no point of the timeline."""
 
     peak_bytes: int
     unseen_bytes: int
@@ -86,7 +79,7 @@ class DeviceEstimate:
     @property
     def terms(self) -> dict[str, int]:
         """The peak by term."""
-        states = self.states
+        states, peak = self.states, self.peak
         of_ranks = {
             "gradient buckets": states.buckets,
             "reduction buffers": states.reduction,
@@ -98,10 +91,10 @@ class DeviceEstimate:
             "host-state weights": states.host_state,
             "slots": states.slots,
             **{name: nbytes for name, nbytes in of_ranks.items() if nbytes},
-            "optimizer state": self.peak.moments,
-            "gradients": self.peak.gradients,
-            "saved activations": self.peak.activations,
-            "working set": self.peak.working,
+            "optimizer state": peak.moments,
+            "gradients": peak.gradients,
+            "saved activations": peak.activations,
+            "working set": peak.working,
             "context and workspaces": self.unseen_bytes,
         }
 
@@ -125,14 +118,9 @@ class HostEstimate:
 class Activations(NamedTuple):
     """Activation bytes of a micro-batch under one choice of policies.
 
-    Attributes:
-        start: At the start of each segment.
-        first: The highest total within each, with gradients of parameters that pile up
-            in it, as in the first micro-batch.
-        later: The same without, as in later ones.
-        after: At the end.
-        moved: What swapping moves; `out` is also what each block's region on the host
-            must hold.
+    At the start of each segment; the highest total within each, in the first
+    micro-batch, where gradients of parameters pile up, and in later ones; and `after`
+    all. `moved.out` is also what each block's region on the host must hold.
     """
 
     start: list[int]
@@ -147,7 +135,7 @@ class Parameters(NamedTuple):
 
     Attributes:
         base: Weights and optimizer state, slots excepted.
-        gradients: Gradients of what trains there, all of them.
+        gradients: Of what trains there, all of them.
         update: What the device's update takes on top of them.
         before: Gradient bytes beside each segment's own in the first micro-batch.
         extra: The same in later ones, beside `gradients`.
@@ -161,14 +149,9 @@ class Parameters(NamedTuple):
 
 
 class _Residency(NamedTuple):
-    """When a lifetime's bytes are on the device under some policies, in segments.
-
-    Attributes:
-        end: The last one, but for the time after they have been away.
-        redone: Those in which recomputing makes them again.
-        out: The block that sends them to the host.
-        back: If they come back the first and the last one from then on, and the block
-            for which they do.
+    """When a lifetime's bytes are on the device under some policies, in segments: until
+    `end`, in `redone` because recomputing makes them again, and, where block `out` has
+    sent them to the host, from the first to the second of `back` for its third, a block.
     """
 
     end: int
@@ -180,11 +163,8 @@ class _Residency(NamedTuple):
 def walk(trace: Trace, policies: tuple[Policy, ...], overlaps: bool) -> Activations:
     """Live bytes, segment by segment (equations 8 to 11). 0.5 ms for 80 blocks.
 
-    Args:
-        trace: One micro-batch.
-        policies: Of each block.
-        overlaps: Whether copies run beside compute: then what is sent to the host may
-            still be there when the next block begins.
+    Where copies overlap with compute, what is sent to the host may still be there when
+    the next block begins.
     """
     size = len(trace.segments) + 2
     # by segment: what its start has more than the one before, and what comes back in
@@ -225,12 +205,11 @@ def _rise(segment: Segment, policy: Policy, overlaps: bool) -> tuple[int, int]:
     """Highest rise within a segment, without and with gradients that pile up."""
     if segment.backward:
         return segment.peak_bytes, segment.first_peak_bytes
-    rise = segment.peak_bytes
     if policy.recomputes:
-        rise = segment.dropped_peak_bytes
-    elif policy is _SWAP and not overlaps:
-        rise = segment.swapped_peak_bytes
-    return rise, rise
+        return (segment.dropped_peak_bytes,) * 2
+    if policy is _SWAP and not overlaps:
+        return (segment.swapped_peak_bytes,) * 2
+    return (segment.peak_bytes,) * 2
 
 
 def _residency(
@@ -279,9 +258,7 @@ def _swap_times(
         if segment.block is not None:
             (backward if segment.backward else begun).setdefault(segment.block, index)
     # the block after it in forward brings back what it swapped
-    opened = {
-        b: min(index, backward.get(b + 1, index)) for b, index in backward.items()
-    }
+    opened = {b: min(at, backward.get(b + 1, at)) for b, at in backward.items()}
     if not overlaps:
         return opened, {}
     swapping = [block for block in begun if policies[block].swaps]
@@ -293,39 +270,31 @@ def _swap_times(
 class MemoryModel:
     """Peaks of the plans of one model, batch and device.
 
-    Args:
-        layout: The chunks.
-        trace: One micro-batch.
-        workload: The rest of the step.
-        hardware: Whose copies may lag, and what it takes unseen.
+    Of `hardware` it matters whether copies may lag, and what it takes unseen.
     """
 
     def __init__(
         self, layout: Layout, trace: Trace, workload: Workload, hardware: Hardware
     ) -> None:
-        self.layout = layout
-        self.trace = trace
-        self.workload = workload
-        self.hardware = hardware
+        self.layout, self.trace = layout, trace
+        self.workload, self.hardware = workload, hardware
         several = workload.world.size > 1
         # a copy that runs at once leaves no gradient behind on the device, nor does
         # a reduction, which packs them first
         at_once = not hardware.overlaps or (several and workload.accumulation == 1)
         self._in_flight = 0 if at_once else IN_FLIGHT
+        ranks, masters = workload.world.local_size, workload.fp32_master
         self._packed_bytes = [
-            reduce_bytes(chunk, workload.world.local_size, workload.fp32_master)
-            if chunk.trainable
-            else 0
+            reduce_bytes(chunk, ranks, masters) if chunk.trainable else 0
             for chunk in layout.chunks
             if several
         ]
         # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
         for segment in trace.segments:
-            made: dict[int | None, int] = {}
+            made: dict[int | None, int] = defaultdict(int)
             for name, nbytes in segment.gradients:
-                chunk = layout.chunk_of.get(name)
-                made[chunk] = made.get(chunk, 0) + nbytes
+                made[layout.chunk_of.get(name)] += nbytes
             self._gradients.append(made)
         self.activations = lru_cache(maxsize=None)(
             partial(walk, trace, overlaps=hardware.overlaps)
@@ -360,20 +329,14 @@ class MemoryModel:
     def device(self, plan: Plan) -> DeviceEstimate:
         """The whole prediction for the device."""
         timeline = tuple(self._timeline(plan))
-        peak = max(timeline, key=lambda point: point.total)
         unseen = self.hardware.unseen_bytes
         phases: dict[str, int] = {}
         for point in timeline:
-            known = phases.get(point.phase, 0)
-            phases[point.phase] = max(known, point.total + unseen)
-        return DeviceEstimate(
-            peak_bytes=peak.total + unseen,
-            unseen_bytes=unseen,
-            states=self._states_of(plan),
-            peak=peak,
-            phases=phases,
-            timeline=timeline,
-        )
+            highest = max(phases.get(point.phase, 0), point.total + unseen)
+            phases[point.phase] = highest
+        peak = max(timeline, key=lambda point: point.total)
+        states, peak_bytes = self._states_of(plan), peak.total + unseen
+        return DeviceEstimate(peak_bytes, unseen, states, peak, phases, timeline)
 
     def host(self, plan: Plan) -> HostEstimate:
         """The prediction for the host of a node.
@@ -381,18 +344,16 @@ class MemoryModel:
         While it is loaded the whole model is there, chunk by chunk replaced by the
         arena; a save brings trainable weights back from the device.
         """
-        layout, ranks = self.layout, self.workload.world.local_size
-        states = host_state_bytes(layout, plan.placements, self.workload, plan.shards)
-        moved = self.activations(plan.policies).moved
-        states = replace(states, swapped=ranks * sum(moved.out))
-        model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
-        model += sum(chunk.nbytes for chunk in layout.chunks)
-        largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
-        on_device = self._states_of(plan).gradients
+        layout, workload = self.layout, self.workload
+        states = host_state_bytes(layout, plan.placements, workload, plan.shards)
+        out = self.activations(plan.policies).moved.out
+        states = replace(states, swapped=workload.world.local_size * sum(out))
+        chunks = [chunk.nbytes for chunk in layout.chunks]
+        model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes + sum(chunks)
         phases = {
-            "load": model + largest,
+            "load": model + max(chunks, default=0),
             "train": states.total,
-            "save": states.total + on_device,
+            "save": states.total + self._states_of(plan).gradients,
         }
         return HostEstimate(states, phases)
 
@@ -417,9 +378,8 @@ class MemoryModel:
         before, extra = [], []
         kept = way = 0
         leaving = [0] * self._in_flight
-        for segment, gradients in zip(
-            self.trace.segments, self._gradients, strict=True
-        ):
+        pairs = zip(self.trace.segments, self._gradients, strict=True)
+        for segment, gradients in pairs:
             before.append(kept + way)
             left = sum(
                 nbytes
@@ -485,12 +445,9 @@ class MemoryModel:
             where = "outside blocks" if segment.block is None else str(segment.block)
             label, live = f"{phase} {where}", curve.start[index]
             gradients, highest = before[index], curve.first[index]
-            later = states.gradients + extra[index]
-            if (
-                self.workload.accumulation > 1
-                and later + curve.later[index] > gradients + highest
-            ):
-                gradients, highest = later, curve.later[index]
+            later = states.gradients + extra[index], curve.later[index]
+            if self.workload.accumulation > 1 and sum(later) > gradients + highest:
+                gradients, highest = later
             yield point(label, phase, gradients, live, 0)
             label = ", ".join(filter(None, (label, segment.peak_operator)))
             yield point(label, phase, gradients, live, highest - live)

@@ -6,7 +6,7 @@ The first term of the paper's peak (equations 8 to 11): resident chunks plus slo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 from ..layout import ALIGNMENT_BYTES, aligned, padded_bytes, slot_bytes
 from ..layout.shards import PAGE_BYTES
@@ -57,17 +57,8 @@ def state_bytes(
     shards: int,
     packed_bytes: Sequence[int],
 ) -> StateBytes:
-    """Device bytes of the states.
-
-    Args:
-        layout: The chunks.
-        placements: Where they are.
-        n_buffer: Slots.
-        workload: Optimizer state, micro-batches and ranks.
-        shards: Ranks that share each host-kept chunk.
-        packed_bytes: Of each chunk what its gradients take while they are reduced;
-            empty with one rank.
-    """
+    """Device bytes of the states. `packed_bytes` is of each chunk what its gradients
+    take while they are reduced, empty with one rank."""
     # in one pass: a search asks for hundreds
     on_device, state_on_host = Placement.RESIDENT, Placement.HOST_STATE
     resident = host_state = 0
@@ -92,14 +83,14 @@ def state_bytes(
         if workload.accumulation > 1:
             # the sums of earlier micro-batches come back from the host
             reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
+    moments = round(workload.moment_copies * trained_bytes)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
         resident=resident,
         host_state=host_state,
         slots=sum(slot_bytes(layout, placements, n_buffer, shards)),
-        moments=round(workload.moment_copies * trained_bytes)
-        + STEP_BYTES * num_trained,
+        moments=moments + STEP_BYTES * num_trained,
         gradients=trained_bytes,
         buckets=trained_bytes if workload.world.size > 1 else 0,
         reduction=reduction,
@@ -131,14 +122,11 @@ class HostBytes:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(astuple(self))
 
 
 def host_state_bytes(
-    layout: Layout,
-    placements: Sequence[Placement],
-    workload: Workload,
-    shards: int = 1,
+    layout: Layout, placements: Sequence[Placement], workload: Workload, shards: int = 1
 ) -> HostBytes:
     """Host bytes of the arena and of what trains there, for all ranks of a node."""
     ranks, several = workload.world.local_size, workload.world.size > 1

@@ -17,8 +17,10 @@ comes last. What DDP reduces outside the blocks counts as spread over them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
@@ -33,7 +35,7 @@ from ..types import (
     Plan,
     Trace,
     Work,
-    World,
+    Workload,
 )
 
 LANES = ("compute", "fetch", "offload", "host")
@@ -44,20 +46,14 @@ ADAM_MOVED_BYTES = 7
 """Bytes that AdamW moves for each byte it updates: reads weight, gradient and two
 moments, writes all but the gradient. Other work on them is charged by its bytes."""
 
-ALONE = World()
-"""One process."""
-
 COMPUTE_BOUND_SHARE = 0.01
 """Compute bounds the step if it stands still for less than this share of it."""
 
 
 def work_s(work: Work, hardware: Hardware) -> float:
     """A roofline for each kind of operator; kernels cannot be launched faster."""
-    busy = (
-        work.flops_16 / hardware.flops_16
-        + work.flops_32 / hardware.flops_32
-        + work.moved_bytes / hardware.memory_bytes_s
-    )
+    computing = work.flops_16 / hardware.flops_16 + work.flops_32 / hardware.flops_32
+    busy = computing + work.moved_bytes / hardware.memory_bytes_s
     return max(busy, work.num_kernels * hardware.kernel_s)
 
 
@@ -68,20 +64,17 @@ def update_seconds(nbytes: int, hardware: Hardware) -> float:
 
 def block_times(trace: Trace, layout: Layout, hardware: Hardware) -> BlockTimes:
     """Times of all blocks by the roofline, for devices that are not here."""
-    forward = [0.0] * trace.num_blocks
-    backward = [0.0] * trace.num_blocks
-    outside = {False: 0.0, True: 0.0}
+    # of each block and last of what runs outside them
+    forward, backward = ([0.0] * (len(trace.blocks) + 1) for _ in range(2))
     for segment in trace.segments:
-        seconds = work_s(segment.work, hardware)
-        if segment.block is None:
-            outside[segment.backward] += seconds
-        else:
-            (backward if segment.backward else forward)[segment.block] += seconds
+        at = -1 if segment.block is None else segment.block
+        ways = backward if segment.backward else forward
+        ways[at] += work_s(segment.work, hardware)
     return BlockTimes(
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        outside_forward_s=outside[False],
-        outside_backward_s=outside[True],
+        forward_s=tuple(forward[:-1]),
+        backward_s=tuple(backward[:-1]),
+        outside_forward_s=forward[-1],
+        outside_backward_s=backward[-1],
         update_s=update_seconds(layout.fixed_trainable_bytes, hardware),
         measured=False,
     )
@@ -92,7 +85,6 @@ class StepTime:
     """One optimizer step in the steady state of training.
 
     Attributes:
-        total_s: The step.
         busy_s: For each of `LANES`, and `COMMUNICATE`, how long it works.
         exposed_s: For each of the others how long compute stood still for it; with
             compute's busy time they add up to the step.
@@ -126,12 +118,8 @@ def simulate_step(
     plan: Plan,
     times: BlockTimes,
     hardware: Hardware,
-    accumulation: int,
-    fp32_master: bool,
+    workload: Workload,
     moved: Moved | None = None,
-    *,
-    world: World = ALONE,
-    launches_ahead: bool = True,
 ) -> StepTime:
     """Run one step of a plan on clocks.
 
@@ -139,40 +127,36 @@ def simulate_step(
         layout: The model's chunks and blocks.
         plan: Where chunks live and what becomes of activations.
         times: Compute of one micro-batch under no plan; `update_s` of this plan.
-        hardware: Rates. `adam_bytes_s` counts the bytes of what AdamW updates: fp32
-            masters where there are any. Unless it `overlaps`, every copy runs on the
-            calling thread, as compute does, and only host updates run beside it.
-        accumulation: Micro-batches of a step.
-        fp32_master: Whether 16-bit host weights are updated through masters.
+        hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
+            where there are any. Unless it `overlaps`, every copy runs on the calling
+            thread, as compute does, and only host updates run beside it.
+        workload: Micro-batches, masters and ranks.
         moved: What swapping moves; needed only for plans that swap.
-        world: Who trains together.
-        launches_ahead: Where copies overlap, whether the calling thread runs ahead of
-            the device, as on CUDA; False where blocks compute on it.
     """
-    d = Demand(layout, plan, times, hardware, accumulation, fp32_master, moved, world)
-    step = _Step(d, hardware.overlaps, launches_ahead)
+    d = Demand(layout, plan, times, hardware, workload, moved)
+    step = Step(d)
     step.update()
-    before: list[float] | None = None
+    before: list[float] = []
     # the last micro-batch of several ranks is unlike the others
-    alike = accumulation - d.reduces
+    alike = d.accumulation - d.reduces
     for number in range(alike):
         started, exposed = step.issued, dict(step.exposed)
         step.forward(first=number == 0)
         step.backward(first=number == 0)
         offsets = step.offsets()
-        if before is not None and _close(offsets, before, step.issued - started):
+        if _close(offsets, before, step.issued - started):
             step.repeat(alike - 1 - number, started, exposed)
             break
         before = offsets
     if d.reduces:
         step.forward(first=alike == 0)
-        step.reduce()
+        step.backward(reduced=True)
     step.settle()
     return StepTime(
         total_s=step.now + step.skipped,
         busy_s=d.busy(),
         exposed_s=step.exposed,
-        recompute_s=accumulation * d.recompute_s,
+        recompute_s=d.accumulation * d.recompute_s,
         fetched_bytes=d.fetched_bytes,
         offloaded_bytes=d.offloaded_bytes,
     )
@@ -204,12 +188,10 @@ class HostWork(NamedTuple):
     part_sum_s: float
 
 
-def host_work(
-    chunk: Chunk, hardware: Hardware, fp32_master: bool, world: World = ALONE
-) -> HostWork:
+def host_work(chunk: Chunk, hardware: Hardware, workload: Workload) -> HostWork:
     """What training a chunk costs each rank when its state is on the host."""
     moved_s = 1 / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
-    mastered = chunk.payload_16_bit_bytes if fp32_master else 0
+    mastered = chunk.payload_16_bit_bytes if workload.fp32_master else 0
     own, masters = chunk.payload_bytes - mastered, 2 * mastered
     updated = own + masters
     # masters are rounded into the weights, clipping reads and writes gradients
@@ -217,8 +199,8 @@ def host_work(
     # a gradient without a master is copied straight into its buffer at first
     first_sum_s = moved_s * (mastered + masters)
     later_sum_s = moved_s * (own + mastered + 2 * updated)
-    part_sum_s, ranks = 0.0, world.local_size
-    if world.size > 1:
+    part_sum_s, ranks = 0.0, workload.world.local_size
+    if workload.world.size > 1:
         # until they are reduced, sums are as wide as the gradients
         part_sum_s, first_sum_s = first_sum_s / ranks, 0.0
         later_sum_s = 3 * moved_s * chunk.payload_bytes
@@ -256,13 +238,12 @@ class Demand:
         plan: Plan,
         times: BlockTimes,
         hardware: Hardware,
-        accumulation: int,
-        fp32_master: bool,
-        moved: Moved | None,
-        world: World,
+        workload: Workload,
+        moved: Moved | None = None,
     ) -> None:
-        self.accumulation = accumulation
-        self.reduces = world.size > 1
+        self._shards, world = plan.shards, workload.world
+        self.overlaps = hardware.overlaps
+        self.accumulation, self.reduces = workload.accumulation, world.size > 1
         # seconds per byte: of an all-gather's result, of sums over all ranks of which
         # each rank of a node gets a part; 0 where there is nobody to do it with
         inside, across = world.local_size > 1, world.num_nodes > 1
@@ -274,7 +255,7 @@ class Demand:
         self.swaps = [policy.swaps for policy in plan.policies]
         self.forward_s = times.forward_s
         again = [
-            seconds if policy.recomputes else 0.0
+            seconds * policy.recomputes
             for seconds, policy in zip(times.forward_s, plan.policies, strict=True)
         ]
         self.recompute_s = sum(again)
@@ -290,19 +271,17 @@ class Demand:
         paged = [layout.chunks[index] for index in plan.paged]
         self.num_chunks, self.num_slots = len(paged), plan.n_buffer
         self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in paged]
-        self.gather_s = [self._gather_s(chunk, plan.shards) for chunk in paged]
+        self.gather_s = [self._gather_s(chunk) for chunk in paged]
         # of the two ways that a shard goes
         gathers = plan.shards * self.gathering_s > 1 / hardware.fetch_bytes_s
         self.slower = COMMUNICATE if plan.shards > 1 and gathers else "fetch"
         # chunks of each block, by their numbers among the paged ones
-        self.bounds: list[tuple[int, int]] = []
-        end = 0
-        for block in layout.blocks:
-            start = end
-            for index in block.chunks:
-                end += plan.placements[index] is Placement.PAGED
-            self.bounds.append((start, end))
-        self._add_training(layout, plan, hardware, fp32_master, world)
+        paging = [
+            sum(plan.placements[c] is Placement.PAGED for c in block.chunks)
+            for block in layout.blocks
+        ]
+        self.bounds = list(pairwise(accumulate(paging, initial=0)))
+        self._add_training(layout, plan, hardware, workload)
         self._add_traffic(hardware)
 
     def busy(self) -> dict[str, float]:
@@ -331,53 +310,39 @@ class Demand:
             )
         return busy
 
-    def _gather_s(self, chunk: Chunk, shards: int) -> float:
-        if shards == 1:
-            return 0.0
-        return padded_bytes(chunk, shards) * self.gathering_s
+    def _gather_s(self, chunk: Chunk) -> float:
+        n = self._shards
+        return padded_bytes(chunk, n) * self.gathering_s if n > 1 else 0.0
 
     def _add_training(
-        self,
-        layout: Layout,
-        plan: Plan,
-        hardware: Hardware,
-        fp32_master: bool,
-        world: World,
+        self, layout: Layout, plan: Plan, hardware: Hardware, workload: Workload
     ) -> None:
         """Gradients and updates: of the host, and what DDP reduces of the device's."""
         numbers = {index: number for number, index in enumerate(plan.paged)}
         self.updates: list[_Update] = []
-        self.gradients: list[list[HostWork]] = [[] for _ in layout.blocks]
-        self.outside: list[HostWork] = []
         self.norm_s = 0.0
-        inside, outside = [0] * len(layout.blocks), layout.fixed_trainable_bytes
+        # of each block and last of what is outside them
+        gradients: list[list[HostWork]] = [[] for _ in range(len(layout.blocks) + 1)]
+        on_device = [0] * len(layout.blocks) + [layout.fixed_trainable_bytes]
         for chunk in layout.chunks:
+            at = -1 if chunk.block is None else chunk.block
             if not chunk.trainable:
                 continue
-            if plan.placements[chunk.index].on_host:
-                work = host_work(chunk, hardware, fp32_master, world)
-                if chunk.block is None:
-                    self.outside.append(work)
-                else:
-                    self.gradients[chunk.block].append(work)
-                self.norm_s += work.norm_s
-                self.updates.append(
-                    _Update(
-                        numbers.get(chunk.index),
-                        chunk.index,
-                        shard_bytes(chunk, plan.shards),
-                        self._gather_s(chunk, plan.shards),
-                        work.update_s,
-                    )
-                )
-            elif chunk.block is None:
-                outside += chunk.payload_bytes
-            else:
-                inside[chunk.block] += chunk.payload_bytes
+            if not plan.placements[chunk.index].on_host:
+                on_device[at] += chunk.payload_bytes
+                continue
+            work = host_work(chunk, hardware, workload)
+            gradients[at].append(work)
+            self.norm_s += work.norm_s
+            where = numbers.get(chunk.index), chunk.index
+            fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
+            self.updates.append(_Update(*where, *fetched, work.update_s))
         # `Session` updates first what forward reads first: outside the blocks
         self.updates.sort(key=lambda u: layout.chunks[u.chunk].block is not None)
-        self.works = [w for works in (*self.gradients, self.outside) for w in works]
+        self.works = [work for works in gradients for work in works]
+        *self.gradients, self.outside = gradients
         # of DDP, when each block's backward is done
+        *inside, outside = on_device
         each = outside / len(inside) if inside else 0.0
         rate = self.scatter_s + self.gathering_s
         self.shared_s = [rate * (nbytes + each) for nbytes in inside]
@@ -396,8 +361,7 @@ class Demand:
 
         def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
-            rates = seconds_per_byte(fetch_bytes, offload_bytes, hardware)
-            return Traffic(fetch_bytes, offload_bytes, *rates)
+            return _traffic(fetch_bytes, offload_bytes, hardware)
 
         again = self.accumulation - 1
         self.first = phase(self.missing_first, refreshed, out)
@@ -411,34 +375,31 @@ class Demand:
         if self.reduces:
             self.passes += [(again, self.backward), (1, self.last)]
         else:
-            self.passes += [(self.accumulation, self.backward)]
+            self.passes.append((self.accumulation, self.backward))
+        fetched = sum(n * x.fetch_bytes for n, x in self.passes)
+        offloaded = sum(n * x.offload_bytes for n, x in self.passes)
         # without swapped activations
-        n = self.accumulation
-        self.fetched_bytes = sum(k * x.fetch_bytes for k, x in self.passes) - n * back
-        self.offloaded_bytes = (
-            sum(k * x.offload_bytes for k, x in self.passes) - n * out
-        )
+        self.fetched_bytes = fetched - self.accumulation * back
+        self.offloaded_bytes = offloaded - self.accumulation * out
 
 
-class _Step:
+class Step:
     """The clocks of the lanes, in seconds since the update.
 
     Attributes:
         now: Compute has worked or waited until here.
         issued: The calling thread has queued work or waited until here.
-        skipped: Seconds of micro-batches that were not simulated one by one.
-        exposed: Seconds that compute stood still, by the lane it waited for.
+        skipped: Of micro-batches that were not simulated one by one.
+        exposed: How long compute stood still, by the lane it waited for.
     """
 
-    def __init__(self, demand: Demand, overlaps: bool, launches_ahead: bool) -> None:
-        self._demand = demand
-        self._overlaps = overlaps
-        self._ahead = overlaps and launches_ahead
+    def __init__(self, demand: Demand) -> None:
+        self._demand, self._traffic = demand, demand.first
         self.now = self.issued = self.skipped = 0.0
-        lanes = [*LANES[1:], COMMUNICATE] if demand.reduces else LANES[1:]
-        self.exposed = dict.fromkeys(lanes, 0.0)
+        lanes = [*LANES[1:], COMMUNICATE]
+        self.exposed = dict.fromkeys(lanes if demand.reduces else LANES[1:], 0.0)
         # when each lane has done what was queued
-        self._free = dict.fromkeys([*LANES[1:], COMMUNICATE], 0.0)
+        self._free = dict.fromkeys(lanes, 0.0)
         self._cause = "host"
         self._updated = [0.0] * demand.num_chunks
         self._stale: list[tuple[_Update, float]] = []
@@ -462,7 +423,7 @@ class _Step:
     def forward(self, first: bool) -> None:
         """Forward of one micro-batch and what runs outside the blocks."""
         d = self._demand
-        traffic = d.first if first else d.later
+        self._traffic = traffic = d.first if first else d.later
         missing = (d.missing_first if first else d.missing_later)[::-1]
         # `Session.ready`: weights that stay on the device
         for update, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
@@ -472,46 +433,34 @@ class _Step:
         for block, (start, stop) in enumerate(d.bounds):
             while missing and missing[-1] < stop:
                 self._block(self._updated[missing[-1]], "host")
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             self._await_chunks(start, stop)
             while missing and missing[-1] < start + d.num_slots:
                 # what is held back now is asked for again when the next block opens
                 if self._updated[missing[-1]] > self.issued:
                     break
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             if d.swaps[block]:
                 # only now is the room free that the one before has left
                 self._await(self._gone, "offload")
             self._run(d.forward_s[block])
             self._mark_use(start, stop)
-            if d.moved.out[block]:
-                self._gone = self._queue(
-                    "offload", d.moved.out[block] * traffic.offload_s, self.now
-                )
+            if nbytes := d.moved.out[block]:
+                seconds = nbytes * traffic.offload_s
+                self._gone = self._queue("offload", seconds, self.now)
         self._await(self._gone, "offload")
         self._run(d.outside_s)
 
-    def backward(self, first: bool) -> None:
-        """Backward of one micro-batch; gradients leave block by block."""
-
-        def send(gradients: HostWork) -> None:
-            self._send(gradients, first)
-
-        self._backward(self._demand.backward, send, [])
-
-    def reduce(self) -> None:
-        """Backward of the last micro-batch of several ranks: gradients are reduced,
-        after the sums of earlier micro-batches have been added."""
-        self._drain()
-        self._backward(self._demand.last, self._reduce, self._demand.shared_s)
-
-    def _backward(
-        self,
-        traffic: Traffic,
-        send: Callable[[HostWork], None],
-        shared_s: Sequence[float],
-    ) -> None:
+    def backward(self, first: bool = False, reduced: bool = False) -> None:
+        """Backward of one micro-batch; gradients leave block by block. In the last one
+        of several ranks they are `reduced`, after the sums of earlier ones are there.
+        """
         d = self._demand
+        self._traffic = d.last if reduced else d.backward
+        send: Callable[[HostWork], None] = partial(self._send, first=first)
+        if reduced:
+            self._drain()
+            send = self._reduce
         missing = d.missing_backward[:]
         for gradients in d.outside[1:]:
             send(gradients)
@@ -519,21 +468,21 @@ class _Step:
         for block in range(len(d.bounds) - 1, -1, -1):
             start, stop = d.bounds[block]
             while missing and missing[-1] >= start:
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             if there is None:
-                there = self._swap_in(block, traffic)
-            before = self._swap_in(block - 1, traffic) if block else None
+                there = self._swap_in(block)
+            before = self._swap_in(block - 1) if block else None
             self._await_chunks(start, stop)
             self._await(there)
             there = before
             while missing and missing[-1] >= stop - d.num_slots:
-                self._fetch_chunk(missing.pop(), traffic)
+                self._fetch_chunk(missing.pop())
             self._run(d.backward_s[block])
             self._mark_use(start, stop)
             for gradients in d.gradients[block]:
                 send(gradients)
-            if shared_s:
-                self._queue(COMMUNICATE, shared_s[block], self.now)
+            if reduced:
+                self._queue(COMMUNICATE, d.shared_s[block], self.now)
         for gradients in d.outside[:1]:
             send(gradients)
         # the trainer reads the loss of each micro-batch
@@ -578,7 +527,7 @@ class _Step:
             self.exposed[self._cause] += self.issued - self.now
             self.now = self.issued
         self.now += seconds
-        if not self._ahead:
+        if not self._demand.overlaps:
             self.issued = self.now
 
     def _stand(self, seconds: float, lane: str) -> None:
@@ -596,7 +545,7 @@ class _Step:
     def _queue(self, lane: str, seconds: float, ready: float = 0.0) -> float:
         """A lane works, not before `ready`, and not before the thread has come to
         queue it. Returns when it is done."""
-        if not self._overlaps and lane != "host":
+        if not self._demand.overlaps and lane != "host":
             self._stand(seconds, lane)
             return self.now
         done = max(self._free[lane], self.issued, ready) + seconds
@@ -611,9 +560,9 @@ class _Step:
         if gather_s:
             self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)
 
-    def _fetch_chunk(self, chunk: int, traffic: Traffic) -> None:
+    def _fetch_chunk(self, chunk: int) -> None:
         d = self._demand
-        seconds = d.chunk_bytes[chunk] * traffic.fetch_s
+        seconds = d.chunk_bytes[chunk] * self._traffic.fetch_s
         arrival = self._queue("fetch", seconds, self._last_use[chunk % d.num_slots])
         if d.gather_s[chunk]:
             arrival = self._queue(COMMUNICATE, d.gather_s[chunk], arrival)
@@ -627,12 +576,11 @@ class _Step:
         for chunk in range(start, stop):
             self._last_use[chunk % self._demand.num_slots] = self.now
 
-    def _swap_in(self, block: int, traffic: Traffic) -> float:
+    def _swap_in(self, block: int) -> float:
         """Not before compute is here: the room for it comes from its stream."""
-        nbytes = self._demand.moved.back[block]
-        return (
-            self._queue("fetch", nbytes * traffic.fetch_s, self.now) if nbytes else 0.0
-        )
+        if nbytes := self._demand.moved.back[block]:
+            return self._queue("fetch", nbytes * self._traffic.fetch_s, self.now)
+        return 0.0
 
     def _send(self, gradients: HostWork, first: bool) -> None:
         """`GradientOffload._send` of a chunk."""
@@ -641,7 +589,7 @@ class _Step:
         sum_s = gradients.first_sum_s if first else gradients.later_sum_s
         if sum_s:
             self._block(self._staging.popleft(), "host")
-        seconds = gradients.nbytes * self._demand.backward.offload_s
+        seconds = gradients.nbytes * self._traffic.offload_s
         arrived = self._queue("offload", seconds, self.now)
         self._in_flight.append(arrived)
         if sum_s:
@@ -649,12 +597,11 @@ class _Step:
 
     def _reduce(self, gradients: HostWork) -> None:
         """Sums come, all is packed on compute, reduced, and the own part leaves."""
-        d, traffic = self._demand, self._demand.last
+        d, traffic = self._demand, self._traffic
         if d.accumulation > 1:
             # one buffer for them: compute has just read those before
-            self._await(
-                self._queue("fetch", gradients.nbytes * traffic.fetch_s, self.now)
-            )
+            seconds = gradients.nbytes * traffic.fetch_s
+            self._await(self._queue("fetch", seconds, self.now))
         self._await(self._packed.popleft(), COMMUNICATE)
         scatter_s = gradients.nbytes * d.scatter_s
         reduced = self._queue(COMMUNICATE, scatter_s, self.now)
@@ -664,27 +611,20 @@ class _Step:
         self._staging.append(self._queue("host", gradients.part_sum_s, arrived))
 
 
-def seconds_per_byte(
-    fetch_bytes: int, offload_bytes: int, hardware: Hardware
-) -> tuple[float, float]:
-    """Of fetches and offloads in one phase.
-
-    As much of each direction as the other has work for goes at the rate for both.
-    """
+def _traffic(fetch_bytes: int, offload_bytes: int, hardware: Hardware) -> Traffic:
+    """As much of each direction as the other has work for goes at the rate for both."""
     fetch_s, offload_s = 1 / hardware.fetch_bytes_s, 1 / hardware.offload_bytes_s
-    if not hardware.overlaps:
-        return fetch_s, offload_s
     fetching, offloading = fetch_bytes * fetch_s, offload_bytes * offload_s
     both = min(fetching, offloading)
-    fetch_share = both / fetching if fetching else 0.0
-    offload_share = both / offloading if offloading else 0.0
-    return (
-        fetch_s + fetch_share * (1 / hardware.fetch_both_bytes_s - fetch_s),
-        offload_s + offload_share * (1 / hardware.offload_both_bytes_s - offload_s),
-    )
+    if hardware.overlaps and both:
+        fetch_both_s = 1 / hardware.fetch_both_bytes_s
+        offload_both_s = 1 / hardware.offload_both_bytes_s
+        fetch_s += both / fetching * (fetch_both_s - fetch_s)
+        offload_s += both / offloading * (offload_both_s - offload_s)
+    return Traffic(fetch_bytes, offload_bytes, fetch_s, offload_s)
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:
-    return len(ours) == len(theirs) and all(
-        abs(a - b) <= 1e-9 * scale for a, b in zip(ours, theirs, strict=True)
-    )
+    pairs = zip(ours, theirs, strict=False)
+    alike = all(abs(a - b) <= 1e-9 * scale for a, b in pairs)
+    return len(ours) == len(theirs) and alike

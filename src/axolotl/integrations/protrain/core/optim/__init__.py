@@ -1,13 +1,12 @@
 """Exact updates of parameters whose state is on the host."""
 
 from .gradients import GradientOffload, Gradients
-from .host_adamw import HOST_OPTIMIZERS, HostAdamW, optimizer_bytes
+from .host_adamw import HostAdamW, optimizer_bytes
 from .host_chunks import HostChunk, HostMemory
 from .optimizer import PagedAdamW
 from .reduction import GradientReduction
 
 __all__ = [
-    "HOST_OPTIMIZERS",
     "GradientOffload",
     "GradientReduction",
     "Gradients",

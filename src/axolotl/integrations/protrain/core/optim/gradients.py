@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, Counters
-from .host_chunks import GradientSums, HostChunk
+from .host_chunks import GradientSums, HostChunk, tensor_in
 
 
 class Gradients:
@@ -71,100 +70,80 @@ class Gradients:
         """
 
 
-@dataclass
-class Arriving:
-    """Gradients of one chunk that autograd has produced but nobody has sent."""
-
-    sums: GradientSums
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-
 class GradientOffload(Gradients):
-    """`Gradients` of a rank alone; see Note [Sums of micro-batches].
-
-    Args:
-        device: Whose offload stream carries them.
-        worker: Adds the second and later micro-batches.
-        counters: Bytes sent are counted here.
-    """
+    """`Gradients` of a rank alone; see Note [Sums of micro-batches]."""
 
     def __init__(
         self, device: Device, worker: HostWorker, counters: Counters | None = None
     ) -> None:
-        self._device = device
-        self._worker = worker
+        self._device, self._worker = device, worker
         self._counters = counters or Counters()
-        self._arriving: list[Arriving] = []
-        self._of_block: dict[int | None, list[Arriving]] = {}
+        self._expected: list[GradientSums] = []
+        self._of_block: dict[int | None, list[GradientSums]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._staging: list[Tensor] = []
         self._staging_users: list[HostTask[None] | None] = [None] * IN_FLIGHT
         self._next_staging = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
-        return [
-            handle
-            for host in chunks
-            for handle in hook_gradients(
-                host.params, partial(self.take, self.expect(host.sums))
-            )
-        ]
+        handles: list[Removable] = []
+        for host in chunks:
+            self.expect(host.sums)
+            handles += hook_gradients(host.params, partial(self.take, host.sums))
+        return handles
 
-    def expect(self, sums: GradientSums) -> Arriving:
+    def expect(self, sums: GradientSums) -> None:
         """Gradients of a chunk will come."""
-        arriving = Arriving(sums)
-        self._arriving.append(arriving)
-        self._of_block.setdefault(sums.chunk.block, []).append(arriving)
-        return arriving
+        self._expected.append(sums)
+        self._of_block.setdefault(sums.chunk.block, []).append(sums)
 
     def left(self, block: int) -> None:
         # what has not arrived of it never will
-        for arriving in self._of_block.get(block, ()):
-            if arriving.gradients:
-                self._send(arriving)
+        for sums in self._of_block.get(block, ()):
+            self._send(sums)
 
     def retire(self) -> None:
         while self._in_flight and self._in_flight[0][0].query():
             self._retire()
 
     def settle(self) -> None:
-        for arriving in self._arriving:
-            if arriving.gradients:
-                # parameters the loss does not depend on never arrive
-                self._send(arriving)
+        for sums in self._expected:
+            # parameters the loss does not depend on never arrive
+            self._send(sums)
         while self._in_flight:
             self._retire()
         for slot in range(IN_FLIGHT):
             self._wait_staging(slot)
 
     def discard(self) -> None:
-        for arriving in self._arriving:
-            arriving.gradients.clear()
+        for sums in self._expected:
+            sums.arrived.clear()
         self.settle()
 
     def close(self) -> None:
         self._in_flight.clear()
-        for arriving in self._arriving:
-            arriving.gradients.clear()
+        for sums in self._expected:
+            sums.arrived.clear()
         with ExitStack() as rest:
             while self._staging:
                 rest.callback(self._device.unpin, self._staging.pop())
             for slot in range(IN_FLIGHT):
                 rest.callback(self._wait_staging, slot)
 
-    def take(self, arriving: Arriving, index: int, gradient: Tensor) -> None:
+    def take(self, sums: GradientSums, index: int, gradient: Tensor) -> None:
         """A gradient of a micro-batch is there."""
         self._device.writes((gradient,), self._device.compute)
-        if index in arriving.gradients:
+        if index in sums.arrived:
             # the next micro-batch: sums keep the order of the plain run
-            self._send(arriving)
-        arriving.gradients[index] = gradient
-        if len(arriving.gradients) == arriving.sums.num_params:
-            self._send(arriving)
+            self._send(sums)
+        sums.arrived[index] = gradient
+        if len(sums.arrived) == len(sums.chunk.tensors):
+            self._send(sums)
 
-    def _send(self, arriving: Arriving) -> None:
-        sums = arriving.sums
-        gradients, arriving.gradients = arriving.gradients, {}
+    def _send(self, sums: GradientSums) -> None:
+        gradients, sums.arrived = sums.arrived, {}
+        if not gradients:
+            return
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
         stream = self._device.offload
@@ -179,16 +158,15 @@ class GradientOffload(Gradients):
                 continue
             if staging is None:
                 slot, staging = self._claim_staging()
-            view = _staged_view(staging, sums, index)
+            view = tensor_in(staging, sums.chunk.tensors[index])
             stream.copy(view, gradient)
             staged.append((index, view))
         event = stream.record()
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._in_flight.append((event, list(gradients.values())))
         if staged:
-            self._staging_users[slot] = self._worker.submit(
-                _addition(event, sums, staged)
-            )
+            work = partial(_add, event, sums, staged)
+            self._staging_users[slot] = self._worker.submit(work)
         self.retire()
 
     def _claim_staging(self) -> tuple[int, Tensor]:
@@ -196,9 +174,7 @@ class GradientOffload(Gradients):
         self._next_staging = (slot + 1) % IN_FLIGHT
         if slot == len(self._staging):
             # only runs that accumulate need them
-            buffer = host_buffer(
-                max(arriving.sums.chunk.nbytes for arriving in self._arriving)
-            )
+            buffer = host_buffer(max(sums.chunk.nbytes for sums in self._expected))
             self._device.pin(buffer)
             self._staging.append(buffer)
         self._wait_staging(slot)
@@ -221,12 +197,8 @@ class GradientOffload(Gradients):
 def hook_gradients(
     params: Sequence[nn.Parameter], take: Callable[[int, Tensor], None]
 ) -> list[Removable]:
-    """Give each gradient away as soon as autograd has accumulated it.
-
-    Args:
-        params: Of a chunk.
-        take: Called with the index of the parameter there and its gradient.
-    """
+    """Give each gradient away, with the index of its parameter, as soon as autograd has
+    accumulated it."""
 
     def on_gradient(index: int, param: Tensor) -> None:
         gradient, param.grad = param.grad, None
@@ -239,19 +211,8 @@ def hook_gradients(
     ]
 
 
-def _staged_view(staging: Tensor, sums: GradientSums, index: int) -> Tensor:
-    spec = sums.chunk.tensors[index]
-    flat = staging[spec.offset : spec.offset + spec.nbytes]
-    return flat.view(spec.dtype).view(spec.shape)
-
-
-def _addition(
-    event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]
-) -> Callable[[], None]:
-    def add() -> None:
-        # the copy has a stream of its own; adding before its event reads old bytes
-        event.synchronize()
-        for index, gradient in staged:
-            sums.add(index, gradient)
-
-    return add
+def _add(event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]) -> None:
+    # the copy has a stream of its own; adding before its event reads old bytes
+    event.synchronize()
+    for index, gradient in staged:
+        sums.add(index, gradient)

@@ -19,20 +19,18 @@ a fetch waits for that one too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from ..runtime import HostWorker
 from ..runtime.device import Event
 from .host_chunks import HostChunk
 
 Hyperparameters = dict[str, Any]
 """A param group without its params: lr, betas, eps, weight_decay, …"""
-
-HOST_OPTIMIZERS = ("torch", "deepspeed")
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
@@ -85,14 +83,12 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class HostAdamW:
-    """Updates the main parameters of host chunks.
+    """Updates the main parameters of host chunks, on the worker.
 
     Args:
         chunks: In the order in which the next forward needs them.
-        group_of: Index of the param group of each main parameter, by `id`.
-        groups: Hyperparameters of each param group.
+        group_of: Index of the param group of each parameter, by `id`.
         kind: `torch` or `deepspeed`.
-        worker: Where updates run.
     """
 
     def __init__(
@@ -103,19 +99,20 @@ class HostAdamW:
         kind: str,
         worker: HostWorker,
     ) -> None:
-        self._chunks = chunks
         self._worker = worker
-        make = _maker(kind)
-        self._optimizers: list[torch.optim.Optimizer | None] = []
-        self._group_indices: list[list[int]] = []
+        make = _deepspeed_adam if kind == "deepspeed" else _torch_adamw
+        # for each chunk also the indices of the groups of its optimizer
+        self._parts: list[
+            tuple[HostChunk, torch.optim.Optimizer | None, list[int]]
+        ] = []
         for host in chunks:
             members: dict[int, list[Tensor]] = {}
-            for main in host.mains:
-                members.setdefault(group_of[id(main)], []).append(main)
-            self._group_indices.append(list(members))
+            for index, main in zip(host.owned, host.mains, strict=True):
+                group = group_of[id(host.params[index])]
+                members.setdefault(group, []).append(main)
             own = [{**groups[g], "params": mains} for g, mains in members.items()]
             # the shard of a small chunk may be empty
-            self._optimizers.append(make(own) if own else None)
+            self._parts.append((host, make(own) if own else None, list(members)))
         self.load({})
 
     def submit(
@@ -133,45 +130,20 @@ class HostAdamW:
             prepare: Applied first to what has a gradient (clipping).
             queued: Called on the caller's thread for each chunk, just before.
         """
-        # how the plain run computes is its affair; here it is fused
-        frozen = [
-            {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
-            for group in groups
-        ]
-        for host, optimizer, indices in zip(
-            self._chunks, self._optimizers, self._group_indices, strict=True
-        ):
-            if not host.used:
-                continue
-
-            def update(
-                host: HostChunk = host,
-                optimizer: torch.optim.Optimizer | None = optimizer,
-                indices: Sequence[int] = indices,
-            ) -> Any:
-                # a fetch ahead may still be reading these weights
-                fetches.synchronize()
-                host.changes()
-                mains = host.with_gradients()
-                if prepare is not None:
-                    prepare(mains)
-                if optimizer is not None:
-                    groups = zip(optimizer.param_groups, indices, strict=True)
-                    for group, index in groups:
-                        group.update(frozen[index])
-                    optimizer.step()
-                published = host.publish()
-                host.clear()
-                return published
-
-            queued(host)
-            self._worker.submit(update, changes=host.chunk.index)
+        frozen = _as_fused(groups)
+        for host, optimizer, indices in self._parts:
+            if host.used:
+                queued(host)
+                values = [frozen[index] for index in indices]
+                update = partial(_update, host, optimizer, values, fetches, prepare)
+                self._worker.submit(update, changes=host.chunk.index)
 
     def state(self) -> dict[int, dict[str, Any]]:
         """Optimizer state by `id` of a main parameter; drain the worker first."""
         return {
             id(main): {**state, "step": torch.tensor(float(state["step"]))}
-            for optimizer in filter(None, self._optimizers)
+            for _, optimizer, _ in self._parts
+            if optimizer is not None
             for main, state in optimizer.state.items()
         }
 
@@ -180,7 +152,7 @@ class HostAdamW:
 
         Without `copy`, moments on the host are taken over as they are.
         """
-        for host, optimizer in zip(self._chunks, self._optimizers, strict=True):
+        for host, optimizer, _ in self._parts:
             if optimizer is None:
                 continue
             optimizer.state.clear()
@@ -201,14 +173,36 @@ class HostAdamW:
 
     def state_bytes(self) -> int:
         """Bytes of the moments held on the host."""
-        return sum(map(optimizer_bytes, filter(None, self._optimizers)))
+        return sum(optimizer_bytes(optimizer) for _, optimizer, _ in self._parts)
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+def _update(
+    host: HostChunk,
+    optimizer: torch.optim.Optimizer | None,
+    hyperparameters: Sequence[Hyperparameters],
+    fetches: Event,
+    prepare: Callable[[Sequence[Tensor]], None] | None,
+) -> Any:
+    # a fetch ahead may still be reading these weights
+    fetches.synchronize()
+    host.changes()
+    mains = host.with_gradients()
+    if prepare is not None:
+        prepare(mains)
+    if optimizer is not None:
+        for group, own in zip(optimizer.param_groups, hyperparameters, strict=True):
+            group.update(own)
+        optimizer.step()
+    published = host.publish()
+    host.clear()
+    return published
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of the tensors in an optimizer's state."""
     return sum(
         value.nbytes
-        for state in optimizer.state.values()
+        for state in (optimizer.state.values() if optimizer is not None else ())
         for value in state.values()
         if isinstance(value, Tensor)
     )
@@ -222,31 +216,20 @@ def _own(key: str, value: Any, main: Tensor, copy: bool) -> Any:
     return value
 
 
-def _maker(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    if kind == "torch":
-        return _torch_adamw
-    if kind == "deepspeed":
-        return _deepspeed_adam
-    raise ConfigError(
-        f"protrain_cpu_optimizer: {kind!r} is not one of {', '.join(HOST_OPTIMIZERS)}"
-    )
-
-
-def _torch_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    own = [
+def _as_fused(groups: Sequence[Hyperparameters]) -> list[Hyperparameters]:
+    # how the plain run computes is its affair; here it is fused
+    return [
         {k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in groups
     ]
-    return FusedAdamW(own)
 
 
-def _deepspeed_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError as error:
-        raise ConfigError(
-            "protrain_cpu_optimizer: deepspeed needs the package deepspeed "
-            "(pip install 'axolotl-protrain[deepspeed]')"
-        ) from error
+def _torch_adamw(groups: Sequence[Hyperparameters]) -> torch.optim.Optimizer:
+    return FusedAdamW(_as_fused(groups))
+
+
+def _deepspeed_adam(groups: Sequence[Hyperparameters]) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     known = ("params", "lr", "betas", "eps", "weight_decay")
     return DeepSpeedCPUAdam(
         [{key: group[key] for key in known} for group in groups],

@@ -12,17 +12,18 @@ Moments then lie in shared memory, too: any rank can write the state of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import CheckpointError
 from ..layout import Piece, Reduction, aligned, main_chunk, reductions
 from ..layout.shards import PAGE_BYTES
 from ..runtime import Alone, Arena, Device, Ranks
-from ..types import Chunk
+from ..types import Chunk, TensorSpec
 
 MASTER_KEY = "master"
 """Key of the fp32 master weight beside exp_avg and exp_avg_sq."""
@@ -32,13 +33,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostMemory:
-    """What trainable chunks take on the host beside their weights.
+    """What trainable chunks take on the host beside their weights, which the arena has.
 
-    Args:
-        weights: The arena.
-        device: Is told what is read and written.
-        fp32_master: Update 16-bit weights through fp32 masters.
-        ranks: Those of the node share it; None for a rank alone.
+    The `ranks` of a node share it; None for a rank alone.
     """
 
     def __init__(
@@ -48,18 +45,12 @@ class HostMemory:
         fp32_master: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self.weights = weights
-        self.device = device
-        self.fp32_master = fp32_master
+        self.weights, self.device, self.fp32_master = weights, device, fp32_master
         self.ranks = ranks or Alone()
-        self.masters = Arena(ranks=ranks)
-        self.gradients = Arena(ranks=ranks)
-        self.moments = [Arena(ranks=ranks) for _ in MOMENTS]
-
-    @property
-    def reduces(self) -> bool:
+        self.reduces = self.ranks.world.size > 1
         """Whether gradients come in parts of a reduction."""
-        return self.ranks.world.size > 1
+        self.masters, self.gradients = Arena(ranks=ranks), Arena(ranks=ranks)
+        self.moments = {key: Arena(ranks=ranks) for key in MOMENTS}
 
     def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Take memory for further chunks; returns what this rank has to page-lock.
@@ -75,7 +66,7 @@ class HostMemory:
             copied = [own for index, own in mains.items() if index not in mastered]
             region = self.gradients.add(copied)
             return [] if region is None else [region]
-        for moment in self.moments:
+        for moment in self.moments.values():
             moment.add([*mains.values()])
         size, rank = self.ranks.world.local_size, self.ranks.local_rank
         received = [parts_chunk(chunk, size, self.fp32_master) for chunk in chunks]
@@ -86,21 +77,16 @@ class HostMemory:
 class GradientSums:
     """Gradients of a whole chunk that add up on the host of one rank.
 
-    Args:
-        chunk: The chunk.
-        buffers: One for each of its parameters, in the dtype of the sum.
-        device: Is told what is read and written.
-
-    Attributes:
-        present: Indices of parameters that have a sum.
+    There is a buffer for each parameter of the chunk, in the dtype of the sum.
     """
 
     def __init__(self, chunk: Chunk, buffers: Sequence[Tensor], device: Device) -> None:
         self.chunk = chunk
-        self.num_params = len(chunk.tensors)
         self.present: set[int] = set()
-        self._device = device
-        self._buffers = buffers
+        """Indices of parameters that have a sum."""
+        self.arrived: dict[int, Tensor] = {}
+        """What autograd has produced but nobody has sent, by index."""
+        self._device, self._buffers = device, buffers
 
     def first_buffer(self, index: int) -> Tensor | None:
         """Where a first gradient may be copied as it is; None if it must be added."""
@@ -123,19 +109,15 @@ class HostChunk:
     """Host tensors of one trainable chunk; see Note [Main parameters].
 
     Args:
-        chunk: The chunk.
-        params: The model's parameters by name.
+        params: The model's parameters by name; as an attribute those of the chunk.
         memory: Where everything lies; `HostMemory.add` has been called with the chunk.
 
     Attributes:
-        chunk: What it is the host side of.
-        params: The model's parameters.
         owned: Index of the parameter that each main parameter is of.
         weights: Arena views that fetches read, in the dtype of the model, one for each
             main parameter.
         mains: What the optimizer updates: `weights`, or fp32 masters of them.
         used: Parameters that have a gradient since the last `clear`, on any rank.
-        has_master: Whether each parameter is updated through an fp32 master.
         sums: Where gradients of a rank alone add up, which the update reads.
         reductions: How gradients of several ranks come together.
         parts: For each of them what this rank receives, on the host.
@@ -151,15 +133,15 @@ class HostChunk:
         self.params = [params[spec.name] for spec in chunk.tensors]
         specs = main_chunk(chunk, memory.fp32_master).tensors
         weights = [memory.weights.tensor(chunk.index, spec) for spec in chunk.tensors]
-        self._whole = [
-            memory.masters.tensor(chunk.index, own)
-            if own.dtype is not weight.dtype
-            else weight
+        self._has_master = [
+            own.dtype is not weight.dtype
             for own, weight in zip(specs, weights, strict=True)
         ]
-        self.has_master = [
-            main is not weight
-            for main, weight in zip(self._whole, weights, strict=True)
+        self._whole = [
+            memory.masters.tensor(chunk.index, own) if mastered else weight
+            for own, weight, mastered in zip(
+                specs, weights, self._has_master, strict=True
+            )
         ]
         self._moments: list[dict[str, Tensor]] = []
         self.used: set[int] = set()
@@ -167,66 +149,51 @@ class HostChunk:
         self.reductions: tuple[Reduction, ...] = ()
         if memory.reduces:
             self._moments = [
-                {
-                    key: arena.tensor(chunk.index, own)
-                    for key, arena in zip(MOMENTS, memory.moments, strict=True)
-                }
+                {k: m.tensor(chunk.index, own) for k, m in memory.moments.items()}
                 for own in specs
             ]
-            pieces = self._take_parts(memory)
+            self._take_parts(memory)
         else:
-            pieces = [Piece(n, 0, own.numel, 0) for n, own in enumerate(specs)]
-            self._gradients = [
-                memory.gradients.tensor(chunk.index, own) for own in specs
-            ]
-            self.sums = GradientSums(chunk, self._gradients, self._device)
+            sums = [memory.gradients.tensor(chunk.index, own) for own in specs]
+            self._pieces = [Piece(n, 0, own.numel, 0) for n, own in enumerate(specs)]
+            self._gradients = sums
+            self._all = list(zip(self._pieces, sums, strict=True))
+            self.sums = GradientSums(chunk, sums, self._device)
             self.used = self.sums.present
-        self._pieces = pieces
-        self.owned = [piece.tensor for piece in pieces]
-        self.weights = [_cut(weights[piece.tensor], piece) for piece in pieces]
+        self.owned = [piece.tensor for piece in self._pieces]
+        self.weights = [_cut(weights[piece.tensor], piece) for piece in self._pieces]
         self.mains = [
             _cut(self._whole[piece.tensor], piece)
-            if self.has_master[piece.tensor]
+            if self._has_master[piece.tensor]
             else weight
-            for piece, weight in zip(pieces, self.weights, strict=True)
+            for piece, weight in zip(self._pieces, self.weights, strict=True)
+        ]
+        # masters and the weights they are of
+        self._mastered = [
+            (main, weight)
+            for main, weight in zip(self.mains, self.weights, strict=True)
+            if main is not weight
         ]
         self._num_updates = [0] * len(self.params)
-        for main, weight in self._mastered():
+        for main, weight in self._mastered:
             main.copy_(weight)
 
     @property
     def gradients(self) -> list[Tensor]:
         """Those of main parameters that have one since the last `clear`."""
-        return [
-            gradient
-            for index, gradient in zip(self.owned, self._gradients, strict=True)
-            if index in self.used
-        ]
+        return [gradient for _, gradient in self._with_gradients()]
 
     def with_gradients(self) -> list[Tensor]:
         """Main parameters that have a gradient, with it as their `.grad`."""
-        found = []
-        for index, main, gradient in zip(
-            self.owned, self.mains, self._gradients, strict=True
-        ):
-            if index in self.used:
-                main.grad = gradient.view_as(main)
-                found.append(main)
-        return found
+        found = self._with_gradients()
+        for main, gradient in found:
+            main.grad = gradient.view_as(main)
+        return [main for main, _ in found]
 
     def whole_gradient(self, index: int) -> Tensor:
         """That of a parameter, in the dtype of the sum; no rank may be writing it."""
-        if not self.reductions:
-            return self._gradients[index]
-        pieces = [
-            parts[number][start : start + piece.numel]
-            for rank, parts in enumerate(self._every_part)
-            for number, reduction in enumerate(self.reductions)
-            for piece in reduction.pieces[rank]
-            if piece.tensor == index
-            for start in [piece.position - rank * reduction.part_numel]
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        found = [gradient for piece, gradient in self._all if piece.tensor == index]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def gradient_dtype(self, index: int) -> torch.dtype:
         """In which a parameter's gradients are summed."""
@@ -239,7 +206,7 @@ class HostChunk:
     def reload(self) -> None:
         """The weights were loaded from outside: renew the masters."""
         self.changes()
-        for main, weight in self._mastered():
+        for main, weight in self._mastered:
             main.copy_(weight)
 
     def clear(self) -> None:
@@ -254,7 +221,7 @@ class HostChunk:
         Returns:
             What is done once other ranks have published theirs; None without any.
         """
-        for main, weight in self._mastered():
+        for main, weight in self._mastered:
             weight.copy_(main)
         for index in tuple(self.used):
             self._num_updates[index] += 1
@@ -274,32 +241,35 @@ class HostChunk:
     ) -> dict[str, Any] | None:
         """State of a whole parameter; None before its first update.
 
-        No rank is asked, and none may be updating.
-
-        Args:
-            index: Of the parameter.
-            states: That of each main parameter, by `id`.
+        No rank is asked, and none may be updating. `states` has that of each main
+        parameter, by `id`.
         """
         state = states.get(id(self._whole[index]))
         if self._moments:
             step = self._num_updates[index]
             moments = self._moments[index]
             state = {"step": torch.tensor(float(step)), **moments} if step else None
-        if state is not None and self.has_master[index]:
+        if state is not None and self._has_master[index]:
             return {**state, MASTER_KEY: self._whole[index]}
         return state
 
     def load_state(
         self, index: int, state: Mapping[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]] | None:
+    ) -> dict[int, dict[str, Any]]:
         """Take over the state of a whole parameter.
 
         Returns:
-            The main parameter and what AdamW needs for it; None if none is here.
+            What AdamW needs for its main parameter, by `id`; empty if none is here.
         """
+        saved = MASTER_KEY in state
+        if saved != self._has_master[index]:
+            raise CheckpointError(
+                f"optimizer.pt was written {'with' if saved else 'without'} fp32 master "
+                f"weights: resume with protrain_fp32_master: {str(saved).lower()}."
+            )
         self._num_updates[index] = int(state["step"])
         if index not in self.owned:
-            return None
+            return {}
         number = self.owned.index(index)
         own, main = dict(state), self.mains[number]
         for key in own.keys() & {*MOMENTS, MASTER_KEY}:
@@ -308,41 +278,37 @@ class HostChunk:
         if master is not None:
             self._device.writes((main,))
             main.copy_(master)
-        return main, own
+        return {id(main): own}
 
     def host_bytes(self) -> int:
         """Bytes of this rank's masters and gradients; weights are the arena's, moments
         Adam's."""
-        masters = (main for main, _ in self._mastered())
-        gradients: Iterable[Tensor] = self.parts or self._gradients
-        return sum(tensor.nbytes for tensor in (*masters, *gradients))
+        masters = [main for main, _ in self._mastered]
+        held = [*masters, *(self.parts or self._gradients)]
+        return sum(tensor.nbytes for tensor in held)
 
-    def _take_parts(self, memory: HostMemory) -> list[Piece]:
-        size, own_rank = self._ranks.world.local_size, self._ranks.local_rank
+    def _take_parts(self, memory: HostMemory) -> None:
+        size = self._ranks.world.local_size
         received = parts_chunk(self.chunk, size, memory.fp32_master)
         self.reductions = reductions(self.chunk, size, memory.fp32_master)
-        self._every_part = [
-            _parts(self.reductions, memory.gradients.shard(received, size, rank))
-            for rank in range(size)
-        ]
-        self.parts = self._every_part[own_rank]
-        pieces, self._gradients = [], []
-        for reduction, part in zip(self.reductions, self.parts, strict=True):
-            for piece in reduction.pieces[own_rank]:
-                start = piece.position - own_rank * reduction.part_numel
-                pieces.append(piece)
-                self._gradients.append(part[start : start + piece.numel])
-        return pieces
+        # of all ranks, in the order of their shards
+        self._all = []
+        for rank in range(size):
+            buffer = memory.gradients.shard(received, size, rank)
+            parts, own = _parts(self.reductions, buffer), []
+            for reduction, part in zip(self.reductions, parts, strict=True):
+                for piece in reduction.pieces[rank]:
+                    start = piece.position - rank * reduction.part_numel
+                    own.append((piece, part[start : start + piece.numel]))
+            self._all += own
+            if rank == self._ranks.local_rank:
+                self.parts = parts
+                self._pieces = [piece for piece, _ in own]
+                self._gradients = [gradient for _, gradient in own]
 
-    def _mastered(self) -> list[tuple[Tensor, Tensor]]:
-        """Masters and the weights they are of."""
-        return [
-            (main, weight)
-            for index, main, weight in zip(
-                self.owned, self.mains, self.weights, strict=True
-            )
-            if self.has_master[index]
-        ]
+    def _with_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        every = zip(self.owned, self.mains, self._gradients, strict=True)
+        return [(main, grad) for index, main, grad in every if index in self.used]
 
 
 def parts_chunk(chunk: Chunk, ranks: int, fp32_master: bool) -> Chunk:
@@ -350,6 +316,12 @@ def parts_chunk(chunk: Chunk, ranks: int, fp32_master: bool) -> Chunk:
     received = reductions(chunk, ranks, fp32_master)
     own_bytes = sum(aligned(reduction.part_bytes) for reduction in received)
     return replace(chunk, tensors=(), nbytes=ranks * aligned(own_bytes, PAGE_BYTES))
+
+
+def tensor_in(buffer: Tensor, spec: TensorSpec) -> Tensor:
+    """A tensor of a chunk in its bytes."""
+    flat = buffer[spec.offset : spec.offset + spec.nbytes]
+    return flat.view(spec.dtype).view(spec.shape)
 
 
 def _parts(layout: Sequence[Reduction], buffer: Tensor) -> list[Tensor]:

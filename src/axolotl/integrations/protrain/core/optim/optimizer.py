@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..errors import CheckpointError, ConfigError
 from ..runtime import Alone, Device, HostWorker, Ranks
 from .gradients import Gradients
 from .host_adamw import HostAdamW, Hyperparameters, optimizer_bytes
-from .host_chunks import MASTER_KEY, HostChunk
+from .host_chunks import HostChunk
 
 
 class PagedAdamW(torch.optim.Optimizer):
@@ -41,9 +42,6 @@ class PagedAdamW(torch.optim.Optimizer):
         names: Full name of each parameter, by `id(parameter)`; written into
             checkpoints and compared when one is loaded.
         chunks: Host chunks in the order of the next forward.
-        gradients: Brings their gradients to the host.
-        device: Whose fetches read their weights.
-        worker: Runs their updates.
         kind: Host implementation, `torch` or `deepspeed`.
         before_update: Called for each host chunk whose weights are about to change.
         ranks: Those of the node, each with a shard of every host chunk.
@@ -79,14 +77,11 @@ class PagedAdamW(torch.optim.Optimizer):
                 "share. Remove it, or set protrain_force_all_persistent: true."
             )
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
-        self._names = names
-        self._device = device
-        self._worker = worker
+        self._names, self._kind = names, kind
+        self._device, self._worker = device, worker
         self._before_update = before_update
         self._take_chunks(chunks, gradients)
-        self._resident = _restrict(plain, lambda p: id(p) not in self._places)
-        self._kind = kind
-        self._host = self._host_optimizer()
+        self._resident = self._without_host(plain)
         self._clip: tuple[float, Tensor] | None = None
 
     def clip_grad_norm(
@@ -95,10 +90,8 @@ class PagedAdamW(torch.optim.Optimizer):
         """Total 2-norm of all gradients; scales them as `clip_grad_norm_` would.
 
         Device gradients are scaled here, host gradients by the worker just before
-        their update, by the same function of torch.
-
-        Args:
-            parameters: In the order of the plain run, which fixes the last bit.
+        their update, by the same function of torch. `parameters` come in the order of
+        the plain run, which fixes the last bit.
         """
         self._gradients.settle()
         self._apply_clipping()
@@ -142,16 +135,15 @@ class PagedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in the plain AdamW's format; host tensors stay on the host."""
         self._worker.drain()
-        self._device.reads(self._mains.values())
+        self._device.reads(self._mains())
         self.state.clear()
         host_state = self._host.state()
-        for param in self._params():
-            place = self._places.get(id(param))
-            if place is None:
-                state = self._resident.state.get(param) if self._resident else None
-            else:
-                host, index = place
+        for param in _params(self):
+            if id(param) in self._places:
+                host, index = self._places[id(param)]
                 state = host.whole_state(index, host_state)
+            else:
+                state = self._resident.state.get(param) if self._resident else None
             if state is not None:
                 self.state[param] = state
         packed = super().state_dict()
@@ -169,53 +161,46 @@ class PagedAdamW(torch.optim.Optimizer):
         """
         self._worker.drain()
         # their moments are replaced, which no update may be using
-        self._device.reads(self._mains.values())
+        self._device.reads(self._mains())
         self._check_names(state_dict["param_groups"])
         super().load_state_dict({**state_dict, "state": {}})
-        params = list(self._params())
+        params = _params(self)
         on_host: dict[int, dict[str, Any]] = {}
         on_device: dict[Tensor, dict[str, Any]] = {}
-        for index, state in state_dict["state"].items():
-            param = params[index]
-            place = self._places.get(id(param))
-            if place is None:
+        for number, state in state_dict["state"].items():
+            param = params[number]
+            if id(param) in self._places:
+                host, index = self._places[id(param)]
+                on_host.update(host.load_state(index, state))
+            else:
                 on_device[param] = state
-                continue
-            host, position = place
-            _check_master(host.has_master[position], state)
-            loaded = host.load_state(position, state)
-            if loaded is not None:
-                main, own = loaded
-                on_host[id(main)] = own
         self._host.load(on_host)
-        self._load_device(on_device)
+        if self._resident is not None:
+            packed, own = self._resident.state_dict(), _params(self._resident)
+            packed["state"] = {
+                n: on_device[p] for n, p in enumerate(own) if p in on_device
+            }
+            self._resident.load_state_dict(packed)
 
     def rehost(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         """Go on with more chunks on the host; no gradient and no update is pending.
 
-        State comes along without a second copy of what is on the host.
-
-        Args:
-            chunks: As at construction; those known already are the same objects.
-            gradients: Brings their gradients to the host from now on.
+        State comes along without a second copy of what is on the host. Chunks known
+        already are the same objects.
         """
         state = self._host.state()
         self._take_chunks(chunks, gradients)
         if self._resident is not None:
-            for group in self._resident.param_groups:
-                moved = [p for p in group["params"] if id(p) in self._mains]
-                group["params"] = [
-                    p for p in group["params"] if id(p) not in self._mains
-                ]
-                for param in moved:
-                    # popped: its device memory goes tensor by tensor
-                    own = self._resident.state.pop(param, {})
-                    state[id(self._mains[id(param)])] = {
-                        key: _on_host(own.pop(key)) for key in list(own)
-                    }
-            if not any(group["params"] for group in self._resident.param_groups):
-                self._resident = None
-        self._host = self._host_optimizer()
+            before, self._resident = self._resident, self._without_host(self._resident)
+            for param in list(before.state):
+                # popped: its device memory goes tensor by tensor
+                own = before.state.pop(param)
+                if id(param) in self._places:
+                    host, index = self._places[id(param)]
+                    moved = {key: _on_host(own.pop(key)) for key in list(own)}
+                    state[id(host.mains[index])] = moved
+                elif self._resident is not None:
+                    self._resident.state[param] = own
         self._host.load({main: own for main, own in state.items() if own}, copy=False)
 
     def host_bytes(self) -> int:
@@ -225,52 +210,50 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def device_bytes(self) -> int:
         """Device bytes of optimizer state."""
-        return optimizer_bytes(self._resident) if self._resident is not None else 0
+        return optimizer_bytes(self._resident)
 
     def _take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         self._chunks, self._gradients = chunks, gradients
-        # by id of a parameter: what is updated in its place; its chunk and index there
-        self._mains = {
-            id(host.params[index]): main
-            for host in chunks
-            for index, main in zip(host.owned, host.mains, strict=True)
-        }
+        # by id of a parameter: its chunk and index there
         self._places = {
             id(param): (host, index)
             for host in chunks
             for index, param in enumerate(host.params)
         }
-        self._check_grouped()
+        group_of = {
+            id(param): index
+            for index, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        for param in self._places:
+            if param not in group_of:
+                raise ConfigError(
+                    f"optimizer: {self._names[param]} requires a gradient but is in no "
+                    "parameter group. Freeze it or give it to a group."
+                )
+        self._host = HostAdamW(
+            chunks, group_of, self._hyperparameters(), self._kind, self._worker
+        )
 
-    def _params(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
+    def _without_host(
+        self, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.Optimizer | None:
+        """The same one, group by group, over parameters that have no state on the host;
+        None without any."""
+        groups = [dict(group) for group in optimizer.param_groups]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in self._places]
+        # each group carries every hyperparameter, so defaults do not matter
+        return torch.optim.AdamW(groups) if any(g["params"] for g in groups) else None
+
+    def _mains(self) -> list[Tensor]:
+        return [main for host in self._chunks for main in host.mains]
 
     def _hyperparameters(self) -> list[Hyperparameters]:
         return [
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in self.param_groups
         ]
-
-    def _host_optimizer(self) -> HostAdamW:
-        group_of = {
-            id(self._mains[id(p)]): index
-            for index, group in enumerate(self.param_groups)
-            for p in group["params"]
-            if id(p) in self._mains
-        }
-        return HostAdamW(
-            self._chunks, group_of, self._hyperparameters(), self._kind, self._worker
-        )
-
-    def _check_grouped(self) -> None:
-        grouped = {id(p) for p in self._params()}
-        for host in self._chunks:
-            for param in host.params:
-                if id(param) not in grouped:
-                    raise ConfigError(
-                        f"optimizer: {self._names[id(param)]} requires a gradient but "
-                        "is in no parameter group. Freeze it or give it to a group."
-                    )
 
     def _total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """See Note [The norm of all gradients]."""
@@ -322,11 +305,8 @@ class PagedAdamW(torch.optim.Optimizer):
         if _factor(max_norm, norm) == 1:
             # spares a pass over all gradients
             return None
-
-        def scale(mains: Sequence[Tensor]) -> None:
-            torch.nn.utils.clip_grads_with_norm_(mains, max_norm, norm)
-
-        return scale
+        clip_grads = torch.nn.utils.clip_grads_with_norm_
+        return partial(clip_grads, max_norm=max_norm, total_norm=norm)
 
     def _check_names(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         for saved, own in zip(saved_groups, self.param_groups, strict=False):
@@ -343,16 +323,6 @@ class PagedAdamW(torch.optim.Optimizer):
                     "that wrote it."
                 )
 
-    def _load_device(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        if self._resident is None:
-            return
-        params = [p for group in self._resident.param_groups for p in group["params"]]
-        packed = self._resident.state_dict()
-        packed["state"] = {
-            index: states[p] for index, p in enumerate(params) if p in states
-        }
-        self._resident.load_state_dict(packed)
-
 
 def _factor(max_norm: float, total_norm: Tensor) -> Tensor:
     """What `clip_grads_with_norm_` multiplies gradients with, as it computes it."""
@@ -362,30 +332,10 @@ def _factor(max_norm: float, total_norm: Tensor) -> Tensor:
     return one.grad
 
 
-def _check_master(has_master: bool, state: Mapping[str, Any]) -> None:
-    if has_master != (MASTER_KEY in state):
-        written = "with" if MASTER_KEY in state else "without"
-        value = str(MASTER_KEY in state).lower()
-        raise CheckpointError(
-            f"optimizer.pt was written {written} fp32 master weights: resume with "
-            f"protrain_fp32_master: {value}."
-        )
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _on_host(value: Any) -> Any:
     # a copy on the CPU device too, whose bytes are counted apart
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _restrict(
-    plain: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
-) -> torch.optim.Optimizer | None:
-    """The same optimizer over the parameters that `keep` accepts, group by group."""
-    groups = [
-        {**group, "params": [p for p in group["params"] if keep(p)]}
-        for group in plain.param_groups
-    ]
-    if not any(group["params"] for group in groups):
-        return None
-    # each group carries every hyperparameter, so defaults do not matter
-    return torch.optim.AdamW(groups)

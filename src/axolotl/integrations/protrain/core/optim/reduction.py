@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,22 +36,18 @@ from torch import Tensor
 from ..layout import aligned, main_chunk, reduce_bytes
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable
 from ..runtime.device import Event
-from ..types import IN_FLIGHT, Chunk, Counters
-from .gradients import Arriving, GradientOffload, Gradients, hook_gradients
-from .host_chunks import GradientSums, HostChunk
+from ..types import IN_FLIGHT, Counters
+from .gradients import GradientOffload, Gradients, hook_gradients
+from .host_chunks import GradientSums, HostChunk, tensor_in
 
 
 class GradientReduction(Gradients):
     """`Gradients` of several ranks; see Note [The order of collectives].
 
     Args:
-        device: Packs, reduces and offloads.
-        worker: Adds up micro-batches that do not synchronise.
-        ranks: Who averages.
         order: Indices of chunks in the order in which their gradients are done; empty
             for that of the layout.
         fp32_master: Sums of 16-bit gradients are kept in fp32.
-        counters: Bytes each way are counted here.
     """
 
     def __init__(
@@ -62,11 +59,8 @@ class GradientReduction(Gradients):
         fp32_master: bool,
         counters: Counters,
     ) -> None:
-        self._device = device
-        self._worker = worker
-        self._ranks = ranks
-        self._order = order
-        self._fp32_master = fp32_master
+        self._device, self._worker, self._ranks = device, worker, ranks
+        self._order, self._fp32_master = order, fp32_master
         self._counters = counters
         self._offload = GradientOffload(device, worker, counters)
         self._waiting: list[_Waiting] = []
@@ -89,17 +83,16 @@ class GradientReduction(Gradients):
             block = waiting.host.chunk.block
             if block is not None:
                 self._first_of_block.setdefault(block, number)
-        nbytes = max(self._packed_bytes(host.chunk) for host in chunks)
+        size = self._ranks.world.local_size
+        nbytes = max(reduce_bytes(h.chunk, size, self._fp32_master) for h in chunks)
         for _ in range(IN_FLIGHT):
             self._buffers.append(self._device.allocate(nbytes))
             self._free.append(self._device.compute.record())
-        return [
-            handle
-            for waiting in self._waiting
-            for handle in hook_gradients(
-                waiting.host.params, partial(self._take, waiting)
-            )
-        ]
+        handles: list[Removable] = []
+        for waiting in self._waiting:
+            take = partial(self._take, waiting)
+            handles += hook_gradients(waiting.host.params, take)
+        return handles
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         self._synchronises = synchronises
@@ -113,12 +106,10 @@ class GradientReduction(Gradients):
         if not self._ends:
             # before the hooks of DDP that wait, and called once all of backward has run
             self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            launch_all = partial(self._launch_until, len(self._waiting))
+            torch.autograd.Variable._execution_engine.queue_callback(launch_all)
         if block in self._first_of_block:
             self._launch_until(self._first_of_block[block])
-
-    def _end_backward(self) -> None:
-        self._launch_until(len(self._waiting))
 
     def retire(self) -> None:
         self._offload.retire()
@@ -132,10 +123,11 @@ class GradientReduction(Gradients):
         self._due = False
         for event in self._free:
             event.synchronize()
-        used = [w.take_used() for w in self._waiting]
-        flags = torch.zeros(len(used), max(map(len, used)), dtype=torch.uint8)
-        for row, own in zip(flags, used, strict=True):
-            row[: len(own)] = torch.tensor(own, dtype=torch.uint8)
+        width = max(len(waiting.host.params) for waiting in self._waiting)
+        flags = torch.zeros(len(self._waiting), width, dtype=torch.uint8)
+        for row, waiting in zip(flags, self._waiting, strict=True):
+            row[list(waiting.used)] = 1
+            waiting.used.clear()
         # a parameter that no rank has used keeps its weight, as without paging
         for row, waiting in zip(
             self._ranks.maximum(flags).tolist(), self._waiting, strict=True
@@ -167,9 +159,6 @@ class GradientReduction(Gradients):
         known = chunk.index in self._order
         return (self._order.index(chunk.index) if known else len(self._order),)
 
-    def _packed_bytes(self, chunk: Chunk) -> int:
-        return reduce_bytes(chunk, self._ranks.world.local_size, self._fp32_master)
-
     def _take(self, waiting: _Waiting, index: int, gradient: Tensor) -> None:
         if self._synchronises:
             if not self._due:
@@ -179,8 +168,8 @@ class GradientReduction(Gradients):
             return
         if self._pinned is None:
             self._begin_sums()
-        assert waiting.arriving is not None
-        self._offload.take(waiting.arriving, index, gradient)
+        assert waiting.sums is not None
+        self._offload.take(waiting.sums, index, gradient)
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
@@ -194,7 +183,7 @@ class GradientReduction(Gradients):
         for waiting, main in zip(self._waiting, mains, strict=True):
             buffers = [self._sums_arena.tensor(main.index, s) for s in main.tensors]
             waiting.sums = GradientSums(waiting.host.chunk, buffers, self._device)
-            waiting.arriving = self._offload.expect(waiting.sums)
+            self._offload.expect(waiting.sums)
 
     def _launch_until(self, number: int) -> None:
         while self._next < number:
@@ -211,22 +200,20 @@ class GradientReduction(Gradients):
         self._worker.wait(host.chunk.index)
         sums = self._fetch_sums(waiting)
         device.compute.wait(self._free[turn])
-        shares = []
-        start = 0
+        shares, start = [], 0
         for reduction in host.reductions:
             flat = buffer[start : start + reduction.nbytes].view(reduction.dtype)
             shares.append(flat)
             start += aligned(reduction.nbytes)
-            for pieces in reduction.pieces:
-                for piece in pieces:
-                    into = flat[piece.position : piece.position + piece.numel]
-                    total = waiting.total(piece.tensor, sums)
-                    if total is None:
-                        into.zero_()
-                    else:
-                        own = total.reshape(-1)[piece.start : piece.stop]
-                        scale = 1.0 / self._ranks.world.size
-                        torch.mul(own.to(reduction.dtype), scale, out=into)
+            for piece in chain.from_iterable(reduction.pieces):
+                into = flat[piece.position : piece.position + piece.numel]
+                total = waiting.total(piece.tensor, sums)
+                if total is None:
+                    into.zero_()
+                else:
+                    own = total.reshape(-1)[piece.start : piece.stop]
+                    scale = 1.0 / self._ranks.world.size
+                    torch.mul(own.to(reduction.dtype), scale, out=into)
         device.writes((buffer,), device.compute)
         device.writes(sums.values(), device.compute)
         waiting.drop()
@@ -253,48 +240,38 @@ class GradientReduction(Gradients):
         device.fetch.copy(self._sums[: main.nbytes], self._sums_arena.chunk(main.index))
         device.compute.wait(device.fetch.record())
         self._counters.fetched_bytes += main.nbytes
-        found = {}
-        for index in waiting.sums.present:
-            spec = main.tensors[index]
-            flat = self._sums[spec.offset : spec.offset + spec.nbytes]
-            found[index] = flat.view(spec.dtype).view(spec.shape)
-        return found
+        return {i: tensor_in(self._sums, main.tensors[i]) for i in waiting.sums.present}
 
 
 class _Waiting:
-    """One chunk until it is reduced."""
+    """One chunk until it is reduced; `used` are indices of its parameters that had a
+    gradient in this step."""
 
     def __init__(self, host: HostChunk) -> None:
         self.host = host
         self.gradients: dict[int, Tensor] = {}
         self.sums: GradientSums | None = None
-        self.arriving: Arriving | None = None
-        self._used: set[int] = set()
+        self.used: set[int] = set()
 
     def total(self, index: int, sums: dict[int, Tensor]) -> Tensor | None:
         """Gradient of a parameter over all micro-batches; None without any."""
         earlier, last = sums.get(index), self.gradients.get(index)
         if earlier is None:
             return last
-        if last is not None and index not in self._used:
+        if last is not None and index not in self.used:
             # once: a parameter may lie in several shards
             earlier.add_(last)
-        self._used.add(index)
+        self.used.add(index)
         return earlier
 
     def drop(self) -> None:
         """It has been packed."""
-        self._used.update(self.gradients)
+        self.used.update(self.gradients)
         self.gradients.clear()
         if self.sums is not None:
             self.sums.present.clear()
 
-    def take_used(self) -> list[bool]:
-        """Whether each parameter had a gradient in this step."""
-        used, self._used = self._used, set()
-        return [index in used for index in range(len(self.host.params))]
-
     def forget(self) -> None:
         """Its gradients are not wanted."""
         self.drop()
-        self._used = set()
+        self.used.clear()

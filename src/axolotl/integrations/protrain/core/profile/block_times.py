@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,11 +67,51 @@ def time_block(
         _unchanged_buffers(module),
         torch.enable_grad(),
     ):
-        call = _Call(module, sample, device, autocast_dtype)
-        call.seconds()
-        rounds = [call.seconds() for _ in range(repeats)]
-    forward_s, backward_s = zip(*rounds, strict=True)
-    return statistics.median(forward_s), statistics.median(backward_s)
+        once = _call(module, sample, device, autocast_dtype)
+        once()
+        rounds = [once() for _ in range(repeats)]
+    forward_s, backward_s = map(statistics.median, zip(*rounds, strict=True))
+    return forward_s, backward_s
+
+
+def _call(
+    module: nn.Module,
+    sample: BlockSample,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+) -> Callable[[], tuple[float, float]]:
+    """What runs the block once with inputs on the device, and returns its seconds."""
+    made: dict[int, Tensor] = {}
+
+    def real(tensor: Tensor) -> Tensor:
+        # a tensor that is passed twice stays one
+        if id(tensor) not in made:
+            made[id(tensor)] = _real(tensor, device)
+        return made[id(tensor)]
+
+    args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
+    leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
+
+    def once() -> tuple[float, float]:
+        outputs: list[Tensor] = []
+
+        def forward() -> None:
+            with torch.autocast(
+                device.type, autocast_dtype, enabled=autocast_dtype is not None
+            ):
+                result = module(*args, **kwargs)
+            outputs.extend(t for t in tensors_in(result) if t.requires_grad)
+
+        forward_s = elapsed_s(device, forward)
+        if not outputs:
+            return forward_s, 0.0
+        gradients = [torch.randn_like(output) for output in outputs]
+        backward = partial(
+            torch.autograd.grad, outputs, leaves, gradients, allow_unused=True
+        )
+        return forward_s, elapsed_s(device, backward)
+
+    return once
 
 
 def measure_blocks(
@@ -93,25 +134,20 @@ def measure_blocks(
         autocast_dtype: As for `time_block`.
         cached: Gives what was measured for a key before, or calls what measures it.
     """
-    modules = dict(model.named_modules())
+
+    def measure(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
+        here = block if device.type == "cpu" else copy.deepcopy(block).to(device)
+        times = time_block(here, sample, device, autocast_dtype)
+        return dict(zip(("forward_s", "backward_s"), times, strict=True))
+
     known: dict[str, tuple[float, float]] = {}
     times = {}
     for index, sample in samples.items():
-        block = modules[names[index]]
+        block = model.get_submodule(names[index])
         kind = _kind(block, sample)
         text = json.dumps(kind)
         if text not in known:
-
-            def measure(
-                block: nn.Module = block, sample: BlockSample = sample
-            ) -> dict[str, Any]:
-                here = block
-                if device.type != "cpu":
-                    here = copy.deepcopy(block).to(device)
-                forward_s, backward_s = time_block(here, sample, device, autocast_dtype)
-                return {"forward_s": forward_s, "backward_s": backward_s}
-
-            value = cached(kind, measure)
+            value = cached(kind, partial(measure, block, sample))
             known[text] = value["forward_s"], value["backward_s"]
         times[index] = known[text]
     return times
@@ -145,74 +181,15 @@ def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-class _Call:
-    """A block, its inputs on the device, and what backward starts from."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        sample: BlockSample,
-        device: torch.device,
-        autocast_dtype: torch.dtype | None,
-    ) -> None:
-        self._module = module
-        self._device = device
-        self._autocast_dtype = autocast_dtype
-        made: dict[int, Tensor] = {}
-
-        def real(tensor: Tensor) -> Tensor:
-            # a tensor that is passed twice stays one
-            if id(tensor) not in made:
-                made[id(tensor)] = _real(tensor, device)
-            return made[id(tensor)]
-
-        self._args = tuple(map_tensors(arg, real) for arg in sample.args)
-        self._kwargs = {
-            name: map_tensors(value, real) for name, value in sample.kwargs.items()
-        }
-        self._leaves = [
-            tensor
-            for tensor in (*made.values(), *module.parameters())
-            if tensor.requires_grad
-        ]
-
-    def seconds(self) -> tuple[float, float]:
-        outputs: list[Tensor] = []
-
-        def forward() -> None:
-            with torch.autocast(
-                self._device.type,
-                self._autocast_dtype,
-                enabled=self._autocast_dtype is not None,
-            ):
-                result = self._module(*self._args, **self._kwargs)
-            outputs.extend(t for t in tensors_in(result) if t.requires_grad)
-
-        (forward_s,) = elapsed_s(self._device, forward)
-        if not outputs:
-            return forward_s, 0.0
-        gradients = [torch.randn_like(output) for output in outputs]
-        (backward_s,) = elapsed_s(
-            self._device,
-            lambda: torch.autograd.grad(
-                outputs, self._leaves, gradients, allow_unused=True
-            ),
-        )
-        return forward_s, backward_s
-
-
 def _real(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         made = tensor.detach().to(device, copy=True)
     else:
         # a flat buffer below the strides: expanded tensors cannot be written to
         reach = zip(tensor.shape, tensor.stride(), strict=True)
-        length = (
-            1 + sum((num - 1) * step for num, step in reach) if tensor.numel() else 0
-        )
-        made = _fill(length, tensor.dtype, device).as_strided(
-            tensor.shape, tensor.stride()
-        )
+        last = sum((num - 1) * step for num, step in reach)
+        flat = _fill(last + 1 if tensor.numel() else 0, tensor.dtype, device)
+        made = flat.as_strided(tensor.shape, tensor.stride())
     return made.requires_grad_(tensor.requires_grad)
 
 

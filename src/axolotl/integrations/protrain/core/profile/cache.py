@@ -12,7 +12,8 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
@@ -63,12 +64,8 @@ def cached(
 ) -> dict[str, Any]:
     """What `make` returned for this key, now or at an earlier time.
 
-    A damaged file is warned about and replaced.
-
-    Args:
-        folder: Where files lie; None for `default_folder`.
-        key: Everything that the value depends on.
-        make: Measures; must return what JSON can hold.
+    A damaged file is warned about and replaced. `folder` is None for `default_folder`,
+    `key` names everything that the value depends on, JSON can hold the value.
 
     Raises:
         ConfigError: The folder cannot be made or written.
@@ -79,9 +76,11 @@ def cached(
     value = _read(file, json.loads(text))
     if value is None:
         # before the time for measuring is spent
-        _make_folder(folder)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"key": key, "value": make()}, indent=1, allow_nan=False)
-        _write(file, content)
+        with _writing(folder):
+            _write(file, content)
         # as a later run reads it: lists for tuples
         value = json.loads(content)["value"]
     return value
@@ -90,20 +89,14 @@ def cached(
 def environment_key(
     torch_device: torch.device, versions: Mapping[str, str]
 ) -> dict[str, JSON]:
-    """What changes any measurement on this machine.
-
-    Args:
-        torch_device: Where things are measured.
-        versions: Of the other libraries that take part, by name.
-    """
-    cuda = torch_device.type == "cuda"
+    """What changes any measurement on this machine, versions of libraries by name."""
     return {
         "format": FORMAT,
         "device": str(torch_device.type),
         "device_name": device_name(torch_device),
         "device_total_bytes": (
             torch.cuda.get_device_properties(torch_device).total_memory
-            if cuda
+            if torch_device.type == "cuda"
             else psutil.virtual_memory().total
         ),
         "cpu": cpu_name(),
@@ -144,8 +137,7 @@ def block_key(
     Args:
         torch_device: Where it is timed.
         versions: As for `environment_key`.
-        block: Its class, the shapes and dtypes of its parameters and inputs, which
-            of them require grad.
+        block: As `measure_blocks` describes it.
         autocast_dtype: As for `time_block`.
         attention: Name of the attention implementation.
         kernels: Fused kernels in use and their options.
@@ -170,10 +162,8 @@ def cached_hardware(
 ) -> Hardware:
     """`measure_hardware`, or its rates from the cache with the memory of now.
 
-    `folder` is that of `cached`, the rest that of `hardware_key` and `measure_hardware`.
-
     Raises:
-        ConfigError: The folder cannot be made or written.
+        ConfigError: As for `cached`.
     """
 
     def make() -> dict[str, Any]:
@@ -207,28 +197,22 @@ def _read(file: Path, key: Any) -> dict[str, Any] | None:
     return None
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
 def _write(file: Path, content: str) -> None:
     # not tempfile: its files are unreadable to others who share the folder
     temporary = file.with_name(f"{file.stem}-{uuid.uuid4().hex}.tmp")
     try:
-        try:
-            temporary.write_text(content, "utf-8")
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        temporary.write_text(content, "utf-8")
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(file.parent, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"protrain_cache_dir: {folder} cannot be written ({error.strerror}); set "
-        "protrain_cache_dir to a folder that can"
-    )
+        raise ConfigError(
+            f"protrain_cache_dir: {folder} cannot be written ({error.strerror}); set "
+            "protrain_cache_dir to a folder that can"
+        ) from error

@@ -11,9 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -35,11 +34,8 @@ _COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _NUM_KERNELS = 300
 _CGROUP_FILES = (
     # unified hierarchy, then the memory controller of version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 HOST_RESERVE_BYTES = 1 << 30
@@ -64,29 +60,28 @@ def measure_hardware(
         torch_device: The device that will compute.
         host_bytes: Memory of the host that may be used; passed on.
         device_bytes: Free memory of the device; passed on.
-        matmul: Rows, inner size and columns of the products, as in the blocks to
-            come; None for `MATMUL_SIZES`.
+        matmul: Rows, inner size and columns of the products; None for `MATMUL_SIZES`.
         weight_dtype: Dtype of the weights and moments that host AdamW updates.
     """
     device = open_device(torch_device)
-    kind = device.torch_device.type
-    size = matmul or MATMUL_SIZES[kind]
-    nbytes = _COPY_BYTES[kind]
+    torch_device = device.torch_device
+    kind = torch_device.type
+    size, nbytes = matmul or MATMUL_SIZES[kind], _COPY_BYTES[kind]
     with torch.no_grad():
         fetch, offload, fetch_both, offload_both = _copy_rates(device, nbytes)
-        flops_16 = _matmul_rate(device.torch_device, size, torch.bfloat16)
-        flops_32 = _matmul_rate(device.torch_device, size, torch.float32)
-        memory_bytes_s = _elementwise_rate(device.torch_device, nbytes)
-    kernel_s = _kernel_s(device.torch_device)
+        flops_16 = _matmul_rate(torch_device, size, torch.bfloat16)
+        flops_32 = _matmul_rate(torch_device, size, torch.float32)
+        memory_bytes_s = _elementwise_rate(torch_device, nbytes)
+    kernel_s = _kernel_s(torch_device)
     adam_bytes_s = _adam_rate(device, nbytes // 2, weight_dtype)
     if kind == "cuda":
         torch.cuda.empty_cache()
     return Hardware(
-        name=device_name(device.torch_device),
+        name=device_name(torch_device),
         source=f"measured {date.today().isoformat()}",
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        unseen_bytes=measured_unseen_bytes(device.torch_device, device_bytes),
+        unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
         flops_16=flops_16,
         flops_32=flops_32,
         memory_bytes_s=memory_bytes_s,
@@ -110,19 +105,14 @@ def device_memory(device: torch.device) -> int:
 def host_memory() -> int:
     """Bytes that this process may still take: the machine's or its cgroup's."""
     available = [psutil.virtual_memory().available]
-    for limit_file, used_file in _CGROUP_FILES:
-        limit, used = _read_number(limit_file), _read_number(used_file)
-        if limit is not None and used is not None:
-            available.append(limit - used)
+    for names in _CGROUP_FILES:
+        files = [Path("/sys/fs/cgroup", name) for name in names]
+        if all(file.is_file() for file in files):
+            limit, used = (file.read_text().strip() for file in files)
+            # "max" where there is none
+            if limit.isdigit():
+                available.append(int(limit) - int(used))
     return max(min(available) - HOST_RESERVE_BYTES, 0)
-
-
-def _read_number(path: str) -> int | None:
-    file = Path(path)
-    if not file.is_file():
-        return None
-    text = file.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 _HIGHEST = ("kernel_s", "unseen_bytes")
@@ -136,15 +126,13 @@ def weakest(hardware: Sequence[Hardware]) -> Hardware:
     """
     first = hardware[0]
     figures = {}
-    for field in fields(Hardware):
-        values = [getattr(machine, field.name) for machine in hardware]
-        if not isinstance(values[0], str):
-            figures[field.name] = (max if field.name in _HIGHEST else min)(values)
+    for name, own in asdict(first).items():
+        if not isinstance(own, str):
+            worst = max if name in _HIGHEST else min
+            figures[name] = worst(getattr(machine, name) for machine in hardware)
     others = sum(machine.name != first.name for machine in hardware)
-    name = (
-        f"{first.name} ({others} of {len(hardware)} differ)" if others else first.name
-    )
-    return replace(first, name=name, **figures)
+    differ = f" ({others} of {len(hardware)} differ)" if others else ""
+    return replace(first, name=first.name + differ, **figures)
 
 
 def measure_collectives(
@@ -165,18 +153,18 @@ def measure_collectives(
         ranks.collect(None)
         return median_s(torch_device, collective)
 
-    gather_s = across_s = 0.0
+    gather_s = gather = reduce = across = 0.0
     if world.local_size > 1:
         gather_s = seconds(lambda: ranks.all_gather(whole, part))
+        gather = whole.nbytes / gather_s
     reduce_s = seconds(lambda: ranks.reduce_scatter(part, whole))
     if world.num_nodes > 1:
         across_s = max(reduce_s - gather_s, reduce_s / 10)
+        across = part.nbytes / across_s
         reduce_s -= across_s
-    return (
-        whole.nbytes / gather_s if world.local_size > 1 else 0.0,
-        whole.nbytes / reduce_s if world.local_size > 1 else 0.0,
-        part.nbytes / across_s if world.num_nodes > 1 else 0.0,
-    )
+    if world.local_size > 1:
+        reduce = whole.nbytes / reduce_s
+    return gather, reduce, across
 
 
 def measured_unseen_bytes(torch_device: torch.device, device_bytes: int) -> int:
@@ -191,7 +179,6 @@ def measured_unseen_bytes(torch_device: torch.device, device_bytes: int) -> int:
 
 
 def device_name(torch_device: torch.device) -> str:
-    """Name of the GPU or of the processor."""
     if torch_device.type == "cuda":
         return torch.cuda.get_device_name(torch_device)
     return cpu_name()
@@ -207,49 +194,43 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def elapsed_s(
-    torch_device: torch.device, *steps: Callable[[], object]
-) -> tuple[float, ...]:
-    """Seconds that each step takes on the device, run one after the other."""
+def elapsed_s(torch_device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds that `work` takes on the device."""
     if torch_device.type == "cuda":
         stream = torch.cuda.current_stream(torch_device)
-        events = [torch.cuda.Event(enable_timing=True) for _ in (None, *steps)]
-        events[0].record(stream)
-        for step, event in zip(steps, events[1:], strict=True):
-            step()
-            event.record(stream)
-        events[-1].synchronize()
-        return tuple(a.elapsed_time(b) / 1000 for a, b in pairwise(events))
-    times = [time.perf_counter()]
-    for step in steps:
-        step()
-        times.append(time.perf_counter())
-    return tuple(b - a for a, b in pairwise(times))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        work()
+        end.record(stream)
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def median_s(torch_device: torch.device, work: Callable[[], object]) -> float:
     """Median seconds of `work`, after one call that does not count."""
     work()
-    return statistics.median(elapsed_s(torch_device, work)[0] for _ in range(REPEATS))
+    return statistics.median(elapsed_s(torch_device, work) for _ in range(REPEATS))
 
 
 def _copy_rates(device: Device, nbytes: int) -> tuple[float, float, float, float]:
     """Bytes per second to the device and back, alone, then each beside the other."""
-    sources = host_buffer(nbytes).zero_(), device.allocate(nbytes).zero_()
-    targets = device.allocate(nbytes).zero_(), host_buffer(nbytes).zero_()
-    fetch = (device.fetch, targets[0], sources[0])
-    offload = (device.offload, targets[1], sources[1])
+    hosts = [host_buffer(nbytes).zero_() for _ in range(2)]
+    fetch = (device.fetch, device.allocate(nbytes).zero_(), hosts[0])
+    offload = (device.offload, hosts[1], device.allocate(nbytes).zero_())
     with ExitStack() as pinned:
-        for host in (sources[0], targets[1]):
+        for host in hosts:
             device.pin(host)
             pinned.callback(device.unpin, host)
         # before memory is unpinned, an error on the way included
         pinned.callback(device.synchronize)
-        alone = [nbytes / _copy_s(device, copy)[0] for copy in (fetch, offload)]
+        there, back = (nbytes / _copy_s(device, copy)[0] for copy in (fetch, offload))
         if device.torch_device.type == "cpu":
-            return alone[0], alone[1], alone[0], alone[1]
-        both = [nbytes / seconds for seconds in _copy_s(device, fetch, offload)]
-    return alone[0], alone[1], both[0], both[1]
+            return there, back, there, back
+        both = _copy_s(device, fetch, offload)
+    return there, back, nbytes / both[0], nbytes / both[1]
 
 
 def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[float]:

@@ -48,11 +48,13 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for name, param in model.named_parameters():
         data, *side = bindings(name, param)
         copied = torch.Tensor._make_subclass(
-            type(param), _like(data.tensor), param.requires_grad
+            type(param), empty_like(data.tensor), param.requires_grad
         )
         # deepcopy takes what it finds here for the copy
         memo[id(param)] = copied
-        memo.update((id(binding.tensor), _like(binding.tensor)) for binding in side)
+        memo.update(
+            (id(binding.tensor), empty_like(binding.tensor)) for binding in side
+        )
         copies.append((param, copied))
     for param, copied in copies:
         # the module that owns a quantised weight is among these
@@ -60,7 +62,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _like(tensor: Tensor) -> Tensor:
+def empty_like(tensor: Tensor) -> Tensor:
+    """On the meta device, with the strides of `tensor` even where it is expanded."""
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META
     )

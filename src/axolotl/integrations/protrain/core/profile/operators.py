@@ -18,6 +18,9 @@ from ..types import Work
 _aten = torch.ops.aten
 
 _COUNTED_AS = {
+    # fused LoRA kernels add the adapter's product where the layer's already is
+    _aten.addmm_: _aten.addmm,
+    _aten.baddbmm_: _aten.baddbmm,
     _aten._scaled_dot_product_flash_attention_for_cpu: (
         _aten._scaled_dot_product_flash_attention
     ),
@@ -45,7 +48,7 @@ _NO_PRODUCT = {
     for name in (
         "_to_copy clone copy_ detach cat stack embedding embedding_dense_backward index "
         "index_select index_put index_put_ gather scatter scatter_add slice_backward "
-        "select_backward constant_pad_nd repeat_interleave flip roll sum mean amax amin "
+        "select_backward constant_pad_nd repeat repeat_interleave flip roll sum mean amax amin "
         "linalg_vector_norm norm var_mean std native_layer_norm _fused_rms_norm "
         "_softmax _log_softmax empty_like new_empty zeros_like ones_like full_like "
         "new_zeros _weight_norm_interface tril triu"

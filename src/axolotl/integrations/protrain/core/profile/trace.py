@@ -27,8 +27,9 @@ segment begins, because an end belongs to the segment it fell into.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ from ..layout.tensors import map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta
-from .meta import MetaMode
+from .meta import MetaMode, empty_like
 from .operators import may_multiply, work_of
 from .repeats import Repeats
 
@@ -76,7 +77,7 @@ def trace_step(
     """
     recorder = _Recorder(model, blocks)
     try:
-        with recorder, autocast_on_meta():
+        with recorder.recording(), autocast_on_meta():
             loss = loss_of()
             recorder.begin(_Open(None, backward=True))
             loss.backward()
@@ -90,16 +91,12 @@ def trace_step(
     return recorder.result()
 
 
+@dataclass
 class _Level:
     """Bytes that are there, and the most that were; from the start of a segment."""
 
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        if nbytes > 0:
-            self.peak = max(self.peak, self.now)
+    now: int = 0
+    peak: int = 0
 
     def absorb(self, later: _Level) -> None:
         self.peak = max(self.peak, self.now + later.peak)
@@ -108,36 +105,30 @@ class _Level:
 
 @dataclass(eq=False)
 class _Open:
-    """A segment while it runs.
-
-    Attributes:
-        kept: With everything that autograd saves.
-        dropped: With nothing that blocks save.
-        swapped: With what they save below `SMALLEST_SWAP_BYTES`.
-        first: As `kept`, with all gradients of parameters since the start.
-        kept_at_unpack: Of a block's backward: what it has made when it first asks for
-            a saved tensor.
-        undone_in: Of a block's forward: the segment in which its backward runs.
-        inputs: Of a block's forward: storages that come in; None for parameters.
-        outputs: The same of those that go out.
-    """
+    """A segment while it runs."""
 
     block: int | None
     backward: bool
     index: int = -1
+    # with everything that autograd saves; with nothing that blocks save; with what
+    # they save below `SMALLEST_SWAP_BYTES`; and as the first, with all gradients of
+    # parameters since the start
     kept: _Level = field(default_factory=_Level)
     dropped: _Level = field(default_factory=_Level)
     swapped: _Level = field(default_factory=_Level)
     first: _Level = field(default_factory=_Level)
-    redone_peak: int = 0
-    kept_at_unpack: int | None = None
     gradients: list[tuple[str, int]] = field(default_factory=list)
     work: Work = Work()
     operators: list[tuple[str, int]] = field(default_factory=list)
+    # of a stretch between two blocks
     merged_into: _Open | None = None
+    # of a block's forward; storages that come in and go out are None for parameters
+    redone_peak: int = 0
     undone_in: _Open | None = None
     inputs: list[_Record | None] = field(default_factory=list)
     outputs: list[_Record | None] = field(default_factory=list)
+    # of a block's backward: what it has made when it first asks for a saved tensor
+    kept_at_unpack: int | None = None
 
     @property
     def levels(self) -> tuple[_Level, ...]:
@@ -145,10 +136,10 @@ class _Open:
 
     @property
     def final(self) -> _Open:
-        return self.merged_into.final if self.merged_into else self
+        return self.merged_into or self
 
     def absorb(self, later: _Open) -> None:
-        """Take in the segment that followed this one."""
+        """Take in the stretch that followed this block."""
         there = self.kept.now
         self.operators += [(name, there + rise) for name, rise in later.operators]
         for own, other in zip(self.levels, later.levels, strict=True):
@@ -192,25 +183,21 @@ class _End(weakref.ref):
 
 @dataclass(eq=False)
 class _Record:
-    """The life of one storage.
-
-    Attributes:
-        forgotten: Where the model's last reference ended.
-        saved: How many stand-ins of it are held, by block.
-        stand_ins: The last one of each block.
-        released: Blocks, or None for what is outside, and where each let go of one.
-        inputs: Forwards of blocks that it came into, and whether by position.
-        end: Of the storage; kept, or nothing would tell of it.
-    """
+    """The life of one storage; blocks are None for what is outside of them."""
 
     nbytes: int
     made: _Open
     alive: bool = True
+    # where the model's last reference ended
     forgotten: _Open | None = None
+    # how many stand-ins of it each block holds, and the last one of each
     saved: Counter[int | None] = field(default_factory=Counter)
     stand_ins: dict[int | None, _End] = field(default_factory=dict)
+    # blocks, and where each let go of a stand-in
     released: list[tuple[int | None, _Open]] = field(default_factory=list)
+    # forwards of blocks that it came into, and whether by position
     inputs: list[tuple[_Open, bool]] = field(default_factory=list)
+    # of the storage; kept, or nothing would tell of it
     end: _End | None = None
 
     @property
@@ -245,42 +232,33 @@ class _Recorder(MetaMode):
         self._ended: deque[_End] = deque()
         self._now = _Open(None, backward=False)
         self._segments = [self._now]
-        self._inside: int | None = None
-        self._order: dict[int, None] = {}
+        # in the order of first use
         self._samples: dict[int, BlockSample] = {}
         self._forwards: dict[int, _Open] = {}
         self._copies: list[tuple[_Open, _Open]] = []
         self._busy = False
-        self._handles: list[Any] = []
-        self._saving = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, self._unpack
-        )
-        self._repeats = Repeats(blocks, self._skipped)
 
-    def __enter__(self) -> _Recorder:
-        self._repeats.__enter__()
-        for index, (_name, block) in enumerate(self._blocks):
-            before, after = partial(self._before, index), partial(self._after, index)
-            self._handles += [
-                block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                block.register_forward_hook(after),
-            ]
-        self._handles += [
-            param.register_post_accumulate_grad_hook(partial(self._arrived, name))
-            for name, param in self._model.named_parameters()
-            if param.requires_grad
-        ]
-        super().__enter__()
-        self._saving.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._saving.__exit__(*error)
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._repeats.__exit__(*error)
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(Repeats(self._blocks, self._skipped))
+            for index, (_name, block) in enumerate(self._blocks):
+                before = partial(self._before, index)
+                enter(
+                    block.register_forward_pre_hook(
+                        before, with_kwargs=True, prepend=True
+                    )
+                )
+                enter(block.register_forward_hook(partial(self._after, index)))
+            for name, param in self._model.named_parameters():
+                if param.requires_grad:
+                    arrived = partial(self._arrived, name)
+                    enter(param.register_post_accumulate_grad_hook(arrived))
+            enter(self)
+            enter(saving)
+            yield
 
     def begin(self, segment: _Open) -> None:
         """Everything from here on belongs to `segment`."""
@@ -301,24 +279,23 @@ class _Recorder(MetaMode):
         for tensor in made:
             # an operator in place may change a parameter, which is no activation
             if tensor.untyped_storage()._cdata not in given:
-                self._follow(tensor)
+                self._follow(tensor.untyped_storage())
         now.operators.append((func._overloadpacket.__name__, now.kept.now))
         now.work += work_of(func, args, output, read, made)
         if not self._weights.isdisjoint(given) and may_multiply(func):
             self._uncounted[func._overloadpacket._qualified_op_name] = None
 
-    def _follow(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._records or storage.nbytes() == 0:
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._records or nbytes == 0:
             return
-        record = _Record(storage.nbytes(), self._now)
-        self._records[key] = record
+        record = self._records[key] = _Record(nbytes, self._now)
         self._all.append(record)
         record.end = _End(storage, self._ended.append)
         record.end.key, record.end.record = key, record
         for level in self._now.levels:
-            level.add(record.nbytes)
+            level.now += nbytes
+            level.peak = max(level.peak, level.now)
 
     def _record_of(self, tensor: Tensor) -> _Record | None:
         return self._records.get(tensor.untyped_storage()._cdata)
@@ -333,14 +310,12 @@ class _Recorder(MetaMode):
                 del self._records[end.key]
                 record.alive, record.forgotten = False, now
             else:
-                record.saved[end.holder] -= 1
-                if not record.saved[end.holder]:
-                    del record.saved[end.holder]
+                record.saved -= Counter([end.holder])
                 record.released.append((end.holder, now))
             for level, was, still in zip(
                 now.levels, before, record.is_there, strict=True
             ):
-                level.add(-record.nbytes * (was and not still))
+                level.now -= record.nbytes * (was and not still)
 
     # what autograd keeps
 
@@ -351,7 +326,8 @@ class _Recorder(MetaMode):
         if record is None:
             # a parameter, or a view of one
             return tensor
-        holder = self._inside
+        now = self._now
+        holder = None if now.backward else now.block
         end = record.stand_ins.get(holder)
         storage = end() if end is not None else None
         if storage is None:
@@ -364,7 +340,6 @@ class _Recorder(MetaMode):
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         self._busy = False
-        now = self._now
         if holder is not None:
             now.redone_peak = max(now.redone_peak, now.kept.peak)
         return stand_in
@@ -383,8 +358,6 @@ class _Recorder(MetaMode):
             self._segments.pop()
             self._segments[-1].absorb(self._now)
         self.begin(_Open(index, backward=False))
-        self._order.setdefault(index)
-        self._inside = index
         self._entered = torch.autograd._get_sequence_nr()
         if index not in self._samples:
             self._busy = True
@@ -405,17 +378,14 @@ class _Recorder(MetaMode):
         """Whether only the step from one block to the next has run since."""
         if len(self._segments) < 2 or self._now.block is not None:
             return False
-        before = self._segments[-2].block
         return (
-            before is not None
-            and before + 1 == index
-            and self._lists[before] == self._lists[index]
+            self._segments[-2].block == index - 1
+            and self._lists[index - 1] == self._lists[index]
         )
 
     def _after(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
         self._settle()
         forward = self._now
-        self._inside = None
         # a skipped block ran in the place of the first of its kind
         self._forwards.setdefault(index, forward)
         for tensor in tensors_in(output):
@@ -448,8 +418,7 @@ class _Recorder(MetaMode):
     def result(self) -> TracedStep:
         """What was recorded, blocks numbered in the order of first use."""
         self._settle()
-        unused = (i for i in range(len(self._blocks)) if i not in self._order)
-        order = [*self._order, *unused]
+        order = list(dict.fromkeys((*self._samples, *range(len(self._blocks)))))
         number: dict[int | None, int] = {old: new for new, old in enumerate(order)}
         segments = [s for s in self._segments if s.merged_into is None]
         for index, segment in enumerate(segments):
@@ -458,7 +427,7 @@ class _Recorder(MetaMode):
         for segment in segments:
             if segment.undone_in is not None:
                 # it is computed again only then
-                segment.redone_peak += segment.undone_in.final.kept_at_unpack or 0
+                segment.redone_peak += segment.undone_in.kept_at_unpack or 0
         fates: Counter[tuple[int, int, tuple[Save, ...], bool]] = Counter()
         for record in self._all:
             fates[_fate(record, len(segments), number)] += record.nbytes
@@ -477,20 +446,18 @@ class _Recorder(MetaMode):
     def _fill_in(self, segments: Sequence[_Open]) -> None:
         """Give skipped blocks what the block of their kind has shown."""
         after = dict(zip(segments, segments[1:], strict=False))
-        made: dict[_Open, list[_Record]] = {}
+        made: defaultdict[_Open, list[_Record]] = defaultdict(list)
         for record in self._all:
-            made.setdefault(record.made, []).append(record)
+            made[record.made].append(record)
         for skipped, ran in self._copies:
             assert skipped.block is not None and ran.block is not None
             names = self._blocks[ran.block][0], self._blocks[skipped.block][0]
-            moved = {ran: skipped, after.get(ran.final): after.get(skipped.final)}
-            skipped.final.copy(ran.final, *names)
-            back, back_ran = skipped.undone_in, ran.undone_in
-            if back is not None and back_ran is not None:
-                back.final.copy(back_ran.final, *names)
-                moved[back_ran.final] = back.final
-                moved[after.get(back_ran.final)] = after.get(back.final)
-            self._copy_records(made.get(ran, []), skipped, ran, moved)
+            moved: dict[_Open | None, _Open | None] = {}
+            for theirs, own in (ran, skipped), (ran.undone_in, skipped.undone_in):
+                if theirs is not None and own is not None:
+                    own.copy(theirs, *names)
+                    moved |= {theirs: own, after.get(theirs): after.get(own)}
+            self._copy_records(made[ran], skipped, ran, moved)
 
     def _copy_records(
         self,
@@ -505,6 +472,15 @@ class _Recorder(MetaMode):
             final = segment.final if segment is not None else None
             return moved.get(final, final)
 
+        def carried(
+            released: Iterable[tuple[int | None, _Open]],
+        ) -> list[tuple[int | None, _Open]]:
+            return [
+                (skipped.block if holder == ran.block else holder, segment)
+                for holder, where in released
+                if (segment := counterpart(where)) is not None
+            ]
+
         passed = {id(record) for record in ran.outputs}
         self._all += [
             _Record(
@@ -512,26 +488,16 @@ class _Recorder(MetaMode):
                 skipped,
                 alive=record.alive,
                 forgotten=counterpart(record.forgotten),
-                released=[
-                    (skipped.block if holder == ran.block else holder, segment)
-                    for holder, where in record.released
-                    if (segment := counterpart(where)) is not None
-                ],
+                released=carried(record.released),
             )
             for record in records
             if id(record) not in passed
         ]
-        for own, theirs in (
-            *zip(skipped.inputs, ran.inputs, strict=True),
-            *zip(skipped.outputs, ran.outputs, strict=True),
+        for own, theirs in zip(
+            skipped.inputs + skipped.outputs, ran.inputs + ran.outputs, strict=True
         ):
             if own is not None and theirs is not None:
-                own.released += [
-                    (skipped.block, segment)
-                    for holder, where in theirs.released
-                    if holder == ran.block
-                    and (segment := counterpart(where)) is not None
-                ]
+                own.released += carried(r for r in theirs.released if r[0] == ran.block)
 
 
 def _fate(
@@ -547,7 +513,7 @@ def _fate(
     inputs: dict[tuple[int, int | None], bool] = {}
     for forward, by_position in record.inputs:
         if forward.undone_in is not None:
-            key = forward.undone_in.final.index, number.get(forward.block)
+            key = forward.undone_in.index, number.get(forward.block)
             # another reference to it stays on the device
             inputs[key] = inputs.get(key, True) and by_position
     saves |= {
@@ -563,10 +529,7 @@ def _detached(value: Any) -> Any:
     """The same structure without autograd's graph; keeps `requires_grad`."""
 
     def detached(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        ).requires_grad_(tensor.requires_grad)
+        own = empty_like(tensor) if tensor.is_meta else tensor.detach().clone()
+        return own.requires_grad_(tensor.requires_grad)
 
     return map_tensors(value, detached)

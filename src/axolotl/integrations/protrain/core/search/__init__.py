@@ -1,14 +1,6 @@
 """From layout, trace and budget to the fastest plan that fits."""
 
-from .plans import block_policies, make_plan, place
-from .search import MAX_EXTRA_SLOTS, MODES, ONLY_A, Search
+from .plans import make_plan
+from .search import MODES, ONLY_A, Search
 
-__all__ = [
-    "MAX_EXTRA_SLOTS",
-    "MODES",
-    "ONLY_A",
-    "Search",
-    "block_policies",
-    "make_plan",
-    "place",
-]
+__all__ = ["MODES", "ONLY_A", "Search", "make_plan"]

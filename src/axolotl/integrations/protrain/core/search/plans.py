@@ -21,19 +21,7 @@ def make_plan(
     swap_interval: int = 1,
     shards: int = 1,
 ) -> Plan:
-    """The plan that follows from the four knobs.
-
-    Args:
-        layout: The chunks.
-        n_persist: Resident chunks, spread over the blocks.
-        n_buffer: Slots.
-        n_swap: Blocks that swap; see `block_policies`.
-        n_checkpoint: Blocks that recompute.
-        fp32_master: bf16 weights train through masters, which live on the host.
-        outside: Where trainable weights outside the blocks have their state.
-        origin: What decided, for the report.
-        swap_interval: Blocks from one that swaps to the next.
-        shards: Ranks that share each host-kept chunk.
+    """The plan that follows from the four knobs; see `place` and `block_policies`.
 
     Raises:
         ConfigError: A knob is outside its legal range, which the message gives.
@@ -61,15 +49,10 @@ def block_policies(
 ) -> tuple[Policy, ...]:
     """What each block does with its activations.
 
-    Blocks 0, I, 2I, … swap, so that most compute follows them; the first of the others
+    Blocks 0, I, 2I, … swap, so that most compute follows them; I is `swap_interval`, or
+    less if `n_swap` blocks are not there at that distance. The first of the others
     recompute; the last ones keep, because backward frees them first. Where the counts
     exceed the blocks, so many of the first that swap do both.
-
-    Args:
-        num_blocks: Of the model.
-        n_swap: Of them, blocks that swap.
-        n_checkpoint: Of them, blocks that recompute.
-        swap_interval: I; less if `n_swap` blocks are not there at that distance.
     """
     step = swap_interval
     if n_swap and (n_swap - 1) * step >= num_blocks:
@@ -89,23 +72,20 @@ def block_policies(
 def place(
     layout: Layout, n_persist: int, fp32_master: bool, outside: Placement
 ) -> tuple[Placement, ...]:
-    """Where each chunk sits when `n_persist` of the pageable ones stay."""
+    """Where each chunk sits when `n_persist` of the pageable ones stay, spread over the
+    blocks; `outside` is for the state of trainable weights outside the blocks."""
     # pageable chunks come first in a layout
     staying = set(spread_order(len(layout.pageable))[:n_persist])
-    paged, state_on_host, resident = (
-        Placement.PAGED,
-        Placement.HOST_STATE,
-        Placement.RESIDENT,
-    )
+    paged, state_on_host = Placement.PAGED, Placement.HOST_STATE
+    resident = Placement.RESIDENT
 
     def where(chunk: Chunk) -> Placement:
-        inside = chunk.block is not None
-        if inside and chunk.index not in staying:
+        if chunk.pageable and chunk.index not in staying:
             return paged
         # masters live on the host, so the state of what trains does too
-        if fp32_master and chunk.trainable and chunk.payload_16_bit_bytes:
+        if chunk.trainable and chunk.has_masters(fp32_master):
             return state_on_host
-        return resident if inside else outside
+        return resident if chunk.pageable else outside
 
     return tuple(map(where, layout.chunks))
 

@@ -16,21 +16,15 @@ with chunks that they share (mode C).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
 
-from ..cost import (
-    Activations,
-    MemoryModel,
-    Parameters,
-    StepTime,
-    simulate_step,
-    update_seconds,
-)
+from ..cost.memory import Activations, MemoryModel, Parameters
+from ..cost.time import StepTime, simulate_step, update_seconds
 from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy
@@ -60,17 +54,10 @@ class _Row(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What plans share whose chunks sit in the same places.
-
-    Attributes:
-        num_paged: Pageable chunks that are not resident.
-        outside: Where trainable weights outside the blocks have their state.
-        shards: `Plan.shards`.
-        placements: Where each chunk sits.
-        slots: Bytes of each number of slots that is tried.
-        parameters: What else they take on the device.
-        redone: Blocks that have to recompute there.
-    """
+    """What plans share whose chunks sit in the same places: `num_paged` pageable ones
+    are not resident, and trainable weights outside the blocks have their state
+    `outside`. With the bytes of each number of slots that is tried, what else the chunks
+    take on the device, and the blocks that have to recompute there."""
 
     num_paged: int
     outside: Placement
@@ -82,11 +69,9 @@ class _Place(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A place, its slots, and a row of policies that may fit there.
-
-    In the order in which they are tried, but for the place: at a tie in `compute_s`,
-    below which the step cannot be, what swaps less, recomputes less or has fewer slots.
-    """
+    """A place, its slots, and a row of policies that may fit there. In the order in
+    which they are tried, but for the place: at a tie in `compute_s`, below which the
+    step cannot be, what swaps less, recomputes less or has fewer slots."""
 
     compute_s: float
     row: _Row
@@ -113,48 +98,41 @@ class Search:
         reachable: Callable[[Sequence[Placement]], bool] | None = None,
         redone_if_paged: Set[int] = frozenset(),
     ) -> None:
-        self._reachable = reachable
-        self._redone_if_paged = redone_if_paged
-        self._memory = memory
-        self._times = times
-        self._budget = budget
-        self._layout = memory.layout
-        self._num_chunks = len(self._layout.pageable)
-        self._num_blocks = len(self._layout.blocks)
+        self._reachable, self._redone_if_paged = reachable, redone_if_paged
+        self._memory, self._times, self._budget = memory, times, budget
+        self._layout = layout = memory.layout
+        self._num_chunks, self._num_blocks = len(layout.pageable), len(layout.blocks)
         # what has masters is updated on the host anyhow
         masters = memory.workload.fp32_master
         choice = any(
             not chunk.pageable and not chunk.has_masters(masters)
-            for chunk in self._layout.chunks
+            for chunk in layout.chunks
         )
         self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
+        nothing = place(layout, 0, False, Placement.RESIDENT)
+        self._most_slots = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
         self._activations = lru_cache(maxsize=None)(self._walk)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
-        workload, hardware = self._memory.workload, self._memory.hardware
+        memory = self._memory
         trained = sum(
             chunk.nbytes
             for chunk in self._layout.chunks
             if chunk.trainable and not plan.placements[chunk.index].on_host
         )
-        update_s = self._times.update_s + update_seconds(trained, hardware)
+        update_s = self._times.update_s + update_seconds(trained, memory.hardware)
         return simulate_step(
             self._layout,
             plan,
             replace(self._times, update_s=update_s),
-            hardware,
-            workload.accumulation,
-            workload.fp32_master,
-            self._memory.activations(plan.policies).moved,
-            world=workload.world,
+            memory.hardware,
+            memory.workload,
+            memory.activations(plan.policies).moved,
         )
 
     def fastest(self, modes: Set[str] = MODES) -> Plan:
-        """The fastest plan that fits.
-
-        Args:
-            modes: Only plans of these; C is none with one rank on a node.
+        """The fastest plan of these modes that fits; none is C with one rank on a node.
 
         Raises:
             BudgetError: None fits; names the nearest and what it lacks.
@@ -188,11 +166,7 @@ class Search:
         return plan
 
     def asked(self, knobs: Knobs, shards: int = 1) -> Plan:
-        """The same, whether it fits or not.
-
-        Raises:
-            ConfigError: As in `by_hand`.
-        """
+        """The same, whether it fits or not."""
         for outside in self._outside:
             plan = self._make_plan(knobs, outside, shards, "overrides")
             if self.fits(plan):
@@ -220,9 +194,8 @@ class Search:
 
     def plain(self, n_checkpoint: int) -> Plan:
         """Everything resident, whether it fits or not: training without a pager."""
-        return make_plan(
-            self._layout, self._num_chunks, 0, 0, n_checkpoint, fp32_master=False
-        )
+        knobs = self._num_chunks, 0, 0, n_checkpoint
+        return make_plan(self._layout, *knobs, fp32_master=False)
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
@@ -274,23 +247,14 @@ class Search:
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
         placements = place(layout, n_persist, masters, outside)
         most = min(placements.count(Placement.PAGED), self._most_slots)
-        return _Place(
-            num_paged,
-            outside,
-            shards,
-            placements,
-            {
-                n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
-                for n_buffer in range(slot_floor(layout, placements), most + 1)
-            },
-            memory.parameters(placements, shards),
-            self._paged_blocks(placements),
-        )
-
-    @cached_property
-    def _most_slots(self) -> int:
-        nothing = place(self._layout, 0, False, Placement.RESIDENT)
-        return slot_floor(self._layout, nothing) + MAX_EXTRA_SLOTS
+        slots = {
+            n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
+            for n_buffer in range(slot_floor(layout, placements), most + 1)
+        }
+        parameters = memory.parameters(placements, shards)
+        redone = self._paged_blocks(placements)
+        where = num_paged, outside, shards, placements
+        return _Place(*where, slots, parameters, redone)
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
@@ -378,18 +342,9 @@ class Search:
     def _make_plan(
         self, knobs: Knobs, outside: Placement, shards: int, origin: str
     ) -> Plan:
-        return make_plan(
-            self._layout,
-            knobs.n_persist,
-            knobs.n_buffer,
-            knobs.n_swap,
-            knobs.n_checkpoint,
-            self._memory.workload.fp32_master,
-            outside,
-            origin,
-            self.swap_interval,
-            shards,
-        )
+        masters, interval = self._memory.workload.fp32_master, self.swap_interval
+        given = masters, outside, origin, interval, shards
+        return make_plan(self._layout, *astuple(knobs), *given)
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
         """Say what `plan` lacks and what would make it fit."""

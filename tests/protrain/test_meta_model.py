@@ -1,4 +1,4 @@
-"""A blueprint is the model that Axolotl would train, and it runs without weights."""
+"""A meta model is the model that Axolotl would train, and it runs without weights."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def configuration_of(folder: Path, model: str | Mapping[str, Any]) -> Path:
     return base_model
 
 
-def blueprint_of(
+def meta_model_of(
     folder: Path, model: str | Mapping[str, Any], keys: Mapping[str, Any]
 ) -> MetaModel:
     base_model = configuration_of(folder, model)
@@ -199,7 +199,7 @@ class Run:
     saved: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     made: set[tuple[int, ...]] = field(default_factory=set)
     without_gradient: list[str] = field(default_factory=list)
-    stand_ins: list[str] = field(default_factory=list)
+    fakes: list[str] = field(default_factory=list)
 
 
 class _Watch(MetaMode):
@@ -214,42 +214,42 @@ class _Watch(MetaMode):
                 self.run.made.add(tuple(tensor.shape))
 
 
-def run_on_meta(blueprint: MetaModel) -> Run:
+def run_on_meta(meta: MetaModel) -> Run:
     run = Run()
 
     def pack(tensor: Tensor) -> Tensor:
         run.saved.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
-    target = Target("cuda", autocast_dtype(blueprint.cfg))
+    target = Target("cuda", autocast_dtype(meta.cfg))
     with fake_kernels("cuda") as used, _Watch(run), autocast_on_meta():
         with Emulation(target), saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = blueprint.model(**batch_of(blueprint))
+            outputs = meta.model(**batch_of(meta))
         loss = outputs_as_fp32(outputs)["loss"]
         loss.backward()
     assert loss.is_meta and not loss.shape
-    for name, param in blueprint.model.named_parameters():
+    for name, param in meta.model.named_parameters():
         if not param.requires_grad:
             assert param.grad is None, name
         elif param.grad is None:
             run.without_gradient.append(name)
         else:
             assert (param.grad.shape, param.grad.device) == (param.shape, param.device)
-    run.stand_ins = used
+    run.fakes = used
     return run
 
 
-def batch_of(blueprint: MetaModel) -> dict[str, Tensor]:
-    return sample_batch(blueprint.cfg, blueprint.model, [])
+def batch_of(meta: MetaModel) -> dict[str, Tensor]:
+    return sample_batch(meta.cfg, meta.model, [])
 
 
-def assert_without_weights(blueprint: MetaModel) -> None:
-    for name, param in blueprint.model.named_parameters():
+def assert_without_weights(meta: MetaModel) -> None:
+    for name, param in meta.model.named_parameters():
         assert param.is_meta, name
         for tensor in quantisation_of(param).values():
             assert not isinstance(tensor, Tensor) or tensor.is_meta, name
-    assert all(buffer.is_meta for buffer in blueprint.model.buffers())
-    for name, tensor in batch_of(blueprint).items():
+    assert all(buffer.is_meta for buffer in meta.model.buffers())
+    for name, tensor in batch_of(meta).items():
         assert tensor.is_meta == tensor.is_floating_point(), name
 
 
@@ -270,12 +270,12 @@ def quantisation_of(param: Tensor) -> dict[str, Any]:
     "family", ["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "phi3", "gpt2"]
 )
 def test_forward_and_backward_run(family: str, tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, family, {})
-    assert_without_weights(blueprint)
-    assert autocast_dtype(blueprint.cfg) is torch.bfloat16
-    assert blueprint.cfg.optimizer == "adamw_torch"
-    assert any(f"{VOCABULARY} tokens" in line for line in blueprint.assumptions)
-    run = run_on_meta(blueprint)
+    meta = meta_model_of(tmp_path, family, {})
+    assert_without_weights(meta)
+    assert autocast_dtype(meta.cfg) is torch.bfloat16
+    assert meta.cfg.optimizer == "adamw_torch"
+    assert any(f"{VOCABULARY} tokens" in line for line in meta.assumptions)
+    run = run_on_meta(meta)
     assert not run.without_gradient
     assert (BATCH, LENGTH, VOCABULARY) in run.made
 
@@ -292,9 +292,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("keys", ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters_run(keys: dict[str, Any], tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, "llama", keys)
-    assert_without_weights(blueprint)
-    assert not run_on_meta(blueprint).without_gradient
+    meta = meta_model_of(tmp_path, "llama", keys)
+    assert_without_weights(meta)
+    assert not run_on_meta(meta).without_gradient
 
 
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
@@ -304,8 +304,8 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
     for name, keys in {"lora": LORA, "qlora": QLORA}.items():
         folder = tmp_path / name
         folder.mkdir()
-        blueprint = blueprint_of(folder, LLAMA_8B_OF_TWO_LAYERS, keys | UNFUSED)
-        subject = subject_of(blueprint.cfg, blueprint.model, target)
+        meta = meta_model_of(folder, LLAMA_8B_OF_TWO_LAYERS, keys | UNFUSED)
+        subject = subject_of(meta.cfg, meta.model, target)
         assert subject.traced.uncounted == ()
         segments = subject.traced.trace.segments
         works[name] = [
@@ -324,10 +324,10 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
 
 
 def test_fp32_has_no_autocast(tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, "llama", {"bf16": False, "fp16": False})
-    assert autocast_dtype(blueprint.cfg) is None
-    assert {p.dtype for p in blueprint.model.parameters()} == {torch.float32}
-    run_on_meta(blueprint)
+    meta = meta_model_of(tmp_path, "llama", {"bf16": False, "fp16": False})
+    assert autocast_dtype(meta.cfg) is None
+    assert {p.dtype for p in meta.model.parameters()} == {torch.float32}
+    run_on_meta(meta)
 
 
 @pytest.mark.parametrize("keys", [{"bf16": "auto"}, {"bf16": None}])
@@ -348,18 +348,18 @@ def test_fused_attention_saves_what_a_flash_kernel_saves(
     keys = {"attn_implementation": attention, "sample_packing": False}
     if attention == "sage":
         keys |= LORA | UNFUSED  # Axolotl takes it for nothing else
-    blueprint = blueprint_of(tmp_path, "qwen3", keys)
-    run = run_on_meta(blueprint)
+    meta = meta_model_of(tmp_path, "qwen3", keys)
+    run = run_on_meta(meta)
     heads, kv_heads, dim = 3, 1, 12
     assert ((BATCH, heads, LENGTH), torch.float32) in run.saved
     assert ((BATCH, heads, LENGTH, dim), torch.bfloat16) in run.saved
     assert ((BATCH, kv_heads, LENGTH, dim), torch.bfloat16) in run.saved
     assert not any(shape[-2:] == (LENGTH, LENGTH) for shape in run.made)
-    assert any(attention in line for line in blueprint.assumptions)
+    assert any(attention in line for line in meta.assumptions)
 
 
 def test_rows_have_padding_unless_packed(tmp_path: Path) -> None:
-    batch = batch_of(blueprint_of(tmp_path, "llama", {"sample_packing": False}))
+    batch = batch_of(meta_model_of(tmp_path, "llama", {"sample_packing": False}))
     padding = batch["attention_mask"] == 0
     assert padding.any(1).all() and (batch["labels"][padding] == -100).all()
 
@@ -377,12 +377,12 @@ def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attention", ["flash_attention_2", "sdpa", "eager"])
 def test_packed_rows(attention: str, tmp_path: Path) -> None:
     keys = {"attn_implementation": attention, "sample_packing": True}
-    blueprint = blueprint_of(tmp_path, "llama", keys | {"pad_to_sequence_len": True})
-    batch = batch_of(blueprint)
+    meta = meta_model_of(tmp_path, "llama", keys | {"pad_to_sequence_len": True})
+    batch = batch_of(meta)
     assert "attention_mask" not in batch or attention == "eager"
     assert batch["input_ids"].numel() == BATCH * LENGTH
     assert (batch["position_ids"] == 0).sum() > len(batch["input_ids"])
-    run = run_on_meta(blueprint)
+    run = run_on_meta(meta)
     # on CUDA Axolotl sends packed rows to a flash kernel under sdpa too
     length = batch["input_ids"].shape[1]
     square = any(shape[-2:] == (length, length) for shape in run.made)
@@ -391,17 +391,17 @@ def test_packed_rows(attention: str, tmp_path: Path) -> None:
 
 def test_experts_that_look_at_values_are_traced_otherwise(tmp_path: Path) -> None:
     keys = {"experts_implementation": "eager"}
-    blueprint = blueprint_of(tmp_path, "mixtral", keys)
-    assert not run_on_meta(blueprint).without_gradient
-    assert any("experts_implementation eager" in x for x in blueprint.assumptions)
+    meta = meta_model_of(tmp_path, "mixtral", keys)
+    assert not run_on_meta(meta).without_gradient
+    assert any("experts_implementation eager" in x for x in meta.assumptions)
 
 
 def test_cut_cross_entropy_has_no_logits(tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, "llama", CUT_CROSS_ENTROPY)
-    run = run_on_meta(blueprint)
+    meta = meta_model_of(tmp_path, "llama", CUT_CROSS_ENTROPY)
+    run = run_on_meta(meta)
     assert not run.without_gradient
     assert not any(shape[-1:] == (VOCABULARY,) for shape in run.made)
-    assert any("cut_cross_entropy" in line for line in blueprint.assumptions)
+    assert any("cut_cross_entropy" in line for line in meta.assumptions)
 
 
 # ---------------------------------------------------------------------- images
@@ -413,42 +413,42 @@ def test_qwen_images(attention: str, tmp_path: Path) -> None:
     base_model = configuration_of(tmp_path, QWEN_VL)
     settings = {"size": {"shortest_edge": 3136, "longest_edge": 112 * 112}}
     (base_model / "preprocessor_config.json").write_text(json.dumps(settings))
-    blueprint = load_meta_model(write_yaml(tmp_path, base_model, keys), "cuda")
-    batch = batch_of(blueprint)
+    meta = load_meta_model(write_yaml(tmp_path, base_model, keys), "cuda")
+    batch = batch_of(meta)
     assert batch["image_grid_thw"].tolist() == [[1, 8, 8]] * BATCH
     assert batch["pixel_values"].shape == (BATCH * 64, 3 * 2 * 14 * 14)
     assert (batch["input_ids"] == 292).sum(1).tolist() == [16] * BATCH
     assert (batch["labels"] == -100).sum(1).tolist() == [16 + 1] * BATCH
-    assert_without_weights(blueprint)
-    assert not run_on_meta(blueprint).without_gradient
+    assert_without_weights(meta)
+    assert not run_on_meta(meta).without_gradient
 
 
 def test_the_largest_image_need_not_be_square(tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, QWEN_VL, VISION_LORA | IMAGES)
-    grid = batch_of(blueprint)["image_grid_thw"]
+    meta = meta_model_of(tmp_path, QWEN_VL, VISION_LORA | IMAGES)
+    grid = batch_of(meta)["image_grid_thw"]
     assert (grid.prod(1) == 1280 * 2 * 2).all()
-    assert batch_of(blueprint)["input_ids"].shape[1] > LENGTH
+    assert batch_of(meta)["input_ids"].shape[1] > LENGTH
 
 
 def test_images_of_a_fixed_size(tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, LLAVA, VISION_LORA | IMAGES)
-    assert batch_of(blueprint)["pixel_values"].shape == (BATCH, 3, 56, 56)
-    assert (batch_of(blueprint)["input_ids"] == 299).sum(1).tolist() == [16] * BATCH
-    assert not run_on_meta(blueprint).without_gradient
+    meta = meta_model_of(tmp_path, LLAVA, VISION_LORA | IMAGES)
+    assert batch_of(meta)["pixel_values"].shape == (BATCH, 3, 56, 56)
+    assert (batch_of(meta)["input_ids"] == 299).sum(1).tolist() == [16] * BATCH
+    assert not run_on_meta(meta).without_gradient
 
 
 def test_the_image_size_of_the_yaml_bounds_the_image(tmp_path: Path) -> None:
     keys = VISION_LORA | IMAGES | {"image_size": 56}
-    blueprint = blueprint_of(tmp_path, QWEN_VL, keys)
-    assert batch_of(blueprint)["image_grid_thw"].tolist() == [[1, 4, 4]] * BATCH
+    meta = meta_model_of(tmp_path, QWEN_VL, keys)
+    assert batch_of(meta)["image_grid_thw"].tolist() == [[1, 4, 4]] * BATCH
 
 
 def test_text_for_a_vision_model(tmp_path: Path) -> None:
-    blueprint = blueprint_of(tmp_path, QWEN_VL, {"freeze_mm_modules": True})
-    assert "pixel_values" not in batch_of(blueprint)
-    frozen = {n for n, p in blueprint.model.named_parameters() if not p.requires_grad}
+    meta = meta_model_of(tmp_path, QWEN_VL, {"freeze_mm_modules": True})
+    assert "pixel_values" not in batch_of(meta)
+    frozen = {n for n, p in meta.model.named_parameters() if not p.requires_grad}
     assert frozen and all("visual" in name for name in frozen)
-    assert not run_on_meta(blueprint).without_gradient
+    assert not run_on_meta(meta).without_gradient
 
 
 # ---------------------------------------- kernels that patch classes for good
@@ -456,7 +456,7 @@ def test_text_for_a_vision_model(tmp_path: Path) -> None:
 
 @dataclass
 class Patched:
-    """What a fresh process reports of a blueprint."""
+    """What a fresh process reports of a meta model."""
 
     run: Run
     mlp_forward: str
@@ -465,16 +465,16 @@ class Patched:
 
 
 def report_patched(folder: Path, model: Any, keys: dict[str, Any]) -> Patched:
-    blueprint = blueprint_of(folder, model, keys)
-    assert_without_weights(blueprint)
-    base = blueprint.model
+    meta = meta_model_of(folder, model, keys)
+    assert_without_weights(meta)
+    base = meta.model
     if hasattr(base, "get_base_model"):
         base = base.get_base_model()
-    run = run_on_meta(blueprint)
+    run = run_on_meta(meta)
     return Patched(
         run,
         base.model.layers[0].mlp.forward.__name__,
-        blueprint.assumptions + run.stand_ins,
+        meta.assumptions + run.fakes,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
@@ -595,7 +595,7 @@ def test_a_configuration_alone_gives_the_same_model(
     weights: Path, tmp_path: Path
 ) -> None:
     build_model(weights, "llama")
-    alone = blueprint_of(tmp_path, "llama", LORA | UNFUSED)
+    alone = meta_model_of(tmp_path, "llama", LORA | UNFUSED)
     config = write_yaml(tmp_path, weights / model_path("llama"), LORA | UNFUSED)
     assert parts_of(alone.model) == parts_of(load_meta_model(config, "cuda").model)
 
@@ -615,7 +615,7 @@ def test_a_configuration_alone_gives_the_same_model(
 )
 def test_a_bad_key_is_named(keys: dict[str, Any], names: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=names) as caught:
-        blueprint_of(tmp_path, "llama", keys)
+        meta_model_of(tmp_path, "llama", keys)
     assert "\n" not in str(caught.value)
 
 
@@ -665,9 +665,9 @@ REWARDS = {
 def test_reward_models_are_built(key: str, tmp_path: Path) -> None:
     """The rows of a preference are two; a head has no weights to look at."""
     family, rows = REWARDS[key]
-    blueprint = blueprint_of(tmp_path, family, {key: True})
-    assert batch_of(blueprint)["input_ids"].shape == (rows, LENGTH)
-    subject_of(blueprint.cfg, blueprint.model, "cuda")
+    meta = meta_model_of(tmp_path, family, {key: True})
+    assert batch_of(meta)["input_ids"].shape == (rows, LENGTH)
+    subject_of(meta.cfg, meta.model, "cuda")
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
@@ -680,14 +680,14 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 def test_overrides_replace_keys(tmp_path: Path) -> None:
     config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), {})
-    blueprint = load_meta_model(config, "cuda", {"micro_batch_size": 3})
-    assert batch_of(blueprint)["input_ids"].shape == (3, LENGTH)
+    meta = load_meta_model(config, "cuda", {"micro_batch_size": 3})
+    assert batch_of(meta)["input_ids"].shape == (3, LENGTH)
 
 
-# --------------------------------------------------------------------- stand-ins
+# ------------------------------------------------------------------ fake kernels
 
 
-def test_stand_ins_leave_nothing_behind() -> None:
+def test_fake_kernels_leave_nothing_behind() -> None:
     from axolotl.kernels import quantize
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
