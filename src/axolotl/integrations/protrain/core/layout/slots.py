@@ -32,7 +32,10 @@ def slot_bytes(
 ) -> tuple[int, ...]:
     """Size of each slot in bytes: the largest chunk that the ring sends through it,
     padded to whole shards."""
-    paged = [padded_bytes(chunk, shards) for chunk in _paged(layout, placements)]
+    paged = [
+        chunk.nbytes if shards == 1 else padded_bytes(chunk, shards)
+        for chunk in _paged(layout, placements)
+    ]
     return tuple(max(paged[slot::n_buffer], default=0) for slot in range(n_buffer))
 
 

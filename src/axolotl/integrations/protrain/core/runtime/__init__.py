@@ -10,15 +10,14 @@ from .hooks import (
     StateAccess,
     attach_block,
     attach_entry,
-    attach_state_dict,
     drop_ended_backward,
 )
-from .pager import Pager, Ring, ShardedPager
+from .pager import Pager, Ring
 from .races import CheckedDevice
 from .ranks import Alone, Ranks
 from .recompute import Recompute
 from .residence import Residence
-from .slots import Slot, Transport
+from .slots import Slot
 from .swap import Swap, SwapBlock
 from .updates import HostTask, HostWorker
 
@@ -37,16 +36,13 @@ __all__ = [
     "Removable",
     "Residence",
     "Ring",
-    "ShardedPager",
     "Slot",
     "StateAccess",
     "Swap",
     "SwapBlock",
-    "Transport",
     "asked_bytes",
     "attach_block",
     "attach_entry",
-    "attach_state_dict",
     "drop_ended_backward",
     "host_buffer",
     "open_device",
