@@ -17,6 +17,7 @@ from axolotl.utils.schemas.config import AxolotlInputConfig
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
+from axolotl.integrations import base
 from axolotl.integrations.protrain.args import (
     ProTrainArgs,
     overrides,
@@ -681,3 +682,23 @@ class TestThroughThePlugin:
     def test_switched_off_the_config_passes(self):
         cfg = self.load(protrain_auto_memory=False, layer_offloading=True)
         assert cfg.protrain_auto_memory is False
+
+    @pytest.mark.skipif(
+        not hasattr(base, "get_builtin_plugins"),
+        reason="before 0.21 Axolotl loads only the plugins that a YAML lists",
+    )
+    @pytest.mark.parametrize(
+        ("settings", "pages"),
+        [
+            ({"plugins": None}, False),
+            ({"plugins": None, "protrain_auto_memory": True}, True),
+            ({"plugins": [PLUGIN]}, True),
+            ({"plugins": [PLUGIN.replace(".ProTrain", ":ProTrain")]}, True),
+            ({"plugins": [PLUGIN.replace(".ProTrain", ".plugin.ProTrain")]}, True),
+        ],
+        ids=["not asked for", "asked for", "listed", "entry point", "module"],
+    )
+    def test_an_installed_plugin_is_found_and_loaded_once(self, settings, pages):
+        assert self.load(**settings).protrain_auto_memory is pages
+        plugins = PluginManager.get_instance().plugins.values()
+        assert [type(plugin) for plugin in plugins].count(ProTrainPlugin) == 1

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from axolotl.integrations.base import BasePlugin
+from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.logging import get_logger
 
 from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
@@ -48,6 +48,13 @@ class ProTrainPlugin(BasePlugin):
         self._is_listed = lists_plugin(cfg.get("plugins"))
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
+        # listed under another of its names it was loaded once more, and Axolotl would
+        # take the keys of both
+        plugins = PluginManager.get_instance().plugins
+        if self in plugins.values():
+            for name, plugin in [*plugins.items()]:
+                if type(plugin) is type(self) and plugin is not self:
+                    del plugins[name]
 
     def get_input_args(self) -> str:
         return f"{ProTrainArgs.__module__}.{ProTrainArgs.__qualname__}"
