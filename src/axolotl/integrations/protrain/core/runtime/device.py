@@ -39,6 +39,9 @@ class Event(Protocol):
 class _Done(Event):
     """Passed from the start."""
 
+    def synchronize(self) -> None:
+        return
+
 
 _DONE = _Done()
 
