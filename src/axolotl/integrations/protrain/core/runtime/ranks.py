@@ -138,7 +138,7 @@ class Ranks:
 
     def _from(self, source: int, group: Any, make: Callable[[], Result]) -> Result:
         value, error = _outcome(make) if self.rank == source else (None, None)
-        sent = [value, _in_words(error)]
+        sent: list[Any] = [value, _in_words(error)]
         dist.broadcast_object_list(sent, src=source, group=group)
         if error is not None:
             raise error
@@ -201,8 +201,10 @@ _Failure = tuple[type[ProTrainError], str]
 
 
 def _in_words(error: Exception | None) -> _Failure | None:
-    if error is None or isinstance(error, ProTrainError):
-        return error and (type(error), str(error))
+    if error is None:
+        return None
+    if isinstance(error, ProTrainError):
+        return type(error), str(error)
     return ProTrainError, f"{type(error).__name__}: {error}"
 
 
