@@ -30,6 +30,7 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread until the stream has passed this point."""
+        return
 
     def query(self) -> bool:
         """True once the stream has passed this point."""
