@@ -40,9 +40,6 @@ class Event(Protocol):
 class _Done(Event):
     """Passed from the start."""
 
-    def synchronize(self) -> None:
-        return
-
 
 _DONE = _Done()
 
