@@ -175,8 +175,9 @@ class TrainingRun:
             self._compare(self.report)
 
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to train with, guarded."""
-        assert self.session is not None
+        """The optimizer to train with, guarded; `plain` itself outside a session."""
+        if self.session is None:
+            return plain
         optimizer = self.session.wrap_optimizer(plain)
         for handle in self.recovery.guard(optimizer):
             self._undo.callback(handle.remove)
