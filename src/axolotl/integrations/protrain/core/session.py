@@ -246,6 +246,9 @@ class Session:
         for block in self._running:
             block.unwind()
         drop_ended_backward()
+        if self._swap is not None:
+            # what was under way for backward keeps its memory until then
+            self._swap.settle()
         self._pager.close_any()
         self._gradients.discard()
         self._worker.drain()
