@@ -422,8 +422,9 @@ class Session:
                 self._handles += attach_block(
                     block, index, self._pager, self._gradients.left
                 )
-        self._handles += self._gradients.attach(self._host_chunks)
+        # before buffers are taken, which may fail
         self._handles += self._running
+        self._handles += self._gradients.attach(self._host_chunks)
         if self._handles:
             self._handles += attach_entry(self.model, self.layout, self._enter)
 
