@@ -59,6 +59,7 @@ class Case:
         trained: Words in the names of what trains; empty for everything.
         accumulation: Micro-batches of a step.
         clip: Largest gradient norm, if any.
+        num_clips: How often a step clips, to half of it each further time.
         slow: Copies take random times, and updates of one rank long.
         plan: For `make_plan`.
         options: For `Options`.
@@ -80,6 +81,7 @@ class Case:
     unused: bool = False
     evaluates: bool = False
     absent: bool = False
+    num_clips: int = 1
 
     @property
     def mode(self) -> str:
@@ -115,6 +117,7 @@ def special() -> Iterator[Case]:
             "skips": Case("", (), "stack", 2, 0.5, slow=True, skips=(0, 3, 4, 5)),
             "skips-adapter": Case("", ("norm",), "stack", 1, skips=(5,)),
             "unused": Case("", (), "stack", 2, 0.5, unused=True),
+            "clips-twice": Case("", (), "stack", 1, 0.5, plan=state, num_clips=2),
             "evaluates": Case("", (), "stack", 2, evaluates=True),
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
@@ -280,10 +283,11 @@ def _train(
                 loss = _loss(case, net, tokens) / len(data)
                 loss.backward()
             losses.append(loss.item())
-        if case.clip is not None:
-            norm = session.clip_grad_norm(case.clip) if session else None
+        for number in range(case.num_clips if case.clip is not None else 0):
+            largest = case.clip / 2**number
+            norm = session.clip_grad_norm(largest) if session else None
             if norm is None:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
             norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -169,3 +170,35 @@ def test_a_plan_that_does_not_fit_leaves_the_model(monkeypatch: Any) -> None:
     assert all(
         isinstance(p, nn.Parameter) and p.grad is None for p in model.parameters()
     )
+
+
+def test_buffers_outside_of_slots_make_room() -> None:
+    """Weights that stayed on the device page, and no slot was there before."""
+    model = stack()
+    session = open_session(model, resident=ALL, inside=HOST_STATE)
+    train(model, wrapped(session), DATA[:1], session)
+    session.settle()
+    own = sum(chunk.nbytes for chunk in session.layout.chunks if chunk.pageable)
+    used = session.device.used_bytes()
+    session.replan(make_plan(session.layout, n_buffer=2))
+    slots = sum(session.layout.chunks[index].nbytes for index in (0, 1))
+    assert session.device.used_bytes() == used - own + slots
+    session.close()
+
+
+def test_what_was_coming_back_makes_room() -> None:
+    """Backward fails after the tensors of the next block have been asked for."""
+    model = stack(width=64, inner=256)
+    session = open_session(model, swap=ALL)
+    train(model, wrapped(session), DATA[:1], session)
+    session.settle()
+    used = session.device.used_bytes()
+    model.layers[3].raise_in_backward = RuntimeError("on purpose")
+    with session.watch():
+        with pytest.raises(RuntimeError, match="on purpose") as caught:
+            model(DATA[0][0]).backward()
+        traceback.clear_frames(caught.tb)
+    del caught
+    session.forget_gradients()
+    assert session.device.used_bytes() == used
+    session.close()

@@ -94,3 +94,16 @@ def test_loading_weights_equals_plain(frozen: bool) -> None:
     assert numbers[0] == numbers[1]
     assert_same(model.state_dict(), plain.state_dict())
     session.close()
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])
+def test_loading_weights_while_gradients_add_up(master: bool) -> None:
+    model = stack(dtype=torch.bfloat16)
+    session = open_session(model, fp32_master=master)
+    optimizer = wrapped(session)
+    before = weights(model)
+    for tokens in batches(3):
+        model(tokens).backward()
+    model.load_state_dict(before)
+    optimizer.step()
+    session.close()

@@ -246,6 +246,9 @@ class Session:
         for block in self._running:
             block.unwind()
         drop_ended_backward()
+        if self._swap is not None:
+            # what was under way for backward keeps its memory until then
+            self._swap.settle()
         self._pager.close_any()
         self._gradients.discard()
         self._worker.drain()
@@ -419,8 +422,9 @@ class Session:
                 self._handles += attach_block(
                     block, index, self._pager, self._gradients.left
                 )
-        self._handles += self._gradients.attach(self._host_chunks)
+        # before buffers are taken, which may fail
         self._handles += self._running
+        self._handles += self._gradients.attach(self._host_chunks)
         if self._handles:
             self._handles += attach_entry(self.model, self.layout, self._enter)
 

@@ -205,7 +205,8 @@ class HostChunk:
 
     def reload(self) -> None:
         """The weights were loaded from outside: renew the masters."""
-        self.changes()
+        # not the gradients, which may still add up
+        self._device.writes((*self.weights, *self.mains))
         for main, weight in self._mastered:
             main.copy_(weight)
 

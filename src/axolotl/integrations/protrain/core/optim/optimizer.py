@@ -295,6 +295,8 @@ class PagedAdamW(torch.optim.Optimizer):
             for host in self._chunks:
                 self._device.writes(host.gradients)
                 scale(host.with_gradients())
+            # the norms that follow read what other ranks have scaled
+            self._ranks.node_sum(torch.zeros(1))
 
     def _clipping(self) -> Callable[[Sequence[Tensor]], None] | None:
         clip, self._clip = self._clip, None

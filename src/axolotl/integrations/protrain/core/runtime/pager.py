@@ -261,7 +261,8 @@ class Ring:
         self._arena, self._device = arena, device
         self._poison = poison
         self._rank = ranks.local_rank
-        self._transport = Transport(device, ranks if plan.shards > 1 else None)
+        self._sharing = ranks if plan.shards > 1 else None
+        self._transport = Transport(device, self._sharing)
         self.numbers: dict[int, int] = {}
         self.slots: list[Slot] = []
 
@@ -292,7 +293,9 @@ class Ring:
 
     def fetch(self, stream: Stream, buffer: Tensor, index: int) -> Event:
         """Queue a chunk's bytes into a buffer that is no slot; see `Transport.fetch`."""
-        return self._transport.fetch(stream, buffer, self.source(index))
+        # one of its own: the slots' keeps what it has seen, and this buffer may go
+        own = Transport(self._device, self._sharing)
+        return own.fetch(stream, buffer, self.source(index))
 
     def pager(self, worker: HostWorker, **around: Any) -> Pager:
         """A pager of these slots, with further arguments of `Pager`."""

@@ -84,6 +84,9 @@ class SwapRegion:
 
     def close(self) -> None:
         """Give the memory back. No copy may be in flight."""
+        for life in self.wanted:
+            # a cycle of both would keep what has come back
+            life.arriving = None
         while self._buffers:
             self._swap.device.unpin(self._buffers.pop())
 
