@@ -702,3 +702,9 @@ class TestThroughThePlugin:
         assert self.load(**settings).protrain_auto_memory is pages
         plugins = PluginManager.get_instance().plugins.values()
         assert [type(plugin) for plugin in plugins].count(ProTrainPlugin) == 1
+
+    def test_listed_under_two_names_it_is_loaded_once(self):
+        module = PLUGIN.replace(".ProTrain", ".plugin.ProTrain")
+        assert self.load(plugins=[module, PLUGIN]).protrain_auto_memory is True
+        plugins = PluginManager.get_instance().plugins.values()
+        assert [type(plugin) for plugin in plugins] == [ProTrainPlugin]

@@ -49,12 +49,14 @@ class ProTrainPlugin(BasePlugin):
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
         # listed under another of its names it was loaded once more, and Axolotl would
-        # take the keys of both
-        plugins = PluginManager.get_instance().plugins
-        if self in plugins.values():
-            for name, plugin in [*plugins.items()]:
-                if type(plugin) is type(self) and plugin is not self:
-                    del plugins[name]
+        # take the keys of both; a new dict, because 0.19 is going through this one
+        manager = PluginManager.get_instance()
+        if self in manager.plugins.values():
+            manager.plugins = type(manager.plugins)(
+                (name, plugin)
+                for name, plugin in manager.plugins.items()
+                if plugin is self or type(plugin) is not type(self)
+            )
 
     def get_input_args(self) -> str:
         return f"{ProTrainArgs.__module__}.{ProTrainArgs.__qualname__}"

@@ -207,11 +207,12 @@ def _validated(
 def _prepare_plugins(cfg: DictDefault) -> None:
     """Axolotl 0.19 goes on without a plugin that it cannot import, later ones raise."""
     error = None
+    # of two names for this plugin it is the dict of before that has both
+    registered = PluginManager.get_instance().plugins
     try:
         prepare_plugins(cfg)
     except ImportError as raised:
         error = raised
-    registered = PluginManager.get_instance().plugins
     for name in cfg.plugins or ():
         if name.replace(":", ".") not in registered:
             raise ConfigError(f"plugins: {name} cannot be imported here.") from error
