@@ -82,7 +82,7 @@ NEAR = [
     Step("t5", "full", 2, 48, "half", "all"),
 ]
 MORE = [
-    Step(family, method, 2, 48, plan, plan, 3, precision)
+    Step(family, method, 2, 48, plan, plan, accumulation=3, precision=precision)
     for family in (
         "llama-tied",
         "qwen3",
