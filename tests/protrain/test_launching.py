@@ -219,8 +219,9 @@ def test_two_nodes(
         2,
         2 * num_local,
     )
-    # four ranks add up in another order than two nodes of two
-    tolerance = 0.0 if num_local == 1 else 1e-6
+    # four ranks add up in another order than two nodes of two, and AdamW divides
+    # the last bits of small gradients by their size; a lost rank is 1e-2 apart
+    tolerance = 0.0 if num_local == 1 else 1e-5
     assert not weight_differences(got.weights, run(jobs.plain).weights, tolerance)
 
 
