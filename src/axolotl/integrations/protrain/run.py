@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from .args import args_from, overrides
 from .core.checkpoint import checkpoint_bytes, require_space
-from .core.errors import ProTrainError
+from .core.errors import ConfigError, ProTrainError
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.runtime import Alone, CheckedDevice, Ranks, open_device
@@ -31,6 +32,8 @@ from .report.run import WATCHED_STEPS, RunReport
 if TYPE_CHECKING:
     from .loading import LoadShare
 
+_BLIND = ("transformers", "axolotl")
+"""Packages whose callbacks look at no weights; those that do are refused."""
 NOT_REPACKED = (
     "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
     "(AVX512-BF16) and trains without their gradients from then on. It does not in "
@@ -44,6 +47,23 @@ CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
 """Relative differences worth a line in the log."""
+
+
+EVENTS = sorted(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def looking(event: str, callbacks: Sequence[TrainerCallback]) -> list[str]:
+    """Names of callbacks that may look at weights or gradients in an event.
+
+    Not those of transformers and Axolotl: they do not, or are refused.
+    """
+    found = []
+    for callback in callbacks:
+        act = getattr(callback, event)
+        home = (getattr(act, "__module__", None) or "").partition(".")[0]
+        if home not in _BLIND and getattr(callback, "looks_at_weights", True):
+            found.append(type(callback).__name__)
+    return found
 
 
 class TrainingRun:
@@ -75,6 +95,7 @@ class TrainingRun:
         self._recompute_all = recompute_all
         self._output_dir = Path(cfg.output_dir)
         self._logged: dict[str, float] = {}
+        self._looked_at: set[str] | None = None
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -150,6 +171,48 @@ class TrainingRun:
                 undo.callback(session.close)
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
+
+    def weights(self) -> AbstractContextManager[None]:
+        """See `Session.weights`; does nothing outside a session."""
+        return self.session.weights() if self.session else nullcontext()
+
+    def for_event(
+        self, event: str, callbacks: Sequence[TrainerCallback]
+    ) -> AbstractContextManager[None]:
+        """`weights`, where one of the callbacks may look at them in an event.
+
+        Raises:
+            ConfigError: Only some ranks have such a callback, added while training.
+        """
+        if self.session is None:
+            return nullcontext()
+        if self._looked_at is None:
+            self._looked_at = self._agree(callbacks)
+        looks = looking(event, callbacks)
+        if looks and event not in self._looked_at:
+            if self.ranks.world.size > 1:
+                raise ConfigError(
+                    f"plugins: {looks[0]} was added while training. Add callbacks "
+                    "before, on all ranks, so that they agree on when weights are shown."
+                )
+            self._looked_at |= {event}
+        return self.weights() if event in self._looked_at else nullcontext()
+
+    def _agree(self, callbacks: Sequence[TrainerCallback]) -> set[str]:
+        """Events for which weights are shown: all ranks have to."""
+        own = {event: looking(event, callbacks) for event in EVENTS}
+        flags = torch.tensor([bool(own[event]) for event in EVENTS], dtype=torch.uint8)
+        every = self.ranks.maximum(flags).tolist()
+        named = "; ".join(
+            f"{e}: {', '.join(names)}" for e, names in own.items() if names
+        )
+        if named and self._is_first:
+            self.log.info(
+                "ProTrain shows weights and gradients to callbacks, and waits for host "
+                f"updates before ({named}). Set `looks_at_weights = False` on the class "
+                "of one that looks at neither."
+            )
+        return {event for event, looks in zip(EVENTS, every, strict=True) if looks}
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """See `Session.begin_micro_batch`."""

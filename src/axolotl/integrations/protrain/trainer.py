@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .core.checkpoint import require_space, whole_or_nothing
@@ -35,8 +36,9 @@ class ProTrainTrainingArguments:
 
 if TYPE_CHECKING:
     _Mixed = Trainer
+    _MixedHandler = CallbackHandler
 else:
-    _Mixed = object
+    _Mixed = _MixedHandler = object
 
 
 class ProTrainTrainerMixin(_Mixed):
@@ -141,6 +143,16 @@ class ProTrainTrainerMixin(_Mixed):
         return super()._load_best_model(*args, **kwargs)
 
 
+class ShowingHandlerMixin(_MixedHandler):
+    """Put in front of the trainer's callback handler: shows weights to who may look."""
+
+    protrain: ClassVar[TrainingRun]
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
+        with self.protrain.for_event(event, self.callbacks):
+            return super().call_event(event, *args, **kwargs)
+
+
 class RunCallback(TrainerCallback):
     """Tells the run where steps begin and end."""
 
@@ -156,8 +168,12 @@ class RunCallback(TrainerCallback):
 
 def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
     """Put the mixin in front of the trainer's own class, whichever that is."""
-    own = type(trainer)
-    trainer.__class__ = type(
-        f"ProTrain{own.__name__}", (ProTrainTrainerMixin, own), {"protrain": run}
-    )
+    for owner, mixin in (
+        (trainer, ProTrainTrainerMixin),
+        (trainer.callback_handler, ShowingHandlerMixin),
+    ):
+        own = type(owner)
+        owner.__class__ = type(
+            f"ProTrain{own.__name__}", (mixin, own), {"protrain": run}
+        )
     trainer.add_callback(RunCallback(trainer, run))

@@ -9,6 +9,7 @@
      +-- LayoutError      no repeated blocks were recognised in the model
      +-- TraceError       the model could not be run without weights
      +-- CheckpointError  a checkpoint could not be written or read back
+     +-- AccessError      weights or gradients were touched where they are not
 
 Each message names what is at fault and the way out. A broken invariant of
 ProTrain itself is not in this tree: nobody should handle it. `RaceError` is one.
@@ -45,6 +46,10 @@ class TraceError(ProTrainError):
 
 class CheckpointError(ProTrainError):
     """A checkpoint is incomplete, does not match the model, or cannot be written."""
+
+
+class AccessError(ProTrainError):
+    """Somebody read or wrote weights or gradients where they are not."""
 
 
 class RaceError(RuntimeError):

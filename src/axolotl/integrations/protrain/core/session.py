@@ -19,18 +19,30 @@ After an out-of-memory error `forget_gradients` leaves what the step has begun, 
 may bind parameters anew, because no graph is alive between two attempts. Chunks in the
 arena stay where they are, those that move to the host get a mapping of their own, and
 optimizer state is handed over, not copied. Several ranks cannot: one would repeat alone.
+
+# Note [Who looks between two passes]
+
+`weights` shows weights (Note [Weights that are shown] in residence.py) and gradients. A
+parameter with a gradient on the host has a stand-in as its `.grad`, never None, so whoever
+computes with it elsewhere gets an error instead of a sum over half of the gradients. Shown,
+it is the sum on the host, clipped, or a copy of it where device or dtype differ. A forward
+or backward inside hides all of it, and shows it again when it ends. A copy of the model by
+`copy.deepcopy` is announced by the hooks of its root, which are copied before the
+parameters below: weights are shown from then until the next pass. Several ranks cannot
+settle together at a moment that only one of them has, so then only bytes are shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from .errors import AccessError
 from .layout.tensors import model_bindings
 from .optim import (
     GradientOffload,
@@ -45,6 +57,7 @@ from .runtime import (
     Alone,
     Arena,
     Device,
+    Hook,
     HostWorker,
     Pager,
     Ranks,
@@ -127,6 +140,11 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._stale: set[int] = set()
         self.closed = self._watched = False
+        # what is shown, whether what is written there counts, who has asked for it
+        self._shown: frozenset[int] | None = None
+        self._takes = False
+        self._viewers = 0
+        self._outermost: nn.Module | None = None
         self._placed_bytes = 0
         self._handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock] = []
@@ -137,7 +155,13 @@ class Session:
         self.arena = Arena(ranks=ranks, shards=plan.shards)
         self._memory = HostMemory(self.arena, device, options.fp32_master, ranks)
         self._ring = Ring(layout, plan, self.arena, device, options.poison, ranks)
-        access = StateAccess(self._before_read, self._before_load, self._loaded)
+        access = StateAccess(
+            self._before_read,
+            self._before_load,
+            self._loaded,
+            lambda: self._takes,
+            self._copying,
+        )
         self._residence = Residence(
             model, self.arena, device, access, ranks, absent, self.counters
         )
@@ -181,6 +205,25 @@ class Session:
             self._ranks,
         )
         return self._optimizer
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside, parameters and gradients are plain tensors with their true values, and
+        what is written there counts, as without paging; see Note [Who looks between two
+        passes]. What trains paged is on the host then. All ranks have to enter.
+
+        Raises:
+            AccessError: A forward or backward pass runs, or a parameter was replaced by
+                a tensor of another kind.
+        """
+        self._viewers += 1
+        try:
+            self._show()
+            yield
+        finally:
+            self._viewers -= 1
+            if not self._viewers:
+                self._hide()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A micro-batch of training begins; several ranks have to say so, and which
@@ -311,6 +354,8 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        # other ranks may not come to what all do together
+        self._takes = self._takes and self._ranks.world.size == 1
         # the last one first: see Note [Closing]
         with ExitStack() as undo:
             for slot in self._ring.slots:
@@ -329,6 +374,7 @@ class Session:
             undo.callback(self.device.synchronize)
             undo.callback(self._pager.close_any)
             undo.callback(self._worker.close)
+            undo.callback(self._hide)
             self._worker.drain()
 
     # opening
@@ -385,7 +431,8 @@ class Session:
         return self._ring.pager(
             self._worker,
             before_ahead=self._swap.open_backward if self._swap else None,
-            before_backward=self._gradients.reach,
+            before_backward=self._before_backward,
+            before_forward=self._hide,
             counters=self.counters,
         )
 
@@ -403,7 +450,7 @@ class Session:
                 self.counters,
             )
             # what follows the blocks is often the peak of a step
-            settle = blocks[-1].register_forward_hook(lambda *_: swap.settle())
+            settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
             self._handles.append(settle)
         self._pager = self._new_pager()
         needs_windows = (
@@ -420,24 +467,116 @@ class Session:
                 self._running.append(SwapBlock(block, index, swap))
             if needs_windows:
                 self._handles += attach_block(
-                    block, index, self._pager, self._gradients.left
+                    block,
+                    index,
+                    self._pager,
+                    self._gradients.left,
+                    partial(self._copying, block),
                 )
         # before buffers are taken, which may fail
         self._handles += self._running
         self._handles += self._gradients.attach(self._host_chunks)
         if self._handles:
-            self._handles += attach_entry(self.model, self.layout, self._enter)
+            self._handles += attach_entry(
+                self.model, self.layout, self._enter, self._left, self._copying
+            )
 
     # running
 
-    def _enter(self) -> None:
+    def _show(self) -> None:
+        if self.closed or self._takes:
+            return
+        self._hide()
+        self._require_no_pass()
+        if isinstance(self._optimizer, PagedAdamW):
+            self._optimizer.settle_gradients()
+        self._pager.close_any()
+        self._worker.drain()
+        self.ready()
+        # copies to slots read what may be written now
+        self.device.synchronize()
+        self._shown, self._takes = frozenset(self.plan.paged), True
+        self._residence.show(self._shown, own=True)
+        for host in self._host_chunks:
+            host.show_gradients()
+
+    def _hide(self) -> None:
+        """A pass begins, or nobody looks any longer."""
+        shown, self._shown = self._shown, None
+        takes, self._takes = self._takes, False
+        if shown is None:
+            return
+        if takes:
+            for host in self._host_chunks:
+                host.hide_gradients()
+        self._residence.hide(shown, takes)
+        if takes:
+            # each rank has taken its part of what all have written
+            self._ranks.node_sum(torch.zeros(1))
+            for host in self._host_chunks:
+                host.adopt()
+            self._pager.forget_all()
+
+    def _before_backward(self, block: int) -> None:
+        if self._shown is not None:
+            self._hide()
+            if self._viewers:
+                torch.autograd.Variable._execution_engine.queue_callback(self._show)
+        self._gradients.reach(block)
+
+    def _copying(self, module: nn.Module) -> None:
+        """A module is about to be copied, after its own parameters."""
+        if self.closed or self._shown is not None:
+            return
+        own = {id(param) for param in module.parameters(recurse=False)}
+        kept = self.host_kept
+        for name, param in self._params.items():
+            if id(param) in own and name in kept:
+                raise AccessError(
+                    f"{name}: this weight is paged out, and its module cannot be copied "
+                    "alone. Copy the whole model, or do it inside `with "
+                    "trainer.protrain.weights():`."
+                )
+        if self._ranks.world.size == 1:
+            self._show()
+            return
+        self._require_no_pass()
+        self._pager.close_any()
+        self._worker.drain()
+        self._shown = frozenset(self.plan.paged)
+        if self.plan.shards == 1:
+            self.ready()
+        else:
+            # what stays on the device is gathered by all ranks or by none
+            self._shown |= {chunk.index for chunk in self._on_host()}
+        self._residence.show(self._shown, own=False)
+
+    def _require_no_pass(self) -> None:
+        if self._pager.is_running():
+            raise AccessError(
+                "weights and gradients can be looked at between two passes through the "
+                "model, not inside of one"
+            )
+
+    def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
+        self._hide()
+        if self._outermost in (None, module):
+            self._outermost = module
+            self._residence.verify()
         for block in self._running:
             block.unwind()
         self._pager.close_any()
         # or gradients would stay on the device until backward sends the next ones
         self._gradients.retire()
         self.ready()
+
+    def _left(self, module: nn.Module) -> None:
+        """A forward has ended."""
+        if module is self._outermost:
+            self._outermost = None
+            if self._viewers:
+                self._show()
 
     def _before_update(self, host: HostChunk) -> None:
         self._pager.close_any()
@@ -459,6 +598,7 @@ class Session:
 
     def _loaded(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""
+        self._residence.loaded(chunk)
         for host in self._host_chunks:
             if host.chunk is chunk:
                 host.reload()

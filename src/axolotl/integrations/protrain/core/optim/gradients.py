@@ -88,8 +88,11 @@ class GradientOffload(Gradients):
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         handles: list[Removable] = []
         for host in chunks:
-            self.expect(host.sums)
-            handles += hook_gradients(host.params, partial(self.take, host.sums))
+            sums = host.sums
+            assert sums is not None
+            self.expect(sums)
+            take, drop = partial(self.take, sums), partial(self.drop, sums)
+            handles += hook_gradients(host, take, drop)
         return handles
 
     def expect(self, sums: GradientSums) -> None:
@@ -139,6 +142,12 @@ class GradientOffload(Gradients):
         sums.arrived[index] = gradient
         if len(sums.arrived) == len(sums.chunk.tensors):
             self._send(sums)
+
+    def drop(self, sums: GradientSums, index: int) -> None:
+        """Forget the sum of a parameter so far, if there is one."""
+        if index in sums.present or index in sums.arrived:
+            self.settle()
+            sums.present.discard(index)
 
     def _send(self, sums: GradientSums) -> None:
         gradients, sums.arrived = sums.arrived, {}
@@ -195,20 +204,31 @@ class GradientOffload(Gradients):
 
 
 def hook_gradients(
-    params: Sequence[nn.Parameter], take: Callable[[int, Tensor], None]
+    host: HostChunk, take: Callable[[int, Tensor], None], drop: Callable[[int], None]
 ) -> list[Removable]:
-    """Give each gradient away, with the index of its parameter, as soon as autograd has
-    accumulated it."""
+    """Give each gradient of a chunk away, with the index of its parameter, as soon as
+    autograd has accumulated it.
 
-    def on_gradient(index: int, param: Tensor) -> None:
-        gradient, param.grad = param.grad, None
+    `drop` is called before, if the parameter has none: somebody set it to None.
+    """
+
+    def before(index: int, param: nn.Parameter, _gradient: Tensor) -> None:
+        host.hide_gradient(index)
+        if param.grad is None:
+            drop(index)
+        # or autograd would add to what stands there
+        param.grad = None
+
+    def after(index: int, param: Tensor) -> None:
+        gradient, param.grad = param.grad, host.stand_ins[index]
         if gradient is not None:
             take(index, gradient)
 
-    return [
-        param.register_post_accumulate_grad_hook(partial(on_gradient, index))
-        for index, param in enumerate(params)
-    ]
+    handles: list[Removable] = []
+    for index, param in enumerate(host.params):
+        handles.append(param.register_hook(partial(before, index, param)))
+        handles.append(param.register_post_accumulate_grad_hook(partial(after, index)))
+    return handles
 
 
 def _add(event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]) -> None:

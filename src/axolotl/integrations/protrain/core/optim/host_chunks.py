@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import AccessError, CheckpointError
 from ..layout import Piece, Reduction, aligned, main_chunk, reductions
 from ..layout.shards import PAGE_BYTES
+from ..layout.tensors import tensors_in
 from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk, TensorSpec
 
@@ -93,6 +94,10 @@ class GradientSums:
         same = self._buffers[index].dtype == self.chunk.tensors[index].dtype
         return self._buffers[index] if same and index not in self.present else None
 
+    def total(self, index: int) -> Tensor:
+        """The sum of a parameter."""
+        return self._buffers[index]
+
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to that of a parameter."""
         total = self._buffers[index]
@@ -103,6 +108,42 @@ class GradientSums:
         else:
             total.copy_(gradient)
             self.present.add(index)
+
+
+class StandIn(Tensor):
+    """Is the `.grad` of a parameter whose gradient is on the host: not None, no bytes.
+
+    Raises:
+        AccessError: Somebody computes with it.
+    """
+
+    parameter_name: str
+
+    @staticmethod
+    def __new__(cls, name: str, param: Tensor) -> StandIn:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
+        made.parameter_name = name
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"StandIn({self.parameter_name!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = next(
+            t.parameter_name
+            for t in tensors_in([args, kwargs or {}])
+            if isinstance(t, cls)
+        )
+        raise AccessError(
+            f"{name}: the gradient of this weight is on the host. Read or change "
+            "gradients in an event of a callback (on_pre_optimizer_step), or inside "
+            "`with trainer.protrain.weights():`."
+        )
 
 
 class HostChunk:
@@ -118,12 +159,14 @@ class HostChunk:
             main parameter.
         mains: What the optimizer updates: `weights`, or fp32 masters of them.
         used: Parameters that have a gradient since the last `clear`, on any rank.
-        sums: Where gradients of a rank alone add up, which the update reads.
+        sums: Where gradients of this rank add up; alone, the update reads them there,
+            with others there are none before micro-batches that do not synchronise.
+        stand_ins: For each parameter the `.grad` that says its gradient is here.
         reductions: How gradients of several ranks come together.
         parts: For each of them what this rank receives, on the host.
     """
 
-    sums: GradientSums
+    sums: GradientSums | None = None
 
     def __init__(
         self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
@@ -131,6 +174,9 @@ class HostChunk:
         self._device, self._ranks = memory.device, memory.ranks
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
+        names = (spec.name for spec in chunk.tensors)
+        self.stand_ins = [*map(StandIn, names, self.params)]
+        self._shown: dict[int, Tensor] = {}
         specs = main_chunk(chunk, memory.fp32_master).tensors
         weights = [memory.weights.tensor(chunk.index, spec) for spec in chunk.tensors]
         self._has_master = [
@@ -186,6 +232,8 @@ class HostChunk:
     def with_gradients(self) -> list[Tensor]:
         """Main parameters that have a gradient, with it as their `.grad`."""
         found = self._with_gradients()
+        for main in self.mains:
+            main.grad = None
         for main, gradient in found:
             main.grad = gradient.view_as(main)
         return [main for main, _ in found]
@@ -202,6 +250,91 @@ class HostChunk:
     def changes(self) -> None:
         """Weights, masters and gradients are about to be written by this thread."""
         self._device.writes((*self.weights, *self.mains, *self.gradients))
+
+    def have_gradients(self) -> None:
+        """All ranks have agreed on `used`."""
+        for index in self.used:
+            if self.params[index].grad is None:
+                self.params[index].grad = self.stand_ins[index]
+
+    def take_back(self) -> None:
+        """Gradients that somebody set to None or to another tensor are that now."""
+        self.hide_gradients()
+        for index, param in enumerate(self.params):
+            if param.grad is None:
+                self.used.discard(index)
+
+    def show_gradients(self) -> None:
+        """Let `.grad` of parameters that have one be its value, until `hide_gradient`."""
+        for index, param in enumerate(self.params):
+            if param.grad is self.stand_ins[index]:
+                total = self._total(index)
+                param.grad = None
+                # a copy, where the parameter is on the device or has a master
+                param.grad = total.to(param.device, param.dtype)
+                self._shown[index] = param.grad
+
+    def hide_gradients(self) -> None:
+        """`hide_gradient` of all parameters."""
+        for index in range(len(self.params)):
+            self.hide_gradient(index)
+
+    def hide_gradient(self, index: int) -> None:
+        """What a parameter's `.grad` was set or changed to is its gradient.
+
+        Raises:
+            AccessError: It was set where no update will read it.
+        """
+        param, stand_in = self.params[index], self.stand_ins[index]
+        now, shown = param.grad, self._shown.pop(index, None)
+        if now is stand_in or (now is None and shown is None):
+            return
+        param.grad = None if now is None else stand_in
+        waits = index in self._waiting_indices()
+        if now is None:
+            self._waiting_indices().discard(index)
+        elif shown is None and not waits:
+            if self.sums is None or self.parts:
+                raise AccessError(
+                    f"{stand_in.parameter_name}: its `.grad` was set where the ranks "
+                    "have no gradients. Set it after backward."
+                )
+            self.sums.add(index, now.cpu())
+        elif waits:
+            total = self._total(index)
+            if not torch.equal(now, total.to(now.device, now.dtype)):
+                self._replace(index, now)
+
+    def _waiting_indices(self) -> set[int]:
+        """Parameters with a gradient that an update will read."""
+        if self.used or self.sums is None:
+            return self.used
+        return self.sums.present
+
+    def _total(self, index: int) -> Tensor:
+        """A parameter's gradient of all micro-batches so far, on the host."""
+        if self.sums is not None and (not self.parts or index in self.sums.present):
+            return self.sums.total(index)
+        # of all ranks: each may change a copy
+        return self.whole_gradient(index).clone().view(self.params[index].shape)
+
+    def _replace(self, index: int, gradient: Tensor) -> None:
+        if self.sums is not None and (not self.parts or index in self.sums.present):
+            self.sums.total(index).copy_(gradient)
+            return
+        flat = gradient.reshape(-1)
+        for piece, own in zip(self._pieces, self._gradients, strict=True):
+            if piece.tensor == index:
+                own.view(-1).copy_(flat[piece.start : piece.stop])
+
+    def adopt(self) -> None:
+        """Weights may have been written from outside: where one is not its master,
+        rounded, any longer, it is the master now."""
+        for main, weight in self._mastered:
+            written = main.to(weight.dtype) != weight
+            if written.any():
+                self._device.writes((main,))
+                main[written] = weight[written].to(main.dtype)
 
     def reload(self) -> None:
         """The weights were loaded from outside: renew the masters."""

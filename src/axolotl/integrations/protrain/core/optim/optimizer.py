@@ -93,8 +93,7 @@ class PagedAdamW(torch.optim.Optimizer):
         their update, by the same function of torch. `parameters` come in the order of
         the plain run, which fixes the last bit.
         """
-        self._gradients.settle()
-        self._apply_clipping()
+        self.settle_gradients()
         on_device = [p for p in parameters if id(p) not in self._places]
         total_norm = self._total_norm(parameters)
         if math.isinf(max_norm):
@@ -103,12 +102,17 @@ class PagedAdamW(torch.optim.Optimizer):
         self._clip = (max_norm, total_norm)
         return total_norm
 
+    def settle_gradients(self) -> None:
+        """Return once every gradient is where the update reads it, and clipped."""
+        self._settle()
+        self._apply_clipping()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Host gradients are consumed."""
         if closure is not None:
             raise ConfigError("PagedAdamW takes no closure")
-        self._gradients.settle()
+        self._settle()
         hyperparameters = self._hyperparameters()
         if self._resident is not None:
             for group, values in zip(
@@ -211,6 +215,13 @@ class PagedAdamW(torch.optim.Optimizer):
     def device_bytes(self) -> int:
         """Device bytes of optimizer state."""
         return optimizer_bytes(self._resident)
+
+    def _settle(self) -> None:
+        self._gradients.settle()
+        for host in self._chunks:
+            # one that waits for its update has had no gradient since
+            if not self._worker.pending(host.chunk.index):
+                host.take_back()
 
     def _take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         self._chunks, self._gradients = chunks, gradients

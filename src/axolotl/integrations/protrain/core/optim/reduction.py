@@ -33,6 +33,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ..errors import AccessError
 from ..layout import aligned, main_chunk, reduce_bytes
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable
 from ..runtime.device import Event
@@ -90,14 +91,16 @@ class GradientReduction(Gradients):
             self._free.append(self._device.compute.record())
         handles: list[Removable] = []
         for waiting in self._waiting:
-            take = partial(self._take, waiting)
-            handles += hook_gradients(waiting.host.params, take)
+            take, drop = partial(self._take, waiting), partial(self._drop, waiting)
+            handles += hook_gradients(waiting.host, take, drop)
         return handles
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         self._synchronises = synchronises
         if synchronises:
             self._due, self._ends, self._next = True, False, 0
+            for waiting in self._waiting:
+                waiting.launched = False
 
     def reach(self, block: int) -> None:
         # what follows the block in forward is done
@@ -126,13 +129,16 @@ class GradientReduction(Gradients):
         width = max(len(waiting.host.params) for waiting in self._waiting)
         flags = torch.zeros(len(self._waiting), width, dtype=torch.uint8)
         for row, waiting in zip(flags, self._waiting, strict=True):
-            row[list(waiting.used)] = 1
+            params = waiting.host.params
+            # not what somebody has set to None since
+            row[[i for i in waiting.used if params[i].grad is not None]] = 1
             waiting.used.clear()
         # a parameter that no rank has used keeps its weight, as without paging
         for row, waiting in zip(
             self._ranks.maximum(flags).tolist(), self._waiting, strict=True
         ):
             waiting.host.used = {i for i, was_used in enumerate(row) if was_used}
+            waiting.host.have_gradients()
 
     def discard(self) -> None:
         self._due = False
@@ -163,6 +169,15 @@ class GradientReduction(Gradients):
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
+            if waiting.launched or index in waiting.gradients:
+                name = waiting.host.chunk.tensors[index].name
+                raise AccessError(
+                    f"{name}: a second backward pass in the last micro-batch of a step "
+                    "has reached this weight, whose gradient is on its way to the other "
+                    "ranks. On several ranks each call of training_step may run one: "
+                    "add the losses up, use gradient_accumulation_steps, or set "
+                    "protrain_force_all_persistent: true."
+                )
             self._device.writes((gradient,), self._device.compute)
             waiting.gradients[index] = gradient
             return
@@ -170,6 +185,10 @@ class GradientReduction(Gradients):
             self._begin_sums()
         assert waiting.sums is not None
         self._offload.take(waiting.sums, index, gradient)
+
+    def _drop(self, waiting: _Waiting, index: int) -> None:
+        if waiting.sums is not None:
+            self._offload.drop(waiting.sums, index)
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
@@ -183,6 +202,7 @@ class GradientReduction(Gradients):
         for waiting, main in zip(self._waiting, mains, strict=True):
             buffers = [self._sums_arena.tensor(main.index, s) for s in main.tensors]
             waiting.sums = GradientSums(waiting.host.chunk, buffers, self._device)
+            waiting.host.sums = waiting.sums
             self._offload.expect(waiting.sums)
 
     def _launch_until(self, number: int) -> None:
@@ -217,6 +237,7 @@ class GradientReduction(Gradients):
         device.writes((buffer,), device.compute)
         device.writes(sums.values(), device.compute)
         waiting.drop()
+        waiting.launched = True
         communicate, offload = device.communicate, device.offload
         communicate.wait(device.compute.record())
         parts = []
@@ -245,13 +266,14 @@ class GradientReduction(Gradients):
 
 class _Waiting:
     """One chunk until it is reduced; `used` are indices of its parameters that had a
-    gradient in this step."""
+    gradient in this step, `launched` says that the reduction has begun."""
 
     def __init__(self, host: HostChunk) -> None:
         self.host = host
         self.gradients: dict[int, Tensor] = {}
         self.sums: GradientSums | None = None
         self.used: set[int] = set()
+        self.launched = False
 
     def total(self, index: int, sums: dict[int, Tensor]) -> Tensor | None:
         """Gradient of a parameter over all micro-batches; None without any."""

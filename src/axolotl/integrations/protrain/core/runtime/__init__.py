@@ -6,6 +6,7 @@ Decides nothing: imports neither cost nor search nor profile.
 from .arena import Arena, host_buffer, return_freed_memory
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
+    Hook,
     Removable,
     StateAccess,
     attach_block,
@@ -28,6 +29,7 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Device",
+    "Hook",
     "HostTask",
     "HostWorker",
     "Pager",

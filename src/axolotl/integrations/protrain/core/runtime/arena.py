@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -48,6 +49,7 @@ class Arena:
         # a rank page-locks no memory of another
         self._unit = PAGE_BYTES if self._ranks.world.size > 1 else ALIGNMENT_BYTES
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self._files: dict[mmap.mmap, int] = {}
         self.nbytes = 0
         self.add(chunks)
 
@@ -67,7 +69,8 @@ class Arena:
         if self._ranks.world.local_size == 1:
             memory = _map_private(nbytes)
         else:
-            memory = map_shared(nbytes, self._ranks)
+            memory, self._files[memory] = map_shared(nbytes, self._ranks)
+            weakref.finalize(self, os.close, self._files[memory])
             memory.madvise(mmap.MADV_DONTFORK)
         start = 0
         for chunk, size in zip(chunks, sizes, strict=True):
@@ -95,6 +98,22 @@ class Arena:
             memory, dtype=spec.dtype, count=spec.numel, offset=start + spec.offset
         )
         return flat.view(spec.shape)
+
+    def copy_on_write(self) -> Arena:
+        """The same bytes, as far as this rank does not write others over them; itself
+        where no other rank shares them."""
+        if not self._files:
+            return self
+        own = Arena(ranks=self._ranks, shards=self._shards)
+        maps = {
+            memory: mmap.mmap(file, len(memory), flags=mmap.MAP_PRIVATE)
+            for memory, file in self._files.items()
+        }
+        own._places = {
+            index: (maps[memory], start, nbytes)
+            for index, (memory, start, nbytes) in self._places.items()
+        }
+        return own
 
     def forget_pages(self) -> None:
         """Take no part in shared pages until they are touched again."""
@@ -126,8 +145,9 @@ def return_freed_memory() -> None:
             trim(0)
 
 
-def map_shared(nbytes: int, ranks: Ranks) -> mmap.mmap:
-    """Map zeros that all ranks of a node see; every rank has to call it.
+def map_shared(nbytes: int, ranks: Ranks) -> tuple[mmap.mmap, int]:
+    """Map zeros that all ranks of a node see, and open their file; every rank has to
+    call it.
 
     It has no name in any file system, so nothing is left when the last rank ends, in
     whatever way, and the size of /dev/shm does not matter.
@@ -151,12 +171,9 @@ def map_shared(nbytes: int, ranks: Ranks) -> mmap.mmap:
 
         process, number = ranks.from_first_of_node(make)
 
-        def map_it() -> mmap.mmap:
-            own = number
-            if ranks.local_rank:
-                own = _open(process, number)
-                opened.callback(os.close, own)
-            return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED)
+        def map_it() -> tuple[mmap.mmap, int]:
+            own = _open(process, number) if ranks.local_rank else os.dup(number)
+            return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED), own
 
         # the first rank keeps it open until the others have it
         return ranks.together(map_it)

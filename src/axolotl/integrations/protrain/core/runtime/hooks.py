@@ -11,6 +11,7 @@ open.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,30 @@ class Removable(Protocol):
         """Undo it."""
 
 
+class Hook:
+    """A module's hook, which a copy of the module does not take along.
+
+    `copying` is called before: the parameters of the module's children are not copied
+    yet, its own are.
+    """
+
+    def __init__(
+        self, call: Callable[..., Any], copying: Callable[[], None] = lambda: None
+    ) -> None:
+        self._call, self._copying = call, copying
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: Any) -> Hook:
+        self._copying()
+        return Hook(_nothing)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """What is left of a hook in a copy."""
+
+
 class AroundForward:
     """A generator around each forward of a block, which runs at its `yield`.
 
@@ -38,8 +63,10 @@ class AroundForward:
     def __init__(self, block: nn.Module) -> None:
         self._running: Generator[Any, None, None] | None = None
         self._handles = [
-            block.register_forward_pre_hook(self._begin, with_kwargs=True),
-            block.register_forward_hook(self._end, prepend=True, always_call=True),
+            block.register_forward_pre_hook(Hook(self._begin), with_kwargs=True),
+            block.register_forward_hook(
+                Hook(self._end), prepend=True, always_call=True
+            ),
         ]
 
     def around(
@@ -73,11 +100,16 @@ class AroundForward:
 
 
 def attach_block(
-    block: nn.Module, index: int, pager: Pager, left: Callable[[int], None]
+    block: nn.Module,
+    index: int,
+    pager: Pager,
+    left: Callable[[int], None],
+    copying: Callable[[], None],
 ) -> list[Removable]:
     """Open and close a block's window around its forward and backward.
 
-    `left` is called when backward has come past a block, with that block's number.
+    `left` is called when backward has come past a block, with that block's number,
+    `copying` when the block is about to be copied.
     """
 
     def open_backward(_gradients: Any) -> None:
@@ -109,16 +141,21 @@ def attach_block(
                 node.register_prehook(open_backward)
 
     return [
-        block.register_forward_pre_hook(before_forward, prepend=True),
+        block.register_forward_pre_hook(Hook(before_forward, copying), prepend=True),
         # always_call: an exception in the block must not leave its window open
-        block.register_forward_hook(after_forward, always_call=True),
+        block.register_forward_hook(Hook(after_forward), always_call=True),
     ]
 
 
 def attach_entry(
-    model: nn.Module, layout: Layout, enter: Callable[[], None]
+    model: nn.Module,
+    layout: Layout,
+    enter: Callable[[nn.Module], None],
+    leave: Callable[[nn.Module], None],
+    copying: Callable[[nn.Module], None],
 ) -> list[Removable]:
-    """Call `enter` before any module through which a forward can reach the weights.
+    """Call `enter` before any module through which a forward can reach the weights, and
+    `leave` after it; `copying` before such a module is copied.
 
     Ancestors of the blocks, because a fused loss reads the head without calling it, and
     the owners of weights outside blocks, for direct calls. Nothing inside a block, where
@@ -134,10 +171,13 @@ def attach_entry(
         if chunk.block is None:
             owners = (spec.name.rpartition(".")[0] for spec in chunk.tensors)
             names += (o for o in owners if not f"{o}.".startswith(inside))
-    return [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_: enter())
-        for name in dict.fromkeys(names)
-    ]
+    handles: list[Removable] = []
+    for module in map(model.get_submodule, dict.fromkeys(names)):
+        hook = Hook(lambda module, *_: enter(module), partial(copying, module))
+        handles.append(module.register_forward_pre_hook(hook))
+        hook = Hook(lambda module, *_: leave(module))
+        handles.append(module.register_forward_hook(hook, always_call=True))
+    return handles
 
 
 class StateAccess(NamedTuple):
@@ -148,11 +188,15 @@ class StateAccess(NamedTuple):
         before_load: With those that a load will change.
         loaded: With their chunk, after a load, which has also written through the
             parameters into whatever slot they point at.
+        is_shown: Whether the parameters themselves show the truth now.
+        copying: With a module whose parameters have been copied as they are.
     """
 
     before_read: Callable[[Collection[Tensor]], None]
     before_load: Callable[[Collection[Tensor]], None]
     loaded: Callable[[Chunk], None]
+    is_shown: Callable[[], bool]
+    copying: Callable[[nn.Module], None]
 
 
 def attach_state_dict(
@@ -163,13 +207,16 @@ def attach_state_dict(
     `host` has them by parameter name relative to `owner`.
     """
 
+    def hidden() -> Mapping[str, Tensor]:
+        return {} if access.is_shown() else host
+
     def settle(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         access.before_read(host.values())
 
     def read(
         _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        for name, tensor in host.items():
+        for name, tensor in hidden().items():
             if prefix + name in state:
                 state[prefix + name] = tensor
 
@@ -178,7 +225,7 @@ def attach_state_dict(
         _module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: Any
     ) -> None:
         access.before_load(host.values())
-        for name, tensor in host.items():
+        for name, tensor in hidden().items():
             if prefix + name in state:
                 tensor.copy_(state[prefix + name])
 
@@ -186,10 +233,10 @@ def attach_state_dict(
         access.loaded(chunk)
 
     return [
-        owner.register_state_dict_pre_hook(settle),
-        owner.register_state_dict_post_hook(read),
-        owner.register_load_state_dict_pre_hook(write),
-        owner.register_load_state_dict_post_hook(after_write),
+        owner.register_state_dict_pre_hook(Hook(settle)),
+        owner.register_state_dict_post_hook(Hook(read, partial(access.copying, owner))),
+        owner.register_load_state_dict_pre_hook(Hook(write)),
+        owner.register_load_state_dict_post_hook(Hook(after_write)),
     ]
 
 

@@ -61,6 +61,7 @@ class Pager:
         before_ahead: Called with a block that opens in backward, once its own chunks
             are on their way and before others are.
         before_backward: The same before anything else: what follows it is done.
+        before_forward: Called first when a block opens in a forward.
         counters: Fetches and misses are counted here.
 
     Attributes:
@@ -76,6 +77,7 @@ class Pager:
         update_pending: Callable[[int], bool],
         before_ahead: Callable[[int], None] | None = None,
         before_backward: Callable[[int], None] | None = None,
+        before_forward: Callable[[], None] | None = None,
         counters: Counters | None = None,
     ) -> None:
         def with_slots(chunks: Iterable[int]) -> list[tuple[int, Slot]]:
@@ -94,6 +96,7 @@ class Pager:
         self._update_pending = update_pending
         self._before_ahead = before_ahead
         self._before_backward = before_backward
+        self._before_forward = before_forward
         self.window: int | None = None
         self._forward_runs = self._held_back = False
         self.counters = counters or Counters()
@@ -109,6 +112,8 @@ class Pager:
         backward = direction is Direction.BACKWARD
         if self._before_backward is not None and backward:
             self._before_backward(block)
+        if self._before_forward is not None and not backward:
+            self._before_forward()
         if self.window is not None:
             if self._forward_runs and not backward:
                 raise LayoutError(
@@ -146,6 +151,10 @@ class Pager:
         """Close whatever window is open: the backward pass has no closing hook."""
         if self.window is not None:
             self.close(self.window)
+
+    def is_running(self) -> bool:
+        """Whether a block's forward has begun and not ended."""
+        return self.window is not None and self._forward_runs
 
     def forget(self, chunk: int) -> None:
         """The host copy of a chunk changed; a slot that holds it is stale."""

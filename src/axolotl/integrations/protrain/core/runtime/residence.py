@@ -8,16 +8,30 @@ go after they are back. They wait for host updates and answer with arena tensors
 storages of their own, so that `save_pretrained` neither clones them nor takes them for
 shared; a load waits for copies as well, writes the arena, and through the parameters into
 whatever slot they point at, which is stale then. Frozen bytes only move host to device.
+
+# Note [Weights that are shown]
+
+Between two passes a slot holds the bytes of some block, so who reads a parameter then, or
+writes through `param.data`, which no version counter notices, must find it elsewhere.
+While weights are shown, paged parameters are bound to their host copies, and a pass binds
+them to their slots again. What was written in between counts: it is in the arena already,
+or in a tensor that somebody put in a parameter's place, or on the device where weights stay
+there. Several ranks run the same callback on one host copy: each sees a copy-on-write
+mapping of it, and of what was written there takes its share of the chunks over.
+At other times nothing but a load writes parameters: a pass that finds another address or
+version than it left refuses to go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..layout.tensors import (
     Binding,
     hold_packing,
@@ -28,7 +42,7 @@ from ..layout.tensors import (
 from ..types import Chunk, Counters
 from .arena import Arena, return_freed_memory
 from .device import Device
-from .hooks import Removable, StateAccess, attach_state_dict
+from .hooks import Hook, Removable, StateAccess, attach_state_dict
 from .pager import Ring
 from .ranks import Ranks
 
@@ -67,6 +81,10 @@ class Residence:
         self._access = access
         self._counters = counters
         self._moved: dict[int, Chunk] = {}
+        # where a plan binds what is on the host, and what is known of it then
+        self._places: dict[str, Tensor] = {}
+        self._known: dict[str, tuple[nn.Parameter, int, int]] = {}
+        self._shown: Arena | None = None
         self._held: list[nn.Module] | None = None
         self._state_handles: list[Removable] = []
 
@@ -91,11 +109,96 @@ class Residence:
         for index in chunks:
             for spec in self._moved[index].tensors:
                 self._bindings[spec.name].bind(self._arena.tensor(index, spec))
+                # or it would keep the buffer
+                self._places.pop(spec.name, None)
+
+    def show(self, chunks: Iterable[int], own: bool) -> None:
+        """Bind chunks to their host copies; see Note [Weights that are shown].
+
+        Nothing may be using or changing them. With `own`, what this rank writes there
+        is not seen by others until `hide`.
+        """
+        self._shown = self._arena.copy_on_write() if own else self._arena
+        for index in chunks:
+            for spec in self._moved[index].tensors:
+                self._bindings[spec.name].bind(self._shown.tensor(index, spec))
+
+    def hide(self, shown: Collection[int], takes: bool) -> None:
+        """Bind all chunks as the plan has them; with `takes`, what was written counts.
+
+        Raises:
+            AccessError: A parameter was replaced by a tensor of another kind.
+        """
+        memory, self._shown = self._shown, None
+        assert memory is not None
+        wrong = ""
+        for index, chunk in self._moved.items():
+            for spec in chunk.tensors:
+                binding, place = self._bindings[spec.name], self._places[spec.name]
+                if index in shown:
+                    place = memory.tensor(index, spec)
+                now = binding.tensor
+                if now.data_ptr() != place.data_ptr():
+                    if (now.dtype, now.shape) != (place.dtype, place.shape):
+                        wrong = wrong or (
+                            f"{spec.name}: was {place.dtype} of shape "
+                            f"{tuple(place.shape)} and is {now.dtype} of shape "
+                            f"{tuple(now.shape)} now. While a model trains paged, its "
+                            "weights change in value only."
+                        )
+                    elif takes:
+                        place.copy_(now)
+                binding.bind(self._places[spec.name])
+            size = self._ranks.world.local_size
+            if takes and index % size == self._ranks.local_rank:
+                self._take_over(chunk, memory if index in shown else None)
+            self._remember(chunk)
+        if wrong:
+            raise AccessError(wrong)
+
+    def verify(self) -> None:
+        """A pass begins: parameters are as the last one left them.
+
+        Raises:
+            AccessError: One was written, or replaced, where that is lost.
+        """
+        for name, (param, address, version) in self._known.items():
+            if param.data_ptr() != address or param._version != version:
+                raise AccessError(
+                    f"{name}: somebody changed this weight while it was paged out, "
+                    "where training would lose it. Change weights in an event of a "
+                    "callback, or inside `with trainer.protrain.weights():`."
+                )
+
+    def loaded(self, chunk: Chunk) -> None:
+        """A load has written the parameters of a chunk."""
+        self._remember(chunk)
+
+    def _remember(self, chunk: Chunk) -> None:
+        for spec in chunk.tensors:
+            owner = self._bindings[spec.name].owner
+            if isinstance(owner, nn.Parameter):
+                self._known[spec.name] = owner, owner.data_ptr(), owner._version
+
+    def _take_over(self, chunk: Chunk, memory: Arena | None) -> None:
+        """Bring what was written into a chunk, in `memory` or on the device, home."""
+        if memory is self._arena:
+            return
+        for spec in chunk.tensors:
+            if memory is None:
+                now = self._places[spec.name].cpu()
+            else:
+                now = memory.tensor(chunk.index, spec)
+            home = self._arena.tensor(chunk.index, spec)
+            # not even with equal bytes: that would touch every page
+            if not torch.equal(_as_bytes(now), _as_bytes(home)):
+                self._device.writes((home,))
+                home.copy_(now)
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
         self.unload(self._moved)
-        self._moved = {}
+        self._moved, self._known = {}, {}
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
@@ -170,8 +273,10 @@ class Residence:
                 binding.bind(tensor)
 
         return [
-            owner.register_state_dict_pre_hook(show_host),
-            owner.register_state_dict_post_hook(show_device),
+            owner.register_state_dict_pre_hook(Hook(show_host)),
+            owner.register_state_dict_post_hook(
+                Hook(show_device, partial(self._access.copying, owner))
+            ),
         ]
 
     def _fills(self, chunk: Chunk, number: int) -> bool:
@@ -208,6 +313,12 @@ class Residence:
             self._moved[chunk.index] = chunk
         for spec in chunk.tensors:
             view = buffer[spec.offset : spec.offset + spec.nbytes]
-            # the only rebinding under a plan; frees the original
-            self._bindings[spec.name].bind(view.view(spec.dtype).view(spec.shape))
+            # frees the original
+            self._places[spec.name] = view.view(spec.dtype).view(spec.shape)
+            self._bindings[spec.name].bind(self._places[spec.name])
+        self._remember(chunk)
         return_freed_memory()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,316 @@
+"""Who looks at weights and gradients between two passes sees and changes the true ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    open_session,
+    stack,
+    train,
+    twin,
+    weights,
+    wrapped,
+)
+from simulated import DeferredDevice
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.errors import AccessError
+from axolotl.integrations.protrain.core.session import Session
+
+PLANS: dict[str, dict[str, Any]] = {
+    "paged": {"n_buffer": 2},
+    "head on the host": {"n_buffer": 2, "outside": HOST_STATE, "recompute": (0, 2)},
+    "weights stay": {"resident": (0, 2, 5), "inside": HOST_STATE},
+    "all weights stay": {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE},
+}
+
+Act = Callable[[Any], Any]
+
+
+def every_norm(model: nn.Module) -> list[float]:
+    return [p.norm().item() for p in model.parameters()]
+
+
+def decay(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.9)
+
+
+@torch.no_grad()
+def decay_in_place(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(0.9)
+
+
+def exchange_blocks(model: Any) -> None:
+    pairs = zip(model.layers[0].parameters(), model.layers[3].parameters(), strict=True)
+    for one, other in pairs:
+        one.data, other.data = other.data.clone(), one.data.clone()
+
+
+def run_it(model: nn.Module) -> float:
+    """Numbers of a forward, and weights after it."""
+    with torch.no_grad():
+        loss = model(batches(1, seed=7)[0]).item()
+    return loss + sum(every_norm(model))
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+
+
+def copied(model: nn.Module) -> list[float]:
+    """A copy that trains by itself, and is none of the original's business."""
+    other = copy.deepcopy(model)
+    loss = other(batches(1, seed=5)[0])
+    loss.backward()
+    state = other.state_dict()
+    other.load_state_dict({name: value * 0 for name, value in state.items()})
+    assert not any(every_norm(other))
+    return [loss.item(), *every_norm(model)]
+
+
+def gradient_norms(model: nn.Module) -> list[float | None]:
+    grads = [p.grad for p in model.parameters()]
+    return [g.norm().item() if g is not None else None for g in grads]
+
+
+def clip_by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def clip_by_norm(model: nn.Module) -> float:
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e-2).item()
+
+
+def noise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.add_(torch.randn(param.shape, generator=generator))
+
+
+def replace(model: Any) -> None:
+    """Two gradients are others, one is none, one comes without backward."""
+    model.layers[1].up.weight.grad = model.layers[1].up.weight.grad * 2
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.layers[2].norm.bias.grad = None
+    model.layers[3].extra.grad = torch.ones_like(model.layers[3].extra)
+
+
+READS: dict[str, Act] = {"norms": every_norm, "forward": run_it, "copy": copied}
+WRITES: dict[str, Act] = {
+    "decay": decay,
+    "in place": decay_in_place,
+    "exchange": exchange_blocks,
+    "load": load,
+}
+GRADIENTS: dict[str, Act] = {
+    "norms": gradient_norms,
+    "by value": clip_by_value,
+    "by norm": clip_by_norm,
+    "noise": noise,
+    "replace": replace,
+}
+
+
+def steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    acts: dict[str, Act],
+    session: Session | None = None,
+) -> list[Any]:
+    """Two steps of two micro-batches, with acts at their moments; all numbers seen."""
+    seen: list[Any] = []
+
+    def at(moment: str) -> None:
+        if moment not in acts:
+            return
+        if session is None:
+            seen.append(acts[moment](model))
+            return
+        with session.weights():
+            seen.append(acts[moment](model))
+
+    for step in range(2):
+        at("begin")
+        for tokens in batches(2, seed=step):
+            model.layers[3].use_extra = False
+            loss = model(tokens) / 2
+            loss.backward()
+            seen.append(loss.item())
+            at("micro-batch")
+        norm = session.clip_grad_norm(0.5) if session else None
+        if norm is None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        seen.append(norm.item())
+        at("gradients")
+        optimizer.step()
+        at("updated")
+        model.zero_grad()
+        at("end")
+    return seen
+
+
+def assert_like_plain(plan: str, acts: dict[str, Act]) -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, device=DeferredDevice(), **PLANS[plan])
+    theirs = steps(plain, adamw(plain), acts)
+    assert steps(model, wrapped(session), acts, session) == theirs
+    assert_same(weights(model), weights(plain))
+    session.close()
+    assert_same(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("act", READS)
+def test_what_is_read_is_true(act: str, plan: str) -> None:
+    moments = ("begin", "micro-batch", "gradients", "updated", "end")
+    assert_like_plain(plan, dict.fromkeys(moments, READS[act]))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("act", WRITES)
+def test_what_is_written_counts(act: str, plan: str) -> None:
+    assert_like_plain(plan, dict.fromkeys(("begin", "updated", "end"), WRITES[act]))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("act", GRADIENTS)
+def test_gradients_are_seen_and_changed(act: str, plan: str) -> None:
+    acts = {"gradients": GRADIENTS[act], "end": gradient_norms}
+    if act != "replace":
+        acts |= {"micro-batch": GRADIENTS[act], "updated": GRADIENTS[act]}
+    assert_like_plain(plan, acts)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_master_keeps_its_low_bits_where_nobody_writes(plan: str) -> None:
+    """Looking is nothing; a weight that is written is the master's new value."""
+    runs = []
+    for acts in ({}, {"begin": every_norm, "gradients": gradient_norms}):
+        model = stack(dtype=torch.bfloat16)
+        session = open_session(model, fp32_master=True, **PLANS[plan])
+        steps(model, wrapped(session, lr=1e-4), acts, session)
+        with session.weights():
+            model.layers[0].up.weight.data[0] = 3.0
+        train(model, wrapped(session), [], session)
+        session.close()
+        assert (model.layers[0].up.weight[0] == 3.0).all()
+        runs.append(weights(model))
+    assert_same(*runs)
+
+
+def test_a_copy_outside_of_weights_is_true() -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, outside=HOST_STATE)
+    optimizer, theirs = wrapped(session), adamw(plain)
+    for step in range(2):
+        data = [batches(2, seed=step)]
+        train(model, optimizer, data, session)
+        train(plain, theirs, data)
+        assert_same(weights(copy.deepcopy(model)), weights(plain))
+        block = copy.deepcopy(model.layers[4])
+        assert_same(weights(block), weights(plain.layers[4]))
+        assert not any(p.isnan().any() for p in block.parameters())
+        train(model, optimizer, data, session)
+        train(plain, theirs, data)
+        with pytest.raises(AccessError, match=r"layers\.4\.up\.weight.*cannot be"):
+            copy.deepcopy(model.layers[4].up)
+    session.close()
+    assert_same(weights(model), weights(plain))
+
+
+OUTSIDE: dict[str, Act] = {
+    "in place": lambda model: model.layers[2].up.weight.mul_(0.5),
+    "replaced": lambda model: setattr(
+        model.layers[2].up.weight, "data", torch.ones(32, 16)
+    ),
+    "cast": lambda model: model.layers[2].double(),
+}
+
+
+@pytest.mark.parametrize("act", OUTSIDE)
+def test_a_write_that_would_be_lost_is_an_error(act: str) -> None:
+    model = stack()
+    session = open_session(model)
+    with torch.no_grad():
+        OUTSIDE[act](model)
+    with pytest.raises(AccessError, match=r"layers\.2\.\S+: somebody changed"):
+        model(batches(1)[0])
+    session.close()
+
+
+def test_weights_change_in_value_only() -> None:
+    model = stack()
+    session = open_session(model)
+    with pytest.raises(AccessError, match="torch.float64 of shape"), session.weights():
+        model.double()
+    session.close()
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda grad: grad.norm(),
+    "data": lambda grad: grad.data.clamp_(-1, 1),
+    "zeros": lambda grad: grad.zero_(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_gradient_on_the_host_is_no_number_elsewhere(use: str) -> None:
+    model = stack()
+    session = open_session(model)
+    wrapped(session)
+    model(batches(1)[0]).backward()
+    grad = model.layers[1].up.weight.grad
+    assert grad is not None and grad.shape == (32, 16)
+    with pytest.raises(AccessError, match=r"layers\.1\.up\.weight: the gradient"):
+        USES[use](grad)
+    session.close()
+
+
+def test_what_is_set_to_none_is_forgotten() -> None:
+    """By `zero_grad` of the model between two micro-batches, outside of `weights`."""
+    numbers = []
+    for paged in (True, False):
+        model = stack()
+        session = open_session(model, outside=HOST_STATE) if paged else None
+        optimizer = wrapped(session) if session else adamw(model)
+        for micro_batch, tokens in enumerate(batches(3)):
+            model(tokens).backward()
+            if micro_batch == 1:
+                model.zero_grad()
+        model.layers[1].up.weight.grad = None
+        optimizer.step()
+        numbers.append(weights(model))
+        if session:
+            session.close()
+    assert_same(*numbers)
+
+
+def test_nobody_looks_inside_a_pass() -> None:
+    model = stack()
+    session = open_session(model)
+
+    def look(*_: Any) -> None:
+        with session.weights():
+            pass
+
+    handle = model.layers[1].up.register_forward_hook(look)
+    with pytest.raises(AccessError, match="between two passes"):
+        model(batches(1)[0])
+    handle.remove()
+    model(batches(1)[0]).backward()
+    session.close()
