@@ -373,6 +373,8 @@ REFUSED_IN_AXOLOTL = [
     ("relora", {**LORA, "relora": True, "jagged_restart_steps": 10}),
     ("use_ray", {"use_ray": True, "ray_num_workers": 2}),
     ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
+    ("wandb_watch: all", {"wandb_watch": "all"}),
+    ("wandb_watch: parameters", {"wandb_watch": "parameters"}),
     ("qat", {"qat": {"weight_dtype": "int8"}}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["model.embed_tokens[:100]"]}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["lm_head", "^emb$[5:]"]}),
@@ -435,11 +437,11 @@ def test_full_precision_bf16_is_unknown_to_axolotl():
         validate(bf16="full", protrain_auto_memory=False)
 
 
-def test_a_filter_of_gradients_needs_them_on_the_device():
-    plugins = ["axolotl.integrations.grokfast.GrokfastPlugin"]
+def test_a_plugin_that_writes_weights_inside_of_passes_is_refused():
+    plugins = ["axolotl.integrations.llm_compressor.LLMCompressorPlugin"]
     (line,) = refusals({"plugins": plugins})
-    assert "Grokfast" in line and "adapter" in line
-    assert not refusals({"plugins": plugins, "adapter": "lora"})
+    assert "LLMCompressor" in line and "protrain_force_all_persistent" in line
+    assert not refusals({"plugins": plugins, "protrain_force_all_persistent": True})
 
 
 def test_masters_need_state_on_the_host():

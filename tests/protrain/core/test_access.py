@@ -281,6 +281,20 @@ def test_a_gradient_on_the_host_is_no_number_elsewhere(use: str) -> None:
     session.close()
 
 
+def test_a_gradient_that_somebody_keeps_is_an_error() -> None:
+    """A plain run's would stay what it is; here the next one takes its memory."""
+    model = stack()
+    session = open_session(model)
+    optimizer, kept = wrapped(session), []
+    model(batches(1)[0]).backward()
+    with pytest.raises(AccessError, match=r"layers\.1\.\S+: somebody keeps"):
+        with session.weights():
+            kept.append(model.layers[1].up.weight.grad.view(-1))
+    kept.clear()
+    optimizer.step()
+    session.close()
+
+
 def test_what_is_set_to_none_is_forgotten() -> None:
     """By `zero_grad` of the model between two micro-batches, outside of `weights`."""
     numbers = []

@@ -106,6 +106,12 @@ EXCLUDED = (
     ),
     Refusal("fp8", "replaces modules after ProTrain has laid them out"),
     Refusal("relora", "merges adapters into weights that may be paged out"),
+    Refusal(
+        "wandb_watch",
+        "reads weights after each forward, when those of most blocks are paged out",
+        "Use `wandb_watch: gradients`, or log norms in an event of a callback",
+        _one_of("all", "parameters"),
+    ),
     Refusal("lisa_n_layers", "changes which blocks train during the run"),
     Refusal(
         "activation_offloading",
@@ -150,10 +156,11 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
     )
     plugins = " ".join(settings.get("plugins") or ()).lower()
-    if trains_paged_weights and "grokfast" in plugins:
+    if not settings.get("protrain_force_all_persistent") and "llmcompressor" in plugins:
         lines.append(
-            "`plugins`: GrokfastPlugin filters gradients on the device, and those of "
-            "paged weights are on the host. Remove it, or train an adapter."
+            "`plugins`: LLMCompressorPlugin writes weights from inside of passes, where "
+            "those of most blocks are paged out. Remove it, or set "
+            "`protrain_force_all_persistent: true`."
         )
     if trains_paged_weights and optimizer not in _HOST_OPTIMIZERS:
         lines.append(

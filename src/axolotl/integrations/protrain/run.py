@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from .loading import LoadShare
 
 _BLIND = ("transformers", "axolotl")
-"""Packages whose callbacks look at no weights; those that do are refused."""
+"""Packages whose callbacks look at no weights; others that do are refused."""
+_SEEING = "axolotl.integrations.grokfast"
 NOT_REPACKED = (
     "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
     "(AVX512-BF16) and trains without their gradients from then on. It does not in "
@@ -60,8 +61,9 @@ def looking(event: str, callbacks: Sequence[TrainerCallback]) -> list[str]:
     found = []
     for callback in callbacks:
         act = getattr(callback, event)
-        home = (getattr(act, "__module__", None) or "").partition(".")[0]
-        if home not in _BLIND and getattr(callback, "looks_at_weights", True):
+        home = getattr(act, "__module__", None) or ""
+        sees = home.startswith(_SEEING) or home.partition(".")[0] not in _BLIND
+        if sees and getattr(callback, "looks_at_weights", True):
             found.append(type(callback).__name__)
     return found
 

@@ -12,6 +12,9 @@ Moments then lie in shared memory, too: any rank can write the state of all.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -177,6 +180,7 @@ class HostChunk:
         names = (spec.name for spec in chunk.tensors)
         self.stand_ins = [*map(StandIn, names, self.params)]
         self._shown: dict[int, Tensor] = {}
+        self._lent: dict[int, weakref.ref[Any]] = {}
         specs = main_chunk(chunk, memory.fp32_master).tensors
         weights = [memory.weights.tensor(chunk.index, spec) for spec in chunk.tensors]
         self._has_master = [
@@ -269,10 +273,12 @@ class HostChunk:
         for index, param in enumerate(self.params):
             if param.grad is self.stand_ins[index]:
                 total = self._total(index)
+                if not self.parts:
+                    total, self._lent[index] = _lend(total)
                 param.grad = None
                 # a copy, where the parameter is on the device or has a master
-                param.grad = total.to(param.device, param.dtype)
-                self._shown[index] = param.grad
+                self._shown[index] = total.to(param.device, param.dtype)
+                param.grad = self._shown[index]
 
     def hide_gradients(self) -> None:
         """`hide_gradient` of all parameters."""
@@ -283,21 +289,34 @@ class HostChunk:
         """What a parameter's `.grad` was set or changed to is its gradient.
 
         Raises:
-            AccessError: It was set where no update will read it.
+            AccessError: It was set where no update will read it, or somebody keeps a
+                tensor whose memory is that of the next gradient.
         """
         param, stand_in = self.params[index], self.stand_ins[index]
         now, shown = param.grad, self._shown.pop(index, None)
         if now is stand_in or (now is None and shown is None):
             return
+        self._accept(index, now, shown is not None)
         param.grad = None if now is None else stand_in
+        lent = self._lent.pop(index, None)
+        del now, shown
+        if lent is not None and lent() is not None:
+            gc.collect()
+            if lent() is not None:
+                raise AccessError(
+                    f"{stand_in.parameter_name}: somebody keeps its gradient, or a view "
+                    "of it, whose memory the next gradient takes. Keep a clone."
+                )
+
+    def _accept(self, index: int, now: Tensor | None, was_shown: bool) -> None:
         waits = index in self._waiting_indices()
         if now is None:
             self._waiting_indices().discard(index)
-        elif shown is None and not waits:
+        elif not was_shown and not waits:
             if self.sums is None or self.parts:
                 raise AccessError(
-                    f"{stand_in.parameter_name}: its `.grad` was set where the ranks "
-                    "have no gradients. Set it after backward."
+                    f"{self.chunk.tensors[index].name}: its `.grad` was set where the "
+                    "ranks have no gradients. Set it after backward."
                 )
             self.sums.add(index, now.cpu())
         elif waits:
@@ -465,6 +484,15 @@ def _parts(layout: Sequence[Reduction], buffer: Tensor) -> list[Tensor]:
         parts.append(part.view(reduction.dtype))
         start += aligned(reduction.part_bytes)
     return parts
+
+
+def _lend(tensor: Tensor) -> tuple[Tensor, weakref.ref[Any]]:
+    """The same memory as a storage of its own, and what tells whether that still lives."""
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    # it must not outlive the memory
+    memory.owner = tensor
+    lent = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return lent, weakref.ref(memory)
 
 
 def _cut(whole: Tensor, piece: Piece) -> Tensor:
