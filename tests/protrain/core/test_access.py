@@ -65,6 +65,19 @@ def run_it(model: nn.Module) -> float:
     return loss + sum(every_norm(model))
 
 
+def train_once(model: Any) -> list[float]:
+    """A step of somebody's own, in the middle of the run's."""
+    optimizer = model.optimizer[0]
+    loss = model(batches(1, seed=9)[0])
+    before = every_norm(model)
+    loss.backward()
+    numbers = [loss.item(), *before, *every_norm(model)]
+    optimizer.step()
+    numbers += every_norm(model)
+    optimizer.zero_grad()
+    return numbers
+
+
 def load(model: nn.Module) -> None:
     model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
 
@@ -114,6 +127,7 @@ WRITES: dict[str, Act] = {
     "in place": decay_in_place,
     "exchange": exchange_blocks,
     "load": load,
+    "train": train_once,
 }
 GRADIENTS: dict[str, Act] = {
     "norms": gradient_norms,
@@ -132,6 +146,8 @@ def steps(
 ) -> list[Any]:
     """Two steps of two micro-batches, with acts at their moments; all numbers seen."""
     seen: list[Any] = []
+    # a list, which is no part of the model's state
+    model.optimizer = [optimizer]
 
     def at(moment: str) -> None:
         if moment not in acts:
@@ -183,7 +199,8 @@ def test_what_is_read_is_true(act: str, plan: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("act", WRITES)
 def test_what_is_written_counts(act: str, plan: str) -> None:
-    assert_like_plain(plan, dict.fromkeys(("begin", "updated", "end"), WRITES[act]))
+    moments = ("begin", "end") if act == "train" else ("begin", "updated", "end")
+    assert_like_plain(plan, dict.fromkeys(moments, WRITES[act]))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -227,6 +244,11 @@ def test_a_copy_outside_of_weights_is_true() -> None:
         assert not any(p.isnan().any() for p in block.parameters())
         train(model, optimizer, data, session)
         train(plain, theirs, data)
+        for net, step in ((model, optimizer), (plain, theirs)):
+            net(data[0][0]).backward()
+            copy.deepcopy(net)
+            step.step()
+            step.zero_grad()
         with pytest.raises(AccessError, match=r"layers\.4\.up\.weight.*cannot be"):
             copy.deepcopy(model.layers[4].up)
     session.close()

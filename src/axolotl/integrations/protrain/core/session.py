@@ -204,6 +204,7 @@ class Session:
             self._before_update,
             self._ranks,
         )
+        self._optimizer.register_step_post_hook(self._after_update)
         return self._optimizer
 
     @contextmanager
@@ -490,6 +491,8 @@ class Session:
         self._require_no_pass()
         if isinstance(self._optimizer, PagedAdamW):
             self._optimizer.settle_gradients()
+        else:
+            self._gradients.settle()
         self._pager.close_any()
         self._worker.drain()
         self.ready()
@@ -580,7 +583,14 @@ class Session:
             if self._viewers:
                 self._show()
 
+    def _after_update(self, *_: object) -> None:
+        """All updates of a step are queued."""
+        if self._viewers:
+            self._show()
+
     def _before_update(self, host: HostChunk) -> None:
+        # what is shown would be taken for what somebody has written
+        self._hide()
         self._pager.close_any()
         index = host.chunk.index
         if index in self._ring.numbers:
