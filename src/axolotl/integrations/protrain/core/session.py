@@ -500,8 +500,7 @@ class Session:
         self.device.synchronize()
         self._shown, self._takes = frozenset(self.plan.paged), True
         self._residence.show(self._shown, own=True)
-        for host in self._host_chunks:
-            host.show_gradients()
+        self._gradients.show()
 
     def _hide(self) -> None:
         """A pass begins, or nobody looks any longer."""
@@ -512,8 +511,7 @@ class Session:
         if takes:
             # nobody of the node looks any longer
             self._ranks.node_sum(torch.zeros(1))
-            for host in self._host_chunks:
-                host.hide_gradients()
+            self._gradients.hide()
         self._residence.hide(shown, takes)
         if takes:
             # each rank has taken its part of what all have written

@@ -32,6 +32,7 @@ from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, Counters
 from .host_chunks import GradientSums, HostChunk, tensor_in
+from .stand_ins import ShownGradients
 
 
 class Gradients:
@@ -40,9 +41,31 @@ class Gradients:
     host_bytes = 0
     """Page-locked, beside what the chunks have."""
 
+    def __init__(self) -> None:
+        self._shown: list[ShownGradients] = []
+
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         """Hook every parameter of the chunks, whose state is on the host."""
         raise NotImplementedError
+
+    def show(self) -> None:
+        """Let `.grad` of parameters be their settled gradients; see `ShownGradients`."""
+        for shown in self._shown:
+            shown.show()
+
+    def hide(self) -> None:
+        """Take over what was done to them."""
+        for shown in self._shown:
+            shown.hide()
+
+    def take_back(self, pending: Callable[[int], bool]) -> None:
+        """Take over what `.grad` was set to meanwhile, after `settle`.
+
+        `pending` tells whether a chunk waits for its update: it has had no gradient since.
+        """
+        for shown in self._shown:
+            if not pending(shown.host.chunk.index):
+                shown.take_back()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
@@ -69,6 +92,39 @@ class Gradients:
             Exception: What the sum of a gradient raised, unless `settle` has.
         """
 
+    def _hook(
+        self,
+        host: HostChunk,
+        take: Callable[[int, Tensor], None],
+        drop: Callable[[int], None],
+    ) -> list[Removable]:
+        """Give each gradient of a chunk away, with the index of its parameter, as soon as
+        autograd has accumulated it.
+
+        `drop` is called before, if the parameter has none: somebody set it to None.
+        """
+        shown = ShownGradients(host)
+        self._shown.append(shown)
+
+        def before(index: int, param: nn.Parameter, _gradient: Tensor) -> None:
+            shown.hide_one(index)
+            if param.grad is None:
+                drop(index)
+            # or autograd would add to what stands there
+            param.grad = None
+
+        def after(index: int, param: Tensor) -> None:
+            gradient, param.grad = param.grad, shown.stand_ins[index]
+            if gradient is not None:
+                take(index, gradient)
+
+        handles: list[Removable] = []
+        for index, param in enumerate(host.params):
+            handles.append(param.register_hook(partial(before, index, param)))
+            hook = partial(after, index)
+            handles.append(param.register_post_accumulate_grad_hook(hook))
+        return handles
+
 
 class GradientOffload(Gradients):
     """`Gradients` of a rank alone; see Note [Sums of micro-batches]."""
@@ -76,6 +132,7 @@ class GradientOffload(Gradients):
     def __init__(
         self, device: Device, worker: HostWorker, counters: Counters | None = None
     ) -> None:
+        super().__init__()
         self._device, self._worker = device, worker
         self._counters = counters or Counters()
         self._expected: list[GradientSums] = []
@@ -92,7 +149,7 @@ class GradientOffload(Gradients):
             assert sums is not None
             self.expect(sums)
             take, drop = partial(self.take, sums), partial(self.drop, sums)
-            handles += hook_gradients(host, take, drop)
+            handles += self._hook(host, take, drop)
         return handles
 
     def expect(self, sums: GradientSums) -> None:
@@ -201,34 +258,6 @@ class GradientOffload(Gradients):
     def _retire(self) -> None:
         event, _gradients = self._in_flight.popleft()
         event.synchronize()
-
-
-def hook_gradients(
-    host: HostChunk, take: Callable[[int, Tensor], None], drop: Callable[[int], None]
-) -> list[Removable]:
-    """Give each gradient of a chunk away, with the index of its parameter, as soon as
-    autograd has accumulated it.
-
-    `drop` is called before, if the parameter has none: somebody set it to None.
-    """
-
-    def before(index: int, param: nn.Parameter, _gradient: Tensor) -> None:
-        host.hide_gradient(index)
-        if param.grad is None:
-            drop(index)
-        # or autograd would add to what stands there
-        param.grad = None
-
-    def after(index: int, param: Tensor) -> None:
-        gradient, param.grad = param.grad, host.stand_ins[index]
-        if gradient is not None:
-            take(index, gradient)
-
-    handles: list[Removable] = []
-    for index, param in enumerate(host.params):
-        handles.append(param.register_hook(partial(before, index, param)))
-        handles.append(param.register_post_accumulate_grad_hook(partial(after, index)))
-    return handles
 
 
 def _add(event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]) -> None:

@@ -12,9 +12,6 @@ Moments then lie in shared memory, too: any rank can write the state of all.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import AccessError, CheckpointError
+from ..errors import CheckpointError
 from ..layout import Piece, Reduction, aligned, main_chunk, reductions
 from ..layout.shards import PAGE_BYTES
-from ..layout.tensors import tensors_in
 from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk, TensorSpec
 
@@ -113,42 +109,6 @@ class GradientSums:
             self.present.add(index)
 
 
-class StandIn(Tensor):
-    """Is the `.grad` of a parameter whose gradient is on the host: not None, no bytes.
-
-    Raises:
-        AccessError: Somebody computes with it.
-    """
-
-    parameter_name: str
-
-    @staticmethod
-    def __new__(cls, name: str, param: Tensor) -> StandIn:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=param.device
-        )
-        made.parameter_name = name
-        return made
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"StandIn({self.parameter_name!r})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = next(
-            t.parameter_name
-            for t in tensors_in([args, kwargs or {}])
-            if isinstance(t, cls)
-        )
-        raise AccessError(
-            f"{name}: the gradient of this weight is on the host. Read or change "
-            "gradients in an event of a callback (on_pre_optimizer_step), or inside "
-            "`with trainer.protrain.weights():`."
-        )
-
-
 class HostChunk:
     """Host tensors of one trainable chunk; see Note [Main parameters].
 
@@ -164,7 +124,6 @@ class HostChunk:
         used: Parameters that have a gradient since the last `clear`, on any rank.
         sums: Where gradients of this rank add up; alone, the update reads them there,
             with others there are none before micro-batches that do not synchronise.
-        stand_ins: For each parameter the `.grad` that says its gradient is here.
         reductions: How gradients of several ranks come together.
         parts: For each of them what this rank receives, on the host.
     """
@@ -177,10 +136,6 @@ class HostChunk:
         self._device, self._ranks = memory.device, memory.ranks
         self.chunk = chunk
         self.params = [params[spec.name] for spec in chunk.tensors]
-        names = (spec.name for spec in chunk.tensors)
-        self.stand_ins = [*map(StandIn, names, self.params)]
-        self._shown: dict[int, Tensor] = {}
-        self._lent: dict[int, weakref.ref[Any]] = {}
         specs = main_chunk(chunk, memory.fp32_master).tensors
         weights = [memory.weights.tensor(chunk.index, spec) for spec in chunk.tensors]
         self._has_master = [
@@ -255,91 +210,26 @@ class HostChunk:
         """Weights, masters and gradients are about to be written by this thread."""
         self._device.writes((*self.weights, *self.mains, *self.gradients))
 
-    def have_gradients(self) -> None:
-        """All ranks have agreed on `used`."""
-        for index in self.used:
-            if self.params[index].grad is None:
-                self.params[index].grad = self.stand_ins[index]
-
-    def take_back(self) -> None:
-        """Gradients that somebody set to None or to another tensor are that now."""
-        self.hide_gradients()
-        for index, param in enumerate(self.params):
-            if param.grad is None:
-                self.used.discard(index)
-
-    def show_gradients(self) -> None:
-        """Let `.grad` of parameters that have one be its value, until `hide_gradient`."""
-        for index, param in enumerate(self.params):
-            if param.grad is self.stand_ins[index]:
-                total = self._total(index)
-                if not self.parts:
-                    total, self._lent[index] = _lend(total)
-                param.grad = None
-                # a copy, where the parameter is on the device or has a master
-                self._shown[index] = total.to(param.device, param.dtype)
-                param.grad = self._shown[index]
-
-    def hide_gradients(self) -> None:
-        """`hide_gradient` of all parameters."""
-        for index in range(len(self.params)):
-            self.hide_gradient(index)
-
-    def hide_gradient(self, index: int) -> None:
-        """What a parameter's `.grad` was set or changed to is its gradient.
-
-        Raises:
-            AccessError: It was set where no update will read it, or somebody keeps a
-                tensor whose memory is that of the next gradient.
-        """
-        param, stand_in = self.params[index], self.stand_ins[index]
-        now, shown = param.grad, self._shown.pop(index, None)
-        if now is stand_in or (now is None and shown is None):
-            return
-        self._accept(index, now, shown is not None)
-        param.grad = None if now is None else stand_in
-        lent = self._lent.pop(index, None)
-        del now, shown
-        if lent is not None and lent() is not None:
-            gc.collect()
-            if lent() is not None:
-                raise AccessError(
-                    f"{stand_in.parameter_name}: somebody keeps its gradient, or a view "
-                    "of it, whose memory the next gradient takes. Keep a clone."
-                )
-
-    def _accept(self, index: int, now: Tensor | None, was_shown: bool) -> None:
-        waits = index in self._waiting_indices()
-        if now is None:
-            self._waiting_indices().discard(index)
-        elif not was_shown and not waits:
-            if self.sums is None or self.parts:
-                raise AccessError(
-                    f"{self.chunk.tensors[index].name}: its `.grad` was set where the "
-                    "ranks have no gradients. Set it after backward."
-                )
-            self.sums.add(index, now.cpu())
-        elif waits:
-            total = self._total(index)
-            if not torch.equal(now, total.to(now.device, now.dtype)):
-                self._replace(index, now)
-
-    def _waiting_indices(self) -> set[int]:
+    @property
+    def waiting(self) -> set[int]:
         """Parameters with a gradient that an update will read."""
         if self.used or self.sums is None:
             return self.used
         return self.sums.present
 
-    def _total(self, index: int) -> Tensor:
-        """A parameter's gradient of all micro-batches so far, on the host."""
-        if self.sums is not None and (not self.parts or index in self.sums.present):
-            return self.sums.total(index)
-        # of all ranks: each may change a copy
+    def total(self, index: int) -> Tensor:
+        """A parameter's gradient of all micro-batches so far, in the dtype of the sum; no
+        rank may be writing it. One of several ranks gets a copy."""
+        sums = self._own_sums(index)
+        if sums is not None:
+            return sums.total(index)
         return self.whole_gradient(index).clone().view(self.params[index].shape)
 
-    def _replace(self, index: int, gradient: Tensor) -> None:
-        if self.sums is not None and (not self.parts or index in self.sums.present):
-            self.sums.total(index).copy_(gradient)
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """Overwrite a parameter's gradient; of several ranks each its pieces."""
+        sums = self._own_sums(index)
+        if sums is not None:
+            sums.total(index).copy_(gradient)
             return
         flat = gradient.reshape(-1)
         for piece, own in zip(self._pieces, self._gradients, strict=True):
@@ -440,6 +330,13 @@ class HostChunk:
         held = [*masters, *(self.parts or self._gradients)]
         return sum(tensor.nbytes for tensor in held)
 
+    def _own_sums(self, index: int) -> GradientSums | None:
+        """Where this rank has the gradient; None once the ranks have averaged it."""
+        alone = not self.parts
+        return (
+            self.sums if self.sums and (alone or index in self.sums.present) else None
+        )
+
     def _take_parts(self, memory: HostMemory) -> None:
         size = self._ranks.world.local_size
         received = parts_chunk(self.chunk, size, memory.fp32_master)
@@ -484,15 +381,6 @@ def _parts(layout: Sequence[Reduction], buffer: Tensor) -> list[Tensor]:
         parts.append(part.view(reduction.dtype))
         start += aligned(reduction.part_bytes)
     return parts
-
-
-def _lend(tensor: Tensor) -> tuple[Tensor, weakref.ref[Any]]:
-    """The same memory as a storage of its own, and what tells whether that still lives."""
-    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    # it must not outlive the memory
-    memory.owner = tensor
-    lent = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-    return lent, weakref.ref(memory)
 
 
 def _cut(whole: Tensor, piece: Piece) -> Tensor:

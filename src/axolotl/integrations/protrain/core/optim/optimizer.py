@@ -218,10 +218,7 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         self._gradients.settle()
-        for host in self._chunks:
-            # one that waits for its update has had no gradient since
-            if not self._worker.pending(host.chunk.index):
-                host.take_back()
+        self._gradients.take_back(self._worker.pending)
 
     def _take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         self._chunks, self._gradients = chunks, gradients

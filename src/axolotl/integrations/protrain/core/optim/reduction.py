@@ -38,7 +38,7 @@ from ..layout import aligned, main_chunk, reduce_bytes
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, Counters
-from .gradients import GradientOffload, Gradients, hook_gradients
+from .gradients import GradientOffload, Gradients
 from .host_chunks import GradientSums, HostChunk, tensor_in
 
 
@@ -60,6 +60,7 @@ class GradientReduction(Gradients):
         fp32_master: bool,
         counters: Counters,
     ) -> None:
+        super().__init__()
         self._device, self._worker, self._ranks = device, worker, ranks
         self._order, self._fp32_master = order, fp32_master
         self._counters = counters
@@ -92,7 +93,7 @@ class GradientReduction(Gradients):
         handles: list[Removable] = []
         for waiting in self._waiting:
             take, drop = partial(self._take, waiting), partial(self._drop, waiting)
-            handles += hook_gradients(waiting.host, take, drop)
+            handles += self._hook(waiting.host, take, drop)
         return handles
 
     def begin_micro_batch(self, synchronises: bool) -> None:
@@ -138,7 +139,8 @@ class GradientReduction(Gradients):
             self._ranks.maximum(flags).tolist(), self._waiting, strict=True
         ):
             waiting.host.used = {i for i, was_used in enumerate(row) if was_used}
-            waiting.host.have_gradients()
+        for shown in self._shown:
+            shown.stand_in()
 
     def discard(self) -> None:
         self._due = False

@@ -1,0 +1,152 @@
+"""What `.grad` of a parameter is while its gradient is on the host.
+
+See Note [Who looks between two passes] in session.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import AccessError
+from ..layout.tensors import tensors_in
+from .host_chunks import HostChunk
+
+
+class StandIn(Tensor):
+    """Is the `.grad` of a parameter whose gradient is on the host: not None, no bytes.
+
+    Raises:
+        AccessError: Somebody computes with it.
+    """
+
+    parameter_name: str
+
+    @staticmethod
+    def __new__(cls, name: str, param: Tensor) -> StandIn:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
+        made.parameter_name = name
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"StandIn({self.parameter_name!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = next(
+            t.parameter_name
+            for t in tensors_in([args, kwargs or {}])
+            if isinstance(t, cls)
+        )
+        raise AccessError(
+            f"{name}: the gradient of this weight is on the host. Read or change "
+            "gradients in an event of a callback (on_pre_optimizer_step), or inside "
+            "`with trainer.protrain.weights():`."
+        )
+
+
+class ShownGradients:
+    """The `.grad` of a chunk's parameters: stand-ins, or for a while the gradients.
+
+    A parameter without a gradient has None, as without paging; who sets `.grad` to None
+    or to a tensor is taken at their word.
+
+    Attributes:
+        stand_ins: One for each parameter.
+    """
+
+    def __init__(self, host: HostChunk) -> None:
+        self.host = host
+        self.stand_ins = [
+            StandIn(spec.name, param)
+            for spec, param in zip(host.chunk.tensors, host.params, strict=True)
+        ]
+        self._shown: dict[int, Tensor] = {}
+        self._lent: dict[int, weakref.ref[Any]] = {}
+
+    def stand_in(self) -> None:
+        """All ranks have agreed on which parameters have a gradient."""
+        for index in self.host.used:
+            if self.host.params[index].grad is None:
+                self.host.params[index].grad = self.stand_ins[index]
+
+    def take_back(self) -> None:
+        """Take over what `.grad` was set to, None included."""
+        self.hide()
+        for index, param in enumerate(self.host.params):
+            if param.grad is None:
+                self.host.used.discard(index)
+
+    def show(self) -> None:
+        """Let `.grad` be the gradient, clipped or not, where there is one."""
+        for index, param in enumerate(self.host.params):
+            if param.grad is self.stand_ins[index]:
+                total = self.host.total(index)
+                if not self.host.parts:
+                    total, self._lent[index] = _lend(total)
+                param.grad = None
+                # a copy, where the parameter is on the device or has a master
+                self._shown[index] = total.to(param.device, param.dtype)
+                param.grad = self._shown[index]
+
+    def hide(self) -> None:
+        """`hide_one` of all parameters."""
+        for index in range(len(self.stand_ins)):
+            self.hide_one(index)
+
+    def hide_one(self, index: int) -> None:
+        """Take over what a parameter's `.grad` was set or changed to.
+
+        Raises:
+            AccessError: It was set where no update will read it, or somebody keeps a
+                tensor whose memory is that of the next gradient.
+        """
+        param, stand_in = self.host.params[index], self.stand_ins[index]
+        now, shown = param.grad, self._shown.pop(index, None)
+        if now is stand_in or (now is None and shown is None):
+            return
+        self._accept(index, now, shown is not None)
+        param.grad = None if now is None else stand_in
+        lent = self._lent.pop(index, None)
+        del now, shown
+        if lent is not None and lent() is not None:
+            gc.collect()
+            if lent() is not None:
+                raise AccessError(
+                    f"{stand_in.parameter_name}: somebody keeps its gradient, or a view "
+                    "of it, whose memory the next gradient takes. Keep a clone."
+                )
+
+    def _accept(self, index: int, now: Tensor | None, was_shown: bool) -> None:
+        host, waits = self.host, index in self.host.waiting
+        if now is None:
+            host.waiting.discard(index)
+        elif waits:
+            total = host.total(index)
+            if not torch.equal(now, total.to(now.device, now.dtype)):
+                host.replace(index, now)
+        elif not was_shown:
+            if host.sums is None or host.parts:
+                raise AccessError(
+                    f"{self.stand_ins[index].parameter_name}: its `.grad` was set where "
+                    "the ranks have no gradients. Set it after backward."
+                )
+            host.sums.add(index, now.cpu())
+
+
+def _lend(tensor: Tensor) -> tuple[Tensor, weakref.ref[Any]]:
+    """The same memory as a storage of its own, and what tells whether that still lives."""
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    # it must not outlive the memory
+    memory.owner = tensor
+    lent = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return lent, weakref.ref(memory)
