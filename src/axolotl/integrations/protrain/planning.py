@@ -25,6 +25,7 @@ from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
+    BlockSeconds,
     Emulation,
     Target,
     TracedStep,
@@ -439,7 +440,7 @@ def _measured(
             attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
         )
-        return cached(folder, key, measure)
+        return cached(folder, key, measure, BlockSeconds)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     return measure_blocks(model, names, samples, device, dtype, cached_times)

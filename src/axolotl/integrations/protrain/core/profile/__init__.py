@@ -1,6 +1,6 @@
 """What the model needs, and what the machine gives."""
 
-from .block_times import measure_blocks
+from .block_times import BlockSeconds, measure_blocks
 from .cache import block_key, cached, cached_hardware
 from .cards import GPUS, gpu_hardware
 from .emulation import Emulation, Target, outputs_as_fp32
@@ -16,6 +16,7 @@ from .trace import TracedStep, trace_step
 
 __all__ = [
     "GPUS",
+    "BlockSeconds",
     "Emulation",
     "Target",
     "TracedStep",
