@@ -47,6 +47,7 @@ from axolotl.integrations.protrain.core.profile.cards import (
 )
 from axolotl.integrations.protrain.core.profile.hardware import (
     device_name,
+    host_memory,
     measure_collectives,
     measure_hardware,
     weakest,
@@ -759,6 +760,47 @@ def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     )
     file.unlink()
     assert of(1, 2) != first
+
+
+# memory of the host
+
+
+def cgroup(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("path", ["/slice/job", "/of/the/host"])
+def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, path: str) -> None:
+    own, mounted = tmp_path / "own", tmp_path / "mounted"
+    own.write_text(f"9:name=x:/\n4:memory:{path}\n" if version == 1 else f"0::{path}\n")
+    root = mounted / "memory" if version == 1 else mounted
+    limit, used, prefix, without = (
+        ("memory__limit_in_bytes", "memory__usage_in_bytes", "total_", 2**63 - 4096)
+        if version == 1
+        else ("memory__max", "memory__current", "", "max")
+    )
+    pages = f"{prefix}active_file {GIB // 4}\n{prefix}inactive_file {GIB // 4}\nanon 1"
+
+    def free() -> int:
+        return host_memory(mounted, own)
+
+    unlimited = free()
+    cgroup(root, **{limit: without, used: 5 * GIB, "memory__stat": pages})
+    assert free() == pytest.approx(unlimited, abs=GIB // 2)
+    cgroup(root, **{limit: 4 * GIB, used: 2 * GIB})
+    # what is in files is given up, and a reserve is left to the system
+    assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB
+    job = root / "slice" / "job"
+    cgroup(job, **{limit: without, used: 3 * GIB, "memory__stat": pages})
+    cgroup(job.parent, **{limit: 3 * GIB, used: 2 * GIB, "memory__stat": pages})
+    tighter = GIB if path == "/slice/job" else 0
+    assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB - tighter
 
 
 # several ranks

@@ -402,6 +402,17 @@ def this_machine(
     Raises:
         ConfigError: The CPU device has no limit, or the cache cannot be written.
     """
+    capacity = device_budget(args, device)
+    folder, versions = _cache_folder(args), _versions()
+    return cached_hardware(folder, device, host_bytes, capacity, versions, together)
+
+
+def device_budget(args: ProTrainArgs, device: torch.device) -> int:
+    """Bytes of a device that may be used.
+
+    Raises:
+        ConfigError: It is the CPU, which has no limit of its own.
+    """
     capacity = args.protrain_capacity_bytes
     if device.type != "cpu":
         free = device_memory(device)
@@ -409,8 +420,7 @@ def this_machine(
         capacity = min(free, capacity or free)
     if capacity is None:
         raise missing_capacity()
-    folder, versions = _cache_folder(args), _versions()
-    return cached_hardware(folder, device, host_bytes, capacity, versions, together)
+    return capacity
 
 
 def missing_capacity() -> ConfigError:

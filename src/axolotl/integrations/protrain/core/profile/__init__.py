@@ -9,6 +9,7 @@ from .hardware import (
     host_memory,
     measure_collectives,
     measure_hardware,
+    measured_unseen_bytes,
     weakest,
 )
 from .meta import meta_copy
@@ -29,6 +30,7 @@ __all__ = [
     "measure_blocks",
     "measure_collectives",
     "measure_hardware",
+    "measured_unseen_bytes",
     "meta_copy",
     "outputs_as_fp32",
     "trace_step",
