@@ -179,6 +179,13 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**PAGED, "protrain_capacity_bytes": "1MiB", **overrides(4, 0)},
         ["BudgetError: protrain_capacity_bytes: the plan of the overrides needs "],
     ),
+    "nothing_trains": (
+        {**ROOM, "unfrozen_parameters": ["^none"]},
+        [
+            "ConfigError: unfrozen_parameters: ['^none'] matches no parameter of "
+            "LlamaForCausalLM, so that nothing trains.",
+        ],
+    ),
     "no_blocks": (
         {**ROOM, **FLAT_MODEL},
         [

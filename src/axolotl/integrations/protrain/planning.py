@@ -87,9 +87,10 @@ def subject_of(
 
     Raises:
         TraceError: It cannot be run without weights.
-        ConfigError: It takes images in a way that is not known here.
+        ConfigError: It takes images in a way that is not known here, or nothing trains.
     """
     args = args_from(cfg)
+    _require_training(cfg, model)
     assumptions: list[str] = []
     batch = sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
@@ -116,6 +117,23 @@ def subject_of(
     assumptions += used
     workload = _workload(cfg, args, batch, device_type, world, assumptions)
     return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
+
+
+def _require_training(cfg: Any, model: nn.Module) -> None:
+    if any(param.requires_grad for param in model.parameters()):
+        return
+    first = next((name for name, _ in model.named_parameters()), "none")
+    if cfg.unfrozen_parameters:
+        raise ConfigError(
+            f"unfrozen_parameters: {cfg.unfrozen_parameters} matches no parameter of "
+            f"{type(model).__name__}, so that nothing trains. Give regular expressions "
+            f"for names such as {first}, or remove the key to train all of them."
+        )
+    raise ConfigError(
+        f"unfrozen_parameters: no parameter of {type(model).__name__} requires "
+        "gradients, so that nothing trains. A plugin has frozen them, or an adapter "
+        f"has none: name what trains, for example {first}, or set an adapter."
+    )
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:
