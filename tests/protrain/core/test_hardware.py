@@ -48,6 +48,7 @@ from axolotl.integrations.protrain.core.profile.cards import (
 from axolotl.integrations.protrain.core.profile.hardware import (
     device_name,
     host_memory,
+    mapped_bytes,
     measure_collectives,
     measure_hardware,
     weakest,
@@ -801,6 +802,16 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, path: str) -> 
     cgroup(job.parent, **{limit: 3 * GIB, used: 2 * GIB, "memory__stat": pages})
     tighter = GIB if path == "/slice/job" else 0
     assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB - tighter
+
+
+def test_pages_of_files_are_told_from_memory(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    mapped = torch.from_file(str(file), size=1 << 20, dtype=torch.uint8)
+    rest = torch.ones(1 << 20, dtype=torch.uint8)
+    assert mapped_bytes([mapped[-10:], rest, mapped[:20], rest[:5]]) == 30
+    file.unlink()
+    assert mapped_bytes([mapped]) == 0
 
 
 # several ranks

@@ -125,9 +125,7 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
         subject = subject_of(cfg, model, device_type, world)
         if args.protrain_cpu_capacity_bytes is None:
             # at best the whole base is mapped, and takes memory only where it moves
-            nbytes = sum(p.nbytes for p in model.parameters())
-            workload = replace(subject.workload, mapped_bytes=nbytes)
-            subject = replace(subject, workload=workload)
+            subject = subject.loaded_with(sum(p.nbytes for p in model.parameters()))
         try:
             plan_for(args, subject, hardware)
         except BudgetError as error:

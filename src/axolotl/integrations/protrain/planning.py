@@ -34,6 +34,7 @@ from .core.profile import (
     cached_hardware,
     device_memory,
     host_memory,
+    mapped_bytes,
     measure_blocks,
     measure_collectives,
     meta_copy,
@@ -67,6 +68,10 @@ class Subject:
     redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
+
+    def loaded_with(self, mapped_bytes: int) -> Subject:
+        """The same with so many bytes of weights that are pages of their files."""
+        return replace(self, workload=replace(self.workload, mapped_bytes=mapped_bytes))
 
 
 def subject_of(
@@ -377,6 +382,7 @@ def plan_here(
 
     def plan() -> tuple[Forecast, Planner | None, list[str]]:
         subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
+        subject = subject.loaded_with(mapped)
         measured = _measured(cfg, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
         alone = planner if world.size == 1 else None
@@ -385,12 +391,15 @@ def plan_here(
     # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
     require_same_keys(ranks.collect(args.model_dump(exclude={"protrain_cache_dir"})))
-    host_bytes = host_memory() + world.local_size * sum(
-        # the arena of a node takes the place of what each of its ranks has loaded
-        param.nbytes
+    there = [
+        param
         for name, param in model.named_parameters()
         if param.device.type == "cpu" and name not in absent
-    )
+    ]
+    mapped = mapped_bytes(there)
+    # the arena of a node takes the place of what each of its ranks has loaded
+    loaded = sum(param.nbytes for param in there) - mapped
+    host_bytes = host_memory() + world.local_size * loaded
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )

@@ -7,6 +7,7 @@ from .emulation import Emulation, Target, outputs_as_fp32
 from .hardware import (
     device_memory,
     host_memory,
+    mapped_bytes,
     measure_collectives,
     measure_hardware,
     measured_unseen_bytes,
@@ -27,6 +28,7 @@ __all__ = [
     "device_memory",
     "gpu_hardware",
     "host_memory",
+    "mapped_bytes",
     "measure_blocks",
     "measure_collectives",
     "measure_hardware",

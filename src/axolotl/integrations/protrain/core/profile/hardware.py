@@ -9,7 +9,8 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
@@ -117,6 +118,23 @@ def host_memory(
     """
     available = [psutil.virtual_memory().available, *_cgroups_leave(mounted, own)]
     return max(min(available) - HOST_RESERVE_BYTES, 0)
+
+
+def mapped_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of those host tensors that are pages of files: nothing is freed with them."""
+    listing, found = Path("/proc/self/maps"), []
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
+        addresses, _, _, _, _, *path = line.split(maxsplit=5)
+        # a file without a name is memory that processes share
+        if path and path[0].startswith("/") and not path[0].endswith(" (deleted)"):
+            found.append([int(address, 16) for address in addresses.split("-")])
+    ends = [end for _, end in found]
+
+    def is_mapped(address: int) -> bool:
+        at = bisect_right(ends, address)
+        return at < len(found) and found[at][0] <= address
+
+    return sum(t.nbytes for t in tensors if is_mapped(t.data_ptr()))
 
 
 def _cgroups_leave(mounted: Path, own: Path) -> Iterator[int]:
