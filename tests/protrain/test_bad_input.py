@@ -204,6 +204,12 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "adapter": ({**LORA, **ROOM}, {"protrain_capacity_bytes": 10240}),
 }
 """Trainings, and limits under which no plan fits them."""
+RATES_DECIDE: dict[str, Any] = {
+    "protrain_auto_memory": True,
+    "protrain_capacity_bytes": 700_000,
+    "protrain_cpu_capacity_bytes": 1_060_000,
+}
+"""With a fast link two blocks would swap, for which the host has no room: one does."""
 PARTIAL = {"partial": 1, "partial_resident": 4}
 """Resident chunks asked for, with the other knobs left out."""
 
@@ -223,6 +229,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         environment = {"LATER_BUDGET": json.dumps(limits)}
         jobs.train(f"{name}_after", settings, later, environment=environment)
     jobs.train("fits", ROOM, {"base_model": WITHOUT_WEIGHTS})
+    jobs.train("rates_decide", RATES_DECIDE, {"base_model": WITHOUT_WEIGHTS})
     for name, n_persist in PARTIAL.items():
         jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
     yield jobs
@@ -270,6 +277,12 @@ def test_too_small_a_budget_is_refused_before_loading(jobs: Jobs, name: str) -> 
 
 def test_what_fits_is_loaded(jobs: Jobs) -> None:
     assert "no file named model.safetensors" in jobs["fits"].log
+
+
+def test_what_depends_on_rates_is_left_to_the_loaded_model(jobs: Jobs) -> None:
+    log = jobs["rates_decide"].log
+    said = "known once the base is loaded: it depends on rates that are measured then"
+    assert log.index(said) < log.index("no file named model.safetensors")
 
 
 def test_what_cannot_be_told_without_weights_stops_nothing(jobs: Jobs) -> None:
