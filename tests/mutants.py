@@ -485,8 +485,8 @@ MUTANTS = (
     Mutant(
         "a budget is refused where measured rates decide",
         "../before_loading.py",
-        "range(1, len(layout.blocks) + 1)",
-        "range(0)",
+        "            if _depends_on_rates(args, subject, hardware):\n",
+        "            if args is None:\n",
         BEFORE_LOADING,
     ),
 )

@@ -7,8 +7,6 @@ weights patches libraries, and nothing of that may be left when the true one is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -18,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from .args import args_from
+from .args import ProTrainArgs, args_from
 from .core.cost import MemoryModel, block_times
 from .core.errors import BudgetError, ProTrainError
 from .core.profile import host_memory, measured_unseen_bytes
@@ -36,7 +34,8 @@ Answer = tuple[bool, str]
 def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
     """Refuse a training that no plan fits; the first rank of each node looks.
 
-    What cannot be told without weights is logged, and left to `plan_here`.
+    What cannot be told without weights is logged, and left to `plan_here`, as are ranks
+    that accelerate did not join.
 
     Args:
         cfg: Axolotl's validated configuration.
@@ -46,8 +45,15 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
     Raises:
         BudgetError: As `plan_here` does, on all ranks.
     """
-    together = dist.is_initialized() and dist.get_world_size() > 1
-    ranks = Ranks(device.type) if together else Alone()
+    # imported here: the command line reads the plugin without transformers
+    from axolotl.utils.distributed import init_distributed_state
+
+    # as Axolotl does when it first asks who is the first rank, next for the dataset
+    init_distributed_state()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size != (cfg.world_size or 1):
+        return
+    ranks = Ranks(device.type) if world_size > 1 else Alone()
 
     def look() -> None:
         if ranks.local_rank:
@@ -116,7 +122,7 @@ def _send(answers: Connection, cfg: Any, hardware: Hardware, world: World) -> No
 
 
 def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
-    # imported here: the command line reads the plugin without transformers
+    # as above
     from .offline.meta_model import meta_model_of
 
     device_type, args = hardware.name, args_from(cfg)
@@ -129,22 +135,37 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
         try:
             plan_for(args, subject, hardware)
         except BudgetError as error:
-            for other in _other_intervals(subject, hardware):
-                with suppress(BudgetError):
-                    plan_for(args, subject, other)
-                    return False, "it depends on rates that are measured then"
+            if _depends_on_rates(args, subject, hardware):
+                return False, "it depends on rates that are measured then"
             return True, str(error)
     except ProTrainError as error:
         return False, str(error)
     return False, ""
 
 
-def _other_intervals(subject: Subject, hardware: Hardware) -> Iterator[Hardware]:
-    """Links that give each `Search.swap_interval`: what rates change of the bytes."""
+def _depends_on_rates(args: ProTrainArgs, subject: Subject, hardware: Hardware) -> bool:
+    """Whether some plan fits under another `Search.swap_interval`: rates change no
+    other bytes."""
     trace, layout = subject.traced.trace, subject.layout
-    memory = MemoryModel(layout, trace, subject.workload, hardware)
+    swappable = MemoryModel(layout, trace, subject.workload, hardware).swappable_bytes
     forward_s = sum(block_times(trace, layout, hardware).forward_s)
-    for interval in range(1, len(layout.blocks) + 1):
-        rate = memory.swappable_bytes / ((interval - 0.5) * forward_s)
-        if rate:
-            yield replace(hardware, offload_bytes_s=rate)
+    links = [
+        replace(hardware, offload_bytes_s=swappable / ((interval - 0.5) * forward_s))
+        for interval in range(1, len(layout.blocks) + 1)
+        if swappable
+    ]
+    host_bytes = args.protrain_cpu_capacity_bytes or hardware.host_bytes
+    host_bytes += swappable * subject.workload.world.local_size
+    roomy = args.model_copy(update={"protrain_cpu_capacity_bytes": host_bytes})
+    # a search takes a second: most often the host lacks more than all that swaps
+    return any(
+        _fits(roomy, subject, link) for link in (*links[:1], *links[-1:])
+    ) and any(_fits(args, subject, link) for link in links)
+
+
+def _fits(args: ProTrainArgs, subject: Subject, hardware: Hardware) -> bool:
+    try:
+        plan_for(args, subject, hardware)
+    except BudgetError:
+        return False
+    return True
