@@ -29,6 +29,19 @@ RANKS = tuple(
     f"test_ranks.py::test_equals_plain_ddp[2-{case}]"
     for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
 )
+MEASURED = tuple(
+    f"test_hardware.py::{test}"
+    for test in (
+        "test_a_damaged_file_is_measured_again_and_replaced",
+        "test_what_nothing_can_be_planned_with_is_measured_again",
+        "test_the_tightest_cgroup_counts",
+        "test_pages_of_files_are_told_from_memory",
+    )
+)
+BEFORE_LOADING = (
+    "../test_bad_input.py::test_too_small_a_budget_is_refused_before_loading[device]",
+    "../test_bad_input.py::test_what_depends_on_rates_is_left_to_the_loaded_model",
+)
 
 
 class Mutant(NamedTuple):
@@ -46,6 +59,7 @@ UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
 GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
 OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
+CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
 
 MUTANTS = (
     Mutant(
@@ -418,6 +432,62 @@ MUTANTS = (
         "                self._offload.settle()\n            self._launch",
         "                pass\n            self._launch",
         RANKS,
+    ),
+    Mutant(
+        "a cached rate of 0 or NaN is planned with",
+        CACHE,
+        "            fits = least <= found <= most or found == field.default == 0\n",
+        "            pass\n",
+        MEASURED,
+    ),
+    Mutant(
+        "a cached text is taken for a rate",
+        CACHE,
+        "        fits = type(found) is types[name]\n",
+        "        fits = True\n",
+        MEASURED,
+    ),
+    Mutant(
+        "a cached value with other fields is planned with",
+        CACHE,
+        "not isinstance(value, dict) or value.keys() != fields.keys()",
+        "not isinstance(value, dict) or value.keys() < fields.keys()",
+        MEASURED,
+    ),
+    Mutant(
+        "a deeply nested cache file ends the run",
+        CACHE,
+        "(OSError, ValueError, RecursionError)",
+        "(OSError, ValueError)",
+        MEASURED,
+    ),
+    Mutant(
+        "limits of the cgroups above are not seen",
+        HARDWARE,
+        "(below, *below.parents)",
+        "(below,)",
+        MEASURED,
+    ),
+    Mutant(
+        "weights that are pages of files are taken to free memory",
+        HARDWARE,
+        " if is_mapped(t.data_ptr())",
+        " if t is None",
+        MEASURED,
+    ),
+    Mutant(
+        "a budget is looked at once the base is loaded",
+        "../plugin.py",
+        "        require_plan(cfg, _device(cfg), LOG)\n",
+        "",
+        BEFORE_LOADING,
+    ),
+    Mutant(
+        "a budget is refused where measured rates decide",
+        "../before_loading.py",
+        "            if _depends_on_rates(args, subject, hardware):\n",
+        "            if args is None:\n",
+        BEFORE_LOADING,
     ),
 )
 

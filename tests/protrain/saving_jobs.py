@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -56,6 +57,9 @@ FLAT_MODEL: dict[str, Any] = {
     "plugins": [PROTRAIN, SEEDING, "saving_jobs.FlatModelPlugin"],
 }
 """A model that has no list of layers."""
+
+WITHOUT_WEIGHTS = "models/without-weights"
+"""The same model as `MODEL`, of which only config.json is there."""
 
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
@@ -254,6 +258,8 @@ def build() -> None:
     """Models, tokenizer and data in the current folder, always the same."""
     build_inputs(Path())
     build_model(Path(), FAMILY)
+    Path(WITHOUT_WEIGHTS).mkdir()
+    shutil.copy(MODEL / "config.json", WITHOUT_WEIGHTS)
     FlatModel(FlatConfig()).save_pretrained(FLAT_MODEL["base_model"])
 
 
@@ -293,6 +299,13 @@ class FlatModelPlugin(BasePlugin):
     def register(self, cfg: Any) -> None:
         AutoConfig.register(FlatConfig.model_type, FlatConfig)
         AutoModelForCausalLM.register(FlatConfig, FlatModel)
+
+
+class LaterBudgetPlugin(BasePlugin):
+    """Gives the budgets that are to be tested when the base has been loaded."""
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        cfg.update(json.loads(os.environ["LATER_BUDGET"]))
 
 
 def wait_for_steps(log: Path, num_steps: int, process_id: int) -> None:

@@ -108,6 +108,21 @@ def test_a_plan_is_made_without_what_trains(room: str) -> None:
         assert not re.search(what_trains, module.read_text("utf-8")), module
 
 
+PLUGIN = sorted(CORE.parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "module", PLUGIN, ids=lambda m: str(m.relative_to(CORE.parent))
+)
+def test_nothing_rests_on_assertions(module: Path) -> None:
+    """`python -O` leaves them out: they only tell mypy what a value is."""
+    for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+        if isinstance(node, ast.Assert):
+            said = re.split(" (?:and|or) ", ast.unparse(node.test))
+            narrows = r"[\w.]+ is (not )?None|isinstance\(.*\)"
+            assert all(re.fullmatch(narrows, part) for part in said), node.lineno
+
+
 def test_core_loads_neither_transformers_nor_axolotl() -> None:
     """Only axolotl's two package `__init__` run; they hold nothing but extend_path."""
     script = (

@@ -613,6 +613,13 @@ def test_an_empty_block_is_refused_too(empty):
         reject_unknown_keys({"protrain": empty})
 
 
+def test_a_key_does_not_steer_the_terminal() -> None:
+    with pytest.raises(ConfigError) as caught:
+        reject_unknown_keys({"protrain_\x1b[31mred\u202e\r": 1, "protrain_größe": 1})
+    assert "`protrain_\\x1b[31mred\\u202e\\r`: did" in str(caught.value)
+    assert "`protrain_größe`: did" in str(caught.value)
+
+
 def test_real_and_foreign_keys_pass():
     ours = dict.fromkeys(ProTrainArgs.model_fields)
     reject_unknown_keys({**PLAIN, **ours, "train_on_inputs": True, 5: "five"})

@@ -7,17 +7,19 @@ half done stays behind.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from axolotl_jobs import LORA, SEEDING, overrides
+from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides
 from saving_jobs import (
     FLAT_MODEL,
     PAGED,
     REPORT,
+    WITHOUT_WEIGHTS,
     Jobs,
     Outcome,
     difference,
@@ -177,6 +179,13 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**PAGED, "protrain_capacity_bytes": "1MiB", **overrides(4, 0)},
         ["BudgetError: protrain_capacity_bytes: the plan of the overrides needs "],
     ),
+    "nothing_trains": (
+        {**ROOM, "unfrozen_parameters": ["^none"]},
+        [
+            "ConfigError: unfrozen_parameters: ['^none'] matches no parameter of "
+            "LlamaForCausalLM, so that nothing trains.",
+        ],
+    ),
     "no_blocks": (
         {**ROOM, **FLAT_MODEL},
         [
@@ -188,6 +197,19 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
 """The same for what is known once the machine and the model are."""
 
 REFUSED = WHILE_VALIDATED | AT_START
+BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "device": (ROOM, {"protrain_capacity_bytes": 10240}),
+    "host": (PAGED, {"protrain_cpu_capacity_bytes": 512000}),
+    "by_hand": ({**ROOM, **overrides(4, 0)}, {"protrain_capacity_bytes": 1 << 20}),
+    "adapter": ({**LORA, **ROOM}, {"protrain_capacity_bytes": 10240}),
+}
+"""Trainings, and limits under which no plan fits them."""
+RATES_DECIDE: dict[str, Any] = {
+    "protrain_auto_memory": True,
+    "protrain_capacity_bytes": 700_000,
+    "protrain_cpu_capacity_bytes": 1_060_000,
+}
+"""With a fast link two blocks would swap, for which the host has no room: one does."""
 PARTIAL = {"partial": 1, "partial_resident": 4}
 """Resident chunks asked for, with the other knobs left out."""
 
@@ -200,6 +222,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("absent", {"protrain_auto_memory": None, "plugins": [SEEDING]})
     for name, (settings, _) in REFUSED.items():
         jobs.train(name, settings)
+    for name, (settings, limits) in BUDGETS.items():
+        without = {"base_model": WITHOUT_WEIGHTS, **limits}
+        jobs.train(f"{name}_before", settings, without)
+        later = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.LaterBudgetPlugin"]}
+        environment = {"LATER_BUDGET": json.dumps(limits)}
+        jobs.train(f"{name}_after", settings, later, environment=environment)
+    jobs.train("fits", ROOM, {"base_model": WITHOUT_WEIGHTS})
+    jobs.train("rates_decide", RATES_DECIDE, {"base_model": WITHOUT_WEIGHTS})
     for name, n_persist in PARTIAL.items():
         jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
     yield jobs
@@ -233,6 +263,32 @@ def left_behind(refused: Outcome) -> set[str]:
 def test_a_mistake_in_the_yaml_is_found_before_loading(jobs: Jobs, name: str) -> None:
     assert "Pre-saving" not in jobs[name].log
     assert "Loading prepared dataset" not in jobs[name].log
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_too_small_a_budget_is_refused_before_loading(jobs: Jobs, name: str) -> None:
+    """With the figures that stop the same training once it has been loaded."""
+    before, after = (jobs[f"{name}_{when}"] for when in ("before", "after"))
+    refusals = [re.findall("BudgetError: (.*)", job.log) for job in (before, after)]
+    assert refusals[0] and refusals[0] == refusals[1], before.log[-6000:]
+    assert "Pre-saving" not in before.log and "Pre-saving" in after.log
+    assert left_behind(before) == set()
+
+
+def test_what_fits_is_loaded(jobs: Jobs) -> None:
+    assert "no file named model.safetensors" in jobs["fits"].log
+
+
+def test_what_depends_on_rates_is_left_to_the_loaded_model(jobs: Jobs) -> None:
+    log = jobs["rates_decide"].log
+    said = "known once the base is loaded: it depends on rates that are measured then"
+    assert log.index(said) < log.index("no file named model.safetensors")
+
+
+def test_what_cannot_be_told_without_weights_stops_nothing(jobs: Jobs) -> None:
+    log = jobs["no_blocks"].log
+    said = "Whether it fits is known once the base is loaded: FlatModel has no recog"
+    assert log.index(said) < log.index("LayoutError: ")
 
 
 @pytest.mark.parametrize("name", PARTIAL)

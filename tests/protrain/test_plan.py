@@ -199,6 +199,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "no card": ("--gpus", {}, *LARGE_CARD, "--gpus", "0"),
     "unknown option": ("--frob", {}, "--frob"),
     "no budget here": ("protrain_capacity_bytes", {}),
+    "nothing trains": (
+        r"unfrozen_parameters: \['\^none'\] matches no parameter of LlamaForCausalLM",
+        {"unfrozen_parameters": ["^none"]},
+        *LARGE_CARD,
+    ),
     "no adapter": ("--max rank: .*lora_r", {}, *LARGE_CARD, "--max", "rank"),
     "no folder": ("--html", {}, *LARGE_CARD, "--html", "nowhere/page.html"),
     "page of a number": ("--html", {}, "--html", "p.html", "--max", "seq"),
@@ -213,6 +218,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
         for name, (model, keys, *arguments) in CASES.items():
             plans.add(name, model, keys, *arguments, "--json")
         plans.add("text", SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD)
+        red = {"tokenizer_config": "\x1b[31mred"}
+        plans.add("steered", SMALL, LORA | red, *LARGE_CARD)
         for name, (_, keys, *arguments) in REFUSED.items():
             plans.add(name, SMALL, keys, *arguments)
         yield plans
@@ -360,6 +367,11 @@ def test_the_text_says_what_the_json_says(plans: Plans) -> None:
     lines = answer.out.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines.index("Assumed and not known:") > len(lines) - 20
+
+
+def test_a_value_of_the_yaml_does_not_steer_the_terminal(plans: Plans) -> None:
+    out = plans["steered"].out
+    assert r"no tokenizer in \x1b[31mred" in out and "\x1b" not in out
 
 
 def test_help_has_every_option() -> None:

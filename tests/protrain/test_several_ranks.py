@@ -175,6 +175,8 @@ def test_a_plan_that_fits_nowhere_is_every_ranks_error(run: Run) -> None:
     first, second = (error.splitlines()[-1] for error in result.errors)
     assert "BudgetError" in first
     assert second == first.replace("BudgetError: ", "BudgetError: rank 0: ")
+    # no rank has loaded anything by then
+    assert all("require_plan" in error for error in result.errors)
 
 
 SAVED = {

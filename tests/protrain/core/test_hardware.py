@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.profile.block_times import (
     BlockSample,
+    BlockSeconds,
+    measure_blocks,
     time_block,
 )
 from axolotl.integrations.protrain.core.profile.cache import (
@@ -42,6 +47,8 @@ from axolotl.integrations.protrain.core.profile.cards import (
 )
 from axolotl.integrations.protrain.core.profile.hardware import (
     device_name,
+    host_memory,
+    mapped_bytes,
     measure_collectives,
     measure_hardware,
     weakest,
@@ -52,6 +59,7 @@ from axolotl.integrations.protrain.core.types import Hardware
 CPU = torch.device("cpu")
 HOST_BYTES = 64 << 30
 VERSIONS = {"transformers": "5.16"}
+FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes")
 RATES = (
     "flops_16",
     "flops_32",
@@ -485,15 +493,22 @@ def test_frozen_blocks_still_pass_gradients_on() -> None:
 # cache
 
 
+@dataclasses.dataclass
+class Made:
+    value: int
+    rate: float
+    waited_s: float = 0.0
+
+
 class Maker:
-    """Makes another value each time."""
+    """Makes another `Made` each time."""
 
     def __init__(self) -> None:
         self.num_calls = 0
 
     def __call__(self) -> dict[str, Any]:
         self.num_calls += 1
-        return {"value": self.num_calls, "pair": (1.5, None)}
+        return {"value": self.num_calls, "rate": 1.5, "waited_s": 0.0}
 
 
 SILENT = pytest.mark.filterwarnings("error")
@@ -503,10 +518,10 @@ KEY = {"device": "some GPU", "shape": (1, 2), "kernels": {"b": True, "a": None}}
 @SILENT
 def test_a_key_is_measured_once(tmp_path: Path) -> None:
     make, folder = Maker(), tmp_path / "not" / "there yet"
-    first = cached(folder, KEY, make)
-    assert first == {"value": 1, "pair": [1.5, None]}
+    first = cached(folder, KEY, make, Made)
+    assert first == {"value": 1, "rate": 1.5, "waited_s": 0.0}
     reordered = {"kernels": {"a": None, "b": True}, "shape": [1, 2]}
-    assert cached(folder, {**reordered, "device": "some GPU"}, make) == first
+    assert cached(folder, {**reordered, "device": "some GPU"}, make, Made) == first
     assert make.num_calls == 1
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["key"] == {**KEY, "shape": [1, 2]}
@@ -516,9 +531,9 @@ def test_a_key_is_measured_once(tmp_path: Path) -> None:
 def test_a_changed_key_is_measured_beside_the_other(tmp_path: Path) -> None:
     make = Maker()
     for key in (KEY, {**KEY, "shape": (2, 1)}, {**KEY, "kernels": {}}, {}):
-        cached(tmp_path, key, make)
+        cached(tmp_path, key, make, Made)
     assert make.num_calls == len(list(tmp_path.iterdir())) == 4
-    assert cached(tmp_path, KEY, make)["value"] == 1
+    assert cached(tmp_path, KEY, make, Made)["value"] == 1
 
 
 def cut(file: Path) -> None:
@@ -545,23 +560,109 @@ def not_text(file: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
 
 
+def deep(file: Path) -> None:
+    file.write_text("[" * 100_000 + "]" * 100_000)
+
+
 @SILENT
 @pytest.mark.parametrize(
-    "damage", [cut, empty, other_key, no_object, no_value, not_text]
+    "damage", [cut, empty, other_key, no_object, no_value, not_text, deep]
 )
 def test_a_damaged_file_is_measured_again_and_replaced(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     make = Maker()
-    cached(tmp_path, KEY, make)
+    cached(tmp_path, KEY, make, Made)
     (file,) = tmp_path.iterdir()
     damage(file)
     with pytest.warns(UserWarning, match="damaged") as caught:
-        assert cached(tmp_path, KEY, make)["value"] == 2
+        assert cached(tmp_path, KEY, make, Made)["value"] == 2
     assert len(caught) == 1
     assert str(file) in str(caught[0].message)
     assert list(tmp_path.iterdir()) == [file]
-    assert cached(tmp_path, KEY, make)["value"] == 2
+    assert cached(tmp_path, KEY, make, Made)["value"] == 2
+
+
+MEASURED = {
+    Hardware: {k: v for k, v in vars(card("4090")).items() if k not in FREE_MEMORY},
+    BlockSeconds: {"forward_s": 0.1, "backward_s": 0.2},
+}
+MAY_BE_0 = {"gather_bytes_s", "reduce_bytes_s", "across_bytes_s", "backward_s"}
+NUMBERS = (0, 3, 0.0, -1.0, 1e-320, 1e300, math.nan, math.inf)
+
+
+@SILENT
+@pytest.mark.parametrize("kind", MEASURED)
+def test_what_nothing_can_be_planned_with_is_measured_again(
+    tmp_path: Path, kind: type
+) -> None:
+    good, measured = MEASURED[kind], 0
+
+    def make() -> dict[str, Any]:
+        nonlocal measured
+        measured += 1
+        return good
+
+    def read() -> dict[str, Any]:
+        return cached(tmp_path, KEY, make, kind, FREE_MEMORY)
+
+    assert read() == read() == good and measured == 1
+    (file,) = tmp_path.iterdir()
+    wrong: list[Any] = [{}, [], None, 3, good | {"more": 1.0}]
+    for name, value in good.items():
+        wrong.append({k: v for k, v in good.items() if k != name})
+        others = ("", None, True, [], *NUMBERS)
+        wrong += [
+            good | {name: other}
+            for other in others
+            if type(other) is not type(value)
+            or (isinstance(other, float) and (other or name not in MAY_BE_0))
+        ]
+    for value in wrong:
+        before = measured
+        file.write_text(json.dumps({"key": KEY, "value": value}))
+        with pytest.warns(UserWarning, match=re.escape(f"{file} is damaged")):
+            assert read() == good, value
+        assert measured == before + 1
+        assert json.loads(file.read_text())["value"] == good
+    file.write_text(
+        json.dumps(
+            {"key": KEY, "value": good | {n: 0.0 for n in MAY_BE_0 & good.keys()}}
+        )
+    )
+    read()
+    assert measured == len(wrong) + 1
+
+
+def hardware_in(folder: Path) -> None:
+    cached_hardware(folder, CPU, 1, 2, VERSIONS)
+
+
+def blocks_in(folder: Path) -> None:
+    def times(key: Mapping[str, Any], make: Callable[[], Any]) -> dict[str, Any]:
+        return cached(folder, key, make, BlockSeconds)
+
+    sample = BlockSample((hidden(2, 4),), {})
+    measure_blocks(
+        nn.ModuleList([nn.Linear(4, 4)]), ["0"], {0: sample}, CPU, None, times
+    )
+
+
+@pytest.mark.parametrize("measure", [hardware_in, blocks_in])
+def test_all_that_is_measured_is_read_back(
+    tmp_path: Path, measure: Callable[[Path], None]
+) -> None:
+    measure(tmp_path)
+    (file,) = tmp_path.iterdir()
+    first = file.read_text()
+    with warnings.catch_warnings(action="error"):
+        measure(tmp_path)
+    assert file.read_text() == first
+    file.write_text(json.dumps({**json.loads(first), "value": {}}))
+    with pytest.warns(UserWarning, match="damaged"):
+        measure(tmp_path)
+    value = json.loads(file.read_text())["value"]
+    assert value.keys() == json.loads(first)["value"].keys()
 
 
 @SILENT
@@ -572,7 +673,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_measuring(
     file.write_text("")
     for folder in (file, file / "below"):
         with pytest.raises(ConfigError, match="protrain_cache_dir") as refusal:
-            cached(folder, KEY, make)
+            cached(folder, KEY, make, Made)
         assert str(folder) in str(refusal.value)
     assert make.num_calls == 0
 
@@ -585,7 +686,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         return {}
 
     with pytest.raises(ConfigError, match="protrain_cache_dir"):
-        cached(folder, KEY, make)
+        cached(folder, KEY, make, Made)
 
 
 def test_a_failed_measurement_leaves_nothing(tmp_path: Path) -> None:
@@ -593,9 +694,9 @@ def test_a_failed_measurement_leaves_nothing(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        cached(tmp_path, KEY, make)
+        cached(tmp_path, KEY, make, Made)
     with pytest.raises(ValueError):
-        cached(tmp_path, KEY, lambda: {"rate": float("nan")})
+        cached(tmp_path, KEY, lambda: {"rate": float("nan")}, Made)
     assert not list(tmp_path.iterdir())
 
 
@@ -603,7 +704,7 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert default_folder() == tmp_path / "xdg" / "axolotl-protrain"
-    cached(None, KEY, Maker())
+    cached(None, KEY, Maker(), Made)
     assert len(list(default_folder().iterdir())) == 1
     for unusable in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
@@ -660,6 +761,57 @@ def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     )
     file.unlink()
     assert of(1, 2) != first
+
+
+# memory of the host
+
+
+def cgroup(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("path", ["/slice/job", "/of/the/host"])
+def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, path: str) -> None:
+    own, mounted = tmp_path / "own", tmp_path / "mounted"
+    own.write_text(f"9:name=x:/\n4:memory:{path}\n" if version == 1 else f"0::{path}\n")
+    root = mounted / "memory" if version == 1 else mounted
+    limit, used, prefix, without = (
+        ("memory__limit_in_bytes", "memory__usage_in_bytes", "total_", 2**63 - 4096)
+        if version == 1
+        else ("memory__max", "memory__current", "", "max")
+    )
+    pages = f"{prefix}active_file {GIB // 4}\n{prefix}inactive_file {GIB // 4}\nanon 1"
+
+    def free() -> int:
+        return host_memory(mounted, own)
+
+    unlimited = free()
+    cgroup(root, **{limit: without, used: 5 * GIB, "memory__stat": pages})
+    assert free() == pytest.approx(unlimited, abs=GIB // 2)
+    cgroup(root, **{limit: 4 * GIB, used: 2 * GIB})
+    # what is in files is given up, and a reserve is left to the system
+    assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB
+    job = root / "slice" / "job"
+    cgroup(job, **{limit: without, used: 3 * GIB, "memory__stat": pages})
+    cgroup(job.parent, **{limit: 3 * GIB, used: 2 * GIB, "memory__stat": pages})
+    tighter = GIB if path == "/slice/job" else 0
+    assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB - tighter
+
+
+def test_pages_of_files_are_told_from_memory(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    mapped = torch.from_file(str(file), size=1 << 20, dtype=torch.uint8)
+    rest = torch.ones(1 << 20, dtype=torch.uint8)
+    assert mapped_bytes([mapped[-10:], rest, mapped[:20], rest[:5]]) == 30
+    file.unlink()
+    assert mapped_bytes([mapped]) == 0
 
 
 # several ranks

@@ -25,6 +25,7 @@ from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
 from .core.profile import (
+    BlockSeconds,
     Emulation,
     Target,
     TracedStep,
@@ -33,6 +34,7 @@ from .core.profile import (
     cached_hardware,
     device_memory,
     host_memory,
+    mapped_bytes,
     measure_blocks,
     measure_collectives,
     meta_copy,
@@ -67,6 +69,10 @@ class Subject:
     headroom_bytes: int
     assumptions: tuple[str, ...]
 
+    def loaded_with(self, mapped_bytes: int) -> Subject:
+        """The same with so many bytes of weights that are pages of their files."""
+        return replace(self, workload=replace(self.workload, mapped_bytes=mapped_bytes))
+
 
 def subject_of(
     cfg: Any,
@@ -86,9 +92,10 @@ def subject_of(
 
     Raises:
         TraceError: It cannot be run without weights.
-        ConfigError: It takes images in a way that is not known here.
+        ConfigError: It takes images in a way that is not known here, or nothing trains.
     """
     args = args_from(cfg)
+    _require_training(cfg, model)
     assumptions: list[str] = []
     batch = sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
@@ -115,6 +122,23 @@ def subject_of(
     assumptions += used
     workload = _workload(cfg, args, batch, device_type, world, assumptions)
     return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
+
+
+def _require_training(cfg: Any, model: nn.Module) -> None:
+    if any(param.requires_grad for param in model.parameters()):
+        return
+    first = next((name for name, _ in model.named_parameters()), "none")
+    if cfg.unfrozen_parameters:
+        raise ConfigError(
+            f"unfrozen_parameters: {cfg.unfrozen_parameters} matches no parameter of "
+            f"{type(model).__name__}, so that nothing trains. Give regular expressions "
+            f"for names such as {first}, or remove the key to train all of them."
+        )
+    raise ConfigError(
+        f"unfrozen_parameters: no parameter of {type(model).__name__} requires "
+        "gradients, so that nothing trains. A plugin has frozen them, or an adapter "
+        f"has none: name what trains, for example {first}, or set an adapter."
+    )
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:
@@ -358,6 +382,7 @@ def plan_here(
 
     def plan() -> tuple[Forecast, Planner | None, list[str]]:
         subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
+        subject = subject.loaded_with(mapped)
         measured = _measured(cfg, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
         alone = planner if world.size == 1 else None
@@ -366,12 +391,15 @@ def plan_here(
     # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
     require_same_keys(ranks.collect(args.model_dump(exclude={"protrain_cache_dir"})))
-    host_bytes = host_memory() + world.local_size * sum(
-        # the arena of a node takes the place of what each of its ranks has loaded
-        param.nbytes
+    there = [
+        param
         for name, param in model.named_parameters()
         if param.device.type == "cpu" and name not in absent
-    )
+    ]
+    mapped = mapped_bytes(there)
+    # the arena of a node takes the place of what each of its ranks has loaded
+    loaded = sum(param.nbytes for param in there) - mapped
+    host_bytes = host_memory() + world.local_size * loaded
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )
@@ -401,6 +429,17 @@ def this_machine(
     Raises:
         ConfigError: The CPU device has no limit, or the cache cannot be written.
     """
+    capacity = device_budget(args, device)
+    folder, versions = _cache_folder(args), _versions()
+    return cached_hardware(folder, device, host_bytes, capacity, versions, together)
+
+
+def device_budget(args: ProTrainArgs, device: torch.device) -> int:
+    """Bytes of a device that may be used.
+
+    Raises:
+        ConfigError: It is the CPU, which has no limit of its own.
+    """
     capacity = args.protrain_capacity_bytes
     if device.type != "cpu":
         free = device_memory(device)
@@ -408,8 +447,7 @@ def this_machine(
         capacity = min(free, capacity or free)
     if capacity is None:
         raise missing_capacity()
-    folder, versions = _cache_folder(args), _versions()
-    return cached_hardware(folder, device, host_bytes, capacity, versions, together)
+    return capacity
 
 
 def missing_capacity() -> ConfigError:
@@ -439,7 +477,7 @@ def _measured(
             attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
         )
-        return cached(folder, key, measure)
+        return cached(folder, key, measure, BlockSeconds)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     return measure_blocks(model, names, samples, device, dtype, cached_times)

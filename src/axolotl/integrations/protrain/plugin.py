@@ -11,6 +11,7 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.logging import get_logger
 
 from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
+from .before_loading import require_plan
 from .core.errors import ConfigError
 from .planning import missing_capacity
 from .run import TrainingRun
@@ -77,6 +78,7 @@ class ProTrainPlugin(BasePlugin):
                 LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
         _check_machine(cfg)
+        require_plan(cfg, _device(cfg), LOG)
         self._pages = True
         cfg.device_map = "cpu"
         self._recompute_all = bool(cfg.gradient_checkpointing)
@@ -91,12 +93,10 @@ class ProTrainPlugin(BasePlugin):
             # imported here: the command line reads this module without transformers
             from .loading import LoadShare, quantise_on
 
-            on_cuda = torch.cuda.is_available()
-            device = torch.device(f"cuda:{cfg.local_rank}" if on_cuda else "cpu")
             if not any(cfg[key] for key in _READ_THE_BASE):
                 num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._share = LoadShare(cfg.local_rank, num_local)
-            self._loading.enter_context(quantise_on(device, self._share))
+            self._loading.enter_context(quantise_on(_device(cfg), self._share))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
@@ -133,6 +133,11 @@ class ProTrainPlugin(BasePlugin):
         run, self._run = self._run, None
         if run is not None:
             run.require_final_space()
+
+
+def _device(cfg: Any) -> torch.device:
+    on_cuda = torch.cuda.is_available()
+    return torch.device(f"cuda:{cfg.local_rank}" if on_cuda else "cpu")
 
 
 def _check_machine(cfg: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from ..core.errors import ConfigError, ProTrainError
+from ..core.errors import ConfigError, ProTrainError, printable
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,7 +57,7 @@ class _Unplanned(click.ClickException):
     exit_code = 3
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(printable(" ".join(message.split())))
 
 
 class _PlanCommand(click.Command):
@@ -172,7 +172,7 @@ def _plan(
     if as_json:
         _print_json(shown)
     else:
-        click.echo(largest_text(shown) if largest else plan_text(shown))
+        click.echo(printable(largest_text(shown) if largest else plan_text(shown)))
     sys.exit(0 if all(answer["verdict"] == FITS for answer in answers) else 2)
 
 

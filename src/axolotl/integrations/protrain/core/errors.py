@@ -16,8 +16,19 @@ ProTrain itself is not in this tree: nobody should handle it. `RaceError` is one
 """
 
 
+def printable(text: str) -> str:
+    """Without what steers a terminal: the keys and values of a YAML may be anyone's."""
+    return "".join(
+        char if char.isprintable() or char in "\n\xa0" else repr(char)[1:-1]
+        for char in text
+    )
+
+
 class ProTrainError(Exception):
     """Base of the tree: what a caller catches to tell ProTrain's refusals apart."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(ProTrainError, ValueError):

@@ -354,6 +354,7 @@ class Workload:
         update_parameter_copies: The same for the largest single parameter.
         eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
+        mapped_bytes: Weights that are pages of their files until they move.
         world: Who trains together; the rest is of one rank.
     """
 
@@ -365,6 +366,7 @@ class Workload:
     update_parameter_copies: float = 0.0
     eval_ratio: float = 0.0
     loader_bytes: int = 0
+    mapped_bytes: int = 0
     world: World = ALONE
 
 

@@ -113,17 +113,36 @@ def load_meta_model(
     Raises:
         ConfigError: The YAML is invalid or cannot be planned; names the key.
     """
-    assumptions: list[str] = []
     manager = PluginManager.get_instance()
     with (
-        patch.object(constants, "HF_HUB_OFFLINE", True),
-        patch.object(TelemetryManager.get_instance(), "enabled", False),
+        _offline(),
         # Axolotl's manager is one for the process and keeps what it ever registered
         patch.object(manager, "plugins", type(manager.plugins)()),
         patch.object(manager, "_cfg", None),
     ):
-        cfg = _validated(config, target, overrides or {})
+        return meta_model_of(_validated(config, target, overrides or {}), target)
+
+
+def meta_model_of(cfg: DictDefault, target: str) -> MetaModel:
+    """The same from Axolotl's configuration, validated for `target`.
+
+    Patches what Axolotl patches for such a model: a process builds one.
+
+    Raises:
+        ConfigError: It cannot be planned; names the key.
+    """
+    assumptions: list[str] = []
+    with _offline():
         return MetaModel(cfg, _built(cfg, target, assumptions), assumptions)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    with (
+        patch.object(constants, "HF_HUB_OFFLINE", True),
+        patch.object(TelemetryManager.get_instance(), "enabled", False),
+    ):
+        yield
 
 
 @contextlib.contextmanager

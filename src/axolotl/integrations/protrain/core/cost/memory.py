@@ -349,7 +349,7 @@ class MemoryModel:
         chunks = [chunk.nbytes for chunk in layout.chunks]
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes + sum(chunks)
         phases = {
-            "load": model + max(chunks, default=0),
+            "load": model - workload.mapped_bytes + max(chunks, default=0),
             "train": states.total,
             "save": states.total + self._states_of(plan).gradients,
         }

@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,14 @@ class BlockSample:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Of a block in one micro-batch; backward takes none where nothing trains."""
+
+    forward_s: float
+    backward_s: float = 0.0
 
 
 def time_block(
@@ -132,13 +140,14 @@ def measure_blocks(
         samples: One call of each, by index.
         device: Where to time; a copy of one block at a time goes there.
         autocast_dtype: As for `time_block`.
-        cached: Gives what was measured for a key before, or calls what measures it.
+        cached: Gives the `BlockSeconds` of a key as they were measured before, or calls
+            what measures them.
     """
 
     def measure(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
         here = block if device.type == "cpu" else copy.deepcopy(block).to(device)
         times = time_block(here, sample, device, autocast_dtype)
-        return dict(zip(("forward_s", "backward_s"), times, strict=True))
+        return asdict(BlockSeconds(*times))
 
     known: dict[str, tuple[float, float]] = {}
     times = {}

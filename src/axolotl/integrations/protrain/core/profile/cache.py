@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias, Union, get_type_hints
 
 import psutil
 import torch
@@ -36,6 +36,9 @@ JSON: TypeAlias = Union[
 
 FORMAT = 1
 """In every key; to be raised when a measurement changes its meaning."""
+
+PLAUSIBLE = (1e-12, 1e18)
+"""Any time in seconds and any rate per second lies between these."""
 
 _FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes")
 
@@ -60,12 +63,24 @@ def default_folder() -> Path:
 
 
 def cached(
-    folder: Path | None, key: Mapping[str, JSON], make: Callable[[], dict[str, Any]]
+    folder: Path | None,
+    key: Mapping[str, JSON],
+    make: Callable[[], dict[str, Any]],
+    kind: type,
+    apart: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What `make` returned for this key, now or at an earlier time.
 
-    A damaged file is warned about and replaced. `folder` is None for `default_folder`,
-    `key` names everything that the value depends on, JSON can hold the value.
+    A file that is damaged, or that holds anything but such values, is warned about and
+    replaced.
+
+    Args:
+        folder: None for `default_folder`.
+        key: Names everything that the value depends on.
+        make: Measures the fields of a `kind`.
+        kind: A dataclass of str, bool, int and float. A float without a default is
+            `PLAUSIBLE`; one of which 0 is the default may be that too.
+        apart: Fields that are not in the value.
 
     Raises:
         ConfigError: The folder cannot be made or written.
@@ -73,7 +88,7 @@ def cached(
     folder = default_folder() if folder is None else folder
     text = json.dumps(key, sort_keys=True, allow_nan=False)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-    value = _read(file, json.loads(text))
+    value = _read(file, json.loads(text), kind, apart)
     if value is None:
         # before the time for measuring is spent
         with _writing(folder):
@@ -171,30 +186,50 @@ def cached_hardware(
         values = dataclasses.asdict(measured)
         return {name: values[name] for name in values if name not in _FREE_MEMORY}
 
+    key = hardware_key(torch_device, versions, together)
     return Hardware(
-        **cached(folder, hardware_key(torch_device, versions, together), make),
+        **cached(folder, key, make, Hardware, _FREE_MEMORY),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
     )
 
 
-def _read(file: Path, key: Any) -> dict[str, Any] | None:
+def _read(
+    file: Path, key: Any, kind: type, apart: Sequence[str]
+) -> dict[str, Any] | None:
     """The value stored under this key; None, with a warning if damaged, without."""
+    fault = "it does not hold what its name says"
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        fault = str(error)
-    else:
         if isinstance(content, dict) and content.get("key") == key:
             value = content.get("value")
-            if isinstance(value, dict):
-                return value
-        fault = "it does not hold what its name says"
+            _check(value, kind, apart)
+            return value
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    # the last is how json ends with what is nested deeply
+    except (OSError, ValueError, RecursionError) as error:
+        fault = str(error)
     warnings.warn(f"{file} is damaged and measured again: {fault}", stacklevel=3)
     return None
+
+
+def _check(value: Any, kind: Any, apart: Sequence[str]) -> None:
+    """Raise ValueError unless these are the fields of a `kind`; see `cached`."""
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.name not in apart}
+    if not isinstance(value, dict) or value.keys() != fields.keys():
+        raise ValueError(f"its value has not the fields {', '.join(fields)}")
+    types, (least, most) = get_type_hints(kind), PLAUSIBLE
+    for name, field in fields.items():
+        found = value[name]
+        # not isinstance, for which True is 1
+        fits = type(found) is types[name]
+        if fits and types[name] is float:
+            # false for nan too
+            fits = least <= found <= most or found == field.default == 0
+        if not fits:
+            raise ValueError(f"{name} cannot be {found!r:.40}")
 
 
 def _write(file: Path, content: str) -> None:
