@@ -106,6 +106,12 @@ FULL_DISK = {"full_at_model": 150_000, "full_at_optimizer": 300_000}
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Every run of this file; all of them begin here, in the background."""
     jobs = Jobs(tmp_path_factory.mktemp("saving"))
+    # first, because mutants are tried on these alone
+    for name, plugin in CUT_SHORT.items():
+        plugins = {"plugins": [PROTRAIN, SEEDING, f"saving_jobs.{plugin}"]}
+        jobs.train(name, PAGED, plugins, {"save_total_limit": 1})
+    for name, layers in (("best_plain", {}), ("best_paged", PAGED)):
+        jobs.train(name, BEST, layers)
     for kind, settings in KINDS.items():
         jobs.train(f"{kind}_plain", settings)
         jobs.train(f"{kind}_paged", settings, PAGED)
@@ -122,11 +128,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     for name, (settings, steps, delay) in INTERRUPTED.items():
         jobs.train(name, MANY, settings, watch=interrupt(steps, delay))
     add_other_commands(jobs)
-    for name, plugin in CUT_SHORT.items():
-        plugins = {"plugins": [PROTRAIN, SEEDING, f"saving_jobs.{plugin}"]}
-        jobs.train(name, PAGED, plugins, {"save_total_limit": 1})
-    for name, layers in (("best_plain", {}), ("best_paged", PAGED)):
-        jobs.train(name, BEST, layers)
     auto = {"auto_resume_from_checkpoints": True}
     copy = copy_checkpoint("full_paged", "auto", add_half_a_checkpoint)
     jobs.train("auto", PAGED, auto, before=copy, after=["full_paged"])
