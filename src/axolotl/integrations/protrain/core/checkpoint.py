@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError  # nosec: an error to catch
+from pickle import UnpicklingError  # nosec B403
 from typing import Any
 
 import torch
@@ -298,7 +298,7 @@ def _optimizer_fault(
     optimizer: torch.optim.Optimizer, saved: Any, global_step: int
 ) -> str | None:
     """Why this state would not train on as it did; only AdamW's own is known by name."""
-    adamw = isinstance(optimizer, (torch.optim.Adam, PagedAdamW))
+    adamw = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, PagedAdamW)
     groups, entries = saved["param_groups"], saved["state"]
     numbers = [group["params"] for group in groups]
     own = [group["params"] for group in optimizer.param_groups]
@@ -319,9 +319,7 @@ def _optimizer_fault(
         if number not in params:
             return f"has state of parameter {number}, which is in no group"
         fault = _adamw_fault(entry, params[number], global_step) if adamw else None
-        odd = _not_finite(entry)
-        if fault is None and odd:
-            fault = f"{odd} is not finite"
+        fault = fault or _odd_number(entry)
         if fault is not None:
             return f"is damaged: of parameter {number} {fault}"
     return None
@@ -346,8 +344,6 @@ def _adamw_fault(entry: Any, param: Tensor, global_step: int) -> str | None:
         # the fused kernel counts on the order of the parameter's bytes
         if param.is_contiguous() and not value.is_contiguous():
             return f"{key} is not contiguous"
-        if key.endswith("_sq") and value.numel() and value.min() < 0:
-            return f"{key} has squares below zero"
     return None
 
 
@@ -362,17 +358,18 @@ def _scheduler_fault(num_groups: int, saved: Any, global_step: int) -> str | Non
     return None
 
 
-def _not_finite(values: Any, where: str = "") -> str | None:
-    """Where in nested values a tensor has a number that is infinite or none."""
-    if isinstance(values, Mapping):
-        nested = [(str(key), value) for key, value in values.items()]
-    elif isinstance(values, (list, tuple)):
-        nested = [(where, value) for value in values]
-    else:
-        nested = []
+def _odd_number(values: Any, where: str = "") -> str | None:
+    """Where in nested values a tensor has a number that no training leaves."""
     if type(values) is Tensor and values.is_floating_point() and values.numel():
         wide = values.float() if values.itemsize == 1 else values
         # in one pass and without a copy
-        if not all(map(math.isfinite, wide.aminmax())):
-            return where
-    return next((odd for key, v in nested if (odd := _not_finite(v, key))), None)
+        low, high = map(float, wide.aminmax())
+        if not math.isfinite(high - low):
+            return f"{where} is not finite"
+        if where.endswith("_sq") and low < 0:
+            return f"{where} has squares below zero"
+    if isinstance(values, Mapping):
+        nested = [(str(key), value) for key, value in values.items()]
+    else:
+        nested = [(where, v) for v in values] if isinstance(values, list) else []
+    return next((odd for key, v in nested if (odd := _odd_number(v, key))), None)
