@@ -89,14 +89,14 @@ INTERRUPTED = {
 CUT_SHORT = {"rotating": "InterruptedRotation", "pushing": "FailingPush"}
 BEST = {
     "max_steps": 6,
-    "learning_rate": 0.1,
     "val_set_size": 0.2,
     "eval_steps": 2,
     "save_total_limit": 1,
     "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
     "load_best_model_at_end": True,
 }
-"""The last step is not the best one, so that the best is kept beside the newest."""
+"""The first one is called the best, so that it is kept beside the newest."""
 
 FULL_DISK = {"full_at_model": 150_000, "full_at_optimizer": 300_000}
 """Bytes that a file may have; the model has 240,000, the optimizer state 480,000."""

@@ -255,11 +255,16 @@ def load_states(
 def _refusal(checkpoint: Path, fault: str) -> CheckpointError:
     others = (p for p in checkpoints(checkpoint.parent) if p.name != checkpoint.name)
     whole = next((path for path in others if fault_of(path) is None), None)
+    ways = [f"The last whole one beside it is {whole}."] if whole else []
+    if fault.startswith((OPTIMIZER, SCHEDULER)):
+        ways.append(
+            "To go on from the weights alone, remove optimizer.pt and scheduler.pt and "
+            "set protrain_save_optimizer_state: false."
+        )
+    ways = ways or ["Resume from another one, or without the key."]
     return CheckpointError(
         f"resume_from_checkpoint: {checkpoint} cannot be resumed: {fault}. "
-        + (f"The last whole one beside it is {whole}. " if whole else "")
-        + "To go on from weights without optimizer and scheduler, remove both files and "
-        "set protrain_save_optimizer_state: false."
+        + " ".join(ways)
     )
 
 
@@ -316,9 +321,11 @@ def _optimizer_fault(
     if adamw and global_step and not entries:
         return f"has no state after {global_step} steps"
     for number, entry in entries.items():
-        if number not in params:
+        fault = None
+        if adamw and number not in params:
             return f"has state of parameter {number}, which is in no group"
-        fault = _adamw_fault(entry, params[number], global_step) if adamw else None
+        if adamw:
+            fault = _adamw_fault(entry, params[number], global_step)
         fault = fault or _odd_number(entry)
         if fault is not None:
             return f"is damaged: of parameter {number} {fault}"
