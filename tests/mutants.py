@@ -25,6 +25,7 @@ SLOWEST_S = 300
 QUEUES = ("test_schedules.py", "test_races.py")
 SESSIONS = ("test_races.py", "test_state.py", "test_simulated.py")
 WORKER = ("test_runtime.py",)
+FOLDERS = ("test_checkpoint.py",)
 RANKS = tuple(
     f"test_ranks.py::test_equals_plain_ddp[2-{case}]"
     for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
@@ -60,6 +61,7 @@ GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
 OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
 CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
+CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
 
 MUTANTS = (
     Mutant(
@@ -488,6 +490,83 @@ MUTANTS = (
         "            if _depends_on_rates(args, subject, hardware):\n",
         "            if args is None:\n",
         BEFORE_LOADING,
+    ),
+    Mutant(
+        "a checkpoint is written under its name",
+        CHECKPOINT,
+        "    return checkpoint.parent / STAGING / checkpoint.name\n",
+        "    return checkpoint\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "what a checkpoint replaces goes before it has the name",
+        CHECKPOINT,
+        "        checkpoint.rename(aside / checkpoint.name)\n",
+        "        shutil.rmtree(checkpoint)\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "what was moved aside is not put back",
+        CHECKPOINT,
+        "                aside.rename(run_dir / aside.name)\n",
+        "                pass\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "a save that fails leaves its files",
+        CHECKPOINT,
+        "        if publishes:\n            restore(run_dir)\n",
+        "",
+        FOLDERS,
+    ),
+    Mutant(
+        "moments of another shape are loaded",
+        CHECKPOINT,
+        "not isinstance(value, Tensor) or value.shape != param.shape",
+        "not isinstance(value, Tensor)",
+        FOLDERS,
+    ),
+    Mutant(
+        "moments that are not finite are loaded",
+        CHECKPOINT,
+        "        if not math.isfinite(high - low):\n",
+        "        if False:\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "moments in another order of bytes are loaded",
+        CHECKPOINT,
+        "        if param.is_contiguous() and not value.is_contiguous():\n",
+        "        if False:\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "a schedule that is missing begins anew",
+        CHECKPOINT,
+        "        required += has\n",
+        "        required += [OPTIMIZER]\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "a run resumes from half a checkpoint",
+        PLUGIN,
+        "            if fault is None:\n",
+        "            if True:\n",
+        ("../test_resuming.py",),
+    ),
+    Mutant(
+        "a checkpoint is pushed before it has its name",
+        TRAINER,
+        """                patch.object(self, "_push_from_checkpoint", lambda _folder: None),\n""",
+        "",
+        ("../test_saving.py::test_a_push_sees_whole_checkpoints_by_their_names",),
+    ),
+    Mutant(
+        "the best checkpoint is known by the folder it was written in",
+        TRAINER,
+        "            if best == final.name or (run_dir / best).exists():\n",
+        "            if (run_dir / best).exists():\n",
+        ("../test_saving.py::test_the_best_checkpoint_is_that_of_the_plain_run",),
     ),
 )
 

@@ -308,6 +308,34 @@ class LaterBudgetPlugin(BasePlugin):
         cfg.update(json.loads(os.environ["LATER_BUDGET"]))
 
 
+class InterruptedRotation(BasePlugin):
+    """Ctrl-C comes while the older checkpoint is removed, half of it is gone."""
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        remove = shutil.rmtree
+
+        def interrupted(path: Any, *args: Any, **kwargs: Any) -> None:
+            if Path(path).name == "checkpoint-2":
+                next(Path(path).glob("*.safetensors")).unlink()
+                raise KeyboardInterrupt
+            remove(path, *args, **kwargs)
+
+        shutil.rmtree = interrupted
+
+
+class FailingPush(BasePlugin):
+    """No way to the Hub at step 4; what is pushed before is noted."""
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        def push(folder: str) -> None:
+            print(f"pushed: {folder}, {sorted(os.listdir(folder))}")
+            if folder.endswith("-4"):
+                raise ConnectionError("no way to the Hub")
+
+        trainer.args.push_to_hub = True
+        trainer._push_from_checkpoint = push
+
+
 def wait_for_steps(log: Path, num_steps: int, process_id: int) -> None:
     """Return once that many steps were logged, or the process is gone."""
     deadline = time.monotonic() + SLOWEST_JOB_S

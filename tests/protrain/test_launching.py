@@ -35,6 +35,8 @@ from dying_plugin import PHASES, WORDS
 from fork_server import ENVIRONMENT
 from tiny_models import build_inputs, build_model
 
+from axolotl.integrations.protrain.core.checkpoint import STAGING
+
 LIMIT_S = 60
 SHARED = Path("/dev/shm")
 MODES: dict[str, dict[str, Any]] = {
@@ -196,8 +198,8 @@ def test_two_nodes(
     run: Callable[[Job], Result], root: Path, tmp_path: Path, mode: str, num_local: int
 ) -> None:
     """Two agents on one machine, whose ranks know their nodes by the agent."""
-    unclipped = {"max_grad_norm": 0.0}
-    jobs = pair("llama", unclipped, MODES[mode], plan={}, num_ranks=2 * num_local)
+    settings = {"max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
+    jobs = pair("llama", settings, MODES[mode], plan={}, num_ranks=2 * num_local)
     launch = Launch(root, tmp_path, jobs.paged)
     port = str(free_port())
     agents = [
@@ -223,6 +225,11 @@ def test_two_nodes(
     # the last bits of small gradients by their size; a lost rank is 1e-2 apart
     tolerance = 0.0 if num_local == 1 else 1e-5
     assert not weight_differences(got.weights, run(jobs.plain).weights, tolerance)
+    # both nodes write to one folder, which only the first may name
+    saved = {path.name for path in (tmp_path / "out/checkpoint-2").iterdir()}
+    assert {f"rng_state_{rank}.pth" for rank in range(2 * num_local)} < saved
+    assert "model.safetensors" in saved or mode != "full"
+    assert not (tmp_path / "out" / STAGING).exists()
 
 
 @pytest.mark.full

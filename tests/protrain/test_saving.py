@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -14,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from axolotl_jobs import LORA, overrides, same_bits
+from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides, same_bits
 from peft import PeftModel
-from safetensors import SafetensorError
 from saving_jobs import (
     FAMILY,
     MODEL,
@@ -33,12 +33,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
-from axolotl.integrations.protrain.core.checkpoint import (
-    checkpoint_bytes,
-    require_space,
-    whole_or_nothing,
-)
-from axolotl.integrations.protrain.core.errors import CheckpointError
+from axolotl.integrations.protrain.core.checkpoint import STAGING, checkpoint_bytes
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.search import make_plan
@@ -67,6 +62,7 @@ RESUMED: dict[str, tuple[dict[str, Any], str, str]] = {
 """Settings of a second half, the run whose first half it continues, and the run in one
 go that both must equal."""
 
+STATELESS = {"protrain_save_optimizer_state": False}
 NUM_MOMENTS = 20
 MANY = {
     "gradient_accumulation_steps": 4,
@@ -90,6 +86,18 @@ INTERRUPTED = {
 }
 """Settings, logged steps to wait for, seconds to wait after that."""
 
+CUT_SHORT = {"rotating": "InterruptedRotation", "pushing": "FailingPush"}
+BEST = {
+    "max_steps": 6,
+    "val_set_size": 0.2,
+    "eval_steps": 2,
+    "save_total_limit": 1,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
+    "load_best_model_at_end": True,
+}
+"""The first one is called the best, so that it is kept beside the newest."""
+
 FULL_DISK = {"full_at_model": 150_000, "full_at_optimizer": 300_000}
 """Bytes that a file may have; the model has 240,000, the optimizer state 480,000."""
 
@@ -98,6 +106,12 @@ FULL_DISK = {"full_at_model": 150_000, "full_at_optimizer": 300_000}
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Every run of this file; all of them begin here, in the background."""
     jobs = Jobs(tmp_path_factory.mktemp("saving"))
+    # first, because mutants are tried on these alone
+    for name, plugin in CUT_SHORT.items():
+        plugins = {"plugins": [PROTRAIN, SEEDING, f"saving_jobs.{plugin}"]}
+        jobs.train(name, PAGED, plugins, {"save_total_limit": 1})
+    for name, layers in (("best_plain", {}), ("best_paged", PAGED)):
+        jobs.train(name, BEST, layers)
     for kind, settings in KINDS.items():
         jobs.train(f"{kind}_plain", settings)
         jobs.train(f"{kind}_paged", settings, PAGED)
@@ -106,13 +120,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     for name, (settings, first, _) in RESUMED.items():
         jobs.train(name, settings, resume(first), after=[first])
     add_refusals(jobs)
-    jobs.train("stateless", PAGED, {"protrain_save_optimizer_state": False})
-    jobs.train("from_stateless", PAGED, resume("stateless"), after=["stateless"])
+    jobs.train("stateless", PAGED, STATELESS)
+    first = resume("stateless")
+    jobs.train("from_stateless", PAGED, STATELESS, first, after=["stateless"])
     jobs.train("full_moments", EACH)
     jobs.train("lora_moments", EACH, LORA)
     for name, (settings, steps, delay) in INTERRUPTED.items():
         jobs.train(name, MANY, settings, watch=interrupt(steps, delay))
     add_other_commands(jobs)
+    auto = {"auto_resume_from_checkpoints": True}
+    copy = copy_checkpoint("full_paged", "auto", add_half_a_checkpoint)
+    jobs.train("auto", PAGED, auto, before=copy, after=["full_paged"])
     for name, limit in FULL_DISK.items():
         jobs.train(
             name,
@@ -259,7 +277,11 @@ def add_refusals(jobs: Jobs) -> None:
             "protrain_fp32_master: true",
         ),
         ("renamed", "optimizer.pt belongs to other parameters"),
-        ("short", "optimizer.pt belongs to other parameters"),
+        (
+            "short",
+            "resume_from_checkpoint: short_source/checkpoint-2 cannot be resumed: "
+            "optimizer.pt belongs to other parameters",
+        ),
     ],
 )
 def test_a_state_of_another_kind_is_refused(
@@ -299,6 +321,7 @@ def test_resuming_without_optimizer_state_trains_on(jobs: Jobs) -> None:
     assert [entry["step"] for entry in second.history] == [1, 2, 3, 4]
     assert second.history[2]["loss"] == first.history[2]["loss"]
     assert second.history[3]["loss"] != first.history[3]["loss"]
+    assert "has weights only: optimizer and learning rate begin anew" in second.log
 
 
 # ------------------------------------------------------------------------------ Ctrl-C
@@ -425,6 +448,56 @@ def test_inference_answers(jobs: Jobs) -> None:
     assert "Give me an instruction" in log and "a slot of the page" in log
 
 
+# ---------------------------------------------------- whole checkpoints, and only those
+
+
+@pytest.mark.parametrize("name", CUT_SHORT)
+def test_what_comes_after_a_save_cannot_undo_it(jobs: Jobs, name: str) -> None:
+    ended, plain = jobs[name], jobs["full_plain"].finished
+    assert ended.exit_code != 0 and "CheckpointError" not in ended.log
+    assert "checkpoint-4" in files(ended.folder) and STAGING not in files(ended.folder)
+    assert same_checkpoint(ended.folder, plain.folder, step=4) is None
+
+
+def test_a_push_sees_whole_checkpoints_by_their_names(jobs: Jobs) -> None:
+    pushed = [x for x in jobs["pushing"].log.splitlines() if x.startswith("pushed: ")]
+    assert [line.split(",")[0][8:] for line in pushed] == [
+        f"pushing/checkpoint-{step}" for step in (2, 4)
+    ]
+    assert all("trainer_state.json" in line for line in pushed)
+
+
+def test_the_best_checkpoint_is_that_of_the_plain_run(jobs: Jobs) -> None:
+    ours, plain = jobs["best_paged"].finished, jobs["best_plain"].finished
+    assert files(ours.folder) - files(plain.folder) == {"protrain"}
+    assert difference(weights(ours.folder), weights(plain.folder)) is None
+    found = [best(run.folder / "trainer_state.json") for run in (ours, plain)]
+    assert found[0].replace("best_paged", "best_plain") == found[1]
+    assert not found[1].endswith("-6")
+    for path in plain.folder.glob("checkpoint-*/trainer_state.json"):
+        own = best(ours.folder / path.relative_to(plain.folder))
+        assert own.replace("best_paged", "best_plain") == best(path)
+
+
+def best(state: Path) -> str:
+    return json.loads(state.read_text())["best_model_checkpoint"]
+
+
+def add_half_a_checkpoint(checkpoint: Path) -> None:
+    """As a run that was killed at a save has left it before checkpoints were staged."""
+    half = checkpoint.with_name("checkpoint-3")
+    shutil.copytree(checkpoint, half)
+    os.truncate(half / "optimizer.pt", 1000)
+
+
+def test_a_run_resumes_from_the_newest_whole_checkpoint(jobs: Jobs) -> None:
+    ours, plain = jobs["auto"].finished, jobs["full_plain"].finished
+    assert "auto/checkpoint-3 is passed over: optimizer.pt is truncated" in ours.log
+    assert "Resuming from auto/checkpoint-2" in ours.log
+    assert ours.history == plain.history
+    assert same_checkpoint(ours.folder, plain.folder, step=4) is None
+
+
 # --------------------------------------------------------------------------- full disk
 
 
@@ -433,53 +506,13 @@ def test_a_full_disk_leaves_no_half_checkpoint(jobs: Jobs, name: str) -> None:
     ended = jobs[name]
     assert ended.exit_code == 1
     (line,) = {x for x in ended.log.splitlines() if "CheckpointError: " in x}
-    assert "output_dir: writing" in line and f"{name}/checkpoint-4 failed" in line
+    assert f"output_dir: writing a checkpoint into {name} failed" in line
     assert "resume from the last one" in line
     assert {"checkpoint-2", "protrain"} <= files(ended.folder)
-    assert "checkpoint-4" not in files(ended.folder)
+    assert not {"checkpoint-4", STAGING} & files(ended.folder)
     plain = jobs["full_plain"].finished.folder
     assert same_checkpoint(ended.folder, plain, step=2) is None
     AutoModelForCausalLM.from_pretrained(ended.folder / "checkpoint-2")
-
-
-WRITE_ERRORS = [
-    OSError(28, "No space left on device"),
-    SafetensorError("Error while serializing: I/O error: No space left on device"),
-    # the two forms in which torch.save reports it
-    RuntimeError("PytorchStreamWriter failed writing file data/4: file write failed"),
-    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
-]
-OTHER_ERRORS = [KeyError("lr"), RuntimeError("CUDA out of memory"), SystemExit(0)]
-
-
-@pytest.mark.parametrize("error", WRITE_ERRORS + OTHER_ERRORS, ids=repr)
-def test_a_failed_write_removes_its_folder_only(
-    tmp_path: Path, error: BaseException
-) -> None:
-    earlier, folder = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
-    earlier.mkdir()
-    is_disk = error in WRITE_ERRORS
-    with pytest.raises(CheckpointError if is_disk else type(error)) as caught:
-        with whole_or_nothing(folder, existed=False):
-            folder.mkdir()
-            (folder / "model.safetensors").write_bytes(b"half")
-            raise error
-    assert files(tmp_path) == {"checkpoint-2"}
-    if is_disk:
-        assert f"output_dir: writing {folder} failed ({error})" in str(caught.value)
-    else:
-        assert caught.value is error
-
-
-@pytest.mark.parametrize("folder", [".", "not/there/yet"])
-def test_room_is_asked_for_before_training(tmp_path: Path, folder: str) -> None:
-    require_space(tmp_path / folder, 0)
-    with pytest.raises(CheckpointError) as caught:
-        require_space(tmp_path / folder, 1 << 60)
-    message = str(caught.value)
-    assert message.startswith("output_dir: a checkpoint needs 1,152,921,")
-    for way_out in ("save_total_limit", "protrain_save_optimizer_state: false"):
-        assert way_out in message
 
 
 @pytest.mark.parametrize(

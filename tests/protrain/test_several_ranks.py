@@ -24,6 +24,7 @@ from axolotl_jobs import (
 )
 from torch import nn
 
+from axolotl.integrations.protrain.core.checkpoint import STAGING
 from axolotl.integrations.protrain.data_parallel import ignore_in_ddp
 
 Run = Callable[[Job], Result]
@@ -210,6 +211,9 @@ def test_resume(run: Run, jobs: Pair) -> None:
     plain = run(jobs.plain)
     for stopped in (run(jobs.paged), plain):
         checkpoint = f"jobs/{stopped.folder.name}/out/checkpoint-2"
+        saved = {path.name for path in (stopped.folder / "out/checkpoint-2").iterdir()}
+        assert {f"rng_state_{rank}.pth" for rank in range(RANKS)} < saved
+        assert not (stopped.folder / "out" / STAGING).exists()
         result = run(jobs.paged.but({"resume_from_checkpoint": checkpoint}))
         assert not result.error, result.error
         assert not weight_differences(result.weights, plain.weights, tolerance=0)

@@ -39,14 +39,21 @@ FORWARD, BACKWARD, INFERENCE = Direction
 class Param:
     """A parameter without autograd: `arrive` does what an accumulated gradient does."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: TensorSpec) -> None:
+        self.shape, self.dtype = spec.shape, spec.dtype
+        self.device = torch.device("cpu")
         self.grad: Tensor | None = None
         self.hook: Callable[[Param], None] = lambda param: None
+        self.before: Callable[[Tensor], None] = lambda gradient: None
+
+    def register_hook(self, hook: Callable[[Tensor], None]) -> None:
+        self.before = hook
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Param], None]) -> None:
         self.hook = hook
 
     def arrive(self, gradient: Tensor) -> None:
+        self.before(gradient)
         self.grad = gradient
         self.hook(self)
 
@@ -73,7 +80,7 @@ class Schedules:
         trained = tuple(chunk for chunk in self.chunks if chunk.trainable)
         self.values = {s.name: float(n) for n, s in enumerate(self._specs())}
         self.sums: dict[str, float] = {}
-        self.params = {spec.name: Param() for spec in self._specs()}
+        self.params = {spec.name: Param(spec) for spec in self._specs()}
 
         self.arena = Arena()
         whole = self.arena.add(self.chunks)

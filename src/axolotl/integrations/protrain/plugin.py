@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from axolotl.utils.logging import get_logger
 
 from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
 from .before_loading import require_plan
+from .core.checkpoint import checkpoints, fault_of, require_whole, restore
 from .core.errors import ConfigError
 from .planning import missing_capacity
 from .run import TrainingRun
@@ -78,6 +80,7 @@ class ProTrainPlugin(BasePlugin):
                 LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
         _check_machine(cfg)
+        _check_checkpoints(cfg)
         require_plan(cfg, _device(cfg), LOG)
         self._pages = True
         cfg.device_map = "cpu"
@@ -138,6 +141,26 @@ class ProTrainPlugin(BasePlugin):
 def _device(cfg: Any) -> torch.device:
     on_cuda = torch.cuda.is_available()
     return torch.device(f"cuda:{cfg.local_rank}" if on_cuda else "cpu")
+
+
+def _check_checkpoints(cfg: Any) -> None:
+    """Choose what to resume from, and refuse before the base is loaded what is not whole."""
+    run_dir = Path(cfg.output_dir)
+    restore(run_dir)
+    if cfg.auto_resume_from_checkpoints and cfg.resume_from_checkpoint is None:
+        # Axolotl takes the newest, whole or not
+        cfg.auto_resume_from_checkpoints = False
+        for folder in checkpoints(run_dir):
+            fault = fault_of(folder)
+            if fault is None:
+                cfg.resume_from_checkpoint = str(folder)
+                LOG.info(f"Resuming from {folder}, the last whole checkpoint.")
+                break
+            LOG.warning(f"{folder} is passed over: {fault}.")
+    if cfg.resume_from_checkpoint is not None:
+        keeps_state = args_from(cfg).protrain_save_optimizer_state
+        weights_only = bool(cfg.save_only_model or not keeps_state)
+        require_whole(Path(cfg.resume_from_checkpoint), weights_only)
 
 
 def _check_machine(cfg: Any) -> None:

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from .args import args_from, overrides
-from .core.checkpoint import checkpoint_bytes, require_space
+from .core.checkpoint import (
+    SLACK_BYTES,
+    TOKEN_BYTES,
+    checkpoint_bytes,
+    require_space,
+)
 from .core.errors import ConfigError, ProTrainError
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
@@ -128,7 +133,11 @@ class TrainingRun:
         )
         adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
         nbytes = partial(checkpoint_bytes, forecast.layout, adapter)
+        # a tokenizer has a word for each row of the embedding
+        tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+        tokens = max((table.num_embeddings for table in tables), default=0)
         self.checkpoint_bytes = nbytes(saves_optimizer, masters)
+        self.checkpoint_bytes += SLACK_BYTES + TOKEN_BYTES * tokens
         self._final_bytes = nbytes(False, masters)
         notes += self._warnings(forecast)
         evaluates = self._cfg.val_set_size or self._cfg.test_datasets
@@ -307,7 +316,7 @@ class TrainingRun:
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""
         if not self._cfg.local_rank:
-            require_space(self._output_dir, self._final_bytes, slack=0)
+            require_space(self._output_dir, self._final_bytes)
 
     def note_peak(self) -> None:
         """Read the device's peak before a log resets the allocator's record of it."""

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from .core.checkpoint import require_space, whole_or_nothing
+from .core.checkpoint import (
+    OPTIMIZER,
+    SCHEDULER,
+    load_states,
+    publish,
+    require_space,
+    require_whole,
+    restore,
+    restored_on_failure,
+    staged,
+)
 from .data_parallel import reduced_by_ddp, without_ddp
 from .run import TrainingRun
 
@@ -112,30 +123,60 @@ class ProTrainTrainerMixin(_Mixed):
             logs.update(self.protrain.log_values())
         super().log(logs, *args, **kwargs)
 
-    def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> Any:
-        folder = Path(self._get_output_dir(trial=trial)) / (
-            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        )
-        with ExitStack() as undo:
-            if self.args.should_save:
-                require_space(folder, self.protrain.checkpoint_bytes)
-                # the other ranks may have made the folder for their random numbers
-                complete = (folder / TRAINER_STATE_NAME).exists()
-                undo.enter_context(whole_or_nothing(folder, complete))
-            return super()._save_checkpoint(model, trial, **kwargs)
+    def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:
+        """As plain, but in a folder aside; older ones go when this one has its name."""
+        ranks, run = self.protrain.ranks, self._get_output_dir(trial=trial)
+        run_dir = Path(run)
+        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            require_space(run_dir, self.protrain.checkpoint_bytes)
+        with restored_on_failure(run_dir, publishes=ranks.rank == 0):
+            if ranks.local_rank == 0:
+                restore(run_dir)
+            ranks.collect(None)
+            folder = staged(final)
+            with (
+                patch.object(self, "_get_output_dir", lambda trial: str(folder.parent)),
+                patch.object(self, "_push_from_checkpoint", lambda _folder: None),
+            ):
+                super()._save_checkpoint(model, trial, **kwargs)
+            best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best == final.name or (run_dir / best).exists():
+                self.state.best_model_checkpoint = os.path.join(run, best)
+                if self.args.should_save:
+                    self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            ranks.collect(None)
+            if ranks.rank == 0:
+                publish(final)
+            ranks.collect(None)
+            if ranks.rank != 0 and ranks.local_rank == 0:
+                # gone already where nodes share the folder
+                with suppress(FileNotFoundError):
+                    publish(final)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.path.join(run, final.name))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=run,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As plain, but each rank reads from one mapping of the file, not to its GPU."""
+        """As plain, but looked at first, and each rank reads from one mapping of the file,
+        not to its GPU."""
         if checkpoint is None:
             return
-        optimizer, scheduler = (
-            Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
-        )
-        if optimizer.is_file() and scheduler.is_file():
-            load = partial(torch.load, map_location="cpu", weights_only=True)
-            trainer: Any = self
-            trainer.optimizer.load_state_dict(load(optimizer, mmap=True))
-            trainer.lr_scheduler.load_state_dict(load(scheduler))
+        folder, trainer = Path(checkpoint), cast(Any, self)
+        weights_only = self.args.save_only_model
+        require_whole(folder, weights_only)
+        if all((folder / name).is_file() for name in (OPTIMIZER, SCHEDULER)):
+            load_states(folder, trainer.optimizer, trainer.lr_scheduler)
+        else:
+            self.protrain.log.warning(
+                f"{folder} has weights only: optimizer and learning rate begin anew."
+            )
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         # training is over; from here on the model is an ordinary one

@@ -1,22 +1,62 @@
-"""Room for a checkpoint, before it is written and when it runs out all the same.
+"""Checkpoints are whole or not there, and what a run resumes from is looked at first.
 
-Checkpoints of a paged run are ordinary ones; this guards their writing.
+Checkpoints of a paged run are ordinary ones. They are written in a folder of their own,
+flushed, and get their name at once; only then may older ones go.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import math
+import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError  # nosec B403
+from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import FOREIGN_ERRORS, CheckpointError
+from .optim import PagedAdamW
 from .types import Layout
 
-SLACK_BYTES = 32 << 20
-"""Tokenizer, configuration, trainer state and random states beside the tensors."""
+STAGING = "_incomplete"
+"""Folder of a run in which a checkpoint is written. No reader of `checkpoint-*` sees it,
+and uploads to the Hub leave out `_*`."""
+_REPLACED = "replaced"
+"""In that folder: what had the name of the checkpoint that is being published."""
+
+SLACK_BYTES, TOKEN_BYTES = 1 << 20, 136
+"""What is written beside the tensors: headers, configuration, trainer and random states;
+and of tokenizer.json for each token (Llama 2 to Gemma 3: 75 to 136). A write that fails
+all the same leaves nothing behind, so this need not be an upper bound."""
+
+STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+_WEIGHTS = tuple(
+    f"{name}{end}{index}"
+    for name, end in (
+        ("model", ".safetensors"),
+        ("adapter_model", ".safetensors"),
+        ("pytorch_model", ".bin"),
+        ("adapter_model", ".bin"),
+    )
+    for index in ("", ".index.json")
+)
+_EXAMINED = (
+    *(STATE, OPTIMIZER, SCHEDULER, "rng_state*.pth", "*config.json", "*.index.json"),
+    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"),
+)
+_ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
+
+
+# ------------------------------------------------------------------- room on the disk
 
 
 def checkpoint_bytes(
@@ -37,26 +77,38 @@ def checkpoint_bytes(
     return weights + (state if optimizer_state else 0)
 
 
-def require_space(folder: Path, nbytes: int, slack: int = SLACK_BYTES) -> None:
+def require_space(folder: Path, nbytes: int) -> None:
     """Refuse to begin what the disk cannot hold.
 
     Raises:
-        CheckpointError: Less than `nbytes` and `slack` are free at `folder`.
+        CheckpointError: Less than `nbytes` are free at `folder`.
     """
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
-    if free < nbytes + slack:
+    if free < nbytes:
         raise CheckpointError(
-            f"output_dir: a checkpoint needs {nbytes + slack:,} bytes and "
+            f"output_dir: a checkpoint needs {nbytes:,} bytes and "
             f"{folder} has {free:,} free. Free some space, choose another output_dir, "
             "keep fewer checkpoints (save_total_limit), or leave the optimizer state "
             "out (protrain_save_optimizer_state: false)."
         )
 
 
+# ---------------------------------------------------------------------------- writing
+
+
+def staged(checkpoint: Path) -> Path:
+    """Where to write `checkpoint` until it is published."""
+    return checkpoint.parent / STAGING / checkpoint.name
+
+
 @contextmanager
-def whole_or_nothing(folder: Path, existed: bool) -> Iterator[None]:
-    """Remove `folder` if writing into it fails, unless it `existed`: no half checkpoint.
+def restored_on_failure(run_dir: Path, publishes: bool) -> Iterator[None]:
+    """Forget what was staged if writing or publishing it fails.
+
+    Args:
+        run_dir: Folder of all checkpoints.
+        publishes: This process does; no other may remove what that one renames.
 
     Raises:
         CheckpointError: A file could not be written.
@@ -64,15 +116,61 @@ def whole_or_nothing(folder: Path, existed: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
+        if publishes:
+            restore(run_dir)
         if not _is_write_error(error):
             raise
-        fate = "is incomplete" if existed else "was removed"
         raise CheckpointError(
-            f"output_dir: writing {folder} failed ({error}). It {fate}; earlier "
-            "checkpoints are untouched. Free some space and resume from the last one."
+            f"output_dir: writing a checkpoint into {run_dir} failed ({error}). Nothing "
+            "is left of it; earlier checkpoints are untouched. Free some space and "
+            "resume from the last one."
         ) from error
+
+
+def restore(run_dir: Path) -> None:
+    """Remove what a save has left half-done, and put back what it had moved aside.
+
+    Several processes may do so at once.
+    """
+    for aside in (run_dir / STAGING / _REPLACED).glob("*"):
+        if not (run_dir / aside.name).exists():
+            with suppress(FileNotFoundError):
+                aside.rename(run_dir / aside.name)
+    shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+
+
+def publish(checkpoint: Path) -> None:
+    """Flush what is staged as `checkpoint` and give it its name.
+
+    One of that name is replaced: `restore` puts it back if this is cut short between two
+    renames.
+    """
+    source = staged(checkpoint)
+    for path in (*source.rglob("*"), source):
+        _flush(path)
+    try:
+        source.rename(checkpoint)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        aside = source.parent / _REPLACED
+        aside.mkdir()
+        checkpoint.rename(aside / checkpoint.name)
+        source.rename(checkpoint)
+    _flush(checkpoint.parent)
+    shutil.rmtree(source.parent, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network file systems cannot flush folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _is_write_error(error: BaseException) -> bool:
@@ -81,3 +179,204 @@ def _is_write_error(error: BaseException) -> bool:
     return isinstance(error, (OSError, SafetensorError)) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Those of a run, the newest first, whole or not."""
+    found = (p for p in run_dir.glob("checkpoint-*") if p.name[11:].isdigit())
+    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
+
+
+def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
+    """What is missing in a checkpoint or damaged, by what can be seen without reading
+    tensors; None if nothing.
+
+    Args:
+        weights_only: It may have neither optimizer.pt nor scheduler.pt.
+    """
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    has = {name: (checkpoint / name).is_file() for name in (OPTIMIZER, SCHEDULER)}
+    required = [STATE]
+    if any(has.values()) or not weights_only:
+        required += has
+    for name in required:
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+    # several adapters have a folder each
+    folders = [checkpoint, *(p for p in checkpoint.iterdir() if p.is_dir())]
+    if not any((folder / name).is_file() for folder in folders for name in _WEIGHTS):
+        return "its weights are missing"
+    found = (
+        _file_fault(p) for f in folders for kind in _EXAMINED for p in f.glob(kind)
+    )
+    return next((fault for fault in found if fault is not None), None)
+
+
+def require_whole(checkpoint: Path, weights_only: bool) -> None:
+    """Refuse to resume from what is not whole.
+
+    Raises:
+        CheckpointError: See `fault_of`.
+    """
+    fault = fault_of(checkpoint, weights_only)
+    if fault is not None:
+        raise _refusal(checkpoint, fault)
+
+
+def load_states(
+    checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> None:
+    """Read optimizer.pt and scheduler.pt, from a mapping of the file.
+
+    Raises:
+        CheckpointError: They cannot be read, or are not those of this optimizer.
+    """
+    state, schedule = (_read(checkpoint / name) for name in (OPTIMIZER, SCHEDULER))
+    step = json.loads((checkpoint / STATE).read_text())["global_step"]
+    own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    for name, find in (
+        (OPTIMIZER, partial(_optimizer_fault, own, state, step)),
+        (SCHEDULER, partial(_scheduler_fault, len(own.param_groups), schedule, step)),
+    ):
+        try:
+            fault = find()
+        except FOREIGN_ERRORS as error:
+            fault = f"has another structure ({error!r})"
+        if fault is not None:
+            raise _refusal(checkpoint, f"{name} {fault}")
+    optimizer.load_state_dict(state)
+    scheduler.load_state_dict(schedule)
+
+
+def _refusal(checkpoint: Path, fault: str) -> CheckpointError:
+    others = (p for p in checkpoints(checkpoint.parent) if p.name != checkpoint.name)
+    whole = next((path for path in others if fault_of(path) is None), None)
+    ways = [f"The last whole one beside it is {whole}."] if whole else []
+    if fault.startswith((OPTIMIZER, SCHEDULER)):
+        ways.append(
+            "To go on from the weights alone, remove optimizer.pt and scheduler.pt and "
+            "set protrain_save_optimizer_state: false."
+        )
+    ways = ways or ["Resume from another one, or without the key."]
+    return CheckpointError(
+        f"resume_from_checkpoint: {checkpoint} cannot be resumed: {fault}. "
+        + " ".join(ways)
+    )
+
+
+def _file_fault(path: Path) -> str | None:
+    try:
+        if path.suffix == ".json":
+            value = json.loads(path.read_text("utf-8"))
+            if path.name == STATE and type(value["global_step"]) is not int:
+                return f"{STATE} has no global_step"
+            if path.name.endswith(".index.json"):
+                for shard in {*value["weight_map"].values()}:
+                    if not (path.parent / shard).is_file():
+                        return f"{shard} is missing"
+        elif path.suffix == ".safetensors":
+            # compares what the header promises with the size of the file
+            with safe_open(path, framework="pt"):
+                pass
+        else:
+            # its table of contents is written last
+            zipfile.ZipFile(path).close()
+    except (OSError, SafetensorError, zipfile.BadZipFile, *FOREIGN_ERRORS) as error:
+        return f"{path.name} is truncated or damaged ({error})"
+    return None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, UnpicklingError, *FOREIGN_ERRORS) as error:
+        line = str(error).partition("\n")[0]
+        fault = f"{path.name} cannot be read ({type(error).__name__}: {line})"
+        raise _refusal(path.parent, fault) from error
+
+
+def _optimizer_fault(
+    optimizer: torch.optim.Optimizer, saved: Any, global_step: int
+) -> str | None:
+    """Why this state would not train on as it did; only AdamW's own is known by name."""
+    adamw = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, PagedAdamW)
+    groups, entries = saved["param_groups"], saved["state"]
+    numbers = [group["params"] for group in groups]
+    own = [group["params"] for group in optimizer.param_groups]
+    sizes, own_sizes = [*map(len, numbers)], [*map(len, own)]
+    if sizes != own_sizes:
+        return (
+            "belongs to other parameters than this run trains: groups of "
+            f"{sizes} / {own_sizes}"
+        )
+    for group in groups if adamw else ():
+        values = [group["lr"], group["eps"], group["weight_decay"], *group["betas"]]
+        if not all(map(math.isfinite, values)):
+            return "has a group whose lr, betas, eps or weight_decay is not finite"
+    params = dict(zip(sum(numbers, []), sum(own, []), strict=True))
+    if adamw and global_step and not entries:
+        return f"has no state after {global_step} steps"
+    for number, entry in entries.items():
+        fault = None
+        if adamw and number not in params:
+            return f"has state of parameter {number}, which is in no group"
+        if adamw:
+            fault = _adamw_fault(entry, params[number], global_step)
+        fault = fault or _odd_number(entry)
+        if fault is not None:
+            return f"is damaged: of parameter {number} {fault}"
+    return None
+
+
+def _adamw_fault(entry: Any, param: Tensor, global_step: int) -> str | None:
+    for key in _ADAMW_STATE - entry.keys():
+        return f"{key} is missing"
+    for key, value in entry.items():
+        if key == "step":
+            if not isinstance(value, (int, float)) and value.numel() != 1:
+                return f"step has shape {tuple(value.shape)}"
+            step = float(value)
+            if not (0 <= step <= global_step and step.is_integer()):
+                return f"step is {step:g} of {global_step}"
+            continue
+        if not isinstance(value, Tensor) or value.shape != param.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else value
+            return f"{key} has shape {shape} instead of {tuple(param.shape)}"
+        if not value.is_floating_point():
+            return f"{key} has {value.dtype} numbers"
+        # the fused kernel counts on the order of the parameter's bytes
+        if param.is_contiguous() and not value.is_contiguous():
+            return f"{key} is not contiguous"
+    return None
+
+
+def _scheduler_fault(num_groups: int, saved: Any, global_step: int) -> str | None:
+    for key in saved.keys() & {"base_lrs", "_last_lr"}:
+        if len(saved[key]) != num_groups:
+            return f"has {len(saved[key])} {key} for {num_groups} parameter groups"
+        if not all(map(math.isfinite, saved[key])):
+            return f"has {key} that are not finite"
+    if not 0 <= saved.get("last_epoch", 0) <= global_step:
+        return f"is at step {saved['last_epoch']} of {global_step}"
+    return None
+
+
+def _odd_number(values: Any, where: str = "") -> str | None:
+    """Where in nested values a tensor has a number that no training leaves."""
+    if type(values) is Tensor and values.is_floating_point() and values.numel():
+        wide = values.float() if values.itemsize == 1 else values
+        # in one pass and without a copy
+        low, high = map(float, wide.aminmax())
+        if not math.isfinite(high - low):
+            return f"{where} is not finite"
+        if where.endswith("_sq") and low < 0:
+            return f"{where} has squares below zero"
+    if isinstance(values, Mapping):
+        nested = [(str(key), value) for key, value in values.items()]
+    else:
+        nested = [(where, v) for v in values] if isinstance(values, list) else []
+    return next((odd for key, v in nested if (odd := _odd_number(v, key))), None)

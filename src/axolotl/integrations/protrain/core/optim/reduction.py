@@ -120,7 +120,7 @@ class GradientReduction(Gradients):
 
     def settle(self) -> None:
         # all ranks call it at the same point of a step
-        if not self._due:
+        if not self._due or not self._waiting:
             self._offload.settle()
             return
         self._launch_until(len(self._waiting))

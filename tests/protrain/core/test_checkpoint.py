@@ -1,0 +1,388 @@
+"""A checkpoint is whole or not there, and damage is named before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from core_models import adamw, batches, open_session, stack, train, twin
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from axolotl.integrations.protrain.core.checkpoint import (
+    STAGING,
+    checkpoints,
+    fault_of,
+    load_states,
+    publish,
+    require_space,
+    require_whole,
+    restore,
+    restored_on_failure,
+    staged,
+)
+from axolotl.integrations.protrain.core.errors import CheckpointError
+
+FILES = ("model.safetensors", "rng_state.pth", "trainer_state.json")
+
+
+def save(checkpoint: Path, content: str) -> None:
+    """What a run does at a save."""
+    with restored_on_failure(checkpoint.parent, publishes=True):
+        restore(checkpoint.parent)
+        folder = staged(checkpoint)
+        folder.mkdir(parents=True)
+        for name in FILES:
+            (folder / name).write_text(content)
+        publish(checkpoint)
+
+
+def content(checkpoint: Path) -> set[str] | None:
+    """Texts of its files, with "missing" for those that are not there."""
+    if not checkpoint.exists():
+        return None
+    paths = [checkpoint / name for name in FILES]
+    return {path.read_text() if path.exists() else "missing" for path in paths}
+
+
+class AtLine:
+    """Acts once, before the n-th of the different lines that saving runs."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self._number, self._act = number, act
+        self._seen: set[tuple[str, int]] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> AtLine | None:
+        own = (Path(__file__).name, "checkpoint.py")
+        if not frame.f_code.co_filename.endswith(own):
+            return None
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and line not in self._seen:
+            self._seen.add(line)
+            if len(self._seen) == self._number:
+                self._act()
+        return self
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_ctrl_c_at_any_line_leaves_the_old_or_the_new(
+    tmp_path: Path, before: str | None
+) -> None:
+    allowed = (before and {before}, {"new"})
+    for number in range(1, 1000):
+        run_dir = tmp_path / str(number)
+        checkpoint = run_dir / "checkpoint-4"
+        if before:
+            save(checkpoint, before)
+        sys.settrace(AtLine(number, interrupt))
+        try:
+            save(checkpoint, "new")
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert content(checkpoint) in allowed, number
+        assert not (run_dir / STAGING).exists(), number
+    assert content(checkpoint) == {"new"}
+    assert number > 20
+
+
+def test_a_kill_at_any_line_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    for number in range(1, 1000):
+        run_dir = tmp_path / str(number)
+        checkpoint = run_dir / "checkpoint-4"
+        save(checkpoint, "old")
+        process_id = os.fork()
+        if not process_id:
+            sys.settrace(AtLine(number, lambda: os._exit(9)))
+            save(checkpoint, "new")
+            os._exit(0)
+        if os.waitpid(process_id, 0)[1] == 0:
+            break
+        # nothing half-written has the name of a checkpoint, even before the next start
+        assert content(checkpoint) in ({"old"}, {"new"}, None), number
+        restore(run_dir)
+        assert content(checkpoint) in ({"old"}, {"new"}), number
+        assert not (run_dir / STAGING).exists(), number
+    assert content(checkpoint) == {"new"}
+    assert number > 20
+
+
+def test_a_second_node_publishes_only_what_is_its_own(tmp_path: Path) -> None:
+    """On a shared folder the first one has done it; the new one must not go aside."""
+    checkpoint = tmp_path / "checkpoint-4"
+    save(checkpoint, "new")
+    with pytest.raises(FileNotFoundError):
+        publish(checkpoint)
+    assert content(checkpoint) == {"new"}
+
+
+WRITE_ERRORS = [
+    OSError(28, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device"),
+    # the two forms in which torch.save reports it
+    RuntimeError("PytorchStreamWriter failed writing file data/4: file write failed"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+]
+OTHER_ERRORS = [KeyError("lr"), RuntimeError("CUDA out of memory"), SystemExit(0)]
+
+
+@pytest.mark.parametrize("error", WRITE_ERRORS + OTHER_ERRORS, ids=repr)
+def test_a_failed_write_removes_its_folder_only(
+    tmp_path: Path, error: BaseException
+) -> None:
+    save(tmp_path / "checkpoint-2", "old")
+    is_disk = error in WRITE_ERRORS
+    with pytest.raises(CheckpointError if is_disk else type(error)) as caught:
+        with restored_on_failure(tmp_path, publishes=True):
+            staged(tmp_path / "checkpoint-4").mkdir(parents=True)
+            raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    if is_disk:
+        words = f"output_dir: writing a checkpoint into {tmp_path} failed ({error})"
+        assert words in str(caught.value)
+    else:
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("folder", [".", "not/there/yet"])
+def test_room_is_asked_for_before_training(tmp_path: Path, folder: str) -> None:
+    require_space(tmp_path / folder, 0)
+    with pytest.raises(CheckpointError) as caught:
+        require_space(tmp_path / folder, 1 << 60)
+    message = str(caught.value)
+    assert message.startswith("output_dir: a checkpoint needs 1,152,921,")
+    for way_out in ("save_total_limit", "protrain_save_optimizer_state: false"):
+        assert way_out in message
+
+
+# ------------------------------------------------------------------ what is on the disk
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A model and the run that trained it, with two checkpoints after two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    model = stack()
+    optimizer = adamw(model)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    train(model, optimizer, [batches(1), batches(1)])
+    scheduler.step()
+    scheduler.step()
+    for step in (2, 4):
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        save_file(model.state_dict(), checkpoint / "model.safetensors")
+        torch.save(optimizer.state_dict(), checkpoint / "optimizer.pt")
+        torch.save(scheduler.state_dict(), checkpoint / "scheduler.pt")
+        torch.save(torch.get_rng_state(), checkpoint / "rng_state.pth")
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
+    return model, folder
+
+
+@pytest.fixture
+def newest(trained: tuple[nn.Module, Path], tmp_path: Path) -> Path:
+    """A copy to damage, with a whole checkpoint beside it."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained[1], run_dir)
+    return checkpoints(run_dir)[0]
+
+
+def truncate(to: Callable[[int], int]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        os.truncate(path, to(path.stat().st_size))
+
+    return act
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "missing": Path.unlink,
+    "empty": truncate(lambda _: 0),
+    "half": truncate(lambda size: size // 2),
+    "a byte short": truncate(lambda size: size - 1),
+}
+ALL_FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", *FILES[1:])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_damage_is_seen_on_the_disk(newest: Path, name: str, damage: str) -> None:
+    DAMAGES[damage](newest / name)
+    fault = fault_of(newest)
+    if (name, damage) == ("rng_state.pth", "missing"):
+        assert fault is None
+        return
+    weights = name == "model.safetensors" and damage == "missing"
+    assert fault is not None and ("weights" if weights else name) in fault
+    with pytest.raises(CheckpointError) as caught:
+        require_whole(newest, weights_only=False)
+    assert fault in str(caught.value)
+    assert f"The last whole one beside it is {newest.with_name('checkpoint-2')}" in str(
+        caught.value
+    )
+
+
+def test_a_shard_that_the_index_names_is_missed(newest: Path) -> None:
+    index = {
+        "weight_map": {"embed": "model.safetensors", "head": "model-2.safetensors"}
+    }
+    (newest / "model.safetensors.index.json").write_text(json.dumps(index))
+    fault = fault_of(newest)
+    assert fault is not None and "model-2.safetensors is missing" in fault
+
+
+def test_weights_alone_are_whole_where_they_are_asked_for(newest: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (newest / name).unlink()
+    assert fault_of(newest) is None
+    require_whole(newest, weights_only=True)
+    with pytest.raises(CheckpointError, match="optimizer.pt is missing"):
+        require_whole(newest, weights_only=False)
+
+
+# ---------------------------------------------------------------------- what is in them
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def moment(edit: Callable[[Tensor], Any], key: str = "exp_avg") -> Edit:
+    """Replaces a moment of the first parameter, a matrix of 64 x 16."""
+
+    def act(state: dict[str, Any]) -> None:
+        state["state"][0][key] = edit(state["state"][0][key])
+
+    return act
+
+
+def with_value(value: float, at: int = -1) -> Callable[[Tensor], Tensor]:
+    def edit(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[at] = value
+        return tensor
+
+    return edit
+
+
+STATES: dict[str, tuple[Edit, str]] = {
+    "fewer rows": (moment(lambda m: m[:-1].clone()), "exp_avg has shape"),
+    "transposed": (moment(lambda m: m.t().contiguous()), "exp_avg has shape"),
+    "flat": (moment(Tensor.flatten, "exp_avg_sq"), "exp_avg_sq has shape"),
+    "strides": (moment(lambda m: m.t().contiguous().t()), "is not contiguous"),
+    "a number": (moment(lambda m: 0.0), "exp_avg has shape"),
+    "whole numbers": (moment(Tensor.long), "torch.int64"),
+    "complex": (moment(lambda m: m.to(torch.complex64)), "torch.complex64"),
+    "nan": (moment(with_value(float("nan"))), "exp_avg is not finite"),
+    "inf": (moment(with_value(float("inf")), "exp_avg_sq"), "exp_avg_sq is not finite"),
+    "negative": (moment(with_value(-1.0), "exp_avg_sq"), "below zero"),
+    "step nan": (moment(lambda m: m * float("nan"), "step"), "step is nan of 2"),
+    "step later": (moment(lambda m: m + 1, "step"), "step is 3 of 2"),
+    "step vector": (moment(lambda m: m.repeat(3), "step"), "step has shape (3,)"),
+    "no moment": (lambda s: s["state"][0].pop("exp_avg"), "exp_avg is missing"),
+    "no state": (lambda s: s["state"].clear(), "has no state after 2 steps"),
+    "another": (lambda s: s["state"].update({99: s["state"][0]}), "parameter 99"),
+    "a group more": (
+        lambda s: s["param_groups"].append({**s["param_groups"][0], "params": []}),
+        "belongs to other parameters",
+    ),
+    "a parameter less": (
+        lambda s: s["param_groups"][0]["params"].pop(),
+        "belongs to other parameters",
+    ),
+    "rate": (lambda s: s["param_groups"][0].update(lr=float("nan")), "not finite"),
+    "no rate": (lambda s: s["param_groups"][0].pop("lr"), "another structure"),
+    "no groups": (lambda s: s.pop("param_groups"), "another structure"),
+}
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "plain"])
+@pytest.mark.parametrize("edit", STATES)
+def test_a_state_that_does_not_fit_is_refused(
+    trained: tuple[nn.Module, Path], newest: Path, edit: str, paged: bool
+) -> None:
+    """AdamW's fused kernel writes past the end of a moment that is too short."""
+    change, words = STATES[edit]
+    state = torch.load(newest / "optimizer.pt")
+    change(state)
+    torch.save(state, newest / "optimizer.pt")
+    model = twin(trained[0])
+    session = open_session(model) if paged else None
+    optimizer: Any = adamw(model)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    if session:
+        optimizer = session.wrap_optimizer(optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        load_states(newest, optimizer, scheduler)
+    assert f"{newest} cannot be resumed: optimizer.pt " in str(caught.value)
+    assert words in str(caught.value)
+    assert "The last whole one beside it is" in str(caught.value)
+    assert not optimizer.state_dict()["state"]
+    load_states(newest.with_name("checkpoint-2"), optimizer, scheduler)
+    assert optimizer.state_dict()["state"]
+    if session:
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"last_epoch": 7}, "scheduler.pt is at step 7 of 2"),
+        ({"base_lrs": [1.0]}, "has 1 base_lrs for 2 parameter groups"),
+        ({"_last_lr": [1.0, float("inf")]}, "has _last_lr that are not finite"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(
+    trained: tuple[nn.Module, Path], newest: Path, change: dict[str, Any], words: str
+) -> None:
+    schedule = torch.load(newest / "scheduler.pt")
+    torch.save({**schedule, **change}, newest / "scheduler.pt")
+    optimizer = adamw(twin(trained[0]))
+    with pytest.raises(CheckpointError) as caught:
+        load_states(newest, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    assert words in str(caught.value)
+
+
+def test_bytes_that_are_no_state_are_named(
+    trained: tuple[nn.Module, Path], newest: Path
+) -> None:
+    """The table of contents is whole, what it lists is not."""
+    path = newest / "optimizer.pt"
+    damaged = bytearray(path.read_bytes())
+    damaged[100:400] = bytes(300)
+    path.write_bytes(damaged)
+    optimizer = adamw(twin(trained[0]))
+    with pytest.raises(CheckpointError, match="optimizer.pt cannot be read"):
+        load_states(newest, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+
+
+def test_other_optimizers_are_asked_for_finite_numbers(
+    trained: tuple[nn.Module, Path], newest: Path
+) -> None:
+    """Their state may have any shape; an infinite hyperparameter may be meant."""
+    model = twin(trained[0])
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    torch.save(scheduler.state_dict(), newest / "scheduler.pt")
+    state = optimizer.state_dict()
+    state["param_groups"][0]["growth_rate"] = float("inf")
+    state["state"][0]["rows"] = [torch.ones(3)]
+    torch.save(state, newest / "optimizer.pt")
+    load_states(newest, optimizer, scheduler)
+    state["state"][0]["rows"] = [torch.tensor([1.0, float("nan")])]
+    torch.save(state, newest / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="rows is not finite"):
+        load_states(newest, optimizer, scheduler)

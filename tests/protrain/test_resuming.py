@@ -1,0 +1,110 @@
+"""What a run resumes from is chosen and looked at before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.train import determine_last_checkpoint
+from safetensors.torch import save_file
+
+from axolotl.integrations.protrain import ProTrainPlugin
+from axolotl.integrations.protrain.core.checkpoint import STAGING
+from axolotl.integrations.protrain.core.errors import CheckpointError
+
+
+def write(checkpoint: Path, kind: str) -> None:
+    """One that is whole, has weights only, or was cut short."""
+    checkpoint.mkdir(parents=True)
+    save_file({"weight": torch.ones(4)}, checkpoint / "model.safetensors")
+    if kind != "weights":
+        for name in ("optimizer.pt", "scheduler.pt"):
+            torch.save({}, checkpoint / name)
+    state = checkpoint / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": 1}))
+    if kind == "cut":
+        os.truncate(checkpoint / "optimizer.pt", 100)
+    if kind == "no state":
+        state.unlink()
+
+
+def begin(run_dir: Path, **keys: object) -> str | None:
+    """What Axolotl resumes from after the plugin's first hook."""
+    cfg = DictDefault(
+        output_dir=str(run_dir),
+        protrain_auto_memory=True,
+        protrain_capacity_bytes=1 << 30,
+        **keys,
+    )
+    ProTrainPlugin().load_datasets(cfg)
+    return determine_last_checkpoint(cfg)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chosen"),
+    [
+        (["whole", "whole"], 2),
+        (["whole", "cut"], 1),
+        (["whole", "no state", "cut"], 1),
+        (["cut", "cut"], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_newest_whole_checkpoint_is_chosen(
+    tmp_path: Path, kinds: Sequence[str], chosen: int | None
+) -> None:
+    for step, kind in enumerate(kinds, 1):
+        write(tmp_path / f"checkpoint-{step}", kind)
+    path = str(tmp_path / f"checkpoint-{chosen}") if chosen else None
+    assert begin(tmp_path, auto_resume_from_checkpoints=True) == path
+    assert begin(tmp_path) is None
+
+
+def test_what_a_kill_left_half_done_is_undone(tmp_path: Path) -> None:
+    write(tmp_path / STAGING / "replaced" / "checkpoint-9", "whole")
+    write(tmp_path / STAGING / "checkpoint-9", "cut")
+    chosen = begin(tmp_path, auto_resume_from_checkpoints=True)
+    assert chosen == str(tmp_path / "checkpoint-9")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("cut", "optimizer.pt is truncated"),
+        ("no state", "trainer_state.json is missing"),
+        ("weights", "optimizer.pt is missing"),
+    ],
+)
+def test_a_checkpoint_that_is_named_has_to_be_whole(
+    tmp_path: Path, kind: str, fault: str
+) -> None:
+    write(tmp_path / "checkpoint-4", "whole")
+    write(tmp_path / "checkpoint-6", kind)
+    named = {"resume_from_checkpoint": str(tmp_path / "checkpoint-6")}
+    with pytest.raises(CheckpointError) as caught:
+        begin(tmp_path, **named)
+    assert fault in str(caught.value)
+    assert f"beside it is {tmp_path / 'checkpoint-4'}." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", [{"protrain_save_optimizer_state": False}, {"save_only_model": True}]
+)
+def test_weights_alone_are_resumed_where_the_yaml_says_so(
+    tmp_path: Path, key: dict[str, bool]
+) -> None:
+    write(tmp_path / "checkpoint-6", "weights")
+    named = {"resume_from_checkpoint": str(tmp_path / "checkpoint-6")}
+    assert begin(tmp_path, **named, **key) == named["resume_from_checkpoint"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint-7 cannot be resumed: there"):
+        begin(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
