@@ -200,8 +200,6 @@ REFUSED = WHILE_VALIDATED | AT_START
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "device": (ROOM, {"protrain_capacity_bytes": 10240}),
     "host": (PAGED, {"protrain_cpu_capacity_bytes": 512000}),
-    "by_hand": ({**ROOM, **overrides(4, 0)}, {"protrain_capacity_bytes": 1 << 20}),
-    "adapter": ({**LORA, **ROOM}, {"protrain_capacity_bytes": 10240}),
 }
 """Trainings, and limits under which no plan fits them."""
 RATES_DECIDE: dict[str, Any] = {

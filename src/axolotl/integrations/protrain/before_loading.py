@@ -1,17 +1,21 @@
 """Refuses before anything is loaded what no plan fits once it is.
 
-A dry run of the YAML with this machine's memory, in a fork: building a model without
-weights patches libraries, and nothing of that may be left when the true one is built.
+A dry run of the YAML with this machine's memory, in a process of its own: building a
+model without weights patches libraries, and nothing of that may be left when the true one
+is built. A fork could not: it may neither touch the GPU that Axolotl has looked at nor
+the threads of OpenMP.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pickle  # nosec B403
+import subprocess  # nosec B404
+import sys
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,12 @@ from .planning import Subject, device_budget, plan_for, subject_of
 
 SLOWEST_S = 120
 """A dry run that takes longer is given up: training itself will tell."""
+
+AT_ONCE_BYTES = 256 << 20
+"""A base this small is loaded before a dry run has begun."""
+_LAUNCHERS = (
+    "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+).split()
 
 Answer = tuple[bool, str]
 """Whether it is certain that no plan fits, and why; or else why that is not known."""
@@ -56,9 +66,9 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
     ranks = Ranks(device.type) if world_size > 1 else Alone()
 
     def look() -> None:
-        if ranks.local_rank:
+        if ranks.local_rank or _loads_at_once(Path(cfg.base_model)):
             return
-        is_refused, reason = _in_fork(cfg, _unmeasured(cfg, device), ranks.world)
+        is_refused, reason = _in_child(cfg, _unmeasured(cfg, device), ranks.world)
         if is_refused:
             raise BudgetError(reason)
         if reason:
@@ -66,6 +76,11 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
 
     ranks.together(look)
     ranks.close()
+
+
+def _loads_at_once(base: Path) -> bool:
+    files = (file for kind in ("*.safetensors", "*.bin") for file in base.glob(kind))
+    return 0 < sum(file.stat().st_size for file in files) < AT_ONCE_BYTES
 
 
 def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
@@ -93,32 +108,35 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
     )
 
 
-def _in_fork(cfg: Any, hardware: Hardware, world: World) -> Answer:
-    context = get_context("fork")
-    answers, ours = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(ours, cfg, hardware, world))
-    process.daemon = True
-    process.start()
-    ours.close()
-    answer = False, f"the dry run took more than {SLOWEST_S} s"
+def _in_child(cfg: Any, hardware: Hardware, world: World) -> Answer:
+    code = f"from {__name__} import answer; answer()"
     try:
-        if answers.poll(SLOWEST_S):
-            answer = answers.recv()
-    except EOFError:
-        answer = False, "the dry run ended without an answer"
-    finally:
-        process.kill()
-        process.join()
-    return answer
+        child = subprocess.run(
+            [sys.executable, "-c", code],
+            input=pickle.dumps((cfg, hardware, world)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SLOWEST_S,
+            # a dry run needs no GPU and joins nobody
+            env={k: v for k, v in os.environ.items() if k not in _LAUNCHERS}
+            | {"CUDA_VISIBLE_DEVICES": ""},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"the dry run took more than {SLOWEST_S} s"
+    if child.returncode:
+        return False, "the dry run ended without an answer"
+    is_refused, reason = json.loads(child.stdout)
+    return is_refused, reason
 
 
-def _send(answers: Connection, cfg: Any, hardware: Hardware, world: World) -> None:
-    with open(os.devnull, "r+b") as nothing:
-        for standard in (0, 1, 2):
-            os.dup2(nothing.fileno(), standard)
-    # a fork cannot use the GPU of the process it was
-    with patch.object(torch.cuda, "is_available", lambda: False):
-        answers.send(_dry_run(cfg, hardware, world))
+def answer() -> None:
+    """Read what is asked from standard input, write the answer to standard output."""
+    with os.fdopen(os.dup(1), "w") as answers, open(os.devnull, "wb") as nothing:
+        # libraries print
+        os.dup2(nothing.fileno(), 1)
+        asked = pickle.load(sys.stdin.buffer)  # nosec B301 - from the process above
+        json.dump(_dry_run(*asked), answers)
 
 
 def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
