@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from axolotl_jobs import (
     pair,
     weight_differences,
 )
+from tiny_models import random_model
 from torch import nn
 
 from axolotl.integrations.protrain.core.checkpoint import STAGING
@@ -170,8 +172,12 @@ def test_ranks_with_other_keys_are_refused(run: Run) -> None:
         assert "ConfigError: protrain_capacity_bytes: 536870912 on rank 1" in error
 
 
-def test_a_plan_that_fits_nowhere_is_every_ranks_error(run: Run) -> None:
-    keys = {"protrain_capacity_bytes": "100KiB"}
+def test_a_plan_that_fits_nowhere_is_every_ranks_error(
+    run: Run, tmp_path: Path
+) -> None:
+    random_model("llama").config.save_pretrained(tmp_path)
+    # without weights
+    keys = {"protrain_capacity_bytes": "100KiB", "base_model": str(tmp_path)}
     result = run(replace(job("llama", LORA, PAGED, keys), num_ranks=RANKS))
     first, second = (error.splitlines()[-1] for error in result.errors)
     assert "BudgetError" in first
