@@ -26,6 +26,10 @@ QUEUES = ("test_schedules.py", "test_races.py")
 SESSIONS = ("test_races.py", "test_state.py", "test_simulated.py")
 WORKER = ("test_runtime.py",)
 FOLDERS = ("test_checkpoint.py",)
+ACCESS = ("test_access.py",)
+LOOKS = tuple(
+    f"test_ranks.py::test_equals_plain_ddp[2-{case}]" for case in ("B-looks", "C-looks")
+)
 RANKS = tuple(
     f"test_ranks.py::test_equals_plain_ddp[2-{case}]"
     for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
@@ -63,6 +67,7 @@ SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
 CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
 CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
 
+STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
 MUTANTS = (
     Mutant(
         "a fetch does not wait for the last use of its slot",
@@ -259,14 +264,14 @@ MUTANTS = (
     Mutant(
         "norms are taken of gradients on their way",
         OPTIMIZER,
-        "        self._gradients.settle()\n        self._apply_clipping()\n",
+        "        self._settle()\n        self._apply_clipping()\n",
         "        self._apply_clipping()\n",
         SESSIONS,
     ),
     Mutant(
         "a step without clipping does not settle",
         OPTIMIZER,
-        "        self._gradients.settle()\n        hyperparameters",
+        "        self._settle()\n        hyperparameters",
         "        hyperparameters",
         (*SESSIONS, "test_optimizer.py"),
     ),
@@ -567,6 +572,113 @@ MUTANTS = (
         "            if best == final.name or (run_dir / best).exists():\n",
         "            if (run_dir / best).exists():\n",
         ("../test_saving.py::test_the_best_checkpoint_is_that_of_the_plain_run",),
+    ),
+    Mutant(
+        "a gradient on the host has no stand-in",
+        GRADIENTS,
+        "gradient, param.grad = param.grad, shown.stand_ins[index]",
+        "gradient, param.grad = param.grad, None",
+        ACCESS,
+    ),
+    Mutant(
+        "the memory of a gradient that somebody keeps is used again",
+        STAND_INS,
+        "            if lent() is not None:\n",
+        "            if index is None:\n",
+        ACCESS,
+    ),
+    Mutant(
+        "a gradient that was set to None is updated with",
+        STAND_INS,
+        "                self.host.used.discard(index)\n",
+        "                pass\n",
+        ACCESS,
+    ),
+    Mutant(
+        "a sum that was set to None between micro-batches grows on",
+        GRADIENTS,
+        "                drop(index)\n",
+        "                pass\n",
+        ACCESS,
+    ),
+    Mutant(
+        "a gradient that was scaled before somebody looked is still applied",
+        HOST_CHUNKS,
+        "        for main in self.mains:\n            main.grad = None\n        for main, gradient",
+        "        for main, gradient",
+        ACCESS,
+    ),
+    Mutant(
+        "a pass begins on weights that somebody has replaced",
+        SESSION,
+        "            self._residence.verify()\n",
+        "            pass\n",
+        ACCESS,
+    ),
+    Mutant(
+        "what is shown is taken for written after an update",
+        SESSION,
+        "        # what is shown would be taken for what somebody has written\n"
+        "        self._hide()\n",
+        "",
+        ACCESS,
+    ),
+    Mutant(
+        "slots keep what they held before somebody wrote",
+        SESSION,
+        "                host.adopt()\n            self._pager.forget_all()\n",
+        "                host.adopt()\n",
+        ACCESS,
+    ),
+    Mutant(
+        "masters do not hear of what somebody wrote",
+        SESSION,
+        "                host.adopt()\n",
+        "                pass\n",
+        ACCESS,
+    ),
+    Mutant(
+        "masters take rounded weights where nobody wrote",
+        HOST_CHUNKS,
+        "            written = main.to(weight.dtype) != weight\n",
+        "            written = weight == weight\n",
+        ACCESS,
+    ),
+    Mutant(
+        "somebody looks while updates are queued",
+        SESSION,
+        "        self._worker.drain()\n        self.ready()\n        # copies to slots",
+        "        # copies to slots",
+        ACCESS,
+    ),
+    Mutant(
+        "a module below is copied as its slot is",
+        HOOKS,
+        "        self._copying()\n        return Hook(_nothing)\n",
+        "        return Hook(_nothing)\n",
+        ACCESS,
+    ),
+    Mutant(
+        "all ranks write one copy",
+        "runtime/arena.py",
+        "        if not self._files:\n            return self\n",
+        "        if self:\n            return self\n",
+        LOOKS,
+    ),
+    Mutant(
+        "a rank takes over what others still read",
+        SESSION,
+        "            # nobody of the node looks any longer\n"
+        "            self._ranks.node_sum(torch.zeros(1))\n",
+        "            import time; time.sleep(0.01 * self._ranks.local_rank)\n",
+        LOOKS,
+    ),
+    Mutant(
+        "a second backward overwrites what is on its way",
+        REDUCTION,
+        "            if waiting.launched or index in waiting.gradients:\n",
+        "            if index is None:\n",
+        ("test_ranks.py::test_two_backward_passes_at_once_are_refused[2-twice]",),
     ),
 )
 

@@ -175,7 +175,7 @@ def _flush(path: Path) -> None:
 
 def _is_write_error(error: BaseException) -> bool:
     # torch.save has no type of its own for it; these name its writer
-    signs = ("PytorchStreamWriter", "inline_container")
+    signs = ("PytorchStreamWriter", "inline_container", "iostream error")
     return isinstance(error, (OSError, SafetensorError)) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )

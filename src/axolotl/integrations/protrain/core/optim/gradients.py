@@ -28,6 +28,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, Counters
@@ -55,6 +56,8 @@ class Gradients:
 
     def hide(self) -> None:
         """Take over what was done to them."""
+        for shown in self._shown:
+            shown.keep_replaced()
         for shown in self._shown:
             shown.hide()
 
@@ -105,6 +108,14 @@ class Gradients:
         """
         shown = ShownGradients(host)
         self._shown.append(shown)
+        for spec, param in zip(host.chunk.tensors, host.params, strict=True):
+            if param._post_accumulate_grad_hooks:
+                raise AccessError(
+                    f"{spec.name}: a post-accumulate hook of somebody else's is there, "
+                    "but the sum of this gradient is on the host. Use "
+                    "`register_hook`, which sees each micro-batch, or an event of a "
+                    "callback (on_pre_optimizer_step)."
+                )
 
         def before(index: int, param: nn.Parameter, _gradient: Tensor) -> None:
             shown.hide_one(index)

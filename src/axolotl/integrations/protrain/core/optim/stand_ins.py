@@ -98,6 +98,13 @@ class ShownGradients:
                 self._shown[index] = total.to(param.device, param.dtype)
                 param.grad = self._shown[index]
 
+    def keep_replaced(self) -> None:
+        """What stands in for another gradient may be that of a third parameter."""
+        for index, shown in self._shown.items():
+            param = self.host.params[index]
+            if param.grad is not None and param.grad is not shown:
+                param.grad = param.grad.clone()
+
     def hide(self) -> None:
         """`hide_one` of all parameters."""
         for index in range(len(self.stand_ins)):

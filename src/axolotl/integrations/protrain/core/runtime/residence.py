@@ -131,30 +131,41 @@ class Residence:
         """
         memory, self._shown = self._shown, None
         assert memory is not None
-        wrong = ""
+        wrong = self._take_replaced(memory, shown, takes)
         for index, chunk in self._moved.items():
             for spec in chunk.tensors:
-                binding, place = self._bindings[spec.name], self._places[spec.name]
-                if index in shown:
-                    place = memory.tensor(index, spec)
-                now = binding.tensor
-                if now.data_ptr() != place.data_ptr():
-                    if (now.dtype, now.shape) != (place.dtype, place.shape):
-                        wrong = wrong or (
-                            f"{spec.name}: was {place.dtype} of shape "
-                            f"{tuple(place.shape)} and is {now.dtype} of shape "
-                            f"{tuple(now.shape)} now. While a model trains paged, its "
-                            "weights change in value only."
-                        )
-                    elif takes:
-                        place.copy_(now)
-                binding.bind(self._places[spec.name])
+                self._bindings[spec.name].bind(self._places[spec.name])
             size = self._ranks.world.local_size
             if takes and index % size == self._ranks.local_rank:
                 self._take_over(chunk, memory if index in shown else None)
             self._remember(chunk)
         if wrong:
             raise AccessError(wrong)
+
+    def _take_replaced(self, memory: Arena, shown: Collection[int], takes: bool) -> str:
+        """Copy tensors that somebody has put in place of parameters; what is wrong."""
+        replaced: list[tuple[Tensor, Tensor]] = []
+        wrong = ""
+        for index, chunk in self._moved.items():
+            for spec in chunk.tensors:
+                place, now = self._places[spec.name], self._bindings[spec.name].tensor
+                if index in shown:
+                    place = memory.tensor(index, spec)
+                if now.data_ptr() == place.data_ptr() and now.dtype is place.dtype:
+                    continue
+                if (now.dtype, now.shape) != (place.dtype, place.shape):
+                    wrong = wrong or (
+                        f"{spec.name}: was {place.dtype} of shape "
+                        f"{tuple(place.shape)} and is {now.dtype} of shape "
+                        f"{tuple(now.shape)} now. While a model trains paged, its "
+                        "weights change in value only."
+                    )
+                elif takes:
+                    # a copy: it may be the place of another
+                    replaced.append((place, now.clone()))
+        for place, now in replaced:
+            place.copy_(now)
+        return wrong
 
     def verify(self) -> None:
         """A pass begins: parameters are as the last one left them.
