@@ -1,0 +1,639 @@
+"""Attacks trainings and writes docs/reliability.md: `make chaos`.
+
+Each attack ends as the plain run does, or with one error that names the cause. All
+trainings are forks of one process that has imported Axolotl, two at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+from axolotl_jobs import BASE, LORA, PAGED, PROTRAIN, SEEDING, free_port, overrides
+from chaos_plugin import CALLBACKS, HOOKS, READ_FILE, STEP, STRUCK, TRAINERS, WORDS
+from fork_server import Fork
+from saving_jobs import (
+    MODEL,
+    Outcome,
+    build,
+    difference,
+    load,
+    run_command,
+    weights,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+NUM_STEPS = 4
+SLOWEST_S = 120
+COMMON: dict[str, Any] = {
+    **BASE,
+    "base_model": str(MODEL),
+    "plugins": [PROTRAIN, SEEDING, "chaos_plugin.ChaosPlugin"],
+    "max_steps": NUM_STEPS,
+    "gradient_accumulation_steps": 2,
+}
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+EVALUATES = {"val_set_size": 4, "eval_steps": 2}
+PAGES: dict[str, Any] = {**PAGED, **overrides(1, 2, 1)}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, PAGES),
+    "adapter": (LORA, PAGES),
+    # nothing but itself computes with masters
+    "fp32 masters": ({"bf16": True, **PAGES, "protrain_fp32_master": True}, {}),
+}
+"""What is trained, and what is added where it is paged."""
+Act = Mapping[str, Any]
+
+
+class Failed(Exception):
+    """An attack ended in none of the ways that are allowed."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One thing that is done to a training.
+
+    Attributes:
+        table: Heading in the document.
+        row: Line of the table; several attacks may share one.
+        judge: Does it and returns how it ended, in the words of the document.
+        case: Tells attacks of one row apart.
+    """
+
+    table: str
+    row: str
+    judge: Callable[[Chaos], str] = field(compare=False)
+    case: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}/{self.row}" + (f"/{self.case}" if self.case else "")
+
+
+class Chaos:
+    """Trains in `folder`; references and counted calls are made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._names = iter(range(10**6))
+        self._known: dict[str, Future[Outcome]] = {}
+        assert Fork(build, folder=folder).wait() == 0
+        # prepares the data, which two runs must not do at once
+        self.train(COMMON)
+
+    def new(self) -> str:
+        """Name of a folder that is nobody's."""
+        with self._lock:
+            return f"run-{next(self._names)}"
+
+    def train(
+        self,
+        *settings: Mapping[str, Any],
+        act: Act | None = None,
+        ranks: int = 1,
+        name: str = "",
+    ) -> Outcome:
+        """`axolotl train` to the end, in the output folder `name`."""
+        name = name or self.new()
+        merged: dict[str, Any] = {**COMMON, "output_dir": name}
+        for layer in settings:
+            merged.update(layer)
+        config = self.folder / f"{self.new()}.yaml"
+        config.write_text(yaml.safe_dump(merged))
+        argv = ["axolotl.cli.train", str(config)]
+        port, logs, forks = str(free_port()), [], []
+        for rank in range(ranks):
+            environment = {"CHAOS": json.dumps(act or {})}
+            if ranks > 1:
+                environment |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "ACCELERATE_USE_CPU": "true",
+                }
+            # a pipe: it must not count as a file that grows
+            ours, theirs = os.pipe()
+            run = partial(run_command, argv, environment=environment)
+            forks.append(Fork(run, folder=self.folder, stdout=theirs, stderr=theirs))
+            os.close(theirs)
+            log = Future[str]()
+            threading.Thread(target=_read_to_end, args=(ours, log)).start()
+            logs.append(log)
+        _wait(forks)
+        codes = [fork.returncode for fork in forks]
+        code = next((c for c in codes if c), 0)
+        text = "".join(log.result() for log in logs)
+        return Outcome(code, text, self.folder / name)
+
+    def once(self, *settings: Mapping[str, Any], **options: Any) -> Outcome:
+        """The same, trained by whoever asks first, and it must end well."""
+        key = json.dumps([settings, options], sort_keys=True)
+        with self._lock:
+            mine = key not in self._known
+            result = self._known.setdefault(key, Future())
+        if mine:
+            try:
+                result.set_result(self.train(*settings, **options))
+            except BaseException as error:
+                result.set_exception(error)
+                raise
+        return result.result().finished
+
+
+def _read_to_end(descriptor: int, log: Future[str]) -> None:
+    with os.fdopen(descriptor, errors="replace") as stream:
+        log.set_result(stream.read())
+
+
+def _wait(forks: list[Fork]) -> None:
+    """Until all have ended; like a launcher, when one fails the others are told to."""
+    deadline = time.monotonic() + SLOWEST_S
+    told = False
+    while any(fork.poll() is None for fork in forks):
+        if time.monotonic() > deadline:
+            for fork in forks:
+                fork.kill()
+        if not told and any(fork.returncode for fork in forks):
+            told, deadline = True, min(deadline, time.monotonic() + 10)
+            for fork in forks:
+                if fork.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(fork.pid, 15)
+        time.sleep(0.02)
+
+
+def compare(ours: Outcome, plain: Outcome) -> None:
+    """Raise with the first difference in losses, norms, rates, weights and reads."""
+    if ours.exit_code:
+        raise Failed(f"exit code {ours.exit_code}: {last_error(ours) or ours.log[-800:]}")
+    if ours.history != plain.history:
+        pairs = zip(ours.history, plain.history, strict=False)
+        raise Failed(f"steps {next((p for p in pairs if p[0] != p[1]), 'missing')}")
+    reads = [json.loads(_text(o.folder / READ_FILE) or "[]") for o in (ours, plain)]
+    if reads[0] != reads[1]:
+        unequal = sum(a != b for a, b in zip(*reads, strict=False))
+        raise Failed(f"reads other values: {unequal} of {len(reads[1])}")
+    if found := difference(weights(ours.folder), weights(plain.folder)):
+        raise Failed(found)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def last_error(run: Outcome) -> str:
+    """The error that ended it, as the last line of a traceback says it."""
+    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?!\s*File).+)*", run.log, re.M)
+    return found[-1] if found else ""
+
+
+def equal_or_refused(ours: Outcome, cause: str, plain: Callable[[], Outcome]) -> str:
+    """How a run ended: one that fails must name the cause, one that does not be equal."""
+    error = last_error(ours)
+    if ours.exit_code and ours.exit_code > 0 and cause and re.search(cause, error):
+        return "refused"
+    compare(ours, plain())
+    return "equal"
+
+
+# ------------------------------------------------- callbacks, hooks, other trainers
+
+
+def misbehaves(
+    chaos: Chaos, does: str, kind: str = "full", cause: str = "", ranks: int = 1
+) -> str:
+    """The paged run with it is the plain run with it."""
+    settings, pages = KINDS[kind]
+    train = partial(chaos.train, EVALUATES, settings, ranks=ranks, act={"does": does})
+    return equal_or_refused(train(pages), cause, train)
+
+
+ADAPTER = (
+    "norms of weights in every event",
+    "state_dict in every event",
+    "moving average of weights",
+    "copy.deepcopy of the model, run",
+    "p.data.mul_",
+    "gradients clipped by value",
+    "model.to(its device)",
+    "trainer.save_model",
+)
+"""What is done to an adapter over a paged base as well."""
+PARAMETER = r"layers\.\d\.\w+"
+"""What an error about a weight must name."""
+
+
+def _misbehaviours() -> list[Attack]:
+    table = "Callbacks, hooks and trainers that read and write"
+    attacks = []
+    for does in (*CALLBACKS, *HOOKS, *TRAINERS):
+        cause = WORDS if does == "raises" else PARAMETER
+        for kind in ("full", "adapter") if does in ADAPTER else ("full",):
+            judge = partial(misbehaves, does=does, kind=kind, cause=cause)
+            attacks.append(Attack(table, does, judge, kind))
+    twice = "a trainer that runs each micro-batch twice"
+    judge = partial(misbehaves, does=twice, cause="twice|two backward", ranks=2)
+    attacks.append(Attack(table, f"{twice}, two ranks", judge))
+    return attacks
+
+
+# ------------------------------------------------------------ killed, told, disk full
+
+PHASES = (
+    "loading",
+    "planning",
+    "forward",
+    "backward",
+    "update",
+    "save",
+    "rotation",
+    "final save",
+)
+SAVING = ("save", "rotation", "final save")
+
+
+def calls(chaos: Chaos, kind: str, limit: int) -> Mapping[str, int]:
+    """How many calls each phase of a run has."""
+    counts = chaos.folder / f"calls-{kind}-{limit}.json"
+    chaos.once(
+        *KINDS[kind],
+        SAVES,
+        {"save_total_limit": limit},
+        act={"phase": "", "counts": str(counts)},
+    )
+    return json.loads(counts.read_text())
+
+
+def struck(
+    chaos: Chaos,
+    act: str,
+    phase: str,
+    moment: float,
+    kind: str = "full",
+    limit: int = 1,
+    ranks: int = 1,
+    cause: str = "",
+    writes: bool = False,
+) -> str:
+    """A run that is struck, and another that goes on where it was.
+
+    Args:
+        chaos: Where.
+        act: Of `chaos_plugin.ACTS`.
+        phase: Of `PHASES`.
+        moment: Which of its calls, 0 for the first and 1 for the last.
+        kind: Of `KINDS`.
+        limit: `save_total_limit`.
+        ranks: How many; one of them is struck.
+        cause: What the error must name, if there is one.
+        writes: Count only calls that write.
+    """
+    settings = *KINDS[kind], SAVES, {"save_total_limit": limit}
+    numbers = calls(chaos, kind, limit)
+    total = numbers[f"{phase} writes" if writes else phase]
+    name = chaos.new()
+    first = chaos.train(
+        *settings,
+        name=name,
+        ranks=ranks,
+        act={
+            "phase": phase,
+            "act": act,
+            "call": 1 + int(moment * (total - 1)),
+            "writes": writes,
+            # only the first one saves
+            "rank": 0 if phase in SAVING else ranks - 1,
+        },
+    )
+    if cause and not re.search(cause, last_error(first)):
+        raise Failed(f"exit code {first.exit_code}, {cause!r} not in: {last_error(first)}")
+    if STRUCK not in first.log:
+        raise Failed("was not struck")
+    plain = chaos.once(KINDS[kind][0], SAVES, ranks=ranks)
+    if phase == "final save":
+        # a run that resumes at its last step takes another one, plain or not
+        last = weights(first.folder / f"checkpoint-{NUM_STEPS}")
+        if found := difference(last, weights(plain.folder)):
+            raise Failed(found)
+        return "last checkpoint equal"
+    second = chaos.train(
+        *settings, {"auto_resume_from_checkpoints": True}, name=name, ranks=ranks
+    )
+    compare(second, plain)
+    first_step = NUM_STEPS - second.log.count("'loss'") // ranks
+    if first_step < kept(phase, ranks):
+        raise Failed(f"goes on from step {first_step}: a whole checkpoint was lost")
+    if left := [p.name for p in second.folder.iterdir() if p.name.startswith(".")]:
+        raise Failed(f"leaves {left}")
+    return "refused, then resumed equal" if cause else "resumed equal"
+
+
+def kept(phase: str, ranks: int) -> int:
+    """Step of the newest checkpoint that is whole when a phase begins, on every rank."""
+    if phase in ("loading", "planning"):
+        return 0
+    # nobody waits for the rank that saves
+    return STEP - 1 - (ranks > 1)
+
+
+def _moments(act: str, row: str, count: int, **options: Any) -> list[Attack]:
+    """That many of them, spread over phases, kinds and limits; always the same."""
+    chance = random.Random(f"{act} {row}")  # noqa: S311 - not a secret
+    attacks = []
+    for number in range(count):
+        phase = PHASES[number % len(PHASES)]
+        kind = ("full", "adapter", "full", "fp32 masters")[number // len(PHASES) % 4]
+        limit = 1 + number // len(PHASES) % 2
+        judge = partial(
+            struck,
+            act=act,
+            phase=phase,
+            moment=chance.random(),
+            kind=kind,
+            limit=limit,
+            **options,
+        )
+        attacks.append(
+            Attack("Struck at a moment", f"{row}, {phase}", judge, f"{number}-{kind}")
+        )
+    return attacks
+
+
+NUM_WRITES = 24
+DISK = "output_dir: writing"
+
+
+def _strikes() -> list[Attack]:
+    full = partial(Attack, "Disk full in a save")
+    return [
+        *_moments("kill", "kill -9", 50),
+        *_moments("kill", "kill -9 of one of two ranks", 20, ranks=2),
+        *_moments("interrupt", "SIGINT", 2 * len(PHASES)),
+        *_moments("terminate", "SIGTERM", 2 * len(PHASES)),
+        *(
+            Attack(
+                "Struck at a moment",
+                f"kill -9 within a file, after {size:,} bytes",
+                partial(struck, act=f"kill at {size}", phase="save", moment=0),
+            )
+            for size in (1_000, 150_000, 300_000)
+        ),
+        *(
+            full(
+                f"after {size:,} bytes of a file",
+                partial(
+                    struck, act=f"full at {size}", phase="save", moment=0, cause=DISK
+                ),
+            )
+            for size in (1_000, 150_000, 300_000)
+        ),
+        *(
+            full(
+                "at a write",
+                partial(
+                    struck,
+                    act="full",
+                    phase="save",
+                    moment=number / NUM_WRITES,
+                    cause=DISK,
+                    writes=True,
+                    limit=1 + number % 2,
+                ),
+                str(number),
+            )
+            for number in range(NUM_WRITES)
+        ),
+    ]
+
+
+# ------------------------------------------------------------------ damaged files
+
+FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def _garble(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))  # noqa: S311
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": _truncate,
+    "garbage": _garble,
+}
+
+
+def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes what `torch.save` wrote."""
+
+    def damage(path: Path) -> None:
+        state = load(path)
+        change(state)
+        torch.save(state, path)
+
+    return damage
+
+
+def moments(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Changes the first moment of a weight that is not square."""
+
+    def spoil(state: dict[str, Any]) -> None:
+        entries = state["state"].values()
+        entry = next(
+            e for e in entries if e["exp_avg"].shape[0] != e["exp_avg"].shape[-1]
+        )
+        entry["exp_avg"] = change(entry["exp_avg"].clone())
+
+    return spoiled(spoil)
+
+
+def _one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: t.index_fill_(0, torch.tensor([1]), value)
+
+
+def _another_models(state: dict[str, Any]) -> None:
+    for entry in state["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            entry[key] = torch.zeros(7, 5)
+
+
+STATES: dict[str, Callable[[Path], None]] = {
+    "moments of another shape": moments(lambda t: t[:-1]),
+    "moments transposed": moments(lambda t: t.T.contiguous()),
+    "moments on a line": moments(torch.flatten),
+    "a NaN among moments": moments(_one(float("nan"))),
+    "an infinity among moments": moments(_one(float("inf"))),
+    "another model's": spoiled(_another_models),
+    "no moments": spoiled(lambda state: state["state"].clear()),
+    "without its groups": spoiled(lambda state: state.pop("param_groups")),
+    "a list": lambda path: torch.save([1, 2], path),
+}
+"""What may be wrong with an optimizer.pt that can be read."""
+
+
+def resumes(chaos: Chaos, file: str, damage: Callable[[Path], Any], auto: bool) -> str:
+    """Goes on from a damaged checkpoint, or past it where it may choose itself."""
+    whole, name = chaos.once(PAGES, SAVES), chaos.new()
+    for step in (1, 2):
+        checkpoint = f"checkpoint-{step}"
+        shutil.copytree(whole.folder / checkpoint, chaos.folder / name / checkpoint)
+    damage(chaos.folder / name / "checkpoint-2" / file)
+    how = {"auto_resume_from_checkpoints": True}
+    if not auto:
+        how = {"resume_from_checkpoint": f"{name}/checkpoint-2"}
+    ours = chaos.train(PAGES, SAVES, how, name=name)
+    return equal_or_refused(ours, re.escape(file), lambda: chaos.once(SAVES))
+
+
+VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no values": lambda value: value.clear(),
+    "strings": lambda value: value.update(dict.fromkeys(value, "fast")),
+    "zeros": lambda value: value.update(dict.fromkeys(value, 0)),
+    "NaN": lambda value: value.update(dict.fromkeys(value, float("nan"))),
+    "negative numbers": lambda value: value.update(dict.fromkeys(value, -1.0)),
+    "null": lambda value: value.update(dict.fromkeys(value)),
+    "a field too many": lambda value: value.update(more=1),
+    "lists": lambda value: value.update(dict.fromkeys(value, [[[1]]])),
+}
+
+
+def _values(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content["value"])
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+CACHES: dict[str, Callable[[Path], Any]] = {
+    **{name: DAMAGES[name] for name in ("empty", "truncated", "garbage")},
+    "nested 100,000 deep": lambda path: path.write_text("[" * 10**5),
+    **{name: _values(change) for name, change in VALUES.items()},
+}
+
+
+def measures_again(chaos: Chaos, damage: Callable[[Path], Any]) -> str:
+    """A cache file that cannot be used is named and replaced."""
+    searched = {**PAGED, "protrain_force_replicated_cpu_offload": True}
+    whole = chaos.folder / "rates"
+    chaos.once(searched, {"protrain_cache_dir": str(whole)})
+    folder = chaos.folder / chaos.new()
+    shutil.copytree(whole, folder)
+    for file in folder.glob("*.json"):
+        damage(file)
+    ours = chaos.train(searched, {"protrain_cache_dir": str(folder)})
+    compare(ours, chaos.once({}))
+    unnamed = [file.name for file in folder.glob("*.json") if file.name not in ours.log]
+    if unnamed or not list(folder.glob("*.json")):
+        raise Failed(f"replaces {unnamed} in silence")
+    return "equal, with a warning"
+
+
+def _damages() -> list[Attack]:
+    table = "Damaged checkpoints"
+    named = {f: DAMAGES for f in FILES} | {"optimizer.pt": {**DAMAGES, **STATES}}
+    attacks = []
+    for file, damages in named.items():
+        for what, damage in damages.items():
+            judge = partial(resumes, file=file, damage=damage, auto=False)
+            attacks.append(Attack(table, f"{file}: {what}", judge))
+            if what in DAMAGES:
+                judge = partial(resumes, file=file, damage=damage, auto=True)
+                row = f"{file} of the newest: {what}"
+                attacks.append(Attack(table, row, judge))
+    return attacks + [
+        Attack("Damaged cache files", what, partial(measures_again, damage=damage))
+        for what, damage in CACHES.items()
+    ]
+
+
+ATTACKS = (*_strikes(), *_damages(), *_misbehaviours())
+
+HEADER = """\
+# What was done to it
+
+Written by `make chaos`: do not edit. Each line is something that happens to trainings, done
+to real ones of a tiny model on the CPU device: full fine-tunes, adapters, fp32 masters.
+A run ends as the plain run does, or with one error that names the cause.
+
+* `equal`: losses, gradient norms, learning rates and weights, and whatever the callback
+  has read, are those of the plain run to which the same was done, bit for bit.
+* `resumed equal`: the run ended; the next one, with `auto_resume_from_checkpoints`, went on
+  from the newest checkpoint that was whole and ended as a plain run that nothing was done to.
+  `save_total_limit` is 1 or 2; the moment is a call of a function, drawn at random.
+* `refused`: ends with one error that names the file, the key or the parameter.
+"""
+
+
+def render(outcomes: Mapping[Attack, str]) -> str:
+    """The document: a table for each heading, a line for each row."""
+    tables: dict[str, dict[str, list[str]]] = {}
+    for attack, outcome in outcomes.items():
+        rows = tables.setdefault(attack.table, {})
+        rows.setdefault(attack.row, []).append(outcome)
+    parts = [HEADER]
+    for heading, rows in tables.items():
+        lines = [f"## {heading}\n", "| what | cases | ends |", "| --- | --- | --- |"]
+        for row, found in rows.items():
+            ends = " or ".join(sorted(set(found)))
+            lines.append(f"| {row} | {len(found)} | {ends} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    wanted = [a for a in ATTACKS if all(word in a.name for word in words)]
+    outcomes: dict[Attack, str] = {}
+    failed = 0
+    with TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
+        os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
+        chaos = Chaos(Path(name))
+        for attack, future in [(a, pool.submit(a.judge, chaos)) for a in wanted]:
+            try:
+                outcomes[attack] = future.result()
+                print(f"{attack.name}: {outcomes[attack]}", flush=True)
+            except (Failed, AssertionError) as error:
+                failed += 1
+                print(f"FAILED {attack.name}: {error}", flush=True)
+    if failed or wanted != list(ATTACKS):
+        print(f"{failed} of {len(wanted)} fail: nothing was written")
+        return int(failed > 0)
+    DOCUMENT.write_text(render(outcomes))
+    print(f"{len(wanted)} attacks: {os.path.relpath(DOCUMENT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
