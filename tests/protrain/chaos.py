@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,17 @@ from typing import Any
 import torch
 import yaml
 from axolotl_jobs import BASE, LORA, PAGED, PROTRAIN, SEEDING, free_port, overrides
-from chaos_plugin import CALLBACKS, HOOKS, READ_FILE, STEP, STRUCK, TRAINERS, WORDS
+from chaos_plugin import (
+    CALLBACKS,
+    CALLS_FILE,
+    FILE_BYTES,
+    HOOKS,
+    READ_FILE,
+    STEP,
+    STRUCK,
+    TRAINERS,
+    WORDS,
+)
 from fork_server import Fork
 from saving_jobs import (
     MODEL,
@@ -184,8 +194,13 @@ def _wait(forks: list[Fork]) -> None:
 
 def compare(ours: Outcome, plain: Outcome) -> None:
     """Raise with the first difference in losses, norms, rates, weights and reads."""
+    plain = plain.finished
+    if not ours.paged:
+        raise Failed(f"was not paged, exit code {ours.exit_code}: {last_error(ours)}")
     if ours.exit_code:
-        raise Failed(f"exit code {ours.exit_code}: {last_error(ours) or ours.log[-800:]}")
+        raise Failed(
+            f"exit code {ours.exit_code}: {last_error(ours) or ours.log[-800:]}"
+        )
     if ours.history != plain.history:
         pairs = zip(ours.history, plain.history, strict=False)
         raise Failed(f"steps {next((p for p in pairs if p[0] != p[1]), 'missing')}")
@@ -203,7 +218,9 @@ def _text(path: Path) -> str:
 
 def last_error(run: Outcome) -> str:
     """The error that ended it, as the last line of a traceback says it."""
-    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?!\s*File).+)*", run.log, re.M)
+    found = re.findall(
+        r"^(?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?!\s*File).+)*", run.log, re.M
+    )
     return found[-1] if found else ""
 
 
@@ -218,16 +235,9 @@ def equal_or_refused(ours: Outcome, cause: str, plain: Callable[[], Outcome]) ->
 
 # ------------------------------------------------- callbacks, hooks, other trainers
 
-
-def misbehaves(
-    chaos: Chaos, does: str, kind: str = "full", cause: str = "", ranks: int = 1
-) -> str:
-    """The paged run with it is the plain run with it."""
-    settings, pages = KINDS[kind]
-    train = partial(chaos.train, EVALUATES, settings, ranks=ranks, act={"does": does})
-    return equal_or_refused(train(pages), cause, train)
-
-
+PARAMETER = r"layers\.\d\.\w+"
+"""What an error about a weight must name."""
+TWICE = "a trainer that runs each micro-batch twice"
 ADAPTER = (
     "norms of weights in every event",
     "state_dict in every event",
@@ -239,191 +249,134 @@ ADAPTER = (
     "trainer.save_model",
 )
 """What is done to an adapter over a paged base as well."""
-PARAMETER = r"layers\.\d\.\w+"
-"""What an error about a weight must name."""
 
 
-def _misbehaviours() -> list[Attack]:
-    table = "Callbacks, hooks and trainers that read and write"
-    attacks = []
+def misbehaves(
+    chaos: Chaos, does: str, kind: str = "full", cause: str = PARAMETER, ranks: int = 1
+) -> str:
+    """The paged run with it is the plain run with it."""
+    settings, pages = KINDS[kind]
+    train = partial(chaos.train, EVALUATES, settings, ranks=ranks, act={"does": does})
+    return equal_or_refused(train(pages), cause, train)
+
+
+def _misbehaviours() -> Iterator[Attack]:
+    attack = partial(Attack, "Callbacks, hooks and trainers")
     for does in (*CALLBACKS, *HOOKS, *TRAINERS):
-        cause = WORDS if does == "raises" else PARAMETER
-        for kind in ("full", "adapter") if does in ADAPTER else ("full",):
-            judge = partial(misbehaves, does=does, kind=kind, cause=cause)
-            attacks.append(Attack(table, does, judge, kind))
-    twice = "a trainer that runs each micro-batch twice"
-    judge = partial(misbehaves, does=twice, cause="twice|two backward", ranks=2)
-    attacks.append(Attack(table, f"{twice}, two ranks", judge))
-    return attacks
+        judge = partial(misbehaves, does=does)
+        if does == "raises":
+            judge = partial(judge, cause=WORDS)
+        yield attack(does, judge, "full")
+        if does in ADAPTER:
+            yield attack(does, partial(judge, kind="adapter"), "adapter")
+    judge = partial(misbehaves, does=TWICE, cause="twice|two backward", ranks=2)
+    yield attack(f"{TWICE}, two ranks", judge)
 
 
 # ------------------------------------------------------------ killed, told, disk full
 
-PHASES = (
-    "loading",
-    "planning",
-    "forward",
-    "backward",
-    "update",
-    "save",
-    "rotation",
-    "final save",
-)
+PHASES = ("loading", "planning", "forward", "backward", "update")
 SAVING = ("save", "rotation", "final save")
+DISK = "output_dir: writing"
+NUM_WRITES = 24
 
 
-def calls(chaos: Chaos, kind: str, limit: int) -> Mapping[str, int]:
+def calls(chaos: Chaos, *settings: Mapping[str, Any]) -> Mapping[str, int]:
     """How many calls each phase of a run has."""
-    counts = chaos.folder / f"calls-{kind}-{limit}.json"
-    chaos.once(
-        *KINDS[kind],
-        SAVES,
-        {"save_total_limit": limit},
-        act={"phase": "", "counts": str(counts)},
-    )
-    return json.loads(counts.read_text())
+    counting = chaos.once(*settings, act={"phase": ""})
+    return json.loads((counting.folder / CALLS_FILE).read_text())
 
 
 def struck(
     chaos: Chaos,
     act: str,
     phase: str,
-    moment: float,
+    moment: float = 0,
     kind: str = "full",
     limit: int = 1,
     ranks: int = 1,
     cause: str = "",
-    writes: bool = False,
+    counted: str = "",
 ) -> str:
     """A run that is struck, and another that goes on where it was.
 
     Args:
-        chaos: Where.
         act: Of `chaos_plugin.ACTS`.
-        phase: Of `PHASES`.
+        phase: Of `PHASES` or `SAVING`.
         moment: Which of its calls, 0 for the first and 1 for the last.
-        kind: Of `KINDS`.
         limit: `save_total_limit`.
-        ranks: How many; one of them is struck.
         cause: What the error must name, if there is one.
-        writes: Count only calls that write.
+        counted: " writes" to count only calls that write.
     """
     settings = *KINDS[kind], SAVES, {"save_total_limit": limit}
-    numbers = calls(chaos, kind, limit)
-    total = numbers[f"{phase} writes" if writes else phase]
-    name = chaos.new()
-    first = chaos.train(
-        *settings,
-        name=name,
-        ranks=ranks,
-        act={
-            "phase": phase,
-            "act": act,
-            "call": 1 + int(moment * (total - 1)),
-            "writes": writes,
-            # only the first one saves
-            "rank": 0 if phase in SAVING else ranks - 1,
-        },
-    )
-    if cause and not re.search(cause, last_error(first)):
-        raise Failed(f"exit code {first.exit_code}, {cause!r} not in: {last_error(first)}")
+    call = 1 + int(moment * (calls(chaos, *settings)[phase + counted] - 1))
+    name, rank = chaos.new(), 0 if phase in SAVING else ranks - 1
+    told = {"phase": phase, "act": act, "call": call, "counted": counted, "rank": rank}
+    first = chaos.train(*settings, name=name, ranks=ranks, act=told)
     if STRUCK not in first.log:
         raise Failed("was not struck")
-    plain = chaos.once(KINDS[kind][0], SAVES, ranks=ranks)
+    if cause and not re.search(cause, last_error(first)):
+        raise Failed(f"exit {first.exit_code}, {cause!r} not in {last_error(first)!r}")
+    plain = chaos.once(KINDS[kind][0] or {}, SAVES, ranks=ranks)
     if phase == "final save":
         # a run that resumes at its last step takes another one, plain or not
         last = weights(first.folder / f"checkpoint-{NUM_STEPS}")
         if found := difference(last, weights(plain.folder)):
             raise Failed(found)
         return "last checkpoint equal"
-    second = chaos.train(
-        *settings, {"auto_resume_from_checkpoints": True}, name=name, ranks=ranks
-    )
+    resume = {"auto_resume_from_checkpoints": True}
+    second = chaos.train(*settings, resume, name=name, ranks=ranks)
     compare(second, plain)
     first_step = NUM_STEPS - second.log.count("'loss'") // ranks
-    if first_step < kept(phase, ranks):
+    # the other ranks do not wait for the one that saves
+    if phase not in PHASES[:2] and first_step < STEP - 1 - (ranks > 1):
         raise Failed(f"goes on from step {first_step}: a whole checkpoint was lost")
     if left := [p.name for p in second.folder.iterdir() if p.name.startswith(".")]:
         raise Failed(f"leaves {left}")
     return "refused, then resumed equal" if cause else "resumed equal"
 
 
-def kept(phase: str, ranks: int) -> int:
-    """Step of the newest checkpoint that is whole when a phase begins, on every rank."""
-    if phase in ("loading", "planning"):
-        return 0
-    # nobody waits for the rank that saves
-    return STEP - 1 - (ranks > 1)
-
-
-def _moments(act: str, row: str, count: int, **options: Any) -> list[Attack]:
+def _moments(act: str, row: str, count: int, ranks: int = 1) -> Iterator[Attack]:
     """That many of them, spread over phases, kinds and limits; always the same."""
-    chance = random.Random(f"{act} {row}")  # noqa: S311 - not a secret
-    attacks = []
+    chance = random.Random(row)  # noqa: S311 - not a secret
+    phases = (*PHASES, *SAVING)
     for number in range(count):
-        phase = PHASES[number % len(PHASES)]
-        kind = ("full", "adapter", "full", "fp32 masters")[number // len(PHASES) % 4]
-        limit = 1 + number // len(PHASES) % 2
+        turn, place = divmod(number, len(phases))
         judge = partial(
             struck,
             act=act,
-            phase=phase,
+            phase=phases[place],
             moment=chance.random(),
-            kind=kind,
-            limit=limit,
-            **options,
+            kind=("full", "adapter", "full", "fp32 masters")[turn % 4],
+            limit=1 + turn % 2,
+            ranks=ranks,
         )
-        attacks.append(
-            Attack("Struck at a moment", f"{row}, {phase}", judge, f"{number}-{kind}")
+        row_here = f"{row}, {phases[place]}"
+        yield Attack("Struck at a moment", row_here, judge, str(turn))
+
+
+def _strikes() -> Iterator[Attack]:
+    yield from _moments("SIGKILL", "kill -9", 50)
+    yield from _moments("SIGKILL", "kill -9 of one of two ranks", 20, ranks=2)
+    yield from _moments("SIGINT", "SIGINT", 16)
+    yield from _moments("SIGTERM", "SIGTERM", 16)
+    for size in FILE_BYTES:
+        row = f"kill -9 within a file, after {size:,} bytes"
+        judge = partial(struck, act=f"kill at {size}", phase="save")
+        yield Attack("Struck at a moment", row, judge)
+    full = partial(struck, phase="save", cause=DISK)
+    for size in FILE_BYTES:
+        row = f"within a file, after {size:,} bytes"
+        yield Attack("Disk full in a save", row, partial(full, act=f"full at {size}"))
+    for number in range(NUM_WRITES):
+        judge = partial(
+            full,
+            act="full",
+            moment=number / NUM_WRITES,
+            counted=" writes",
+            limit=1 + number % 2,
         )
-    return attacks
-
-
-NUM_WRITES = 24
-DISK = "output_dir: writing"
-
-
-def _strikes() -> list[Attack]:
-    full = partial(Attack, "Disk full in a save")
-    return [
-        *_moments("kill", "kill -9", 50),
-        *_moments("kill", "kill -9 of one of two ranks", 20, ranks=2),
-        *_moments("interrupt", "SIGINT", 2 * len(PHASES)),
-        *_moments("terminate", "SIGTERM", 2 * len(PHASES)),
-        *(
-            Attack(
-                "Struck at a moment",
-                f"kill -9 within a file, after {size:,} bytes",
-                partial(struck, act=f"kill at {size}", phase="save", moment=0),
-            )
-            for size in (1_000, 150_000, 300_000)
-        ),
-        *(
-            full(
-                f"after {size:,} bytes of a file",
-                partial(
-                    struck, act=f"full at {size}", phase="save", moment=0, cause=DISK
-                ),
-            )
-            for size in (1_000, 150_000, 300_000)
-        ),
-        *(
-            full(
-                "at a write",
-                partial(
-                    struck,
-                    act="full",
-                    phase="save",
-                    moment=number / NUM_WRITES,
-                    cause=DISK,
-                    writes=True,
-                    limit=1 + number % 2,
-                ),
-                str(number),
-            )
-            for number in range(NUM_WRITES)
-        ),
-    ]
+        yield Attack("Disk full in a save", "before a write", judge, str(number))
 
 
 # ------------------------------------------------------------------ damaged files
@@ -437,23 +390,19 @@ FILES = (
 )
 
 
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size * 2 // 3)
-
-
 def _garble(path: Path) -> None:
     path.write_bytes(random.Random(0).randbytes(path.stat().st_size))  # noqa: S311
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-    "truncated": _truncate,
+    "empty": lambda path: os.truncate(path, 0),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
     "garbage": _garble,
 }
 
 
-def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def _state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Changes what `torch.save` wrote."""
 
     def damage(path: Path) -> None:
@@ -464,38 +413,35 @@ def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return damage
 
 
-def moments(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+def _moment(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     """Changes the first moment of a weight that is not square."""
 
     def spoil(state: dict[str, Any]) -> None:
         entries = state["state"].values()
-        entry = next(
-            e for e in entries if e["exp_avg"].shape[0] != e["exp_avg"].shape[-1]
-        )
+        entry = next(e for e in entries if len({*e["exp_avg"].shape}) == 2)
         entry["exp_avg"] = change(entry["exp_avg"].clone())
 
-    return spoiled(spoil)
+    return _state(spoil)
 
 
-def _one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda t: t.index_fill_(0, torch.tensor([1]), value)
+def _row(value: float) -> Callable[[Path], None]:
+    return _moment(lambda t: t.index_fill_(0, torch.tensor([1]), value))
 
 
 def _another_models(state: dict[str, Any]) -> None:
     for entry in state["state"].values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            entry[key] = torch.zeros(7, 5)
+        entry.update(exp_avg=torch.zeros(7, 5), exp_avg_sq=torch.zeros(7, 5))
 
 
 STATES: dict[str, Callable[[Path], None]] = {
-    "moments of another shape": moments(lambda t: t[:-1]),
-    "moments transposed": moments(lambda t: t.T.contiguous()),
-    "moments on a line": moments(torch.flatten),
-    "a NaN among moments": moments(_one(float("nan"))),
-    "an infinity among moments": moments(_one(float("inf"))),
-    "another model's": spoiled(_another_models),
-    "no moments": spoiled(lambda state: state["state"].clear()),
-    "without its groups": spoiled(lambda state: state.pop("param_groups")),
+    "moments of another shape": _moment(lambda t: t[:-1]),
+    "moments transposed": _moment(lambda t: t.T.contiguous()),
+    "moments flat": _moment(torch.flatten),
+    "NaN among moments": _row(float("nan")),
+    "infinity among moments": _row(float("inf")),
+    "another model's": _state(_another_models),
+    "no moments": _state(lambda state: state["state"].clear()),
+    "no groups": _state(lambda state: state.pop("param_groups")),
     "a list": lambda path: torch.save([1, 2], path),
 }
 """What may be wrong with an optimizer.pt that can be read."""
@@ -504,27 +450,14 @@ STATES: dict[str, Callable[[Path], None]] = {
 def resumes(chaos: Chaos, file: str, damage: Callable[[Path], Any], auto: bool) -> str:
     """Goes on from a damaged checkpoint, or past it where it may choose itself."""
     whole, name = chaos.once(PAGES, SAVES), chaos.new()
-    for step in (1, 2):
-        checkpoint = f"checkpoint-{step}"
+    for checkpoint in ("checkpoint-1", "checkpoint-2"):
         shutil.copytree(whole.folder / checkpoint, chaos.folder / name / checkpoint)
     damage(chaos.folder / name / "checkpoint-2" / file)
-    how = {"auto_resume_from_checkpoints": True}
-    if not auto:
-        how = {"resume_from_checkpoint": f"{name}/checkpoint-2"}
-    ours = chaos.train(PAGES, SAVES, how, name=name)
-    return equal_or_refused(ours, re.escape(file), lambda: chaos.once(SAVES))
-
-
-VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no values": lambda value: value.clear(),
-    "strings": lambda value: value.update(dict.fromkeys(value, "fast")),
-    "zeros": lambda value: value.update(dict.fromkeys(value, 0)),
-    "NaN": lambda value: value.update(dict.fromkeys(value, float("nan"))),
-    "negative numbers": lambda value: value.update(dict.fromkeys(value, -1.0)),
-    "null": lambda value: value.update(dict.fromkeys(value)),
-    "a field too many": lambda value: value.update(more=1),
-    "lists": lambda value: value.update(dict.fromkeys(value, [[[1]]])),
-}
+    how = {"resume_from_checkpoint": f"{name}/checkpoint-2"}
+    ours = chaos.train(
+        PAGES, SAVES, {"auto_resume_from_checkpoints": True} if auto else how, name=name
+    )
+    return equal_or_refused(ours, re.escape(file), lambda: chaos.once({}, SAVES))
 
 
 def _values(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -539,43 +472,45 @@ def _values(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 CACHES: dict[str, Callable[[Path], Any]] = {
     **{name: DAMAGES[name] for name in ("empty", "truncated", "garbage")},
     "nested 100,000 deep": lambda path: path.write_text("[" * 10**5),
-    **{name: _values(change) for name, change in VALUES.items()},
+    "no values": _values(lambda value: value.clear()),
+    "a field too many": _values(lambda value: value.update(more=1)),
+    **{
+        f"{wrong!r} for each value": _values(
+            lambda value, wrong=wrong: value.update(dict.fromkeys(value, wrong))
+        )
+        for wrong in ("fast", 0, -1.0, float("nan"), None, [[[1]]])
+    },
 }
 
 
 def measures_again(chaos: Chaos, damage: Callable[[Path], Any]) -> str:
     """A cache file that cannot be used is named and replaced."""
     searched = {**PAGED, "protrain_force_replicated_cpu_offload": True}
-    whole = chaos.folder / "rates"
+    whole, folder = chaos.folder / "rates", chaos.folder / chaos.new()
     chaos.once(searched, {"protrain_cache_dir": str(whole)})
-    folder = chaos.folder / chaos.new()
     shutil.copytree(whole, folder)
-    for file in folder.glob("*.json"):
+    for file in folder.iterdir():
         damage(file)
     ours = chaos.train(searched, {"protrain_cache_dir": str(folder)})
     compare(ours, chaos.once({}))
-    unnamed = [file.name for file in folder.glob("*.json") if file.name not in ours.log]
-    if unnamed or not list(folder.glob("*.json")):
+    if unnamed := [f.name for f in whole.iterdir() if f.name not in ours.log]:
         raise Failed(f"replaces {unnamed} in silence")
     return "equal, with a warning"
 
 
-def _damages() -> list[Attack]:
-    table = "Damaged checkpoints"
-    named = {f: DAMAGES for f in FILES} | {"optimizer.pt": {**DAMAGES, **STATES}}
-    attacks = []
-    for file, damages in named.items():
+def _damages() -> Iterator[Attack]:
+    attack = partial(Attack, "Damaged checkpoints")
+    for file in FILES:
+        damages = {**DAMAGES, **(STATES if file == "optimizer.pt" else {})}
         for what, damage in damages.items():
-            judge = partial(resumes, file=file, damage=damage, auto=False)
-            attacks.append(Attack(table, f"{file}: {what}", judge))
+            judge = partial(resumes, file=file, damage=damage)
+            yield attack(f"{file}: {what}", partial(judge, auto=False))
             if what in DAMAGES:
-                judge = partial(resumes, file=file, damage=damage, auto=True)
                 row = f"{file} of the newest: {what}"
-                attacks.append(Attack(table, row, judge))
-    return attacks + [
-        Attack("Damaged cache files", what, partial(measures_again, damage=damage))
-        for what, damage in CACHES.items()
-    ]
+                yield attack(row, partial(judge, auto=True))
+    for what, damage in CACHES.items():
+        judge = partial(measures_again, damage=damage)
+        yield Attack("Damaged cache files", what, judge)
 
 
 ATTACKS = (*_strikes(), *_damages(), *_misbehaviours())
