@@ -245,10 +245,13 @@ CALLBACKS: dict[str, dict[str, Action]] = {
 }
 """What a callback does in which of the events; it overrides no other."""
 
+
+def _halve(p: Any) -> None:
+    p.grad.mul_(0.5)
+
+
 _hook = weights(lambda p: p.register_hook(lambda g: g * 0.5))
-_accumulated = weights(
-    lambda p: p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
-)
+_accumulated = weights(lambda p: p.register_post_accumulate_grad_hook(_halve))
 HOOKS: dict[str, tuple[str, Action]] = {
     "tensor hooks before training": ("", _hook),
     "tensor hooks during training": ("on_train_begin", _hook),
@@ -272,25 +275,33 @@ class Clips(_Trainer):
 
 
 class Scales(_Trainer):
+    @staticmethod
+    @torch.no_grad()
+    def scale(t: Any) -> None:
+        weights(lambda p: p.mul_(0.999))(t)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.window():
-            _mul(self)
+        self.scale(self)
         return super().training_step(*args, **kwargs)
 
-    def window(self) -> Any:
-        return nullcontext()
+
+class ScalesData(Scales):
+    scale = staticmethod(_mul)
 
 
 class ScalesInWindow(Scales):
-    def window(self) -> Any:
-        run = getattr(self, "protrain", None)
-        return run.session.weights() if run is not None else nullcontext()
+    @staticmethod
+    def scale(t: Any) -> None:
+        run = getattr(t, "protrain", None)
+        with run.session.weights() if run is not None else nullcontext():
+            _mul(t)
 
 
 TRAINERS: dict[str, type] = {
     "a trainer that runs each micro-batch twice": Twice,
     "a trainer that clips gradients by value": Clips,
     "a trainer that writes weights": Scales,
+    "a trainer that writes p.data": ScalesData,
     "a trainer that writes weights in session.weights()": ScalesInWindow,
 }
 
@@ -355,7 +366,7 @@ class ChaosPlugin(BasePlugin):
 
         def backward(_model: Any, _inputs: Any, output: Any) -> None:
             begin = at("backward", STEP - 1)
-            output.loss.register_hook(lambda _: begin(trainer) and None)
+            output.loss.register_hook(lambda _: begin(trainer) or None)
 
         trainer.model.register_forward_hook(backward)
         return {
@@ -372,7 +383,8 @@ class Moment:
 
     Args:
         told: `phase`, "" to count all of them; `call`, the number of the call; `act`,
-            what happens then; `counted`, " writes" if only calls that write count; `rank`, whose moment it is.
+            what happens then; `counted`, " writes" if only calls that write count;
+            `rank`, whose moment it is.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
