@@ -30,7 +30,6 @@ from chaos_plugin import (
     CALLBACKS,
     CALLS_FILE,
     FILE_BYTES,
-    HOOKS,
     READ_FILE,
     STEP,
     STRUCK,
@@ -74,6 +73,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """What is trained, and what is added where it is paged."""
 Act = Mapping[str, Any]
+
+
+FAILS = "**fails**"
 
 
 class Failed(Exception):
@@ -268,7 +270,7 @@ def misbehaves(
 
 def _misbehaviours() -> Iterator[Attack]:
     attack = partial(Attack, "Callbacks, hooks and trainers")
-    for does in (*CALLBACKS, *HOOKS, *TRAINERS):
+    for does in (*CALLBACKS, *TRAINERS):
         judge = partial(misbehaves, does=does)
         if does == "raises":
             judge = partial(judge, cause=WORDS)
@@ -323,7 +325,7 @@ def struck(
         raise Failed("was not struck")
     if cause and not re.search(cause, last_error(first)):
         raise Failed(f"exit {first.exit_code}, {cause!r} not in {last_error(first)!r}")
-    plain = chaos.once(KINDS[kind][0] or {}, SAVES, ranks=ranks)
+    plain = chaos.once(KINDS[kind][0], SAVES, ranks=ranks)
     if phase == "final save":
         # a run that resumes at its last step takes another one, plain or not
         last = weights(first.folder / f"checkpoint-{NUM_STEPS}")
@@ -558,7 +560,6 @@ def main() -> int:
     words = sys.argv[1:]
     wanted = [a for a in ATTACKS if all(word in a.name for word in words)]
     outcomes: dict[Attack, str] = {}
-    failed = 0
     with TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
         chaos = Chaos(Path(name))
@@ -567,14 +568,13 @@ def main() -> int:
                 outcomes[attack] = future.result()
                 print(f"{attack.name}: {outcomes[attack]}", flush=True)
             except (Failed, AssertionError) as error:
-                failed += 1
+                outcomes[attack] = FAILS
                 print(f"FAILED {attack.name}: {error}", flush=True)
-    if failed or wanted != list(ATTACKS):
-        print(f"{failed} of {len(wanted)} fail: nothing was written")
-        return int(failed > 0)
-    DOCUMENT.write_text(render(outcomes))
-    print(f"{len(wanted)} attacks: {os.path.relpath(DOCUMENT)}")
-    return 0
+    num_failed = list(outcomes.values()).count(FAILS)
+    print(f"{num_failed} of {len(wanted)} attacks fail")
+    if not words:
+        DOCUMENT.write_text(render(outcomes))
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

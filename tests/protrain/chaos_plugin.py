@@ -1,6 +1,6 @@
 """An Axolotl plugin for the tests: does in a run what the variable CHAOS says, as JSON.
 
-`does` names what misbehaves, in `CALLBACKS`, `HOOKS` or `TRAINERS`. `phase`, `call` and
+`does` names what misbehaves, in `CALLBACKS` or `TRAINERS`. `phase`, `call` and
 `act` say what happens to the process at that call of a function after a phase began:
 the same moment in each run.
 """
@@ -38,7 +38,7 @@ CALLS_FILE, READ_FILE = "calls.json", "read.json"
 """In the output folder: calls of each phase, numbers that the callback has read."""
 STEP = 3
 """Whose phases are attacked."""
-WRITES = {"mkdir", "open", "write", "write_record", "serialize_file", "rename", "fsync"}
+WRITES = {"mkdir", "open", "write_record", "serialize_file", "rename", "fsync"}
 """Names of what is written with, in Python, torch and safetensors."""
 EVENTS = (
     "on_train_begin on_epoch_begin on_step_begin on_substep_end on_pre_optimizer_step "
@@ -46,6 +46,8 @@ EVENTS = (
     "on_epoch_end on_train_end"
 ).split()
 START, BETWEEN, BEFORE, AFTER, END = EVENTS[2:7]
+CREATED = "created"
+"""No event: the trainer is there, and has not begun."""
 TOKENS = torch.arange(3, 35).reshape(2, 16)
 READ: list[float] = []
 KEPT: dict[str, Tensor] = {}
@@ -195,6 +197,12 @@ def _raise(_: Any) -> None:
     raise RuntimeError(WORDS)
 
 
+def _halve(p: Any) -> None:
+    p.grad.mul_(0.5)
+
+
+_hook = weights(lambda p: p.register_hook(lambda g: g * 0.5))
+_accumulated = weights(lambda p: p.register_post_accumulate_grad_hook(_halve))
 _mul = weights(lambda p: p.data.mul_(0.999))
 CALLBACKS: dict[str, dict[str, Action]] = {
     "norms of weights in every event": dict.fromkeys(
@@ -242,23 +250,12 @@ CALLBACKS: dict[str, dict[str, Action]] = {
     "torch.manual_seed": {END: lambda t: torch.manual_seed(t.state.global_step)},
     "gc.collect": {END: lambda _: gc.collect()},
     "raises": {END: _raise},
+    "tensor hooks before training": {CREATED: _hook},
+    "tensor hooks during training": {EVENTS[0]: _hook},
+    "post-accumulate hooks before training": {CREATED: _accumulated},
+    "post-accumulate hooks during training": {EVENTS[0]: _accumulated},
 }
 """What a callback does in which of the events; it overrides no other."""
-
-
-def _halve(p: Any) -> None:
-    p.grad.mul_(0.5)
-
-
-_hook = weights(lambda p: p.register_hook(lambda g: g * 0.5))
-_accumulated = weights(lambda p: p.register_post_accumulate_grad_hook(_halve))
-HOOKS: dict[str, tuple[str, Action]] = {
-    "tensor hooks before training": ("", _hook),
-    "tensor hooks during training": ("on_train_begin", _hook),
-    "post-accumulate hooks before training": ("", _accumulated),
-    "post-accumulate hooks during training": ("on_train_begin", _accumulated),
-}
-"""In which event hooks are registered; "" is when the trainer was made."""
 
 
 class Twice(_Trainer):
@@ -337,11 +334,8 @@ class ChaosPlugin(BasePlugin):
         self, cfg: Any, trainer: Any
     ) -> list[TrainerCallback]:
         actions = {e: [a] for e, a in CALLBACKS.get(self._does, {}).items()}
-        when, register = HOOKS.get(self._does, ("", lambda _: None))
-        if when:
-            actions[when] = [register]
-        else:
-            register(trainer)
+        for action in actions.pop(CREATED, []):
+            action(trainer)
         if self._does:
             file = Path(cfg.output_dir, READ_FILE)
             last = actions.setdefault("on_train_end", [])
