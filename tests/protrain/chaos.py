@@ -318,7 +318,8 @@ def struck(
     """
     settings = *KINDS[kind], SAVES, {"save_total_limit": limit}
     call = 1 + int(moment * (calls(chaos, *settings)[phase + counted] - 1))
-    name, rank = chaos.new(), 0 if phase in SAVING else ranks - 1
+    # the first one plans and saves
+    name, rank = chaos.new(), 0 if phase in ("planning", *SAVING) else ranks - 1
     told = {"phase": phase, "act": act, "call": call, "counted": counted, "rank": rank}
     first = chaos.train(*settings, name=name, ranks=ranks, act=told)
     if STRUCK not in first.log:

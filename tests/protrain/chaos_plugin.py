@@ -389,7 +389,10 @@ class Moment:
 
     def begin(self, phase: str) -> None:
         """Another phase begins."""
-        self._phase = phase
+        ended, self._phase = self._phase, phase
+        if self.wanted and ended == self.wanted != phase:
+            # it had fewer calls than in the run that counted them
+            self._strike()
         # rotation is a part of saving
         outer = "save" if self.wanted == "rotation" else self.wanted
         if self.wanted is not None:
@@ -403,10 +406,13 @@ class Moment:
         self.calls[f"{self._phase} writes"] += writes
         counted = f"{self.wanted}{self._told.get('counted', '')}"
         if self.calls[counted] >= self._told.get("call", sys.maxsize):
-            self.wanted = None
-            sys.setprofile(None)
-            os.write(2, f"{STRUCK}\n".encode())
-            ACTS[self._told["act"]]()
+            self._strike()
+
+    def _strike(self) -> None:
+        self.wanted = None
+        sys.setprofile(None)
+        os.write(2, f"{STRUCK}\n".encode())
+        ACTS[self._told["act"]]()
 
 
 def _limit_files(nbytes: int, fault: Any) -> None:
