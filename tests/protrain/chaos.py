@@ -72,7 +72,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32 masters": ({"bf16": True, **PAGES, "protrain_fp32_master": True}, {}),
 }
 """What is trained, and what is added where it is paged."""
-Act = Mapping[str, Any]
 
 
 FAILS = "**fails**"
@@ -123,7 +122,7 @@ class Chaos:
     def train(
         self,
         *settings: Mapping[str, Any],
-        act: Act | None = None,
+        act: Mapping[str, Any] | None = None,
         ranks: int = 1,
         name: str = "",
     ) -> Outcome:
@@ -257,6 +256,12 @@ ADAPTER = (
     "trainer.save_model",
 )
 """What is done to an adapter over a paged base as well."""
+TWO_RANKS = (
+    "norms of weights in every event",
+    "norms of gradients before the update",
+    "p.data.mul_",
+    "gradients clipped by value",
+)
 
 
 def misbehaves(
@@ -277,6 +282,8 @@ def _misbehaviours() -> Iterator[Attack]:
         yield attack(does, judge, "full")
         if does in ADAPTER:
             yield attack(does, partial(judge, kind="adapter"), "adapter")
+        if does in TWO_RANKS:
+            yield attack(f"{does}, two ranks", partial(judge, ranks=2))
     judge = partial(misbehaves, does=TWICE, cause="a second backward pass", ranks=2)
     yield attack(f"{TWICE}, two ranks", judge)
 
@@ -466,6 +473,8 @@ def resumes(chaos: Chaos, file: str, damage: Callable[[Path], Any], auto: bool) 
     ours = chaos.train(
         PAGES, SAVES, {"auto_resume_from_checkpoints": True} if auto else how, name=name
     )
+    if ours.log.count("'loss'") >= NUM_STEPS:
+        raise Failed("begins anew")
     cause = f"{re.escape(file)}|its weights are missing"
     return equal_or_refused(ours, cause, lambda: chaos.once({}, SAVES))
 
@@ -568,7 +577,8 @@ def main() -> int:
             try:
                 outcomes[attack] = future.result()
                 print(f"{attack.name}: {outcomes[attack]}", flush=True)
-            except (Failed, AssertionError) as error:
+            # no file or not the expected one where a run should have left it
+            except (Failed, AssertionError, OSError, ValueError) as error:
                 outcomes[attack] = FAILS
                 print(f"FAILED {attack.name}: {error}", flush=True)
     num_failed = list(outcomes.values()).count(FAILS)

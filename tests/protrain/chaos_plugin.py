@@ -336,7 +336,7 @@ class ChaosPlugin(BasePlugin):
         actions = {e: [a] for e, a in CALLBACKS.get(self._does, {}).items()}
         for action in actions.pop(CREATED, []):
             action(trainer)
-        if self._does:
+        if self._does and trainer.is_world_process_zero():
             file = Path(cfg.output_dir, READ_FILE)
             last = actions.setdefault("on_train_end", [])
             last.append(lambda _: file.write_text(json.dumps(READ)))

@@ -8,7 +8,7 @@ from chaos import ATTACKS, DOCUMENT, Attack, Chaos, render
 QUICK = {
     "Struck at a moment/kill -9, save/0",
     "Struck at a moment/SIGINT, rotation/0",
-    "Disk full in a save/before a write/11",
+    "Disk full in a save/before a write/12",
     "Damaged checkpoints/optimizer.pt: moments of another shape",
     "Damaged checkpoints/optimizer.pt of the newest: truncated",
     "Damaged cache files/strings",
