@@ -290,7 +290,7 @@ class ScalesInWindow(Scales):
     @staticmethod
     def scale(t: Any) -> None:
         run = getattr(t, "protrain", None)
-        with run.session.weights() if run is not None else nullcontext():
+        with run.weights() if run is not None else nullcontext():
             _mul(t)
 
 
@@ -299,7 +299,7 @@ TRAINERS: dict[str, type] = {
     "a trainer that clips gradients by value": Clips,
     "a trainer that writes weights": Scales,
     "a trainer that writes p.data": ScalesData,
-    "a trainer that writes weights in session.weights()": ScalesInWindow,
+    "a trainer that writes in trainer.protrain.weights()": ScalesInWindow,
 }
 
 
