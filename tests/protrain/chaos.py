@@ -75,6 +75,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 FAILS = "**fails**"
+"""For the document."""
 
 
 class Failed(Exception):
@@ -546,7 +547,9 @@ A run ends as the plain run does, or with one error that names the cause.
 * `resumed equal`: the run ended; the next one, with `auto_resume_from_checkpoints`, went on
   from the newest checkpoint that was whole and ended as a plain run that nothing was done to.
   `save_total_limit` is 1 or 2; the moment is a call of a function, drawn at random.
+* `last checkpoint equal`: the run ended after its last step, of which it has a checkpoint.
 * `refused`: ends with one error that names the file, the key or the parameter.
+* **fails**: none of these, in one case at least; to be mended.
 """
 
 
