@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -188,15 +189,14 @@ def _wait(forks: list[Fork]) -> None:
     deadline = time.monotonic() + SLOWEST_S
     told = False
     while any(fork.poll() is None for fork in forks):
-        if time.monotonic() > deadline:
-            for fork in forks:
-                fork.kill()
-        if not told and any(fork.returncode for fork in forks):
-            told, deadline = True, min(deadline, time.monotonic() + 10)
+        late = time.monotonic() > deadline
+        if late or (not told and any(fork.returncode for fork in forks)):
+            told, deadline = True, time.monotonic() + 10
             for fork in forks:
                 if fork.returncode is None:
+                    # it may have ended just now
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(fork.pid, 15)
+                        os.kill(fork.pid, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(0.02)
 
 
