@@ -49,6 +49,7 @@ TRAININGS = (
 LONG = (
     *TRAININGS,
     "test_saving.py",
+    "test_chaos.py",
     "test_plan.py",
     "test_ranks.py",
     "test_launching.py",
