@@ -35,6 +35,7 @@ from chaos_plugin import (
     STEP,
     STRUCK,
     TRAINERS,
+    UNSEEN,
     WORDS,
 )
 from fork_server import Fork
@@ -69,6 +70,7 @@ PAGES: dict[str, Any] = {
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, PAGES),
     "adapter": (LORA, PAGES),
+    "races looked for": ({}, {**PAGES, "protrain_check_races": True}),
     # nothing but itself computes with masters
     "fp32 masters": ({"bf16": True, **PAGES, "protrain_fp32_master": True}, {}),
 }
@@ -280,6 +282,8 @@ def _misbehaviours() -> Iterator[Attack]:
         judge = partial(misbehaves, does=does)
         if does == "raises":
             judge = partial(judge, cause=WORDS)
+        if does == UNSEEN:
+            judge = partial(judge, kind="races looked for", cause="RaceError")
         yield attack(does, judge, "full")
         if does in ADAPTER:
             yield attack(does, partial(judge, kind="adapter"), "adapter")
@@ -550,6 +554,10 @@ A run ends as the plain run does, or with one error that names the cause.
 * `last checkpoint equal`: the run ended after its last step, of which it has a checkpoint.
 * `refused`: ends with one error that names the file, the key or the parameter.
 * **fails**: none of these, in one case at least; to be mended.
+
+One thing is not noticed by default: a write through `p.data` outside of the events of
+callbacks and of `trainer.protrain.weights()`, which leaves neither another address nor
+another version behind. With `protrain_check_races: true` it is an error, and so it is here.
 """
 
 

@@ -294,11 +294,12 @@ class ScalesInWindow(Scales):
             _mul(t)
 
 
+UNSEEN = "a trainer that writes p.data"
 TRAINERS: dict[str, type] = {
     "a trainer that runs each micro-batch twice": Twice,
     "a trainer that clips gradients by value": Clips,
     "a trainer that writes weights": Scales,
-    "a trainer that writes p.data": ScalesData,
+    UNSEEN: ScalesData,
     "a trainer that writes in trainer.protrain.weights()": ScalesInWindow,
 }
 
