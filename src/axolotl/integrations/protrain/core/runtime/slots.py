@@ -2,11 +2,12 @@
 
 # Note [Stable addresses]
 
-A paged parameter's `.data` is a view into its slot from open to close, and nothing binds
-it anew: what autograd, a custom function or a quantised matmul holds on to is valid again
+A paged parameter's `.data` is a view into its slot in every pass, always at the same
+address: what autograd, a custom function or a quantised matmul holds on to is valid again
 when the chunk is back, and it is back before the block's backward. So there are no
-placeholder tensors. The one exception is `Session.replan`: between two attempts at a step
-no graph is alive, so addresses may change there.
+placeholder tensors. Between two passes it may show its host copy for a while
+(`Session.weights`), and between two attempts at a step, when no graph is alive,
+`Session.replan` may change addresses.
 
 # Note [Slot protocol]
 
