@@ -15,6 +15,8 @@ import torch
 from axolotl_jobs import (
     LORA,
     PAGED,
+    PROTRAIN,
+    SEEDING,
     Job,
     Pair,
     Result,
@@ -52,6 +54,11 @@ FULL: dict[str, Settings] = {
     "embedding_lr": {"embedding_lr": 0.001},
     "embedding_lr_scale": {"embedding_lr_scale": 0.5},
     "evaluation": {**EVALUATE, "max_grad_norm": 0.1},
+    "grokfast": {
+        "plugins": [PROTRAIN, SEEDING, "axolotl.integrations.grokfast.GrokfastPlugin"],
+        "grokfast_alpha": 0.5,
+        "max_grad_norm": 0.5,
+    },
     "last_accumulation_is_short": {
         "max_steps": None,
         "num_epochs": 2,
