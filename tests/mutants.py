@@ -618,9 +618,8 @@ MUTANTS = (
     Mutant(
         "what is shown is taken for written after an update",
         SESSION,
-        "        # what is shown would be taken for what somebody has written\n"
-        "        self._hide()\n",
-        "",
+        "register_step_pre_hook(lambda *_: self._hide())\n",
+        "register_step_pre_hook(lambda *_: None)\n",
         ACCESS,
     ),
     Mutant(

@@ -204,6 +204,8 @@ class Session:
             self._before_update,
             self._ranks,
         )
+        # what is shown would be taken for what somebody has written after the update
+        self._optimizer.register_step_pre_hook(lambda *_: self._hide())
         self._optimizer.register_step_post_hook(self._after_update)
         return self._optimizer
 
@@ -235,6 +237,7 @@ class Session:
         """Clip over device and host gradients; None if the plain way sees them all."""
         if not isinstance(self._optimizer, PagedAdamW):
             return None
+        self._hide()
         self._pager.close_any()
         return self._optimizer.clip_grad_norm(list(self._params.values()), max_norm)
 
@@ -511,9 +514,11 @@ class Session:
         if takes:
             # nobody of the node looks any longer
             self._ranks.node_sum(torch.zeros(1))
-            self._gradients.hide()
+            self._gradients.keep_replaced()
         self._residence.hide(shown, takes)
         if takes:
+            # a stand-in is where its parameter is
+            self._gradients.hide()
             # each rank has taken its part of what all have written
             self._ranks.node_sum(torch.zeros(1))
             for host in self._host_chunks:
@@ -587,8 +592,6 @@ class Session:
             self._show()
 
     def _before_update(self, host: HostChunk) -> None:
-        # what is shown would be taken for what somebody has written
-        self._hide()
         self._pager.close_any()
         index = host.chunk.index
         if index in self._ring.numbers:

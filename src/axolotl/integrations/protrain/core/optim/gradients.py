@@ -54,10 +54,13 @@ class Gradients:
         for shown in self._shown:
             shown.show()
 
-    def hide(self) -> None:
-        """Take over what was done to them."""
+    def keep_replaced(self) -> None:
+        """What was put in their place is not the memory of others from here on."""
         for shown in self._shown:
             shown.keep_replaced()
+
+    def hide(self) -> None:
+        """Take over what was done to them."""
         for shown in self._shown:
             shown.hide()
 
