@@ -276,13 +276,6 @@ MUTANTS = (
         (*SESSIONS, "test_optimizer.py"),
     ),
     Mutant(
-        "gradients on their way survive zero_grad",
-        OPTIMIZER,
-        "        self._gradients.discard()\n        self._clip = None\n",
-        "        self._clip = None\n",
-        ("test_races.py::test_zero_grad_forgets_what_is_not_sent_yet",),
-    ),
-    Mutant(
         "saved tensors are sent before compute has made them",
         SWAP,
         "        device.offload.wait(device.compute.record())\n",

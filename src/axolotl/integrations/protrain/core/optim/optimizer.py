@@ -129,8 +129,8 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients that no queued update still needs."""
+        # what is on its way is dropped because `.grad` is None
         super().zero_grad(set_to_none)
-        self._gradients.discard()
         self._clip = None
         for host in self._chunks:
             if not self._worker.pending(host.chunk.index):
