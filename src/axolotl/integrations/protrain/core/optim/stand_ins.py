@@ -77,7 +77,15 @@ class ShownGradients:
         """All ranks have agreed on which parameters have a gradient."""
         for index in self.host.used:
             if self.host.params[index].grad is None:
-                self.host.params[index].grad = self.stand_ins[index]
+                self.put(index)
+
+    def put(self, index: int) -> None:
+        """Let the `.grad` of a parameter be its stand-in."""
+        param = self.host.params[index]
+        if self.stand_ins[index].device != param.device:
+            # torch takes no other; a shown parameter may be on the host
+            self.stand_ins[index] = StandIn(self.stand_ins[index].parameter_name, param)
+        param.grad = self.stand_ins[index]
 
     def take_back(self) -> None:
         """Take over what `.grad` was set to, None included."""
@@ -122,7 +130,9 @@ class ShownGradients:
         if now is stand_in or (now is None and shown is None):
             return
         self._accept(index, now, shown is not None)
-        param.grad = None if now is None else stand_in
+        param.grad = None
+        if now is not None:
+            self.put(index)
         lent = self._lent.pop(index, None)
         del now, shown
         if lent is not None and lent() is not None:

@@ -104,12 +104,13 @@ def attach_block(
     index: int,
     pager: Pager,
     left: Callable[[int], None],
+    ended: Callable[[], None],
     copying: Callable[[], None],
 ) -> list[Removable]:
     """Open and close a block's window around its forward and backward.
 
     `left` is called when backward has come past a block, with that block's number,
-    `copying` when the block is about to be copied.
+    `ended` after a forward, `copying` when the block is about to be copied.
     """
 
     def open_backward(_gradients: Any) -> None:
@@ -131,6 +132,7 @@ def attach_block(
             return
         if not torch.is_grad_enabled():
             pager.close(index, Direction.INFERENCE)
+            ended()
             return
         pager.close(index, Direction.FORWARD)
         for tensor in (output,) if type(output) is Tensor else tensors_in(output):
@@ -139,6 +141,7 @@ def attach_block(
             if node is not None and node._sequence_nr() >= entered:
                 # a node's hook costs half of a tensor's and runs at the same time
                 node.register_prehook(open_backward)
+        ended()
 
     return [
         block.register_forward_pre_hook(Hook(before_forward, copying), prepend=True),
