@@ -62,14 +62,16 @@ class Gradients:
         for shown in self._shown:
             shown.hide()
 
-    def take_back(self, pending: Callable[[int], bool]) -> None:
-        """Take over what `.grad` was set to meanwhile, after `settle`.
-
-        `pending` tells whether a chunk waits for its update: it has had no gradient since.
-        """
+    def take_back(self, worker: HostWorker) -> None:
+        """Take over what `.grad` was set to meanwhile, after `settle`; `worker` updates."""
         for shown in self._shown:
-            if not pending(shown.host.chunk.index):
-                shown.take_back()
+            index = shown.host.chunk.index
+            shown.take_back(worker.pending(index), partial(worker.wait, index))
+
+    def spend(self) -> None:
+        """A step ends."""
+        for shown in self._shown:
+            shown.spend()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
@@ -135,6 +137,7 @@ class Gradients:
                 shown.hide_one(index)
                 if param.grad is None:
                     drop(index)
+            shown.require_unspent(index)
             # or autograd would add to what stands there
             param.grad = None
 
