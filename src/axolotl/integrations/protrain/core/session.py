@@ -235,8 +235,11 @@ class Session:
         """Clip over device and host gradients; None if the plain way sees them all."""
         if not isinstance(self._optimizer, PagedAdamW):
             return None
+        self._hide()
         self._pager.close_any()
-        return self._optimizer.clip_grad_norm(list(self._params.values()), max_norm)
+        norm = self._optimizer.clip_grad_norm([*self._params.values()], max_norm)
+        self._show_again()
+        return norm
 
     @property
     def movable(self) -> frozenset[int]:

@@ -129,17 +129,8 @@ class Gradients:
             if backward != torch._C._current_graph_task_id():
                 backward = torch._C._current_graph_task_id()
                 accumulates = _accumulates(param)
-            if not accumulates:
-                return
-            if param.grad is not shown.stand_ins[index]:
-                if param.grad is not None:
-                    settle()
-                shown.hide_one(index)
-                if param.grad is None:
-                    drop(index)
-            shown.require_unspent(index)
-            # or autograd would add to what stands there
-            param.grad = None
+            if accumulates:
+                shown.make_room(index, settle, drop)
 
         def after(index: int, param: Tensor) -> None:
             gradient = param.grad

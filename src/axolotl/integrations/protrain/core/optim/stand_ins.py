@@ -90,6 +90,20 @@ class ShownGradients:
             self.stand_ins[index] = StandIn(self.stand_ins[index].parameter_name, param)
         param.grad = self.stand_ins[index]
 
+    def make_room(
+        self, index: int, settle: Callable[[], None], drop: Callable[[int], None]
+    ) -> None:
+        """Let `.grad` be None, or autograd would add to what stands there."""
+        param = self.host.params[index]
+        if param.grad is not self.stand_ins[index]:
+            if param.grad is not None:
+                settle()
+            self.hide_one(index)
+            if param.grad is None:
+                drop(index)
+        self.require_unspent(index)
+        param.grad = None
+
     def take_back(self, pending: bool, wait: Callable[[], None]) -> None:
         """Take over what `.grad` was set to, None included.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..layout import Direction
 from ..layout.tensors import tensors_in
 from ..types import Chunk, Layout
@@ -114,6 +115,7 @@ def attach_block(
     """
 
     def open_backward(_gradients: Any) -> None:
+        _require_first_order(index, pager)
         before = pager.window
         if before != index:
             pager.open(index, Direction.BACKWARD)
@@ -148,6 +150,16 @@ def attach_block(
         # always_call: an exception in the block must not leave its window open
         block.register_forward_hook(Hook(after_forward), always_call=True),
     ]
+
+
+def _require_first_order(index: int, pager: Pager) -> None:
+    # with gradients enabled this backward pass has a graph of its own
+    if torch.is_grad_enabled() and pager.pages(index):
+        raise AccessError(
+            f"block {index} is paged, and `create_graph=True` would let a second "
+            "backward pass read its weights when they have left. Use "
+            "protrain_force_all_persistent: true."
+        )
 
 
 def attach_entry(
