@@ -569,8 +569,8 @@ MUTANTS = (
     Mutant(
         "a gradient on the host has no stand-in",
         GRADIENTS,
-        "gradient, param.grad = param.grad, shown.stand_ins[index]",
-        "gradient, param.grad = param.grad, None",
+        "            shown.put(index)\n",
+        "            param.grad = None\n",
         ACCESS,
     ),
     Mutant(

@@ -15,6 +15,7 @@ from core_models import (
     assert_same,
     batches,
     freeze,
+    make_plan,
     open_session,
     stack,
     train,
@@ -79,6 +80,28 @@ def train_once(model: Any) -> list[float]:
     return numbers
 
 
+def ask_for_gradients(model: nn.Module) -> list[float]:
+    """Without a backward pass that adds to them: for a penalty, a saliency map."""
+    loss = model(batches(1, seed=8)[0])
+    grads = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+    return [grad.norm().item() for grad in grads if grad is not None]
+
+
+def one_block(model: Any) -> list[float]:
+    """The numbers of a layer alone, and weights after it, which are written then."""
+    with torch.no_grad():
+        total = model.layers[2](torch.ones(1, 2, 16)).sum().item()
+    norms = every_norm(model)
+    decay(model)
+    return [total, *norms]
+
+
+def transpose(model: Any) -> None:
+    """Other values at the same address."""
+    for layer in model.layers:
+        layer.up.weight.data = layer.up.weight.data.reshape(16, 32).t()
+
+
 def load(model: nn.Module) -> None:
     model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
 
@@ -127,12 +150,19 @@ def exchange_gradients(model: Any) -> None:
     one.grad, other.grad = other.grad, one.grad
 
 
-READS: dict[str, Act] = {"norms": every_norm, "forward": run_it, "copy": copied}
+READS: dict[str, Act] = {
+    "norms": every_norm,
+    "forward": run_it,
+    "copy": copied,
+    "gradients": ask_for_gradients,
+}
 WRITES: dict[str, Act] = {
     "decay": decay,
     "in place": decay_in_place,
     "exchange": exchange_blocks,
     "load": load,
+    "one block": one_block,
+    "transpose": transpose,
     "train": train_once,
 }
 GRADIENTS: dict[str, Act] = {
@@ -383,4 +413,124 @@ def test_nobody_looks_inside_a_pass() -> None:
         model(batches(1)[0])
     handle.remove()
     model(batches(1)[0]).backward()
+    session.close()
+
+
+def run_micro_batches(
+    between: Callable[[Any, torch.optim.Optimizer], Any], plan: dict[str, Any]
+) -> None:
+    """Like plain, with an act of somebody between two micro-batches of each step."""
+    numbers = []
+    for paged in (True, False):
+        model = stack()
+        session = (
+            open_session(model, device=DeferredDevice(), **plan) if paged else None
+        )
+        optimizer = wrapped(session) if session else adamw(model)
+        for layer in model.layers:
+            layer.use_extra = False
+        for step in range(2):
+            first, second = batches(2, seed=step)
+            model(first).backward()
+            between(model, optimizer)
+            model(second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        numbers.append(weights(model))
+        if session:
+            session.close()
+    assert_same(*numbers)
+
+
+def set_all(model: nn.Module, *_: Any) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+def update_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """No backward comes between two updates, of which one may still run."""
+    optimizer.step()
+    optimizer.zero_grad()
+    set_all(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+BETWEEN = {
+    "asked for": lambda model, _: ask_for_gradients(model),
+    "set": set_all,
+    "by hand": update_by_hand,
+}
+
+
+@pytest.mark.parametrize("act", BETWEEN)
+@pytest.mark.parametrize("plan", ("paged", "head on the host"))
+def test_gradients_between_micro_batches_are_those_of_plain(
+    act: str, plan: str
+) -> None:
+    run_micro_batches(BETWEEN[act], PLANS[plan])
+
+
+AGAIN: dict[str, Act] = {
+    "backward": lambda model: model(batches(1)[0]).backward(),
+    "step": lambda model: model.optimizer[0].step(),
+}
+
+
+@pytest.mark.parametrize("act", AGAIN)
+def test_a_gradient_is_used_by_one_update(act: str) -> None:
+    """A plain run would add to it, or use it again; on the host it is gone."""
+    model = stack()
+    session = open_session(model)
+    model.optimizer = [wrapped(session)]
+    model(batches(1)[0]).backward()
+    model.optimizer[0].step()
+    with pytest.raises(AccessError, match=r"layers\.\d\.\S+: the gradient of the last"):
+        AGAIN[act](model)
+    session.close()
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    """It reads weights of blocks after their window."""
+    model = stack()
+    session = open_session(model)
+    loss = model(batches(1)[0])
+    with pytest.raises(AccessError, match="block 5 .*create_graph"):
+        torch.autograd.grad(
+            loss, [model.head.weight, model.embed.weight], create_graph=True
+        )
+    session.close()
+
+
+def test_another_plan_while_something_is_shown() -> None:
+    """What moves then is not where it was shown."""
+    model = stack()
+    plain = twin(model)
+    session = open_session(model)
+    optimizer, theirs = wrapped(session), adamw(plain)
+    for recompute in ((1,), (2,)):
+        plan = make_plan(session.layout, outside=HOST_STATE, recompute=recompute)
+        copy.deepcopy(model)
+        session.replan(plan)
+        data = [batches(1)]
+        assert train(model, optimizer, data, session) == train(plain, theirs, data)
+        with session.weights():
+            session.replan(plan)
+            assert every_norm(model) == every_norm(plain)
+    session.close()
+    assert_same(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_are_clipped_where_they_are_shown(plan: str) -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, **PLANS[plan])
+    wrapped(session)
+    model(batches(1)[0]).backward()
+    plain(batches(1)[0]).backward()
+    with session.weights():
+        norm = session.clip_grad_norm(0.1)
+        assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert gradient_norms(model) == gradient_norms(plain)
     session.close()

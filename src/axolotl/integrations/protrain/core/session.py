@@ -206,7 +206,7 @@ class Session:
         )
         # what is shown would be taken for what somebody has written after the update
         self._optimizer.register_step_pre_hook(lambda *_: self._hide())
-        self._optimizer.register_step_post_hook(self._after_update)
+        self._optimizer.register_step_post_hook(self._show_again)
         return self._optimizer
 
     @contextmanager
@@ -239,7 +239,9 @@ class Session:
             return None
         self._hide()
         self._pager.close_any()
-        return self._optimizer.clip_grad_norm(list(self._params.values()), max_norm)
+        norm = self._optimizer.clip_grad_norm([*self._params.values()], max_norm)
+        self._show_again()
+        return norm
 
     @property
     def movable(self) -> frozenset[int]:
@@ -267,6 +269,8 @@ class Session:
                 old.on_host or index not in self.movable
             ):
                 raise ValueError(f"chunk {index} cannot go from {old} to {new}")
+        # where a chunk moves, what is shown is not its place
+        self._hide()
         self.forget_gradients()
         self.settle()
         self.device.synchronize()
@@ -287,6 +291,7 @@ class Session:
         self._placed_bytes += self.device.used_bytes() - used_bytes
         if isinstance(self._optimizer, PagedAdamW):
             self._optimizer.rehost(self._host_chunks, self._gradients)
+        self._show_again()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
@@ -475,6 +480,7 @@ class Session:
                     index,
                     self._pager,
                     self._gradients.left,
+                    self._show_again,
                     partial(self._copying, block),
                 )
         # before buffers are taken, which may fail
@@ -583,12 +589,11 @@ class Session:
         """A forward has ended."""
         if module is self._outermost:
             self._outermost = None
-            if self._viewers:
-                self._show()
+            self._show_again()
 
-    def _after_update(self, *_: object) -> None:
-        """All updates of a step are queued."""
-        if self._viewers:
+    def _show_again(self, *_: object) -> None:
+        """A forward has ended, or all updates of a step are queued."""
+        if self._viewers and self._outermost is None:
             self._show()
 
     def _before_update(self, host: HostChunk) -> None:

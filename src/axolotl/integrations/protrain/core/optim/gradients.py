@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
@@ -64,14 +65,16 @@ class Gradients:
         for shown in self._shown:
             shown.hide()
 
-    def take_back(self, pending: Callable[[int], bool]) -> None:
-        """Take over what `.grad` was set to meanwhile, after `settle`.
-
-        `pending` tells whether a chunk waits for its update: it has had no gradient since.
-        """
+    def take_back(self, worker: HostWorker) -> None:
+        """Take over what `.grad` was set to meanwhile, after `settle`; `worker` updates."""
         for shown in self._shown:
-            if not pending(shown.host.chunk.index):
-                shown.take_back()
+            index = shown.host.chunk.index
+            shown.take_back(worker.pending(index), partial(worker.wait, index))
+
+    def spend(self) -> None:
+        """A step ends."""
+        for shown in self._shown:
+            shown.spend()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
@@ -103,11 +106,13 @@ class Gradients:
         host: HostChunk,
         take: Callable[[int, Tensor], None],
         drop: Callable[[int], None],
+        settle: Callable[[], None],
     ) -> list[Removable]:
         """Give each gradient of a chunk away, with the index of its parameter, as soon as
         autograd has accumulated it.
 
-        `drop` is called before, if the parameter has none: somebody set it to None.
+        `drop` is called before, if the parameter has none: somebody set it to None;
+        `settle` if somebody set it to a tensor, which replaces what is on its way.
         """
         shown = ShownGradients(host)
         self._shown.append(shown)
@@ -120,15 +125,19 @@ class Gradients:
                     "callback (on_pre_optimizer_step)."
                 )
 
+        backward, accumulates = -1, True
+
         def before(index: int, param: nn.Parameter, _gradient: Tensor) -> None:
-            shown.hide_one(index)
-            if param.grad is None:
-                drop(index)
-            # or autograd would add to what stands there
-            param.grad = None
+            nonlocal backward, accumulates
+            if backward != torch._C._current_graph_task_id():
+                backward = torch._C._current_graph_task_id()
+                accumulates = _accumulates(param)
+            if accumulates:
+                shown.make_room(index, settle, drop)
 
         def after(index: int, param: Tensor) -> None:
-            gradient, param.grad = param.grad, shown.stand_ins[index]
+            gradient = param.grad
+            shown.put(index)
             if gradient is not None:
                 take(index, gradient)
 
@@ -163,7 +172,7 @@ class GradientOffload(Gradients):
             assert sums is not None
             self.expect(sums)
             take, drop = partial(self.take, sums), partial(self.drop, sums)
-            handles += self._hook(host, take, drop)
+            handles += self._hook(host, take, drop, self.settle)
         return handles
 
     def expect(self, sums: GradientSums) -> None:
@@ -272,6 +281,17 @@ class GradientOffload(Gradients):
     def _retire(self) -> None:
         event, _gradients = self._in_flight.popleft()
         event.synchronize()
+
+
+def _accumulates(param: Tensor) -> bool:
+    """Whether the backward pass that runs ends in `.grad`; `torch.autograd.grad` calls
+    the hooks of a leaf, too."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # so it answers for a leaf whose gradient is the result
+        return False
 
 
 def _add(event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]) -> None:

@@ -126,6 +126,7 @@ class PagedAdamW(torch.optim.Optimizer):
             self._clipping(),
             self._before_update,
         )
+        self._gradients.spend()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients that no queued update still needs."""
@@ -218,7 +219,7 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         self._gradients.settle()
-        self._gradients.take_back(self._worker.pending)
+        self._gradients.take_back(self._worker)
 
     def _take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         self._chunks, self._gradients = chunks, gradients

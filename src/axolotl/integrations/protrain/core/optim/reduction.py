@@ -93,7 +93,7 @@ class GradientReduction(Gradients):
         handles: list[Removable] = []
         for waiting in self._waiting:
             take, drop = partial(self._take, waiting), partial(self._drop, waiting)
-            handles += self._hook(waiting.host, take, drop)
+            handles += self._hook(waiting.host, take, drop, self._offload.settle)
         return handles
 
     def begin_micro_batch(self, synchronises: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class ShownGradients:
             StandIn(spec.name, param)
             for spec, param in zip(host.chunk.tensors, host.params, strict=True)
         ]
+        self._spent: set[int] = set()
         self._shown: dict[int, Tensor] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
 
@@ -77,14 +79,61 @@ class ShownGradients:
         """All ranks have agreed on which parameters have a gradient."""
         for index in self.host.used:
             if self.host.params[index].grad is None:
-                self.host.params[index].grad = self.stand_ins[index]
+                self._spent.discard(index)
+                self.put(index)
 
-    def take_back(self) -> None:
-        """Take over what `.grad` was set to, None included."""
-        self.hide()
-        for index, param in enumerate(self.host.params):
+    def put(self, index: int) -> None:
+        """Let the `.grad` of a parameter be its stand-in."""
+        param = self.host.params[index]
+        if self.stand_ins[index].device != param.device:
+            # torch takes no other; a shown parameter may be on the host
+            self.stand_ins[index] = StandIn(self.stand_ins[index].parameter_name, param)
+        param.grad = self.stand_ins[index]
+
+    def make_room(
+        self, index: int, settle: Callable[[], None], drop: Callable[[int], None]
+    ) -> None:
+        """Let `.grad` be None, or autograd would add to what stands there."""
+        param = self.host.params[index]
+        if param.grad is not self.stand_ins[index]:
+            if param.grad is not None:
+                settle()
+            self.hide_one(index)
             if param.grad is None:
+                drop(index)
+        self.require_unspent(index)
+        param.grad = None
+
+    def take_back(self, pending: bool, wait: Callable[[], None]) -> None:
+        """Take over what `.grad` was set to, None included.
+
+        Args:
+            pending: The chunk waits for its update: backward has not come since.
+            wait: Returns once that has landed.
+        """
+        for index, param in enumerate(self.host.params):
+            if param.grad is not None and param.grad is not self.stand_ins[index]:
+                # the sum, whose place it takes, is being read
+                wait()
+            self.hide_one(index)
+            if param.grad is None and not pending:
                 self.host.used.discard(index)
+
+    def spend(self) -> None:
+        """An update has what there is: on the host it is gone then."""
+        for index, param in enumerate(self.host.params):
+            if param.grad is not None:
+                self.require_unspent(index)
+                self._spent.add(index)
+
+    def require_unspent(self, index: int) -> None:
+        """Raise AccessError if a gradient, still there, is that of the last update."""
+        if index in self._spent:
+            raise AccessError(
+                f"{self.stand_ins[index].parameter_name}: the gradient of the last "
+                "update is still there, and on the host it is not used twice. Call "
+                "`zero_grad` after each step."
+            )
 
     def show(self) -> None:
         """Let `.grad` be the gradient, clipped or not, where there is one."""
@@ -119,10 +168,16 @@ class ShownGradients:
         """
         param, stand_in = self.host.params[index], self.stand_ins[index]
         now, shown = param.grad, self._shown.pop(index, None)
-        if now is stand_in or (now is None and shown is None):
+        if now is stand_in:
             return
-        self._accept(index, now, shown is not None)
-        param.grad = None if now is None else stand_in
+        if now is not shown or now is None:
+            self._spent.discard(index)
+        if now is None and shown is None:
+            return
+        self._accept(index, now, now is shown)
+        param.grad = None
+        if now is not None:
+            self.put(index)
         lent = self._lent.pop(index, None)
         del now, shown
         if lent is not None and lent() is not None:

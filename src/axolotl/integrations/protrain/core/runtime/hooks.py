@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..layout import Direction
 from ..layout.tensors import tensors_in
 from ..types import Chunk, Layout
@@ -104,15 +105,17 @@ def attach_block(
     index: int,
     pager: Pager,
     left: Callable[[int], None],
+    ended: Callable[[], None],
     copying: Callable[[], None],
 ) -> list[Removable]:
     """Open and close a block's window around its forward and backward.
 
     `left` is called when backward has come past a block, with that block's number,
-    `copying` when the block is about to be copied.
+    `ended` after a forward, `copying` when the block is about to be copied.
     """
 
     def open_backward(_gradients: Any) -> None:
+        _require_first_order(index, pager)
         before = pager.window
         if before != index:
             pager.open(index, Direction.BACKWARD)
@@ -131,6 +134,7 @@ def attach_block(
             return
         if not torch.is_grad_enabled():
             pager.close(index, Direction.INFERENCE)
+            ended()
             return
         pager.close(index, Direction.FORWARD)
         for tensor in (output,) if type(output) is Tensor else tensors_in(output):
@@ -139,12 +143,23 @@ def attach_block(
             if node is not None and node._sequence_nr() >= entered:
                 # a node's hook costs half of a tensor's and runs at the same time
                 node.register_prehook(open_backward)
+        ended()
 
     return [
         block.register_forward_pre_hook(Hook(before_forward, copying), prepend=True),
         # always_call: an exception in the block must not leave its window open
         block.register_forward_hook(Hook(after_forward), always_call=True),
     ]
+
+
+def _require_first_order(index: int, pager: Pager) -> None:
+    # with gradients enabled this backward pass has a graph of its own
+    if torch.is_grad_enabled() and pager.pages(index):
+        raise AccessError(
+            f"block {index} is paged, and `create_graph=True` would let a second "
+            "backward pass read its weights when they have left. Use "
+            "protrain_force_all_persistent: true."
+        )
 
 
 def attach_entry(

@@ -152,6 +152,10 @@ class Pager:
         if self.window is not None:
             self.close(self.window)
 
+    def pages(self, block: int) -> bool:
+        """Whether weights of a block are in slots."""
+        return bool(self._needed[block])
+
     def is_running(self) -> bool:
         """Whether a block's forward has begun and not ended."""
         return self.window is not None and self._forward_runs

@@ -151,7 +151,7 @@ class Residence:
                 place, now = self._places[spec.name], self._bindings[spec.name].tensor
                 if index in shown:
                     place = memory.tensor(index, spec)
-                if now.data_ptr() == place.data_ptr() and now.dtype is place.dtype:
+                if _lies(now) == _lies(place):
                     continue
                 if (now.dtype, now.shape) != (place.dtype, place.shape):
                     wrong = wrong or (
@@ -329,6 +329,10 @@ class Residence:
             self._bindings[spec.name].bind(self._places[spec.name])
         self._remember(chunk)
         return_freed_memory()
+
+
+def _lies(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
