@@ -39,6 +39,8 @@ FORWARD, BACKWARD, INFERENCE = Direction
 class Param:
     """A parameter without autograd: `arrive` does what an accumulated gradient does."""
 
+    _post_accumulate_grad_hooks = None
+
     def __init__(self, spec: TensorSpec) -> None:
         self.shape, self.dtype = spec.shape, spec.dtype
         self.device = torch.device("cpu")
