@@ -27,6 +27,10 @@ from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import AccessError
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.optim import HostChunk, HostMemory
+from axolotl.integrations.protrain.core.optim.stand_ins import ShownGradients, StandIn
+from axolotl.integrations.protrain.core.runtime import Arena, CpuDevice
 from axolotl.integrations.protrain.core.session import Session
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -534,3 +538,19 @@ def test_gradients_are_clipped_where_they_are_shown(plan: str) -> None:
         assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         assert gradient_norms(model) == gradient_norms(plain)
     session.close()
+
+
+def test_a_stand_in_is_where_its_parameter_is() -> None:
+    """Weights of a GPU are on the host while they are shown, and torch takes no `.grad`
+    of another device."""
+    model = stack()
+    chunk = build_layout(model).chunks[0]
+    memory = HostMemory(Arena([chunk]), CpuDevice())
+    memory.add([chunk])
+    shown = ShownGradients(HostChunk(chunk, dict(model.named_parameters()), memory))
+    for index, (stand_in, param) in enumerate(
+        zip(shown.stand_ins, shown.host.params, strict=True)
+    ):
+        shown.stand_ins[index] = StandIn(stand_in.parameter_name, param.to("meta"))
+        shown.put(index)
+        assert param.grad is shown.stand_ins[index]
