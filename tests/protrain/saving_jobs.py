@@ -58,6 +58,7 @@ FLAT_MODEL: dict[str, Any] = {
 }
 """A model that has no list of layers."""
 
+FLAT_WITHOUT_WEIGHTS = "models/flat-without-weights"
 WITHOUT_WEIGHTS = "models/without-weights"
 """The same model as `MODEL`, of which only config.json is there."""
 
@@ -261,6 +262,7 @@ def build() -> None:
     Path(WITHOUT_WEIGHTS).mkdir()
     shutil.copy(MODEL / "config.json", WITHOUT_WEIGHTS)
     FlatModel(FlatConfig()).save_pretrained(FLAT_MODEL["base_model"])
+    FlatConfig().save_pretrained(FLAT_WITHOUT_WEIGHTS)
 
 
 class FlatConfig(PretrainedConfig):

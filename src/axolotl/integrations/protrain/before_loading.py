@@ -111,7 +111,7 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
 def _in_child(cfg: Any, hardware: Hardware, world: World) -> Answer:
     code = f"from {__name__} import answer; answer()"
     try:
-        child = subprocess.run(
+        child = subprocess.run(  # nosec B603
             [sys.executable, "-c", code],
             input=pickle.dumps((cfg, hardware, world)),
             stdout=subprocess.PIPE,

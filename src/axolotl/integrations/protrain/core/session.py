@@ -145,6 +145,8 @@ class Session:
         self._takes = False
         self._viewers = 0
         self._outermost: nn.Module | None = None
+        # of the pass that runs, or ran last
+        self._backward = -1
         self._placed_bytes = 0
         self._handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock] = []
@@ -532,11 +534,16 @@ class Session:
             self._pager.forget_all()
 
     def _before_backward(self, block: int) -> None:
-        if self._shown is not None:
-            self._hide()
-            if self._viewers:
-                torch.autograd.Variable._execution_engine.queue_callback(self._show)
+        self._hide()
+        if self._backward != torch._C._current_graph_task_id():
+            self._backward = torch._C._current_graph_task_id()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._after_backward)
         self._gradients.reach(block)
+
+    def _after_backward(self) -> None:
+        self._residence.remember()
+        self._show_again()
 
     def _copying(self, module: nn.Module) -> None:
         """A module is about to be copied, after its own parameters."""
@@ -589,6 +596,7 @@ class Session:
         """A forward has ended."""
         if module is self._outermost:
             self._outermost = None
+            self._residence.remember()
             self._show_again()
 
     def _show_again(self, *_: object) -> None:
@@ -616,7 +624,7 @@ class Session:
 
     def _loaded(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""
-        self._residence.loaded(chunk)
+        self._residence.remember()
         for host in self._host_chunks:
             if host.chunk is chunk:
                 host.reload()

@@ -181,9 +181,13 @@ class Residence:
                     "callback, or inside `with trainer.protrain.weights():`."
                 )
 
-    def loaded(self, chunk: Chunk) -> None:
-        """A load has written the parameters of a chunk."""
-        self._remember(chunk)
+    def remember(self) -> None:
+        """A pass has ended, or a load: what they did to parameters is theirs to do.
+
+        A parametrization that comes and goes in a forward leaves another version.
+        """
+        for chunk in self._moved.values():
+            self._remember(chunk)
 
     def _remember(self, chunk: Chunk) -> None:
         for spec in chunk.tensors:
