@@ -32,6 +32,9 @@ class _Count(TrainerCallback):
     Between, the loader makes batches, which are not the device's.
     """
 
+    # shown to it, weights would be on the host when it counts them
+    looks_at_weights = False
+
     def __init__(self, file: Path) -> None:
         self._file = file
         self._counter: Counter | None = None

@@ -41,6 +41,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import AccessError
 from .layout.tensors import model_bindings
@@ -495,6 +496,8 @@ class Session:
 
     # running
 
+    # what is copied to be shown is no work of the device
+    @_disable_current_modes()
     def _show(self) -> None:
         if self.closed or self._takes:
             return
@@ -515,10 +518,13 @@ class Session:
 
     def _hide(self) -> None:
         """A pass begins, or nobody looks any longer."""
-        shown, self._shown = self._shown, None
-        takes, self._takes = self._takes, False
-        if shown is None:
-            return
+        if self._shown is not None:
+            shown, self._shown = self._shown, None
+            takes, self._takes = self._takes, False
+            self._bind_back(shown, takes)
+
+    @_disable_current_modes()
+    def _bind_back(self, shown: frozenset[int], takes: bool) -> None:
         if takes:
             # nobody of the node looks any longer
             self._ranks.node_sum(torch.zeros(1))
