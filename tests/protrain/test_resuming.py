@@ -35,7 +35,12 @@ def write(checkpoint: Path, kind: str) -> None:
 
 def begin(run_dir: Path, **keys: object) -> str | None:
     """What Axolotl resumes from after the plugin's first hook."""
+    # so small that no dry run comes first
+    base = run_dir.parent / "base"
+    base.mkdir(exist_ok=True)
+    (base / "model.safetensors").write_bytes(b"weights")
     cfg = DictDefault(
+        base_model=str(base),
         output_dir=str(run_dir),
         protrain_auto_memory=True,
         protrain_capacity_bytes=1 << 30,

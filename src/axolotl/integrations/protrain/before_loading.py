@@ -141,8 +141,14 @@ def answer() -> None:
 
 def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
     # as above
+    from axolotl.integrations.base import PluginManager
+    from axolotl.utils.config import prepare_plugins
+
     from .offline.meta_model import meta_model_of
 
+    # one may bring the model's class
+    prepare_plugins(cfg)
+    PluginManager.get_instance().cfg = cfg
     device_type, args = hardware.name, args_from(cfg)
     try:
         model = meta_model_of(cfg, device_type).model
