@@ -35,6 +35,16 @@ class Placement(Enum):
         return self is not Placement.RESIDENT
 
 
+class Update(Enum):
+    """Where weights are updated whose optimizer state is on the host."""
+
+    DEVICE = "device"
+    """Where they compute: state comes with their next fetch and goes back changed, and
+    the optimizer of the plain run does it."""
+    HOST = "host"
+    """Where their state is, by AdamW."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One parameter of a chunk: its full name from the model root, and its first byte
@@ -195,6 +205,7 @@ class Plan:
             micro-batch; what is missing is found out in the first one.
         gradient_order: Chunks in the order in which backward is done with them; what is
             missing comes last. Only several ranks ask for it.
+        update: Where weights with state on the host are updated.
     """
 
     n_persist: int
@@ -207,6 +218,7 @@ class Plan:
     shards: int = 1
     swap_bytes: tuple[int, ...] = ()
     gradient_order: tuple[int, ...] = ()
+    update: Update = Update.HOST
 
     @property
     def paged(self) -> tuple[int, ...]:
