@@ -62,7 +62,8 @@ class Mutant(NamedTuple):
 SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
 UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
 GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
-OPTIMIZER, SESSION = "optim/optimizer.py", "session.py"
+OPTIMIZER = "optim/optimizer.py"
+SESSION, VIEWING = "session.py", "viewing.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
 CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
 CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
@@ -603,28 +604,28 @@ MUTANTS = (
     ),
     Mutant(
         "a pass begins on weights that somebody has replaced",
-        SESSION,
-        "            self._residence.verify()\n",
+        VIEWING,
+        "            self.residence.verify()\n",
         "            pass\n",
         ACCESS,
     ),
     Mutant(
         "what is shown is taken for written after an update",
         SESSION,
-        "register_step_pre_hook(lambda *_: self._hide())\n",
+        "register_step_pre_hook(lambda *_: self._viewer.hide())\n",
         "register_step_pre_hook(lambda *_: None)\n",
         ACCESS,
     ),
     Mutant(
         "slots keep what they held before somebody wrote",
-        SESSION,
-        "                host.adopt()\n            self._pager.forget_all()\n",
+        VIEWING,
+        "                host.adopt()\n            pager.forget_all()\n",
         "                host.adopt()\n",
         ACCESS,
     ),
     Mutant(
         "masters do not hear of what somebody wrote",
-        SESSION,
+        VIEWING,
         "                host.adopt()\n",
         "                pass\n",
         ACCESS,
@@ -659,10 +660,10 @@ MUTANTS = (
     ),
     Mutant(
         "a rank takes over what others still read",
-        SESSION,
+        VIEWING,
         "            # nobody of the node looks any longer\n"
-        "            self._ranks.node_sum(torch.zeros(1))\n",
-        "            import time; time.sleep(0.01 * self._ranks.local_rank)\n",
+        "            self.ranks.node_sum(torch.zeros(1))\n",
+        "            import time; time.sleep(0.01 * self.ranks.local_rank)\n",
         LOOKS,
     ),
     Mutant(
@@ -724,14 +725,14 @@ MUTANTS = (
     Mutant(
         "a plan takes what is shown for its places",
         "session.py",
-        "        self._hide()\n        self.forget_gradients()\n",
+        "        self._viewer.hide()\n        self.forget_gradients()\n",
         "        self.forget_gradients()\n",
         ACCESS,
     ),
     Mutant(
         "clipping hides what is shown",
         "session.py",
-        "        self._show_again()\n        return norm\n",
+        "        self._viewer.show_again()\n        return norm\n",
         "        return norm\n",
         ACCESS,
     ),

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "runtime": BASE | {"layout"},
     "optim": BASE | {"layout", "runtime"},
     "checkpoint": BASE | {"layout", "runtime", "optim"},
+    "viewing": BASE | {"runtime", "optim"},
 }
 MAY_IMPORT["session"] = set(MAY_IMPORT)
 MAY_IMPORT["planner"] = BASE | {"layout", "cost", "search"}

@@ -19,31 +19,18 @@ After an out-of-memory error `forget_gradients` leaves what the step has begun, 
 may bind parameters anew, because no graph is alive between two attempts. Chunks in the
 arena stay where they are, those that move to the host get a mapping of their own, and
 optimizer state is handed over, not copied. Several ranks cannot: one would repeat alone.
-
-# Note [Who looks between two passes]
-
-`weights` shows weights (Note [Weights that are shown] in residence.py) and gradients. A
-parameter with a gradient on the host has a stand-in as its `.grad`, never None, so whoever
-computes with it elsewhere gets an error instead of a sum over half of the gradients. Shown,
-it is the sum on the host, clipped, or a copy of it where device or dtype differ. A forward
-or backward inside hides all of it, and shows it again when it ends. A copy of the model by
-`copy.deepcopy` is announced by the hooks of its root, which are copied before the
-parameters below: weights are shown from then until the next pass. Several ranks cannot
-settle together at a moment that only one of them has, so then only bytes are shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .errors import AccessError
 from .layout.tensors import model_bindings
 from .optim import (
     GradientOffload,
@@ -74,6 +61,7 @@ from .runtime import (
     drop_ended_backward,
 )
 from .types import Chunk, Counters, Layout, Placement, Plan
+from .viewing import Viewer
 
 
 @dataclass(frozen=True)
@@ -141,13 +129,6 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._stale: set[int] = set()
         self.closed = self._watched = False
-        # what is shown, whether what is written there counts, who has asked for it
-        self._shown: frozenset[int] | None = None
-        self._takes = False
-        self._viewers = 0
-        self._outermost: nn.Module | None = None
-        # of the pass that runs, or ran last
-        self._backward = -1
         self._placed_bytes = 0
         self._handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock] = []
@@ -162,11 +143,20 @@ class Session:
             self._before_read,
             self._before_load,
             self._loaded,
-            lambda: self._takes,
-            self._copying,
+            lambda: self._viewer.takes,
+            lambda module: self._viewer.copying(module),
         )
         self._residence = Residence(
             model, self.arena, device, access, ranks, absent, self.counters
+        )
+        self._viewer = Viewer(
+            self._params,
+            self._residence,
+            ranks,
+            # a plan in the middle of a step brings others
+            lambda: (self.plan, self._pager, self._gradients, self._host_chunks),
+            self.settle,
+            self._settle_all,
         )
         self._gradients = self._new_gradients()
         self._pager = self._new_pager()
@@ -208,12 +198,11 @@ class Session:
             self._ranks,
         )
         # what is shown would be taken for what somebody has written after the update
-        self._optimizer.register_step_pre_hook(lambda *_: self._hide())
-        self._optimizer.register_step_post_hook(self._show_again)
+        self._optimizer.register_step_pre_hook(lambda *_: self._viewer.hide())
+        self._optimizer.register_step_post_hook(self._viewer.show_again)
         return self._optimizer
 
-    @contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self) -> AbstractContextManager[None]:
         """Inside, parameters and gradients are plain tensors with their true values, and
         what is written there counts, as without paging; see Note [Who looks between two
         passes]. What trains paged is on the host then. All ranks have to enter.
@@ -222,14 +211,7 @@ class Session:
             AccessError: A forward or backward pass runs, or a parameter was replaced by
                 a tensor of another kind.
         """
-        self._viewers += 1
-        try:
-            self._show()
-            yield
-        finally:
-            self._viewers -= 1
-            if not self._viewers:
-                self._hide()
+        return self._viewer.weights()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A micro-batch of training begins; several ranks have to say so, and which
@@ -240,10 +222,10 @@ class Session:
         """Clip over device and host gradients; None if the plain way sees them all."""
         if not isinstance(self._optimizer, PagedAdamW):
             return None
-        self._hide()
+        self._viewer.hide()
         self._pager.close_any()
         norm = self._optimizer.clip_grad_norm([*self._params.values()], max_norm)
-        self._show_again()
+        self._viewer.show_again()
         return norm
 
     @property
@@ -273,7 +255,7 @@ class Session:
             ):
                 raise ValueError(f"chunk {index} cannot go from {old} to {new}")
         # where a chunk moves, what is shown is not its place
-        self._hide()
+        self._viewer.hide()
         self.forget_gradients()
         self.settle()
         self.device.synchronize()
@@ -294,7 +276,7 @@ class Session:
         self._placed_bytes += self.device.used_bytes() - used_bytes
         if isinstance(self._optimizer, PagedAdamW):
             self._optimizer.rehost(self._host_chunks, self._gradients)
-        self._show_again()
+        self._viewer.show_again()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
@@ -365,9 +347,9 @@ class Session:
         """Finish queued work, remove the hooks, give plain host tensors back."""
         if self.closed:
             return
-        self.closed = True
+        self.closed = self._viewer.closed = True
         # other ranks may not come to what all do together
-        self._takes = self._takes and self._ranks.world.size == 1
+        self._viewer.takes &= self._ranks.world.size == 1
         # the last one first: see Note [Closing]
         with ExitStack() as undo:
             for slot in self._ring.slots:
@@ -386,7 +368,7 @@ class Session:
             undo.callback(self.device.synchronize)
             undo.callback(self._pager.close_any)
             undo.callback(self._worker.close)
-            undo.callback(self._hide)
+            undo.callback(self._viewer.hide)
             self._worker.drain()
 
     # opening
@@ -444,7 +426,7 @@ class Session:
             self._worker,
             before_ahead=self._swap.open_backward if self._swap else None,
             before_backward=self._before_backward,
-            before_forward=self._hide,
+            before_forward=self._viewer.hide,
             counters=self.counters,
         )
 
@@ -464,7 +446,7 @@ class Session:
             # what follows the blocks is often the peak of a step
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
             self._handles.append(settle)
-        self._pager = self._new_pager()
+        self._pager, viewer = self._new_pager(), self._viewer
         needs_windows = (
             bool(self.plan.paged)
             or any(host.chunk.pageable for host in self._host_chunks)
@@ -483,26 +465,21 @@ class Session:
                     index,
                     self._pager,
                     self._gradients.left,
-                    self._show_again,
-                    partial(self._copying, block),
+                    viewer.show_again,
+                    partial(viewer.copying, block),
                 )
         # before buffers are taken, which may fail
         self._handles += self._running
         self._handles += self._gradients.attach(self._host_chunks)
         if self._handles:
             self._handles += attach_entry(
-                self.model, self.layout, self._enter, self._left, self._copying
+                self.model, self.layout, self._enter, viewer.left, viewer.copying
             )
 
     # running
 
-    # what is copied to be shown is no work of the device
-    @_disable_current_modes()
-    def _show(self) -> None:
-        if self.closed or self._takes:
-            return
-        self._hide()
-        self._require_no_pass()
+    def _settle_all(self) -> None:
+        """Return once weights and gradients are what is read next, on all ranks."""
         if isinstance(self._optimizer, PagedAdamW):
             self._optimizer.settle_gradients()
         else:
@@ -512,103 +489,20 @@ class Session:
         self.ready()
         # copies to slots read what may be written now
         self.device.synchronize()
-        self._shown, self._takes = frozenset(self.plan.paged), True
-        self._residence.show(self._shown, own=True)
-        self._gradients.show()
-
-    def _hide(self) -> None:
-        """A pass begins, or nobody looks any longer."""
-        if self._shown is not None:
-            shown, self._shown = self._shown, None
-            takes, self._takes = self._takes, False
-            self._bind_back(shown, takes)
-
-    @_disable_current_modes()
-    def _bind_back(self, shown: frozenset[int], takes: bool) -> None:
-        if takes:
-            # nobody of the node looks any longer
-            self._ranks.node_sum(torch.zeros(1))
-            self._gradients.keep_replaced()
-        self._residence.hide(shown, takes)
-        if takes:
-            # a stand-in is where its parameter is
-            self._gradients.hide()
-            # each rank has taken its part of what all have written
-            self._ranks.node_sum(torch.zeros(1))
-            for host in self._host_chunks:
-                host.adopt()
-            self._pager.forget_all()
 
     def _before_backward(self, block: int) -> None:
-        self._hide()
-        if self._backward != torch._C._current_graph_task_id():
-            self._backward = torch._C._current_graph_task_id()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._after_backward)
+        self._viewer.before_backward()
         self._gradients.reach(block)
-
-    def _after_backward(self) -> None:
-        self._residence.remember()
-        self._show_again()
-
-    def _copying(self, module: nn.Module) -> None:
-        """A module is about to be copied, after its own parameters."""
-        if self.closed or self._shown is not None:
-            return
-        own = {id(param) for param in module.parameters(recurse=False)}
-        kept = self.host_kept
-        for name, param in self._params.items():
-            if id(param) in own and name in kept:
-                raise AccessError(
-                    f"{name}: this weight is paged out, and its module cannot be copied "
-                    "alone. Copy the whole model, or do it inside `with "
-                    "trainer.protrain.weights():`."
-                )
-        if self._ranks.world.size == 1:
-            self._show()
-            return
-        self._require_no_pass()
-        self._pager.close_any()
-        self._worker.drain()
-        self._shown = frozenset(self.plan.paged)
-        if self.plan.shards == 1:
-            self.ready()
-        else:
-            # what stays on the device is gathered by all ranks or by none
-            self._shown |= {chunk.index for chunk in self._on_host()}
-        self._residence.show(self._shown, own=False)
-
-    def _require_no_pass(self) -> None:
-        if self._pager.is_running():
-            raise AccessError(
-                "weights and gradients can be looked at between two passes through the "
-                "model, not inside of one"
-            )
 
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
-        self._hide()
-        if self._outermost in (None, module):
-            self._outermost = module
-            self._residence.verify()
+        self._viewer.enter(module)
         for block in self._running:
             block.unwind()
         self._pager.close_any()
         # or gradients would stay on the device until backward sends the next ones
         self._gradients.retire()
         self.ready()
-
-    def _left(self, module: nn.Module) -> None:
-        """A forward has ended."""
-        if module is self._outermost:
-            self._outermost = None
-            self._residence.remember()
-            self._show_again()
-
-    def _show_again(self, *_: object) -> None:
-        """A forward has ended, or all updates of a step are queued."""
-        if self._viewers and self._outermost is None:
-            self._show()
 
     def _before_update(self, host: HostChunk) -> None:
         self._pager.close_any()

@@ -1,6 +1,6 @@
 """What `.grad` of a parameter is while its gradient is on the host.
 
-See Note [Who looks between two passes] in session.py.
+See Note [Who looks between two passes] in viewing.py.
 """
 
 from __future__ import annotations

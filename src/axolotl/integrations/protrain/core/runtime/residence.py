@@ -59,6 +59,9 @@ class Residence:
         ranks: Fill a shared arena together, each its part.
         absent: Names of frozen parameters that this rank has in name only.
         counters: Refreshed bytes are counted here.
+
+    Attributes:
+        on_host: The host-kept chunks, by index.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Residence:
         self._device = device
         self._access = access
         self._counters = counters
-        self._moved: dict[int, Chunk] = {}
+        self.on_host: dict[int, Chunk] = {}
         # where a plan binds what is on the host, and what is known of it then
         self._places: dict[str, Tensor] = {}
         self._known: dict[str, tuple[nn.Parameter, int, int]] = {}
@@ -107,7 +110,7 @@ class Residence:
     def unload(self, chunks: Iterable[int]) -> None:
         """Bind host-kept chunks to the arena, so that their buffers may go."""
         for index in chunks:
-            for spec in self._moved[index].tensors:
+            for spec in self.on_host[index].tensors:
                 self._bindings[spec.name].bind(self._arena.tensor(index, spec))
                 # or it would keep the buffer
                 self._places.pop(spec.name, None)
@@ -120,7 +123,7 @@ class Residence:
         """
         self._shown = self._arena.copy_on_write() if own else self._arena
         for index in chunks:
-            for spec in self._moved[index].tensors:
+            for spec in self.on_host[index].tensors:
                 self._bindings[spec.name].bind(self._shown.tensor(index, spec))
 
     def hide(self, shown: Collection[int], takes: bool) -> None:
@@ -132,7 +135,7 @@ class Residence:
         memory, self._shown = self._shown, None
         assert memory is not None
         wrong = self._take_replaced(memory, shown, takes)
-        for index, chunk in self._moved.items():
+        for index, chunk in self.on_host.items():
             for spec in chunk.tensors:
                 self._bindings[spec.name].bind(self._places[spec.name])
             size = self._ranks.world.local_size
@@ -146,7 +149,7 @@ class Residence:
         """Copy tensors that somebody has put in place of parameters; what is wrong."""
         replaced: list[tuple[Tensor, Tensor]] = []
         wrong = ""
-        for index, chunk in self._moved.items():
+        for index, chunk in self.on_host.items():
             for spec in chunk.tensors:
                 place, now = self._places[spec.name], self._bindings[spec.name].tensor
                 if index in shown:
@@ -186,7 +189,7 @@ class Residence:
 
         A parametrization that comes and goes in a forward leaves another version.
         """
-        for chunk in self._moved.values():
+        for chunk in self.on_host.values():
             self._remember(chunk)
 
     def _remember(self, chunk: Chunk) -> None:
@@ -212,8 +215,8 @@ class Residence:
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
-        self.unload(self._moved)
-        self._moved, self._known = {}, {}
+        self.unload(self.on_host)
+        self.on_host, self._known = {}, {}
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
@@ -317,7 +320,7 @@ class Residence:
 
     def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
         buffer = buffer_of(chunk)
-        if chunk.index not in self._moved:
+        if chunk.index not in self.on_host:
             for number, spec in enumerate(chunk.tensors):
                 if self._fills(chunk, number):
                     self._arena.tensor(chunk.index, spec).copy_(
@@ -325,7 +328,7 @@ class Residence:
                     )
             # see Note [Who reads the state]
             self._attach_state(chunk)
-            self._moved[chunk.index] = chunk
+            self.on_host[chunk.index] = chunk
         for spec in chunk.tensors:
             view = buffer[spec.offset : spec.offset + spec.nbytes]
             # frees the original
