@@ -2,5 +2,3 @@
 
 from .memory import MemoryModel
 from .time import StepTime, block_times, simulate_step, work_s
-
-__all__ = ["MemoryModel", "StepTime", "block_times", "simulate_step", "work_s"]

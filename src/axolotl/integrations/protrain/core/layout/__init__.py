@@ -19,24 +19,3 @@ from .slots import (
     slot_floor,
     spread_order,
 )
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "Direction",
-    "Piece",
-    "Reduction",
-    "Schedule",
-    "aligned",
-    "build_layout",
-    "check_slots",
-    "find_blocks",
-    "has_vision_tower",
-    "main_chunk",
-    "padded_bytes",
-    "reduce_bytes",
-    "reductions",
-    "shard_bytes",
-    "slot_bytes",
-    "slot_floor",
-    "spread_order",
-]

@@ -15,26 +15,3 @@ from .hardware import (
 )
 from .meta import meta_copy
 from .trace import TracedStep, trace_step
-
-__all__ = [
-    "GPUS",
-    "BlockSeconds",
-    "Emulation",
-    "Target",
-    "TracedStep",
-    "block_key",
-    "cached",
-    "cached_hardware",
-    "device_memory",
-    "gpu_hardware",
-    "host_memory",
-    "mapped_bytes",
-    "measure_blocks",
-    "measure_collectives",
-    "measure_hardware",
-    "measured_unseen_bytes",
-    "meta_copy",
-    "outputs_as_fp32",
-    "trace_step",
-    "weakest",
-]

@@ -21,32 +21,3 @@ from .residence import Residence
 from .slots import Slot
 from .swap import Swap, SwapBlock
 from .updates import HostTask, HostWorker
-
-__all__ = [
-    "Alone",
-    "Arena",
-    "CheckedDevice",
-    "CpuDevice",
-    "CudaDevice",
-    "Device",
-    "Hook",
-    "HostTask",
-    "HostWorker",
-    "Pager",
-    "Ranks",
-    "Recompute",
-    "Removable",
-    "Residence",
-    "Ring",
-    "Slot",
-    "StateAccess",
-    "Swap",
-    "SwapBlock",
-    "asked_bytes",
-    "attach_block",
-    "attach_entry",
-    "drop_ended_backward",
-    "host_buffer",
-    "open_device",
-    "return_freed_memory",
-]

@@ -2,5 +2,3 @@
 
 from .plans import make_plan
 from .search import MODES, ONLY_A, Search
-
-__all__ = ["MODES", "ONLY_A", "Search", "make_plan"]
