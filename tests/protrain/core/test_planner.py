@@ -44,10 +44,11 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
         plan = search.fastest()
     except BudgetError as error:
         with pytest.raises(BudgetError) as refusal:
-            planner(case, device_bytes).search()
+            planner(case, device_bytes).search.fastest()
         assert str(refusal.value) == str(error)
         return
-    forecast = planner(case, device_bytes).search()
+    ours = planner(case, device_bytes)
+    forecast = ours.forecast(ours.search.fastest())
     # what follows from the trace is added
     swap_bytes = case.memory.activations(plan.policies).moved.out
     order = forecast.plan.gradient_order
@@ -64,17 +65,19 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
 @given(cases())
 def test_what_does_not_fit_is_forecast_as_well(case: Case) -> None:
     nothing = planner(case, NOTHING)
-    nearest = nothing.nearest()
+    nearest = nothing.forecast(nothing.search.nearest())
     with pytest.raises(BudgetError) as refusal:
-        nothing.search()
+        nothing.search.fastest()
     assert missing_bytes(refusal.value) == nearest.device.peak_bytes - NOTHING
-    assert planner(case, nearest.device.peak_bytes).search().step.total_s > 0
-    assert not nothing.nearest(ONLY_A).plan.paged
+    enough = planner(case, nearest.device.peak_bytes)
+    assert enough.forecast(enough.search.fastest()).step.total_s > 0
+    assert not nothing.search.nearest(ONLY_A).paged
 
 
 @given(cases(), st.booleans())
 def test_training_without_a_pager(case: Case, recompute: bool) -> None:
-    plan = planner(case, NOTHING).without_paging(recompute).plan
+    blocks = len(case.layout.blocks)
+    plan = planner(case, NOTHING).search.plain(blocks * recompute)
     assert not plan.paged
     assert all(placement.value == "resident" for placement in plan.placements)
     again = tuple(policy.recomputes for policy in plan.policies)
@@ -85,17 +88,16 @@ def test_training_without_a_pager(case: Case, recompute: bool) -> None:
 def test_knobs_by_hand(case: Case, data: st.DataObject) -> None:
     roomy = planner(case)
     recomputed = data.draw(st.integers(0, len(case.layout.blocks)))
-    knobs = Knobs(roomy.num_chunks, 0, 0, recomputed)
-    forecast = roomy.by_hand(knobs)
-    plan = forecast.plan
+    knobs = Knobs(len(case.layout.pageable), 0, 0, recomputed)
+    plan = roomy.search.by_hand(knobs)
     assert (plan.n_persist, plan.n_buffer) == (len(case.layout.pageable), 0)
     assert plan.n_checkpoint == recomputed
-    assert roomy.asked(knobs) == forecast
+    assert roomy.search.asked(knobs) == plan
 
-    short = planner(case, NOTHING)
+    short = planner(case, NOTHING).search
     with pytest.raises(BudgetError, match="the plan of the overrides needs"):
         short.by_hand(knobs)
-    assert short.asked(knobs).plan.n_checkpoint == recomputed
+    assert short.asked(knobs).n_checkpoint == recomputed
     for impossible in (replace(knobs, n_persist=-1), replace(knobs, n_buffer=1)):
         with pytest.raises(ConfigError, match="legal range 0 to"):
             short.by_hand(impossible)
@@ -175,7 +177,7 @@ def test_a_mode_is_had_or_its_key_is_named(case: Case, key: str) -> None:
     assert choose(args, planner(case, least)).plan.mode == mode
     short = planner(case, least - 1)
     try:
-        other = short.search().plan.mode
+        other = short.search.fastest().mode
     except BudgetError:
         with pytest.raises(BudgetError, match="^protrain_capacity_bytes"):
             choose(args, short)
@@ -194,7 +196,7 @@ def test_what_is_not_to_be_shared_is_not(case: Case) -> None:
 @given(cases())
 def test_a_way_to_page_and_nothing_to_page(case: Case) -> None:
     roomy = planner(case)
-    by_hand = {"n_persist": roomy.num_chunks, "n_buffer": 0}
+    by_hand = {"n_persist": len(case.layout.pageable), "n_buffer": 0}
     knobs = {f"protrain_{knob}_override": value for knob, value in by_hand.items()}
     args = ProTrainArgs.model_construct(
         protrain_force_replicated_cpu_offload=True, **knobs

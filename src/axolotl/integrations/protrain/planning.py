@@ -300,15 +300,16 @@ def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Foreca
     """
     modes, key = _modes(args, planner.world)
     asked = _by_hand(args, planner, key)
+    search, forecast = planner.search, planner.forecast
     try:
-        return planner.by_hand(*asked) if asked else planner.search(modes=modes)
+        return forecast(search.by_hand(*asked) if asked else search.fastest(modes))
     except BudgetError as error:
         if anyway:
-            return planner.asked(*asked) if asked else planner.nearest(modes=modes)
+            return forecast(search.asked(*asked) if asked else search.nearest(modes))
         if asked or key is None:
             raise
         try:
-            other = planner.search().plan.mode
+            other = search.fastest().mode
         except BudgetError:
             raise error from None
         raise BudgetError(
@@ -337,15 +338,15 @@ def _by_hand(
     by_hand = overrides(args)
     if by_hand is None:
         return None
-    knobs, filled = by_hand
+    (knobs, filled), num_chunks = by_hand, len(planner.layout.pageable)
     if "n_buffer" in filled:
         # what nobody asked for must not be refused as too many
-        most = planner.num_chunks - knobs.n_persist
+        most = num_chunks - knobs.n_persist
         knobs = replace(knobs, n_buffer=min(knobs.n_buffer, most))
-    if key is not None and knobs.n_persist >= planner.num_chunks:
+    if key is not None and knobs.n_persist >= num_chunks:
         raise ConfigError(
             f"protrain_n_persist_override: {knobs.n_persist} leaves nothing to page, "
-            f"which `{key}: true` asks for. Keep fewer than {planner.num_chunks} chunks "
+            f"which `{key}: true` asks for. Keep fewer than {num_chunks} chunks "
             "on the device, or remove one of the keys."
         )
     return knobs, planner.world.local_size if args.protrain_zero3_shard else 1

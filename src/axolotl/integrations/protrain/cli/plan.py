@@ -326,10 +326,9 @@ def _alternative(
 
 def _without_plugin(planner: Planner) -> dict[str, Any]:
     def plain() -> Forecast:
-        try:
-            return _fitting(planner.without_paging(recompute=False))
-        except BudgetError:
-            return _fitting(planner.without_paging(recompute=True))
+        plans = map(planner.search.plain, (0, len(planner.layout.blocks)))
+        kept, recomputed = map(planner.forecast, plans)
+        return _fitting(kept if lack(kept) is None else recomputed)
 
     other = _alternative("without this plugin", plain)
     if other["verdict"] == FITS:
@@ -342,9 +341,9 @@ def _without_plugin(planner: Planner) -> dict[str, Any]:
 def _in_mode(planner: Planner, mode: str) -> Forecast:
     modes = frozenset(mode)
     try:
-        return planner.search(modes=modes)
+        return planner.forecast(planner.search.fastest(modes))
     except BudgetError:
-        return _fitting(planner.nearest(modes=modes))
+        return _fitting(planner.forecast(planner.search.nearest(modes)))
 
 
 def _fitting(forecast: Forecast) -> Forecast:

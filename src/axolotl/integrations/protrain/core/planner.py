@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from .cost import StepTime
 from .cost.memory import DeviceEstimate, HostEstimate, MemoryModel
 from .errors import BudgetError
-from .search import MODES, Search
+from .search import Search
 from .types import (
     BlockTimes,
     Budget,
     Hardware,
-    Knobs,
     Layout,
     Moved,
     Placement,
@@ -64,17 +63,8 @@ class Forecast:
 
 
 class Planner:
-    """Plans for one model, batch and machine; see `Search`, which makes them.
-
-    Args:
-        layout: Its chunks.
-        trace: One micro-batch of it.
-        workload: The rest of a step.
-        hardware: The machine.
-        times: What its blocks take to compute.
-        budget: What may be used.
-        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
-    """
+    """Plans for one model, batch and machine, made by `search`, which has
+    `redone_if_paged`, and what they will cost."""
 
     def __init__(
         self,
@@ -86,44 +76,14 @@ class Planner:
         budget: Budget,
         redone_if_paged: Set[int] = frozenset(),
     ) -> None:
-        self._layout, self._redone_if_paged = layout, redone_if_paged
+        self._redone_if_paged = redone_if_paged
         self._given = (layout, trace, workload, hardware, times, budget)
         self._gradient_order = gradient_order(layout, trace)
         self._memory = MemoryModel(layout, trace, workload, hardware)
-        self._search = Search(
+        self.search = Search(
             self._memory, times, budget, redone_if_paged=redone_if_paged
         )
-        self.num_chunks, self.world = len(layout.pageable), workload.world
-
-    def search(self, modes: Set[str] = MODES) -> Forecast:
-        """The fastest plan that fits; see `Search.fastest`.
-
-        Raises:
-            BudgetError: None does.
-        """
-        return self.forecast(self._search.fastest(modes))
-
-    def by_hand(self, knobs: Knobs, shards: int = 1) -> Forecast:
-        """The plan that the overrides ask for.
-
-        Raises:
-            ConfigError: A knob is outside its legal range.
-            BudgetError: The plan does not fit.
-        """
-        return self.forecast(self._search.by_hand(knobs, shards))
-
-    def asked(self, knobs: Knobs, shards: int = 1) -> Forecast:
-        """The same, whether it fits or not."""
-        return self.forecast(self._search.asked(knobs, shards))
-
-    def nearest(self, modes: Set[str] = MODES) -> Forecast:
-        """The plan that lacks the least when none fits; see `Search.nearest`."""
-        return self.forecast(self._search.nearest(modes))
-
-    def without_paging(self, recompute: bool) -> Forecast:
-        """What training without this plugin takes, whether it fits or not."""
-        blocks = len(self._layout.blocks) if recompute else 0
-        return self.forecast(self._search.plain(blocks))
+        self.layout, self.world = layout, workload.world
 
     def replan(
         self, plan: Plan, unplanned_bytes: int, asked_bytes: int, movable: Set[int]
@@ -174,7 +134,7 @@ class Planner:
             replace(plan, swap_bytes=moved.out, gradient_order=self._gradient_order),
             self._memory.device(plan),
             self._memory.host(plan),
-            self._search.simulate(plan),
+            self.search.simulate(plan),
             moved,
         )
 
