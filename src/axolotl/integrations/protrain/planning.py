@@ -473,8 +473,8 @@ def _measured(
         key = block_key(
             device,
             _versions(),
+            dtype,
             block=block,
-            autocast_dtype=dtype,
             attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
         )

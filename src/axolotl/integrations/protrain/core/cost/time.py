@@ -140,21 +140,22 @@ def simulate_step(
     # the last micro-batch of several ranks is unlike the others
     alike = d.accumulation - d.reduces
     for number in range(alike):
-        started, exposed = step.issued, dict(step.exposed)
+        started, sums = step.issued, (dict(step.exposed), dict(step.busy))
         step.forward(first=number == 0)
         step.backward(first=number == 0)
         offsets = step.offsets()
         if _close(offsets, before, step.issued - started):
-            step.repeat(alike - 1 - number, started, exposed)
+            step.repeat(alike - 1 - number, started, *sums)
             break
         before = offsets
     if d.reduces:
         step.forward(first=alike == 0)
         step.backward(reduced=True)
     step.settle()
+    total_s = step.now + step.skipped
     return StepTime(
-        total_s=step.now + step.skipped,
-        busy_s=d.busy(),
+        total_s=total_s,
+        busy_s={"compute": total_s - sum(step.exposed.values()), **step.busy},
         exposed_s=step.exposed,
         recompute_s=d.accumulation * d.recompute_s,
         fetched_bytes=d.fetched_bytes,
@@ -265,8 +266,6 @@ class Demand:
         ]
         self.outside_s = times.outside_forward_s + times.outside_backward_s
         self.update_s = times.update_s
-        # of a micro-batch
-        self.compute_s = self.outside_s + sum(self.forward_s) + sum(self.backward_s)
 
         paged = [layout.chunks[index] for index in plan.paged]
         self.num_chunks, self.num_slots = len(paged), plan.n_buffer
@@ -283,32 +282,6 @@ class Demand:
         self.bounds = list(pairwise(accumulate(paging, initial=0)))
         self._add_training(layout, plan, hardware, workload)
         self._add_traffic(hardware)
-
-    def busy(self) -> dict[str, float]:
-        """Seconds of work by lane."""
-        more = self.accumulation - 1
-        # the last ones of several ranks are reduced first
-        added = max(0, more - self.reduces)
-        host_s = self.norm_s + sum(update.seconds for update in self.updates)
-        host_s += sum(
-            w.first_sum_s + added * w.later_sum_s + w.part_sum_s for w in self.works
-        )
-        busy = {
-            "compute": self.update_s + self.accumulation * self.compute_s,
-            "fetch": sum(n * x.fetch_bytes * x.fetch_s for n, x in self.passes),
-            "offload": sum(n * x.offload_bytes * x.offload_s for n, x in self.passes),
-            "host": host_s,
-        }
-        if self.reduces:
-            gathered = self.missing_first + more * self.missing_later
-            gathered += self.accumulation * self.missing_backward
-            busy[COMMUNICATE] = (
-                sum(self.gather_s[chunk] for chunk in gathered)
-                + sum(u.gather_s for u in self.updates if u.number is None)
-                + sum(w.nbytes for w in self.works) * self.scatter_s
-                + sum(self.shared_s)
-            )
-        return busy
 
     def _gather_s(self, chunk: Chunk) -> float:
         n = self._shards
@@ -371,13 +344,9 @@ class Demand:
             # what earlier micro-batches have added up comes back
             sums = gradients if again else 0
             self.last = phase(self.missing_backward, back + sums, parts)
-        self.passes = [(1, self.first), (again, self.later)]
-        if self.reduces:
-            self.passes += [(again, self.backward), (1, self.last)]
-        else:
-            self.passes.append((self.accumulation, self.backward))
-        fetched = sum(n * x.fetch_bytes for n, x in self.passes)
-        offloaded = sum(n * x.offload_bytes for n, x in self.passes)
+        passes = [self.first, self.last, *again * (self.later, self.backward)]
+        fetched = sum(traffic.fetch_bytes for traffic in passes)
+        offloaded = sum(traffic.offload_bytes for traffic in passes)
         # without swapped activations
         self.fetched_bytes = fetched - self.accumulation * back
         self.offloaded_bytes = offloaded - self.accumulation * out
@@ -391,6 +360,7 @@ class Step:
         issued: The calling thread has queued work or waited until here.
         skipped: Of micro-batches that were not simulated one by one.
         exposed: How long compute stood still, by the lane it waited for.
+        busy: How long each other lane has worked.
     """
 
     def __init__(self, demand: Demand) -> None:
@@ -398,6 +368,7 @@ class Step:
         self.now = self.issued = self.skipped = 0.0
         lanes = [*LANES[1:], COMMUNICATE]
         self.exposed = dict.fromkeys(lanes if demand.reduces else LANES[1:], 0.0)
+        self.busy = dict.fromkeys(self.exposed, 0.0)
         # when each lane has done what was queued
         self._free = dict.fromkeys(lanes, 0.0)
         self._cause = "host"
@@ -509,11 +480,13 @@ class Step:
         clocks = (*self._free.values(), *self._in_flight, *self._staging)
         return [max(0.0, clock - self.issued) for clock in clocks]
 
-    def repeat(self, times: int, started: float, exposed: Mapping[str, float]) -> None:
-        """Count the micro-batch that began at `started` that many times more."""
+    def repeat(self, times: int, started: float, *before: Mapping[str, float]) -> None:
+        """Count the micro-batch that began at `started`, with `exposed` and `busy` as
+        `before`, that many times more."""
         self.skipped += times * (self.issued - started)
-        for lane, before in exposed.items():
-            self.exposed[lane] += times * (self.exposed[lane] - before)
+        for sums, began in zip((self.exposed, self.busy), before, strict=True):
+            for lane in sums:
+                sums[lane] += times * (sums[lane] - began[lane])
 
     def _block(self, until: float, lane: str) -> None:
         """The calling thread waits, and queues nothing meanwhile."""
@@ -545,6 +518,7 @@ class Step:
     def _queue(self, lane: str, seconds: float, ready: float = 0.0) -> float:
         """A lane works, not before `ready`, and not before the thread has come to
         queue it. Returns when it is done."""
+        self.busy[lane] += seconds
         if not self._demand.overlaps and lane != "host":
             self._stand(seconds, lane)
             return self.now
@@ -556,6 +530,7 @@ class Step:
         """A copy to the device on compute; it takes the link from other fetches."""
         self._await(self._free["fetch"])
         self._stand(seconds, "fetch")
+        self.busy["fetch"] += seconds
         self._free["fetch"] = self.now
         if gather_s:
             self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)

@@ -141,28 +141,15 @@ def hardware_key(
 def block_key(
     torch_device: torch.device,
     versions: Mapping[str, str],
-    *,
-    block: Mapping[str, JSON],
     autocast_dtype: torch.dtype | None,
-    attention: str,
-    kernels: Mapping[str, JSON],
+    **of: JSON,
 ) -> dict[str, JSON]:
-    """Key of `time_block`.
-
-    Args:
-        torch_device: Where it is timed.
-        versions: As for `environment_key`.
-        block: As `measure_blocks` describes it.
-        autocast_dtype: As for `time_block`.
-        attention: Name of the attention implementation.
-        kernels: Fused kernels in use and their options.
-    """
+    """Key of `time_block`, with whatever else the time of a block depends on: itself as
+    `measure_blocks` describes it, the attention implementation, fused kernels."""
     return {
         "measures": "block",
-        "block": block,
         "autocast": str(autocast_dtype),
-        "attention": attention,
-        "kernels": kernels,
+        **of,
         **environment_key(torch_device, versions),
     }
 

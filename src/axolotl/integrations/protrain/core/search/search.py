@@ -16,7 +16,7 @@ with chunks that they share (mode C).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, inf
@@ -344,15 +344,12 @@ class Search:
     ) -> Plan:
         return make_plan(
             self._layout,
-            knobs.n_persist,
-            knobs.n_buffer,
-            knobs.n_swap,
-            knobs.n_checkpoint,
-            self._memory.workload.fp32_master,
-            outside,
-            origin,
-            self.swap_interval,
-            shards,
+            **asdict(knobs),
+            fp32_master=self._memory.workload.fp32_master,
+            outside=outside,
+            origin=origin,
+            swap_interval=self.swap_interval,
+            shards=shards,
         )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
