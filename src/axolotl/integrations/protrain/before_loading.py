@@ -47,11 +47,6 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
     What cannot be told without weights is logged, and left to `plan_here`, as are ranks
     that accelerate did not join.
 
-    Args:
-        cfg: Axolotl's validated configuration.
-        device: Where this rank is to train.
-        log: Prints a line.
-
     Raises:
         BudgetError: As `plan_here` does, on all ranks.
     """

@@ -81,13 +81,10 @@ def subject_of(
     world: World = ALONE,
     real: nn.Module | None = None,
 ) -> Subject:
-    """Trace the largest micro-batch that the YAML allows.
+    """Trace the largest micro-batch that the YAML allows, on "cuda" or "cpu".
 
     Args:
-        cfg: Axolotl's validated configuration.
         model: As it will be trained, on the meta device.
-        device_type: "cuda" or "cpu".
-        world: Who trains together.
         real: The same with weights, to be laid out: a bias may be cast in the trace.
 
     Raises:
@@ -362,10 +359,7 @@ def plan_here(
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
     Args:
-        cfg: Axolotl's validated configuration.
         model: On the host, `requires_grad` final.
-        device: Where to train it.
-        ranks: Who trains together.
         absent: Names of weights that this rank has in name only.
 
     Returns:

@@ -106,9 +106,7 @@ def staged(checkpoint: Path) -> Path:
 def restored_on_failure(run_dir: Path, publishes: bool) -> Iterator[None]:
     """Forget what was staged if writing or publishing it fails.
 
-    Args:
-        run_dir: Folder of all checkpoints.
-        publishes: This process does; no other may remove what that one renames.
+    No process but the one that `publishes` may remove what that one renames.
 
     Raises:
         CheckpointError: A file could not be written.
@@ -192,11 +190,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
     """What is missing in a checkpoint or damaged, by what can be seen without reading
-    tensors; None if nothing.
-
-    Args:
-        weights_only: It may have neither optimizer.pt nor scheduler.pt.
-    """
+    tensors; None if nothing. If `weights_only`, optimizer.pt and scheduler.pt may both
+    be missing."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     has = {name: (checkpoint / name).is_file() for name in (OPTIMIZER, SCHEDULER)}

@@ -123,15 +123,10 @@ def simulate_step(
 ) -> StepTime:
     """Run one step of a plan on clocks.
 
-    Args:
-        layout: The model's chunks and blocks.
-        plan: Where chunks live and what becomes of activations.
-        times: Compute of one micro-batch under no plan; `update_s` of this plan.
-        hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
-            where there are any. Unless it `overlaps`, every copy runs on the calling
-            thread, as compute does, and only host updates run beside it.
-        workload: Micro-batches, masters and ranks.
-        moved: What swapping moves; needed only for plans that swap.
+    `times` are those of compute under no plan, but `update_s` is of this one. Host AdamW
+    is charged for the bytes that it updates: fp32 masters where there are any. Unless the
+    hardware `overlaps`, every copy runs on the calling thread, as compute does, and only
+    host updates run beside it. `moved` is needed only for plans that swap.
     """
     d = Demand(layout, plan, times, hardware, workload, moved)
     step = Step(d)
@@ -228,10 +223,7 @@ class _Update(NamedTuple):
 
 
 class Demand:
-    """What a step computes, moves and updates under a plan; no order yet.
-
-    Arguments are those of `simulate_step`.
-    """
+    """What `simulate_step` computes, moves and updates; no order yet."""
 
     def __init__(
         self,

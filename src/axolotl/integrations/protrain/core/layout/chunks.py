@@ -35,7 +35,7 @@ def build_layout(
     device. A quantised weight takes its quant state along as tensors of its own.
 
     Args:
-        model: The model as it will be trained; `requires_grad` must be final.
+        model: As it will be trained; `requires_grad` must be final.
         keep_resident: Names of trainable parameters to keep (adapters).
         order: Names of all blocks in the order of first use; that of their definition
             if empty.
