@@ -365,12 +365,11 @@ def test_rows_have_padding_unless_packed(tmp_path: Path) -> None:
 
 
 def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
-    config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), {})
-    for keys, length in {
-        (("sequence_len", 100),): 128,
-        (("sequence_len", 100), ("pad_to_sequence_len", False)): 100,
-    }.items():
-        batch = batch_of(load_meta_model(config, "cuda", dict(keys)))
+    for keys, length in (
+        ({"sequence_len": 100}, 128),
+        ({"sequence_len": 100, "pad_to_sequence_len": False}, 100),
+    ):
+        batch = batch_of(meta_model_of(tmp_path, "llama", keys))
         assert batch["input_ids"].shape == (BATCH, length)
 
 

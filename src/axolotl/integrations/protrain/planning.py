@@ -13,35 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .args import FORCED, ProTrainArgs, args_from, overrides
+from .core import profile
 from .core.cost import block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
-from .core.profile import (
-    BlockSeconds,
-    Emulation,
-    Target,
-    TracedStep,
-    block_key,
-    cached,
-    cached_hardware,
-    device_memory,
-    host_memory,
-    mapped_bytes,
-    measure_blocks,
-    measure_collectives,
-    meta_copy,
-    outputs_as_fp32,
-    trace_step,
-    weakest,
-)
 from .core.runtime import Ranks
 from .core.search import MODES
 from .core.types import ALONE, Budget, Hardware, Knobs, Layout, Workload, World
@@ -62,7 +44,7 @@ class Subject:
         assumptions: What was not known, and what was taken instead.
     """
 
-    traced: TracedStep
+    traced: profile.TracedStep
     layout: Layout
     workload: Workload
     redone_if_paged: frozenset[int]
@@ -96,7 +78,7 @@ def subject_of(
     assumptions: list[str] = []
     batch = sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
-    target = Target(device_type, autocast_dtype(cfg))
+    target = profile.Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
         traced, headroom = _traced(model, batch, target, args, assumptions)
     laid_out = model if real is None else real
@@ -153,17 +135,17 @@ _IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_
 def _traced(
     model: nn.Module,
     batch: Mapping[str, Tensor],
-    target: Target,
+    target: profile.Target,
     args: ProTrainArgs,
     assumptions: list[str],
-) -> tuple[TracedStep, int]:
+) -> tuple[profile.TracedStep, int]:
     """A step, with text alone where a vision tower cannot be traced, and its headroom."""
     blocks = find_blocks(model)
     text = {name: value for name, value in batch.items() if name not in _IMAGES}
     headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
     reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
     try:
-        traced = trace_step(model, blocks, partial(_loss, model, target, batch))
+        traced = profile.trace_step(model, blocks, partial(_loss, model, target, batch))
         if len(text) < len(batch):
             headroom = 0
         elif has_vision_tower(model):
@@ -174,7 +156,7 @@ def _traced(
         assumptions.append(
             f"the vision tower could not be traced ({error}); {reserved} it"
         )
-        traced = trace_step(model, blocks, partial(_loss, model, target, text))
+        traced = profile.trace_step(model, blocks, partial(_loss, model, target, text))
     if traced.uncounted:
         assumptions.append(
             f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
@@ -183,9 +165,11 @@ def _traced(
     return traced, headroom
 
 
-def _loss(model: nn.Module, target: Target, batch: Mapping[str, Tensor]) -> Tensor:
+def _loss(
+    model: nn.Module, target: profile.Target, batch: Mapping[str, Tensor]
+) -> Tensor:
     try:
-        with Emulation(target):
+        with profile.Emulation(target):
             outputs = model(**batch)
     except FOREIGN_ERRORS as error:
         raise TraceError(
@@ -193,7 +177,7 @@ def _loss(model: nn.Module, target: Target, batch: Mapping[str, Tensor]) -> Tens
             f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         ) from error
     if target.autocast_dtype is not None:
-        outputs = outputs_as_fp32(outputs)
+        outputs = profile.outputs_as_fp32(outputs)
     # the loss of a reward model is made of its few logits
     return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
@@ -376,7 +360,9 @@ def plan_here(
         find_blocks(model)
 
     def plan() -> tuple[Forecast, Planner | None, list[str]]:
-        subject = subject_of(cfg, meta_copy(model), device.type, world, real=model)
+        subject = subject_of(
+            cfg, profile.meta_copy(model), device.type, world, real=model
+        )
         subject = subject.loaded_with(mapped)
         measured = _measured(cfg, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
@@ -391,20 +377,20 @@ def plan_here(
         for name, param in model.named_parameters()
         if param.device.type == "cpu" and name not in absent
     ]
-    mapped = mapped_bytes(there)
+    mapped = profile.mapped_bytes(there)
     # the arena of a node takes the place of what each of its ranks has loaded
     loaded = sum(param.nbytes for param in there) - mapped
-    host_bytes = host_memory() + world.local_size * loaded
+    host_bytes = profile.host_memory() + world.local_size * loaded
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )
     if world.size == 1:
         return *plan(), ""
-    gather, reduce, across = measure_collectives(ranks, device)
+    gather, reduce, across = profile.measure_collectives(ranks, device)
     hardware = replace(
         hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
     )
-    hardware = weakest(ranks.collect(hardware))
+    hardware = profile.weakest(ranks.collect(hardware))
     forecast, planner, notes = ranks.from_first(plan)
     order = tuple(block.name for block in forecast.layout.blocks)
     own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
@@ -425,8 +411,10 @@ def this_machine(
         ConfigError: The CPU device has no limit, or the cache cannot be written.
     """
     capacity = device_budget(args, device)
-    folder, versions = _cache_folder(args), _versions()
-    return cached_hardware(folder, device, host_bytes, capacity, versions, together)
+    folder, versions = args.protrain_cache_dir, _versions()
+    return profile.cached_hardware(
+        folder, device, host_bytes, capacity, versions, together
+    )
 
 
 def device_budget(args: ProTrainArgs, device: torch.device) -> int:
@@ -437,7 +425,7 @@ def device_budget(args: ProTrainArgs, device: torch.device) -> int:
     """
     capacity = args.protrain_capacity_bytes
     if device.type != "cpu":
-        free = device_memory(device)
+        free = profile.device_memory(device)
         # what kernels take unseen grows with what may be used
         capacity = min(free, capacity or free)
     if capacity is None:
@@ -458,13 +446,13 @@ def _measured(
     cfg: Any, model: nn.Module, subject: Subject, device: torch.device
 ) -> dict[int, tuple[float, float]]:
     """Seconds of the blocks, from the cache under everything that changes them."""
-    folder, dtype = _cache_folder(args_from(cfg)), autocast_dtype(cfg)
+    folder, dtype = args_from(cfg).protrain_cache_dir, autocast_dtype(cfg)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
     def cached_times(
         block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        key = block_key(
+        key = profile.block_key(
             device,
             _versions(),
             dtype,
@@ -472,16 +460,10 @@ def _measured(
             attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
         )
-        return cached(folder, key, measure, BlockSeconds)
+        return profile.cached(folder, key, measure, profile.BlockSeconds)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
-    return measure_blocks(model, names, samples, device, dtype, cached_times)
-
-
-def _cache_folder(args: ProTrainArgs) -> Path | None:
-    """Where measurements are kept; None for the platform's folder."""
-    folder = args.protrain_cache_dir
-    return None if folder is None else Path(folder)
+    return profile.measure_blocks(model, names, samples, device, dtype, cached_times)
 
 
 def _versions() -> dict[str, str]:

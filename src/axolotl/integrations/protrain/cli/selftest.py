@@ -29,16 +29,10 @@ from ..core.errors import ConfigError, ProTrainError
 
 LOG_FILE = "selftest.json"
 COMPARED = ("loss", "grad_norm", "learning_rate")
-_DROPPED = (
-    "auto_resume_from_checkpoints",
-    "early_stopping_patience",
-    "eval_steps",
-    "evals_per_epoch",
-    "hub_model_id",
-    "load_best_model_at_end",
-    "resume_from_checkpoint",
-    "save_steps",
-    "saves_per_epoch",
+_DROPPED = frozenset(
+    "auto_resume_from_checkpoints early_stopping_patience eval_steps evals_per_epoch "
+    "hub_model_id load_best_model_at_end resume_from_checkpoint save_steps "
+    "saves_per_epoch".split()
 )
 _DROPPED_PREFIXES = ("wandb_", "mlflow_", "comet_", "swanlab_", "trackio_")
 
@@ -63,13 +57,9 @@ class _WriteLog(TrainerCallback):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest differences between the two runs.
-
-    Attributes:
-        relative: By logged number, over all `steps`; `weights` over all `tensors`.
-        differing: Names of saved tensors that are not equal.
-        tolerance: Largest relative difference that passes.
-    """
+    """Largest differences between the two runs: `relative` by logged number, over all
+    `steps`, and of `weights`, over all `tensors`; names of saved tensors that are not
+    equal; the largest relative difference that passes."""
 
     relative: Mapping[str, float]
     steps: int

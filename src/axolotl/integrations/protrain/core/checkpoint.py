@@ -14,7 +14,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError  # nosec B403
 from typing import Any
@@ -40,13 +40,9 @@ all the same leaves nothing behind, so this need not be an upper bound."""
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 _WEIGHTS = tuple(
-    f"{name}{end}{index}"
-    for name, end in (
-        ("model", ".safetensors"),
-        ("adapter_model", ".safetensors"),
-        ("pytorch_model", ".bin"),
-        ("adapter_model", ".bin"),
-    )
+    f"{name}{index}"
+    for name in "model.safetensors adapter_model.safetensors pytorch_model.bin "
+    "adapter_model.bin".split()
     for index in ("", ".index.json")
 )
 _EXAMINED = (
@@ -233,12 +229,12 @@ def load_states(
     state, schedule = (_read(checkpoint / name) for name in (OPTIMIZER, SCHEDULER))
     step = json.loads((checkpoint / STATE).read_text())["global_step"]
     own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    for name, find in (
-        (OPTIMIZER, partial(_optimizer_fault, own, state, step)),
-        (SCHEDULER, partial(_scheduler_fault, len(own.param_groups), schedule, step)),
+    for name, faults in (
+        (OPTIMIZER, _optimizer_faults(own, state, step)),
+        (SCHEDULER, _scheduler_faults(len(own.param_groups), schedule, step)),
     ):
         try:
-            fault = find()
+            fault = next(faults, None)
         except FOREIGN_ERRORS as error:
             fault = f"has another structure ({error!r})"
         if fault is not None:
@@ -294,9 +290,9 @@ def _read(path: Path) -> Any:
         raise _refusal(path.parent, fault) from error
 
 
-def _optimizer_fault(
+def _optimizer_faults(
     optimizer: torch.optim.Optimizer, saved: Any, global_step: int
-) -> str | None:
+) -> Iterator[str]:
     """Why this state would not train on as it did; only AdamW's own is known by name."""
     adamw = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, PagedAdamW)
     groups, entries = saved["param_groups"], saved["state"]
@@ -304,74 +300,69 @@ def _optimizer_fault(
     own = [group["params"] for group in optimizer.param_groups]
     sizes, own_sizes = [*map(len, numbers)], [*map(len, own)]
     if sizes != own_sizes:
-        return (
+        yield (
             "belongs to other parameters than this run trains: groups of "
             f"{sizes} / {own_sizes}"
         )
     for group in groups if adamw else ():
         values = [group["lr"], group["eps"], group["weight_decay"], *group["betas"]]
         if not all(map(math.isfinite, values)):
-            return "has a group whose lr, betas, eps or weight_decay is not finite"
+            yield "has a group whose lr, betas, eps or weight_decay is not finite"
     params = dict(zip(sum(numbers, []), sum(own, []), strict=True))
     if adamw and global_step and not entries:
-        return f"has no state after {global_step} steps"
+        yield f"has no state after {global_step} steps"
     for number, entry in entries.items():
-        fault = None
         if adamw and number not in params:
-            return f"has state of parameter {number}, which is in no group"
-        if adamw:
-            fault = _adamw_fault(entry, params[number], global_step)
-        fault = fault or _odd_number(entry)
-        if fault is not None:
-            return f"is damaged: of parameter {number} {fault}"
-    return None
+            yield f"has state of parameter {number}, which is in no group"
+        own_faults = _adamw_faults(entry, params[number], global_step) if adamw else ()
+        for fault in chain(own_faults, _odd_numbers(entry)):
+            yield f"is damaged: of parameter {number} {fault}"
 
 
-def _adamw_fault(entry: Any, param: Tensor, global_step: int) -> str | None:
+def _adamw_faults(entry: Any, param: Tensor, global_step: int) -> Iterator[str]:
     for key in _ADAMW_STATE - entry.keys():
-        return f"{key} is missing"
+        yield f"{key} is missing"
     for key, value in entry.items():
         if key == "step":
             if not isinstance(value, (int, float)) and value.numel() != 1:
-                return f"step has shape {tuple(value.shape)}"
+                yield f"step has shape {tuple(value.shape)}"
             step = float(value)
             if not (0 <= step <= global_step and step.is_integer()):
-                return f"step is {step:g} of {global_step}"
+                yield f"step is {step:g} of {global_step}"
             continue
         if not isinstance(value, Tensor) or value.shape != param.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
-            return f"{key} has shape {shape} instead of {tuple(param.shape)}"
+            yield f"{key} has shape {shape} instead of {tuple(param.shape)}"
         if not value.is_floating_point():
-            return f"{key} has {value.dtype} numbers"
+            yield f"{key} has {value.dtype} numbers"
         # the fused kernel counts on the order of the parameter's bytes
         if param.is_contiguous() and not value.is_contiguous():
-            return f"{key} is not contiguous"
-    return None
+            yield f"{key} is not contiguous"
 
 
-def _scheduler_fault(num_groups: int, saved: Any, global_step: int) -> str | None:
+def _scheduler_faults(num_groups: int, saved: Any, global_step: int) -> Iterator[str]:
     for key in saved.keys() & {"base_lrs", "_last_lr"}:
         if len(saved[key]) != num_groups:
-            return f"has {len(saved[key])} {key} for {num_groups} parameter groups"
+            yield f"has {len(saved[key])} {key} for {num_groups} parameter groups"
         if not all(map(math.isfinite, saved[key])):
-            return f"has {key} that are not finite"
+            yield f"has {key} that are not finite"
     if not 0 <= saved.get("last_epoch", 0) <= global_step:
-        return f"is at step {saved['last_epoch']} of {global_step}"
-    return None
+        yield f"is at step {saved['last_epoch']} of {global_step}"
 
 
-def _odd_number(values: Any, where: str = "") -> str | None:
+def _odd_numbers(values: Any, where: str = "") -> Iterator[str]:
     """Where in nested values a tensor has a number that no training leaves."""
     if type(values) is Tensor and values.is_floating_point() and values.numel():
         wide = values.float() if values.itemsize == 1 else values
         # in one pass and without a copy
         low, high = map(float, wide.aminmax())
         if not math.isfinite(high - low):
-            return f"{where} is not finite"
+            yield f"{where} is not finite"
         if where.endswith("_sq") and low < 0:
-            return f"{where} has squares below zero"
-    if isinstance(values, Mapping):
-        nested = [(str(key), value) for key, value in values.items()]
-    else:
-        nested = [(where, v) for v in values] if isinstance(values, list) else []
-    return next((odd for key, v in nested if (odd := _odd_number(v, key))), None)
+            yield f"{where} has squares below zero"
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _odd_numbers(value, str(key))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _odd_numbers(value, where)

@@ -179,7 +179,15 @@ class Moved:
 
 @dataclass(frozen=True)
 class Knobs:
-    """The paper's four knobs, by hand; see `Plan`."""
+    """The paper's four knobs, by its names.
+
+    Attributes:
+        n_persist: Pageable chunks that stay on the device.
+        n_buffer: Slots.
+        n_swap: Blocks that send activations to the host: what they save or, where they
+            recompute as well, their inputs.
+        n_checkpoint: Blocks that recompute their activations.
+    """
 
     n_persist: int
     n_buffer: int
@@ -188,15 +196,10 @@ class Knobs:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the runtime does, decided once. The four knobs carry the paper's names.
+class Plan(Knobs):
+    """What the runtime does, decided once: what follows from the knobs.
 
     Attributes:
-        n_persist: Pageable chunks that stay on the device.
-        n_buffer: Slots.
-        n_swap: Blocks that send activations to the host: what they save or, where they
-            recompute as well, their inputs.
-        n_checkpoint: Blocks that recompute their activations.
         placements: Of each chunk; `policies` of each block.
         origin: What decided the knobs, for the report.
         shards: Ranks that each keep and fetch one shard of every host-kept chunk, all
@@ -208,10 +211,6 @@ class Plan:
         update: Where weights with state on the host are updated.
     """
 
-    n_persist: int
-    n_buffer: int
-    n_swap: int
-    n_checkpoint: int
     placements: tuple[Placement, ...]
     policies: tuple[Policy, ...]
     origin: str

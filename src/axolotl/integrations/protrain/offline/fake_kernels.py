@@ -92,17 +92,13 @@ def registered_attention() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     both = dict.fromkeys((PLANNED_ATTENTION, FLASH_ATTENTION), planned_attention)
+    # these kernels take the boundaries of documents as positions, not as a mask
+    no_mask = {PLANNED_ATTENTION: lambda *_, **__: None}
     with (
         patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, both),
-        patch.dict(
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {PLANNED_ATTENTION: _no_mask}
-        ),
+        patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, no_mask),
     ):
         yield
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """These kernels take the boundaries of documents as positions, not as a mask."""
 
 
 def _equal(a: Tensor, b: Tensor, equal: Callable = torch.equal) -> bool:

@@ -102,13 +102,10 @@ class MetaModel:
             yield
 
 
-def load_meta_model(
-    config: Path, target: str, overrides: Mapping[str, object] | None = None
-) -> MetaModel:
+def load_meta_model(config: Path, target: str) -> MetaModel:
     """Build what `axolotl train config` would train on "cuda" or "cpu".
 
-    `overrides` are keys of the YAML to set or replace. The plugin is listed if it is
-    not, so that its keys are checked.
+    The plugin is listed if it is not, so that its keys are checked.
 
     Raises:
         ConfigError: The YAML is invalid or cannot be planned; names the key.
@@ -120,7 +117,7 @@ def load_meta_model(
         patch.object(manager, "plugins", type(manager.plugins)()),
         patch.object(manager, "_cfg", None),
     ):
-        return meta_model_of(_validated(config, target, overrides or {}), target)
+        return meta_model_of(_validated(config, target), target)
 
 
 def meta_model_of(cfg: DictDefault, target: str) -> MetaModel:
@@ -176,9 +173,7 @@ def _resize_adapters(
 # ---------------------------------------------------------------- configuration
 
 
-def _validated(
-    config: Path, target: str, overrides: Mapping[str, object]
-) -> DictDefault:
+def _validated(config: Path, target: str) -> DictDefault:
     try:
         raw = yaml.safe_load(config.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -189,7 +184,7 @@ def _validated(
     plugins = raw.get("plugins") or ()
     if not lists_plugin(plugins):
         raw["plugins"] = [*plugins, PLUGIN]
-    cfg = DictDefault({**raw, **overrides})
+    cfg = DictDefault(raw)
     _check_base_model(cfg)
     on_cuda = target == "cuda"
     capabilities = {

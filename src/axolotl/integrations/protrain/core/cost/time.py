@@ -101,14 +101,10 @@ class StepTime:
     offloaded_bytes: int
 
     @property
-    def exposed_share(self) -> float:
-        """Part of the step in which compute stands still, 0 to 1."""
-        return sum(self.exposed_s.values()) / self.total_s if self.total_s else 0.0
-
-    @property
     def limiter(self) -> str:
         """What bounds the step: compute, or the lane that it waits for most."""
-        if self.exposed_share < COMPUTE_BOUND_SHARE:
+        exposed_s = sum(self.exposed_s.values())
+        if not exposed_s or exposed_s < COMPUTE_BOUND_SHARE * self.total_s:
             return "compute"
         return max(self.exposed_s, key=self.exposed_s.__getitem__)
 

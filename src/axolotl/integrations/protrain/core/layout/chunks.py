@@ -33,12 +33,9 @@ def build_layout(
     parameters that several blocks or a block and the rest share, empty or strided ones,
     biases of quantised weights and those named in `keep_resident` never leave the
     device. A quantised weight takes its quant state along as tensors of its own.
-
-    Args:
-        model: As it will be trained; `requires_grad` must be final.
-        keep_resident: Names of trainable parameters to keep (adapters).
-        order: Names of all blocks in the order of first use; that of their definition
-            if empty.
+    `requires_grad` must be final; `keep_resident` are names of trainable parameters
+    (adapters), `order` those of all blocks in the order of first use, by default that of
+    their definition.
 
     Raises:
         LayoutError: The model has no recognisable blocks, or quantised weights that

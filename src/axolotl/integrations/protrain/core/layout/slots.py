@@ -113,13 +113,6 @@ class Schedule:
                 raise ValueError(f"{len(chunks)} chunks of a block, {num_slots} slots")
             self._bounds.append((end, end + len(chunks)))
             end += len(chunks)
-        self._ahead = {
-            direction: tuple(
-                self._chunks_ahead(start, stop, direction)
-                for start, stop in self._bounds
-            )
-            for direction in Direction
-        }
 
     def slot_of(self, chunk: int) -> int:
         """The one slot that a chunk ever uses."""
@@ -135,11 +128,7 @@ class Schedule:
         None of them shares a slot with the block's own chunks. At the turn from
         forward to backward nothing is ahead: the slots hold what backward begins with.
         """
-        return self._ahead[direction][block]
-
-    def _chunks_ahead(
-        self, start: int, stop: int, direction: Direction
-    ) -> tuple[int, ...]:
+        start, stop = self._bounds[block]
         room = self.num_slots - (stop - start)
         if direction is Direction.BACKWARD:
             return tuple(range(start - 1, max(start - 1 - room, -1), -1))

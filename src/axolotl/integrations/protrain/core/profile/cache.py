@@ -63,7 +63,7 @@ def default_folder() -> Path:
 
 
 def cached(
-    folder: Path | None,
+    folder: str | Path | None,
     key: Mapping[str, JSON],
     make: Callable[[], dict[str, Any]],
     kind: type,
@@ -85,7 +85,7 @@ def cached(
     Raises:
         ConfigError: The folder cannot be made or written.
     """
-    folder = default_folder() if folder is None else folder
+    folder = default_folder() if folder is None else Path(folder)
     text = json.dumps(key, sort_keys=True, allow_nan=False)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
     value = _read(file, json.loads(text), kind, apart)
@@ -155,7 +155,7 @@ def block_key(
 
 
 def cached_hardware(
-    folder: Path | None,
+    folder: str | Path | None,
     torch_device: torch.device,
     host_bytes: int,
     device_bytes: int,

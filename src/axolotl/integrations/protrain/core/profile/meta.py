@@ -95,15 +95,13 @@ class MetaMode(TorchDispatchMode):
             return self._make(func, args, kwargs, moved=tensors)
         if func in _CHECKS:
             return None
-        known = _known_values(tensors)
         if func in _READS:
-            if known is None:
-                raise _unknown(func)
-            return func(*_replace(args, known))
+            return func(*map_tensors(args, lambda t: known(t, func)))
+        values = _known_values(tensors)
         if func is _aten._to_copy.default and _leaves_meta(kwargs):
             kwargs = {**kwargs, "device": _META}
-        if known is not None and func not in _RANDOM:
-            return self._carry(func, args, kwargs, known)
+        if values is not None and func not in _RANDOM:
+            return self._carry(func, args, kwargs, values)
         if func is _aten.index.Tensor:
             args = (args[0], _as_positions(args[1]), *args[2:])
         if len(on_meta) != len(tensors):
@@ -199,7 +197,7 @@ _BY_VALUE = {
 }
 
 
-def known(tensor: Tensor, reader: str) -> Tensor:
+def known(tensor: Tensor, reader: object) -> Tensor:
     """The real values of a tensor.
 
     Raises:
@@ -207,15 +205,11 @@ def known(tensor: Tensor, reader: str) -> Tensor:
     """
     value = value_of(tensor)
     if value is None:
-        raise _unknown(reader)
+        raise TraceError(
+            f"the model reads a value ({reader}) that depends on its weights, so it "
+            "cannot be planned without running it."
+        )
     return value
-
-
-def _unknown(reader: object) -> TraceError:
-    return TraceError(
-        f"the model reads a value ({reader}) that depends on its weights, so it cannot "
-        "be planned without running it."
-    )
 
 
 def value_of(tensor: Tensor) -> Tensor | None:

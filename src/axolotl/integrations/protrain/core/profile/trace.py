@@ -180,6 +180,9 @@ class _End(weakref.ref):
     holder: int | None
 
 
+_Released = tuple[int | None, _Open]
+
+
 @dataclass(eq=False)
 class _Record:
     """The life of one storage; blocks are None for what is outside of them."""
@@ -193,7 +196,7 @@ class _Record:
     saved: Counter[int | None] = field(default_factory=Counter)
     stand_ins: dict[int | None, _End] = field(default_factory=dict)
     # blocks, and where each let go of a stand-in
-    released: list[tuple[int | None, _Open]] = field(default_factory=list)
+    released: list[_Released] = field(default_factory=list)
     # forwards of blocks that it came into, and whether by position
     inputs: list[tuple[_Open, bool]] = field(default_factory=list)
     # of the storage; kept, or nothing would tell of it
@@ -456,47 +459,38 @@ class _Recorder(MetaMode):
                 if theirs is not None and own is not None:
                     own.copy(theirs, *names)
                     moved |= {theirs: own, after.get(theirs): after.get(own)}
-            self._copy_records(made[ran], skipped, ran, moved)
+            self._all += _copied(made[ran], skipped, ran, moved)
 
-    def _copy_records(
-        self,
-        records: Sequence[_Record],
-        skipped: _Open,
-        ran: _Open,
-        moved: Mapping[_Open | None, _Open | None],
-    ) -> None:
-        """Storages that `ran` made, as `skipped` would have; segments by `moved`."""
 
-        def counterpart(segment: _Open | None) -> _Open | None:
-            final = segment.final if segment is not None else None
-            return moved.get(final, final)
+def _copied(
+    records: Sequence[_Record],
+    skipped: _Open,
+    ran: _Open,
+    moved: Mapping[_Open | None, _Open | None],
+) -> Iterator[_Record]:
+    """Storages that `ran` made, as `skipped` would have; segments by `moved`. What came
+    in and goes out is saved and released as there."""
 
-        def carried(
-            released: Iterable[tuple[int | None, _Open]],
-        ) -> list[tuple[int | None, _Open]]:
-            return [
-                (skipped.block if holder == ran.block else holder, segment)
-                for holder, where in released
-                if (segment := counterpart(where)) is not None
-            ]
+    def counterpart(segment: _Open | None) -> _Open | None:
+        final = segment.final if segment is not None else None
+        return moved.get(final, final)
 
-        passed = {id(record) for record in ran.outputs}
-        self._all += [
-            _Record(
-                record.nbytes,
-                skipped,
-                alive=record.alive,
-                forgotten=counterpart(record.forgotten),
-                released=carried(record.released),
-            )
-            for record in records
-            if id(record) not in passed
+    def carried(released: Iterable[_Released]) -> list[_Released]:
+        return [
+            (skipped.block if holder == ran.block else holder, segment)
+            for holder, where in released
+            if (segment := counterpart(where)) is not None
         ]
-        for own, theirs in zip(
-            skipped.inputs + skipped.outputs, ran.inputs + ran.outputs, strict=True
-        ):
-            if own is not None and theirs is not None:
-                own.released += carried(r for r in theirs.released if r[0] == ran.block)
+
+    for record in records:
+        if record not in ran.outputs:
+            end, released = counterpart(record.forgotten), carried(record.released)
+            alive = record.alive
+            yield _Record(record.nbytes, skipped, alive, end, released=released)
+    given, theirs = skipped.inputs + skipped.outputs, ran.inputs + ran.outputs
+    for own, other in zip(given, theirs, strict=True):
+        if own is not None and other is not None:
+            own.released += carried(r for r in other.released if r[0] == ran.block)
 
 
 def _fate(

@@ -114,11 +114,8 @@ class Device:
         event.synchronize()
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
-        """Count what operators allocate inside, on devices that do not themselves.
-
-        Args:
-            already: Bytes that operators had made before, and that still are there.
-        """
+        """Count what operators allocate inside, on devices that do not themselves, beside
+        the bytes that they had made `already` and that still are there."""
         return nullcontext()
 
     def probe(self, nbytes: int) -> None:
@@ -232,10 +229,8 @@ class CpuDevice(Device):
     """A device with a budget in host memory, for machines without an accelerator.
 
     Its peak counts what the plugin places on it, and what operators allocate while it
-    is watched; watching takes microseconds an operator.
-
-    Args:
-        capacity_bytes: More than that raises `torch.OutOfMemoryError`; None counts only.
+    is watched; watching takes microseconds an operator. More than `capacity_bytes`
+    raises `torch.OutOfMemoryError`; None counts only.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -243,10 +238,9 @@ class CpuDevice(Device):
         self._live: dict[int, tuple[KeyedRef[int, torch.UntypedStorage], int]] = {}
         self._ended: list[KeyedRef[int, torch.UntypedStorage]] = []
         self.torch_device = torch.device("cpu")
-        self.fetch = _ImmediateStream(self)
-        self.offload = _ImmediateStream(self)
-        self.communicate = _ImmediateStream(self)
-        self._compute = _ImmediateStream(self)
+        self._compute, self.fetch, self.offload, self.communicate = (
+            _ImmediateStream(self) for _ in range(4)
+        )
         self._used = self._peak = 0
 
     @property
@@ -335,9 +329,9 @@ class CudaDevice(Device):
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self.fetch = _CudaStream(torch.cuda.Stream(self.torch_device))
-        self.offload = _CudaStream(torch.cuda.Stream(self.torch_device))
-        self.communicate = _CudaStream(torch.cuda.Stream(self.torch_device))
+        self.fetch, self.offload, self.communicate = (
+            _CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3)
+        )
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # launchers set OMP_NUM_THREADS=1, which would make host updates crawl
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -22,16 +22,10 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """The process groups of one run.
+    """The process groups of one run; device collectives work on memory of "cpu" or "cuda".
 
-    Args:
-        device_type: `cpu` or `cuda`: whose memory the device collectives work on.
-
-    Attributes:
-        world: How many train together.
-        rank: Of this process among all.
-        local_rank: The same on its node.
-        counters: Where collectives are counted.
+    `rank` is that of this process among all of `world`, `local_rank` that on its node;
+    collectives are counted in `counters`.
 
     Raises:
         ConfigError: Nodes with different numbers of processes.
