@@ -18,16 +18,7 @@ from ..core.profile import GPUS, gpu_hardware, host_memory
 from ..core.types import Hardware, World
 from ..offline.meta_model import load_meta_model
 from ..planning import Subject, plan_for, subject_of, this_machine
-from ..report.forecast import (
-    DOES_NOT_FIT,
-    FITS,
-    UNSUPPORTED,
-    answer_dict,
-    format_bytes,
-    hardware_dict,
-    lack,
-    price_dict,
-)
+from ..report import forecast as report
 
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
@@ -140,22 +131,22 @@ class DryRun:
         if value + stride > most:
             notes.append("more was not tried")
         return {
-            "verdict": FITS if best else DOES_NOT_FIT,
-            "hardware": hardware_dict(card),
+            "verdict": report.FITS if best else report.DOES_NOT_FIT,
+            "hardware": report.hardware_dict(card),
             "max": {
                 "key": key,
                 "value": value or None,
                 "now": self._cfg[key],
                 "note": "; ".join(notes) or None,
             },
-            **price_dict(found.get(best)),
+            **report.price_dict(found.get(best)),
         }
 
     # one card
 
     def _answer(self, card: Hardware) -> dict[str, Any]:
         forecast, planner = self._plan(card)
-        answer = answer_dict(forecast, fits=lack(forecast) is None)
+        answer = report.answer_dict(forecast, fits=report.lack(forecast) is None)
         answer["alternatives"] = list(self._alternatives(card, planner, forecast))
         answer["assumptions"] = [
             *self._meta.assumptions,
@@ -171,7 +162,7 @@ class DryRun:
         yield f"{name}: {card.source}"
         if card.unseen_bytes:
             yield (
-                f"{name}: {format_bytes(card.unseen_bytes)} of its memory go to "
+                f"{name}: {report.format_bytes(card.unseen_bytes)} of its memory go to "
                 "the context, to workspaces of kernels and to rounding"
             )
         yield "block times follow from counted operations; training measures them"
@@ -183,9 +174,9 @@ class DryRun:
             ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
         ):
             if used == getattr(args, key):
-                yield f"{key}: {format_bytes(used)} may be used on {name}'s machine"
+                yield f"{key}: {report.format_bytes(used)} may be used on {name}'s machine"
             elif getattr(args, key) is not None:
-                yield f"{key} asks for more than the {format_bytes(has)} beside {name}"
+                yield f"{key} asks for more than the {report.format_bytes(has)} beside {name}"
         if self._ram_gib is None and args.protrain_cpu_capacity_bytes is None:
             yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
         if self._num_gpus > 1:
@@ -200,7 +191,7 @@ class DryRun:
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
         keys = [setting for setting in _SETTINGS.values() if self._is_set(setting[0])]
-        if lack(forecast) is None:
+        if report.lack(forecast) is None:
             for key, *_ in keys:
                 yield self._other(card, key, 2 * self._cfg[key])
         else:
@@ -216,7 +207,7 @@ class DryRun:
                 "protrain_force_all_persistent: true (no paging)",
                 partial(_in_mode, planner, "A"),
             )
-            if resident["verdict"] == FITS:
+            if resident["verdict"] == report.FITS:
                 yield resident
         yield _without_plugin(planner)
 
@@ -226,7 +217,7 @@ class DryRun:
         while value >= least:
             other = self._other(card, key, value)
             value //= 2
-            if other["verdict"] == FITS or value < least:
+            if other["verdict"] == report.FITS or value < least:
                 yield other
                 return
 
@@ -262,7 +253,7 @@ class DryRun:
                     partial(self._fitting, larger),
                     "the smallest card known here that fits",
                 )
-                if other["verdict"] == FITS:
+                if other["verdict"] == report.FITS:
                     yield other
                     return
         elif self._args.protrain_cpu_capacity_bytes is None:
@@ -313,23 +304,32 @@ def _card(gpu: str, **known: Any) -> Hardware:
 def _alternative(
     change: str, plan: Callable[[], Forecast], note: str | None = None
 ) -> dict[str, Any]:
-    forecast, verdict = None, FITS
+    forecast, verdict = None, report.FITS
     try:
         forecast = plan()
     except (BudgetError, ConfigError, LayoutError, TraceError) as error:
-        verdict = DOES_NOT_FIT if isinstance(error, BudgetError) else UNSUPPORTED
+        verdict = (
+            report.DOES_NOT_FIT
+            if isinstance(error, BudgetError)
+            else report.UNSUPPORTED
+        )
         note = f"{note}: {error}" if note else str(error)
-    return {"change": change, "verdict": verdict, **price_dict(forecast), "note": note}
+    return {
+        "change": change,
+        "verdict": verdict,
+        **report.price_dict(forecast),
+        "note": note,
+    }
 
 
 def _without_plugin(planner: Planner) -> dict[str, Any]:
     def plain() -> Forecast:
         plans = map(planner.search.plain, (0, len(planner.layout.blocks)))
         kept, recomputed = map(planner.forecast, plans)
-        return _fitting(kept if lack(kept) is None else recomputed)
+        return _fitting(kept if report.lack(kept) is None else recomputed)
 
     other = _alternative("without this plugin", plain)
-    if other["verdict"] == FITS:
+    if other["verdict"] == report.FITS:
         recomputes = other["plan"]["n_checkpoint"] > 0
         key = f"gradient_checkpointing: {str(recomputes).lower()}"
         other["note"] = f"you do not need this plugin: it fits with {key}"
@@ -346,7 +346,7 @@ def _in_mode(planner: Planner, mode: str) -> Forecast:
 
 def _fitting(forecast: Forecast) -> Forecast:
     """The forecast, unless it lacks something, which is a BudgetError."""
-    lacking = lack(forecast)
+    lacking = report.lack(forecast)
     if lacking is not None:
         raise BudgetError(lacking)
     return forecast

@@ -343,12 +343,9 @@ class Demand:
 class Step:
     """The clocks of the lanes, in seconds since the update.
 
-    Attributes:
-        now: Compute has worked or waited until here.
-        issued: The calling thread has queued work or waited until here.
-        skipped: Of micro-batches that were not simulated one by one.
-        exposed: How long compute stood still, by the lane it waited for.
-        busy: How long each other lane has worked.
+    Compute has worked or waited until `now`, the calling thread has queued work or waited
+    until `issued`; micro-batches that were not simulated one by one are `skipped`. Compute
+    stood still as long as `exposed` says, by the lane it waited for, which was `busy`.
     """
 
     def __init__(self, demand: Demand) -> None:
