@@ -365,11 +365,10 @@ def test_rows_have_padding_unless_packed(tmp_path: Path) -> None:
 
 
 def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
-    for keys, length in (
-        ({"sequence_len": 100}, 128),
-        ({"sequence_len": 100, "pad_to_sequence_len": False}, 100),
-    ):
-        batch = batch_of(meta_model_of(tmp_path, "llama", keys))
+    base_model = configuration_of(tmp_path, "llama")
+    for padded, length in (({}, 128), ({"pad_to_sequence_len": False}, 100)):
+        config = write_yaml(tmp_path, base_model, {"sequence_len": 100, **padded})
+        batch = batch_of(load_meta_model(config, "cuda"))
         assert batch["input_ids"].shape == (BATCH, length)
 
 
@@ -675,12 +674,6 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         config.write_text(text)
         with pytest.raises(ConfigError, match="config.yml"):
             load_meta_model(config, "cuda")
-
-
-def test_overrides_replace_keys(tmp_path: Path) -> None:
-    config = write_yaml(tmp_path, configuration_of(tmp_path, "llama"), {})
-    meta = load_meta_model(config, "cuda", {"micro_batch_size": 3})
-    assert batch_of(meta)["input_ids"].shape == (3, LENGTH)
 
 
 # ------------------------------------------------------------------ fake kernels
