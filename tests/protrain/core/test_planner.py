@@ -27,13 +27,10 @@ def planner(
     case: Case, device_bytes: int = PLENTY, host_bytes: int = PLENTY
 ) -> Planner:
     return Planner(
-        case.layout,
-        case.trace,
-        case.workload,
-        case.hardware,
+        case.memory,
         case.times,
         Budget(device_bytes, 0, host_bytes),
-        case.redone_if_paged,
+        redone_if_paged=case.redone_if_paged,
     )
 
 
@@ -44,11 +41,11 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
         plan = search.fastest()
     except BudgetError as error:
         with pytest.raises(BudgetError) as refusal:
-            planner(case, device_bytes).search.fastest()
+            planner(case, device_bytes).fastest()
         assert str(refusal.value) == str(error)
         return
     ours = planner(case, device_bytes)
-    forecast = ours.forecast(ours.search.fastest())
+    forecast = ours.forecast(ours.fastest())
     # what follows from the trace is added
     swap_bytes = case.memory.activations(plan.policies).moved.out
     order = forecast.plan.gradient_order
@@ -65,19 +62,19 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
 @given(cases())
 def test_what_does_not_fit_is_forecast_as_well(case: Case) -> None:
     nothing = planner(case, NOTHING)
-    nearest = nothing.forecast(nothing.search.nearest())
+    nearest = nothing.forecast(nothing.nearest())
     with pytest.raises(BudgetError) as refusal:
-        nothing.search.fastest()
+        nothing.fastest()
     assert missing_bytes(refusal.value) == nearest.device.peak_bytes - NOTHING
     enough = planner(case, nearest.device.peak_bytes)
-    assert enough.forecast(enough.search.fastest()).step.total_s > 0
-    assert not nothing.search.nearest(ONLY_A).paged
+    assert enough.forecast(enough.fastest()).step.total_s > 0
+    assert not nothing.nearest(ONLY_A).paged
 
 
 @given(cases(), st.booleans())
 def test_training_without_a_pager(case: Case, recompute: bool) -> None:
     blocks = len(case.layout.blocks)
-    plan = planner(case, NOTHING).search.plain(blocks * recompute)
+    plan = planner(case, NOTHING).plain(blocks * recompute)
     assert not plan.paged
     assert all(placement.value == "resident" for placement in plan.placements)
     again = tuple(policy.recomputes for policy in plan.policies)
@@ -89,12 +86,12 @@ def test_knobs_by_hand(case: Case, data: st.DataObject) -> None:
     roomy = planner(case)
     recomputed = data.draw(st.integers(0, len(case.layout.blocks)))
     knobs = Knobs(len(case.layout.pageable), 0, 0, recomputed)
-    plan = roomy.search.by_hand(knobs)
+    plan = roomy.by_hand(knobs)
     assert (plan.n_persist, plan.n_buffer) == (len(case.layout.pageable), 0)
     assert plan.n_checkpoint == recomputed
-    assert roomy.search.asked(knobs) == plan
+    assert roomy.asked(knobs) == plan
 
-    short = planner(case, NOTHING).search
+    short = planner(case, NOTHING)
     with pytest.raises(BudgetError, match="the plan of the overrides needs"):
         short.by_hand(knobs)
     assert short.asked(knobs).n_checkpoint == recomputed
@@ -177,7 +174,7 @@ def test_a_mode_is_had_or_its_key_is_named(case: Case, key: str) -> None:
     assert choose(args, planner(case, least)).plan.mode == mode
     short = planner(case, least - 1)
     try:
-        other = short.search.fastest().mode
+        other = short.fastest().mode
     except BudgetError:
         with pytest.raises(BudgetError, match="^protrain_capacity_bytes"):
             choose(args, short)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .args import FORCED, ProTrainArgs, args_from, overrides
 from .core import profile
-from .core.cost import block_times
+from .core.cost import MemoryModel, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
@@ -263,8 +263,8 @@ def plan_for(
         host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
     times = with_measured(block_times(trace, layout, hardware), measured or {})
-    redone, workload = subject.redone_if_paged, subject.workload
-    planner = Planner(layout, trace, workload, hardware, times, budget, redone)
+    memory = MemoryModel(layout, trace, subject.workload, hardware)
+    planner = Planner(memory, times, budget, redone_if_paged=subject.redone_if_paged)
     return choose(args, planner, anyway), planner
 
 
@@ -277,18 +277,17 @@ def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Foreca
         ConfigError: A knob is outside its legal range, or the mode cannot be had.
         BudgetError: It does not fit.
     """
-    modes, key = _modes(args, planner.world)
-    asked = _by_hand(args, planner, key)
-    search, forecast = planner.search, planner.forecast
+    modes, key = _modes(args, planner.memory.workload.world)
+    asked, forecast = _by_hand(args, planner, key), planner.forecast
     try:
-        return forecast(search.by_hand(*asked) if asked else search.fastest(modes))
+        return forecast(planner.by_hand(*asked) if asked else planner.fastest(modes))
     except BudgetError as error:
         if anyway:
-            return forecast(search.asked(*asked) if asked else search.nearest(modes))
+            return forecast(planner.asked(*asked) if asked else planner.nearest(modes))
         if asked or key is None:
             raise
         try:
-            other = search.fastest().mode
+            other = planner.fastest().mode
         except BudgetError:
             raise error from None
         raise BudgetError(
@@ -317,7 +316,8 @@ def _by_hand(
     by_hand = overrides(args)
     if by_hand is None:
         return None
-    (knobs, filled), num_chunks = by_hand, len(planner.layout.pageable)
+    (knobs, filled), memory = by_hand, planner.memory
+    num_chunks = len(memory.layout.pageable)
     if "n_buffer" in filled:
         # what nobody asked for must not be refused as too many
         most = num_chunks - knobs.n_persist
@@ -328,7 +328,7 @@ def _by_hand(
             f"which `{key}: true` asks for. Keep fewer than {num_chunks} chunks "
             "on the device, or remove one of the keys."
         )
-    return knobs, planner.world.local_size if args.protrain_zero3_shard else 1
+    return knobs, memory.workload.world.local_size if args.protrain_zero3_shard else 1
 
 
 def plan_here(

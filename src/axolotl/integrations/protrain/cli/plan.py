@@ -324,7 +324,7 @@ def _alternative(
 
 def _without_plugin(planner: Planner) -> dict[str, Any]:
     def plain() -> Forecast:
-        plans = map(planner.search.plain, (0, len(planner.layout.blocks)))
+        plans = map(planner.plain, (0, len(planner.memory.layout.blocks)))
         kept, recomputed = map(planner.forecast, plans)
         return _fitting(kept if report.lack(kept) is None else recomputed)
 
@@ -339,9 +339,9 @@ def _without_plugin(planner: Planner) -> dict[str, Any]:
 def _in_mode(planner: Planner, mode: str) -> Forecast:
     modes = frozenset(mode)
     try:
-        return planner.forecast(planner.search.fastest(modes))
+        return planner.forecast(planner.fastest(modes))
     except BudgetError:
-        return _fitting(planner.forecast(planner.search.nearest(modes)))
+        return _fitting(planner.forecast(planner.nearest(modes)))
 
 
 def _fitting(forecast: Forecast) -> Forecast:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from .cost import StepTime
-from .cost.memory import DeviceEstimate, HostEstimate, MemoryModel
+from .cost.memory import DeviceEstimate, HostEstimate
 from .errors import BudgetError
 from .search import Search
 from .types import (
@@ -62,28 +62,8 @@ class Forecast:
         return tokens / self.step.total_s
 
 
-class Planner:
-    """Plans for one model, batch and machine, made by `search`, which has
-    `redone_if_paged`, and what they will cost."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        trace: Trace,
-        workload: Workload,
-        hardware: Hardware,
-        times: BlockTimes,
-        budget: Budget,
-        redone_if_paged: Set[int] = frozenset(),
-    ) -> None:
-        self._redone_if_paged = redone_if_paged
-        self._given = (layout, trace, workload, hardware, times, budget)
-        self._gradient_order = gradient_order(layout, trace)
-        self._memory = MemoryModel(layout, trace, workload, hardware)
-        self.search = Search(
-            self._memory, times, budget, redone_if_paged=redone_if_paged
-        )
-        self.layout, self.world = layout, workload.world
+class Planner(Search):
+    """Makes plans for one model, batch and machine, and says what they will cost."""
 
     def replan(
         self, plan: Plan, unplanned_bytes: int, asked_bytes: int, movable: Set[int]
@@ -107,13 +87,12 @@ class Planner:
 
         def fastest(below: int) -> Plan:
             smaller = Budget(min(room, below), 0, budget.host_bytes)
-            search = Search(
-                self._memory, times, smaller, reachable, self._redone_if_paged
-            )
+            redone = self._redone_if_paged
+            search = Search(self.memory, self._times, smaller, reachable, redone)
             return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
 
-        *_, times, budget = self._given
-        peak = self._memory.device(plan).peak_bytes
+        budget = self._budget
+        peak = self.memory.device(plan).peak_bytes
         room = budget.usable_bytes - max(unplanned_bytes, 0)
         try:
             lower = fastest(peak - asked_bytes)
@@ -123,13 +102,20 @@ class Planner:
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""
-        moved = self._memory.activations(plan.policies).moved
+        memory = self.memory
+        moved = memory.activations(plan.policies).moved
+        order = gradient_order(memory.layout, memory.trace)
         return Forecast(
-            *self._given,
-            replace(plan, swap_bytes=moved.out, gradient_order=self._gradient_order),
-            self._memory.device(plan),
-            self._memory.host(plan),
-            self.search.simulate(plan),
+            memory.layout,
+            memory.trace,
+            memory.workload,
+            memory.hardware,
+            self._times,
+            self._budget,
+            replace(plan, swap_bytes=moved.out, gradient_order=order),
+            memory.device(plan),
+            memory.host(plan),
+            self.simulate(plan),
             moved,
         )
 

@@ -93,7 +93,7 @@ class Search:
         redone_if_paged: Set[int] = frozenset(),
     ) -> None:
         self._reachable, self._redone_if_paged = reachable, redone_if_paged
-        self._memory, self._times, self._budget = memory, times, budget
+        self.memory, self._times, self._budget = memory, times, budget
         self._layout = layout = memory.layout
         self._num_chunks, self._num_blocks = len(layout.pageable), len(layout.blocks)
         # what has masters is updated on the host anyhow
@@ -109,7 +109,7 @@ class Search:
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
-        memory = self._memory
+        memory = self.memory
         trained = sum(
             chunk.nbytes
             for chunk in self._layout.chunks
@@ -183,7 +183,7 @@ class Search:
         places = list(self._places(modes))
         plans = [self._plan(candidate) for candidate in self._candidates(places)]
         if plans:
-            return min(plans, key=lambda plan: self._memory.host(plan).peak_bytes)
+            return min(plans, key=lambda plan: self.memory.host(plan).peak_bytes)
         return self._plan(self._smallest(places))
 
     def plain(self, n_checkpoint: int) -> Plan:
@@ -193,14 +193,14 @@ class Search:
 
     def fits(self, plan: Plan) -> bool:
         """Whether device and host have room for it."""
-        peak = self._memory.device(plan).peak_bytes
+        peak = self.memory.device(plan).peak_bytes
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
     @cached_property
     def swap_interval(self) -> int:
         """Blocks from one that swaps to the next, so that what one sends away leaves
         beside the compute of so many."""
-        memory, forward_s = self._memory, sum(self._times.forward_s)
+        memory, forward_s = self.memory, sum(self._times.forward_s)
         offload_s = memory.swappable_bytes / memory.hardware.offload_bytes_s
         most = max(1, self._num_blocks)
         if offload_s >= most * forward_s:
@@ -222,7 +222,7 @@ class Search:
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
         """All legal ones, the most resident first; perhaps only those for which the
         host has room."""
-        ranks = self._memory.workload.world.local_size
+        ranks = self.memory.workload.world.local_size
         shared = [1] * bool(modes & {"A", "B"}) + [ranks] * ("C" in modes and ranks > 1)
         outsides = self._outside[: 1 if modes == ONLY_A else None]
         for shards, outside in product(shared, outsides):
@@ -237,7 +237,7 @@ class Search:
                     yield at
 
     def _place(self, num_paged: int, outside: Placement, shards: int) -> _Place:
-        layout, memory = self._layout, self._memory
+        layout, memory = self._layout, self.memory
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
         placements = place(layout, n_persist, masters, outside)
         most = min(placements.count(Placement.PAGED), self._most_slots)
@@ -273,7 +273,7 @@ class Search:
     ) -> _Row | None:
         """The first row for which there is room, slots excepted, if any."""
         before, segment = at.parameters.before, 0
-        rest = room - at.parameters.base - self._memory.hardware.unseen_bytes
+        rest = room - at.parameters.base - self.memory.hardware.unseen_bytes
         for row in rows if rest >= 0 else ():
             activations = self._activations(row)
             # the segment that was too large under the last row most often is again
@@ -301,7 +301,7 @@ class Search:
 
     def _peak_bytes(self, row: _Row, at: _Place) -> int:
         """Of the device, without slots."""
-        return self._memory.peak_without_slots(at.parameters, self._activations(row))
+        return self.memory.peak_without_slots(at.parameters, self._activations(row))
 
     def _candidate(self, row: _Row, n_buffer: int, at: _Place) -> _Candidate:
         times = self._times
@@ -309,14 +309,14 @@ class Search:
         micro_batch_s = sum(times.forward_s) + sum(times.backward_s)
         micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
-        compute_s = times.update_s + self._memory.workload.accumulation * micro_batch_s
+        compute_s = times.update_s + self.memory.workload.accumulation * micro_batch_s
         return _Candidate(compute_s, row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
 
     def _walk(self, row: _Row) -> Activations:
-        return self._memory.activations(self._policies(row))
+        return self.memory.activations(self._policies(row))
 
     def _paged_blocks(self, placements: Sequence[Placement]) -> Set[int]:
         """Those of them that have to recompute."""
@@ -326,7 +326,7 @@ class Search:
         )
 
     def _fits_host(self, plan: Plan) -> bool:
-        return self._memory.host(plan).peak_bytes <= self._budget.host_bytes
+        return self.memory.host(plan).peak_bytes <= self._budget.host_bytes
 
     def _plan(self, candidate: _Candidate) -> Plan:
         _, row, n_buffer, at = candidate
@@ -339,7 +339,7 @@ class Search:
         return make_plan(
             self._layout,
             **asdict(knobs),
-            fp32_master=self._memory.workload.fp32_master,
+            fp32_master=self.memory.workload.fp32_master,
             outside=outside,
             origin=origin,
             swap_interval=self.swap_interval,
@@ -349,7 +349,7 @@ class Search:
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
         """Say what `plan` lacks and what would make it fit."""
         budget = self._budget
-        estimate = self._memory.device(plan)
+        estimate = self.memory.device(plan)
         missing = estimate.peak_bytes - budget.usable_bytes
         if missing > 0:
             raise BudgetError(
@@ -359,7 +359,7 @@ class Search:
                 f"Raise protrain_capacity_bytes by at least {missing:,}, or lower "
                 "micro_batch_size, sequence_len or the adapter's rank."
             )
-        host = self._memory.host(plan)
+        host = self.memory.host(plan)
         missing = host.peak_bytes - budget.host_bytes
         raise BudgetError(
             f"protrain_cpu_capacity_bytes: {what} needs {host.peak_bytes:,} bytes of "
