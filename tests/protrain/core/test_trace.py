@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -34,7 +35,7 @@ from axolotl.integrations.protrain.core.profile import (
 )
 from axolotl.integrations.protrain.core.profile.emulation import autocast_on_meta
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
-from axolotl.integrations.protrain.core.profile.repeats import Repeats
+from axolotl.integrations.protrain.core.profile.repeats import skipping_repeats
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.types import Segment, Trace, Workload
 
@@ -46,10 +47,12 @@ def run_trace(
 ) -> TracedStep:
     """With `every_block`, those of a kind that has run before run too."""
 
-    def repeats(blocks: Any, skipped: Callable[[int, int], None]) -> Repeats:
-        return Repeats(() if every_block else blocks, skipped)
+    def repeats(
+        blocks: Any, skipped: Callable[[int, int], None]
+    ) -> AbstractContextManager[None]:
+        return skipping_repeats(() if every_block else blocks, skipped)
 
-    with mock.patch.object(trace_module, "Repeats", repeats):
+    with mock.patch.object(trace_module, "skipping_repeats", repeats):
         return trace_step(copied, find_blocks(copied), loss_of)
 
 

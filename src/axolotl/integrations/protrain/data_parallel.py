@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
@@ -59,11 +60,9 @@ def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in ignored:
             dist.broadcast(tensor.detach(), src=0)
-    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
-    try:
+    alone = partial(accelerator.prepare_model, evaluation_mode=True)
+    with patch.object(accelerator, "prepare_model", alone):
         yield
-    finally:
-        del accelerator.prepare_model
 
 
 def require_same(own: Layout, first: Layout) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -94,11 +95,8 @@ def autocast_on_meta() -> Iterator[None]:
         running = Emulation.running
         return nullcontext() if running is None else running.region(dtype, enabled)
 
-    setattr(torch, "autocast", autocast)  # noqa: B010
-    try:
+    with patch.object(torch, "autocast", autocast):
         yield
-    finally:
-        setattr(torch, "autocast", real)  # noqa: B010
 
 
 class Emulation(TorchFunctionMode):

@@ -17,9 +17,11 @@ fills them with what the block that ran has shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,57 +32,43 @@ from .meta import value_of
 _META = torch.device("meta")
 
 
-class Repeats:
-    """Stands in for the forward of blocks whose kind has run before.
+@contextmanager
+def skipping_repeats(
+    blocks: Sequence[tuple[str, nn.Module]], skipped: Callable[[int, int], None]
+) -> Iterator[None]:
+    """Inside, forwards of blocks whose kind has run before are stood in for.
 
     `skipped` is told, inside the forward of a block that is skipped, its number and that
     of the block that ran in its place.
     """
+    known: dict[Any, tuple[int, Any]] = {}
+    lists = [name.rpartition(".")[0] for name, _ in blocks]
+    # the next one reads its output otherwise than a block would
+    last = {lists.index(name) + lists.count(name) - 1 for name in lists}
 
-    def __init__(
-        self,
-        blocks: Sequence[tuple[str, nn.Module]],
-        skipped: Callable[[int, int], None],
-    ) -> None:
-        self._blocks = blocks
-        self._skipped = skipped
-        self._own: dict[str, Callable[..., Any]] = {}
-        self._ran: dict[Any, tuple[int, Any]] = {}
-        lists = [name.rpartition(".")[0] for name, _ in blocks]
-        # the next one reads its output otherwise than a block would
-        self._last = {lists.index(name) + lists.count(name) - 1 for name in lists}
-
-    def __enter__(self) -> Repeats:
-        for index, (name, block) in enumerate(self._blocks):
-            position = name.rpartition(".")[2]
-            static = _static(block, int(position) if position.isdigit() else None)
-            if "forward" in vars(block):
-                # patched on the instance, as fused kernels are
-                self._own[name] = block.forward
-            block.forward = self._forward(index, static, block.forward)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for name, block in self._blocks:
-            del block.forward
-            if name in self._own:
-                block.forward = self._own[name]
-
-    def _forward(
-        self, index: int, static: Any, inner: Callable[..., Any]
+    def stand_in(
+        index: int, static: Any, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs = list(tensors_in((args, kwargs)))
             kind = (static, _described((args, kwargs)), torch.is_grad_enabled())
-            ran = self._ran.get(kind)
-            if ran is None or index in self._last:
+            ran = known.get(kind)
+            if ran is None or index in last:
                 output = inner(*args, **kwargs)
-                self._ran.setdefault(kind, (index, _form(output, inputs)))
+                known.setdefault(kind, (index, _form(output, inputs)))
                 return output
-            self._skipped(index, ran[0])
+            skipped(index, ran[0])
             return _output(ran[1], inputs)
 
         return forward
+
+    with ExitStack() as undo:
+        for index, (name, block) in enumerate(blocks):
+            position = name.rpartition(".")[2]
+            static = _static(block, int(position) if position.isdigit() else None)
+            forward = stand_in(index, static, block.forward)
+            undo.enter_context(patch.object(block, "forward", forward))
+        yield
 
 
 class _Skipped(torch.autograd.Function):

@@ -44,7 +44,7 @@ from .block_times import BlockSample
 from .emulation import autocast_on_meta
 from .meta import MetaMode, empty_like
 from .operators import may_multiply, work_of
-from .repeats import Repeats
+from .repeats import skipping_repeats
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class _Recorder(MetaMode):
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(Repeats(self._blocks, self._skipped))
+            enter(skipping_repeats(self._blocks, self._skipped))
             for index, (_name, block) in enumerate(self._blocks):
                 before = partial(self._before, index)
                 enter(
