@@ -18,6 +18,11 @@ import torch
 IN_FLIGHT = 2
 """Chunks of gradients between device and host: sent, staged or packed."""
 
+ADAM_MOVED_BYTES = 7
+"""Bytes that AdamW moves for each byte it updates, moments in the weights' dtype: reads
+weight, gradient and two moments, writes all but the gradient. Other work on them is
+charged by its bytes."""
+
 
 class Placement(Enum):
     """Where the parts of a chunk live. The members say which memory is in use."""

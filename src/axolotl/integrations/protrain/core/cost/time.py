@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
 from ..types import (
+    ADAM_MOVED_BYTES,
     IN_FLIGHT,
     BlockTimes,
     Chunk,
@@ -41,10 +42,6 @@ from ..types import (
 LANES = ("compute", "fetch", "offload", "host")
 COMMUNICATE = "communicate"
 """One more lane where there are several ranks."""
-
-ADAM_MOVED_BYTES = 7
-"""Bytes that AdamW moves for each byte it updates: reads weight, gradient and two
-moments, writes all but the gradient. Other work on them is charged by its bytes."""
 
 COMPUTE_BOUND_SHARE = 0.01
 """Compute bounds the step if it stands still for less than this share of it."""

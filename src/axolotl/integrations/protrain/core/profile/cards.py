@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigError
-from ..types import Hardware
+from ..types import ADAM_MOVED_BYTES, Hardware
 
 # Assumed, shares of a peak:
 MATMUL_FRACTION = 0.7
@@ -31,9 +31,6 @@ card's link at `LINK_BOTH_FRACTION`."""
 KERNEL_S = 4e-6
 """Assumed: launch rate of eager PyTorch on a present-day desktop processor."""
 
-ADAM_MOVED_BYTES = 7
-"""Bytes that AdamW moves for each byte of weights, moments in the weights' dtype: it
-reads weight, gradient and two moments and writes all but the gradient."""
 ADAM_BYTES_S = 51.2e9 * 0.7 / ADAM_MOVED_BYTES
 """Assumed: fused torch AdamW, bound by two channels of DDR4-3200 (51.2 GB/s), of which
 it gets 0.7. Servers with more channels are faster. Ranks of one host share it."""
