@@ -341,8 +341,9 @@ class Step:
     """The clocks of the lanes, in seconds since the update.
 
     Compute has worked or waited until `now`, the calling thread has queued work or waited
-    until `issued`; micro-batches that were not simulated one by one are `skipped`. Compute
-    stood still as long as `exposed` says, by the lane it waited for, which was `busy`.
+    until `issued`; micro-batches that were not simulated one by one are `skipped`.
+    `exposed` is how long compute stood still, by the lane it waited for, `busy` how long
+    each of these lanes has worked.
     """
 
     def __init__(self, demand: Demand) -> None:

@@ -94,8 +94,8 @@ class Direction(Enum):
 class Schedule:
     """Order of the paged chunks around each block.
 
-    `block_chunks` are for each block its paged chunk numbers, consecutive and rising over
-    the blocks, if it has any; slots there are at least as many as any block has chunks.
+    `block_chunks` are for each block its paged chunk numbers, if any, consecutive and
+    rising over the blocks; there are at least as many slots as any block has chunks.
     """
 
     def __init__(self, block_chunks: Sequence[Sequence[int]], num_slots: int) -> None:

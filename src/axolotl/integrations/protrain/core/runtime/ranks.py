@@ -22,7 +22,8 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """The process groups of one run; device collectives work on memory of "cpu" or "cuda".
+    """The process groups of one run. Device collectives work on memory of `device_type`,
+    "cpu" or "cuda".
 
     `rank` is that of this process among all of `world`, `local_rank` that on its node;
     collectives are counted in `counters`.
