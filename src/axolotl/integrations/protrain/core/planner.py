@@ -63,16 +63,21 @@ class Forecast:
 
 
 class Planner(Search):
-    """Makes plans for one model, batch and machine, and says what they will cost."""
+    """Makes plans for one model, batch and machine, and tells what they will cost."""
 
     def replan(
         self, plan: Plan, unplanned_bytes: int, asked_bytes: int, movable: Set[int]
     ) -> Forecast:
-        """The fastest plan that leaves room for what `plan`, which ran, did not foresee.
+        """The fastest plan that leaves room for what `plan` did not foresee.
 
-        Its peak is lower by `asked_bytes`, which could not be allocated, else by as much
-        as is possible; what the step took beyond the plan's predicted peak comes on top.
-        Chunks of `movable` may go from the device to the host; none comes back.
+        Its peak is lower by what was asked for, else by as much as is possible, and
+        what was unplanned comes on top of it.
+
+        Args:
+            plan: What ran.
+            unplanned_bytes: What the step took beyond the plan's predicted peak.
+            asked_bytes: What could not be allocated.
+            movable: Chunks that may go from the device to the host; none comes back.
 
         Raises:
             BudgetError: None is lower.

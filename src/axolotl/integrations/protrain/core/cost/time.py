@@ -116,10 +116,15 @@ def simulate_step(
 ) -> StepTime:
     """Run one step of a plan on clocks.
 
-    `times` are those of compute under no plan, but `update_s` is of this one. Host AdamW
-    is charged for the bytes that it updates: fp32 masters where there are any. Unless the
-    hardware `overlaps`, every copy runs on the calling thread, as compute does, and only
-    host updates run beside it. `moved` is needed only for plans that swap.
+    Args:
+        layout: The model's chunks and blocks.
+        plan: Where chunks live and what becomes of activations.
+        times: Compute of one micro-batch under no plan; `update_s` of this plan.
+        hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
+            where there are any. Unless it `overlaps`, every copy runs on the calling
+            thread, as compute does, and only host updates run beside it.
+        workload: Micro-batches, masters and ranks.
+        moved: What swapping moves; needed only for plans that swap.
     """
     d = Demand(layout, plan, times, hardware, workload, moved)
     step = Step(d)
@@ -216,7 +221,7 @@ class _Update(NamedTuple):
 
 
 class Demand:
-    """What `simulate_step` computes, moves and updates; no order yet."""
+    """What a step computes, moves and updates, in no order yet; see `simulate_step`."""
 
     def __init__(
         self,
@@ -340,10 +345,12 @@ class Demand:
 class Step:
     """The clocks of the lanes, in seconds since the update.
 
-    Compute has worked or waited until `now`, the calling thread has queued work or waited
-    until `issued`; micro-batches that were not simulated one by one are `skipped`.
-    `exposed` is how long compute stood still, by the lane it waited for, `busy` how long
-    each of these lanes has worked.
+    Attributes:
+        now: Compute has worked or waited until here.
+        issued: The calling thread has queued work or waited until here.
+        skipped: Of micro-batches that were not simulated one by one.
+        exposed: How long compute stood still, by the lane it waited for.
+        busy: How long each of these lanes has worked.
     """
 
     def __init__(self, demand: Demand) -> None:

@@ -137,7 +137,9 @@ def gpu_hardware(
             "RTX" do not count, nor later words if the first tell enough. GiB
             replaces its memory.
         link: One of `Gpu.links`, None for the fastest.
+        host_bytes: Memory of the host that may be used.
         tf32: Whether fp32 products run on tensor cores (`tf32: true`).
+        num_gpus: Cards of this kind on the host.
 
     Raises:
         ConfigError: Unknown or ambiguous name, unknown link or one that the GPU

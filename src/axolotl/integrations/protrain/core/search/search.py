@@ -80,9 +80,15 @@ class _Candidate(NamedTuple):
 
 
 class Search:
-    """Plans of one model and batch on one machine, whose chunks may only sit in
-    `reachable` ways, if that is given; blocks of `redone_if_paged` have to recompute where
-    any weight of theirs pages."""
+    """Plans of one model and batch on one machine.
+
+    Args:
+        memory: Peaks of its plans.
+        times: What its blocks take to compute.
+        budget: What may be used.
+        reachable: Whether the chunks may sit so; None where they may sit anyhow.
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
+    """
 
     def __init__(
         self,
