@@ -13,7 +13,7 @@ import os
 import pickle  # nosec B403
 import subprocess  # nosec B404
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
 
     What cannot be told without weights is logged, and left to `plan_here`, as are ranks
     that accelerate did not join.
+
+    Args:
+        cfg: Axolotl's validated configuration.
+        device: Where this rank is to train.
+        log: Prints a line.
 
     Raises:
         BudgetError: As `plan_here` does, on all ranks.
@@ -81,17 +86,25 @@ def _loads_at_once(base: Path) -> bool:
 def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
     """This machine's memory now, beside rates of no machine: they change no bytes."""
     device_bytes = device_budget(args_from(cfg), device)
-    rates: dict[str, Any] = {
-        f.name: 1e10 for f in fields(Hardware) if f.type == "float"
-    }
     return Hardware(
         name=device.type,
         source="not measured",
         device_bytes=device_bytes,
         host_bytes=host_memory(),
         unseen_bytes=measured_unseen_bytes(device, device_bytes),
+        flops_16=1e14,
+        flops_32=1e13,
+        memory_bytes_s=1e12,
+        kernel_s=1e-5,
+        fetch_bytes_s=1e10,
+        offload_bytes_s=1e10,
+        fetch_both_bytes_s=1e10,
+        offload_both_bytes_s=1e10,
+        adam_bytes_s=1e10,
         overlaps=device.type != "cpu",
-        **rates,
+        gather_bytes_s=1e10,
+        reduce_bytes_s=1e10,
+        across_bytes_s=1e10,
     )
 
 

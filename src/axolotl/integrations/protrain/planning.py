@@ -38,9 +38,10 @@ from .report.forecast import format_bytes
 class Subject:
     """What a plan is for: one micro-batch run without weights, the rest of a step.
 
-    Blocks of `redone_if_paged` have to recompute where any weight of theirs pages;
-    `headroom_bytes` of the device are kept for a vision tower that was not traced;
-    `assumptions` say what was not known, and what was taken instead.
+    Attributes:
+        redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
+        headroom_bytes: Kept on the device for a vision tower that was not traced.
+        assumptions: What was not known, and what was taken instead.
     """
 
     traced: profile.TracedStep
@@ -62,10 +63,14 @@ def subject_of(
     world: World = ALONE,
     real: nn.Module | None = None,
 ) -> Subject:
-    """Trace the largest micro-batch that the YAML allows, on "cuda" or "cpu".
+    """Trace the largest micro-batch that the YAML allows.
 
-    `model` is as it will be trained, on the meta device; `real` is the same with weights,
-    to be laid out: a bias may be cast in the trace.
+    Args:
+        cfg: Axolotl's validated configuration.
+        model: As it will be trained, on the meta device.
+        device_type: "cuda" or "cpu".
+        world: Who trains together.
+        real: The same with weights, to be laid out: a bias may be cast in the trace.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -340,7 +345,12 @@ def plan_here(
 ) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
-    `model` is on the host, `requires_grad` final, `absent` what is there in name only.
+    Args:
+        cfg: Axolotl's validated configuration.
+        model: On the host, `requires_grad` final.
+        device: Where to train it.
+        ranks: Who trains together.
+        absent: Names of weights that this rank has in name only.
 
     Returns:
         The forecast; what makes a smaller plan, if alone; assumptions; a hash of plan

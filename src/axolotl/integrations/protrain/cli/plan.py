@@ -42,7 +42,9 @@ class DryRun:
     """Traces the model of a YAML and plans for every card that was asked about.
 
     Args:
+        config: The YAML.
         gpus: `NAME` or `NAME:GiB` of each card; this machine if empty.
+        num_gpus: How many of each.
         ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
         link: Between host and card; None for each card's fastest.
 

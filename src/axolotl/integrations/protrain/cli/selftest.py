@@ -57,9 +57,13 @@ class _WriteLog(TrainerCallback):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest differences between the two runs: `relative` by logged number, over all
-    `steps`, and of `weights`, over all `tensors`; names of saved tensors that are not
-    equal; the largest relative difference that passes."""
+    """Largest differences between the two runs.
+
+    Attributes:
+        relative: By logged number, over all `steps`; `weights` over all `tensors`.
+        differing: Names of saved tensors that are not equal.
+        tolerance: Largest relative difference that passes.
+    """
 
     relative: Mapping[str, float]
     steps: int

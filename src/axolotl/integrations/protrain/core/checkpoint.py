@@ -102,7 +102,9 @@ def staged(checkpoint: Path) -> Path:
 def restored_on_failure(run_dir: Path, publishes: bool) -> Iterator[None]:
     """Forget what was staged if writing or publishing it fails.
 
-    No process but the one that `publishes` may remove what that one renames.
+    Args:
+        run_dir: Folder of all checkpoints.
+        publishes: This process does; no other may remove what that one renames.
 
     Raises:
         CheckpointError: A file could not be written.

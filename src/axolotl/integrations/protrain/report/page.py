@@ -31,8 +31,11 @@ WIDTH, HEIGHT, NUM_COLOURS = 1000, 400, 8
 
 
 def plan_page(answers: Sequence[Values], config_name: str) -> str:
-    """The page that compares the cards and shows each one's plan: of each its
-    `answer_dict`, with alternatives and assumptions.
+    """The page that compares the cards and shows each one's plan.
+
+    Args:
+        answers: An `answer_dict` for each card, with alternatives and assumptions.
+        config_name: What was planned, for the heading.
 
     Raises:
         ValueError: There is no answer.

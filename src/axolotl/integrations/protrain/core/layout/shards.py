@@ -22,9 +22,14 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one tensor of a chunk, all in one shard: its index in
-    `Chunk.tensors`, the first element, counted row by row, and the one after the last,
-    and the first one's `position` in the `Reduction` of its dtype."""
+    """Consecutive elements of one tensor of a chunk, all in one shard.
+
+    Attributes:
+        tensor: Index in `Chunk.tensors`.
+        start: First element, counted row by row.
+        stop: The one after the last.
+        position: First element in the `Reduction` of its dtype.
+    """
 
     tensor: int
     start: int
@@ -38,9 +43,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradients of one dtype of a chunk, laid out for a reduce-scatter: the dtype of the
-    sums, how many elements each rank receives, padding included, and for each rank the
-    pieces of its shard."""
+    """Gradients of one dtype of a chunk, laid out for a reduce-scatter.
+
+    Attributes:
+        dtype: In which gradients are summed.
+        part_numel: Elements that each rank receives, padding included.
+        pieces: For each rank those of its shard.
+    """
 
     dtype: torch.dtype
     part_numel: int

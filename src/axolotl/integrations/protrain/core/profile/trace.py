@@ -65,8 +65,12 @@ def trace_step(
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
 ) -> TracedStep:
-    """Run `loss_of`, which returns the loss, and its backward on a model without weights:
-    on the meta device, `requires_grad` final, nothing recomputed.
+    """Run `loss_of` and its backward on a model without weights.
+
+    Args:
+        model: On the meta device, `requires_grad` final, nothing recomputed.
+        blocks: From `find_blocks(model)`.
+        loss_of: Runs the forward and returns the loss.
 
     Raises:
         TraceError: The model asks for values that only real weights give.
