@@ -34,6 +34,7 @@ from axolotl.integrations.protrain.core.types import (
     Plan,
     Policy,
     TensorSpec,
+    Update,
 )
 
 VOCAB = 64
@@ -158,6 +159,7 @@ def make_plan(
     outside: Placement = Placement.RESIDENT,
     inside: Placement = Placement.RESIDENT,
     shards: int = 1,
+    update: Update = Update.DEVICE,
 ) -> Plan:
     """A plan from what is resident and which blocks recompute, swap, or both.
 
@@ -183,6 +185,7 @@ def make_plan(
         policies=tuple(_POLICY[index in swap, index in recompute] for index in blocks),
         origin="test",
         shards=shards,
+        update=update,
     )
 
 
@@ -211,6 +214,8 @@ def open_session(
     `make_plan`."""
     layout = build_layout(model, keep)
     options = Options(poison=poison, fp32_master=fp32_master)
+    if fp32_master:
+        plan["update"] = Update.HOST
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 

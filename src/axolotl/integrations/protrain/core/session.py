@@ -23,23 +23,28 @@ optimizer state is handed over, not copied. Several ranks cannot: one would repe
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from .layout import Direction
 from .layout.tensors import model_bindings
 from .optim import (
+    DeferredUpdates,
+    DeviceSums,
     GradientOffload,
     GradientReduction,
     Gradients,
     HostChunk,
     HostMemory,
     PagedAdamW,
-    optimizer_bytes,
+    Surroundings,
+    Updates,
+    state_bytes,
 )
 from .runtime import (
     Alone,
@@ -47,12 +52,15 @@ from .runtime import (
     Device,
     Hook,
     HostWorker,
+    InBuffer,
+    InSlot,
     Pager,
     Ranks,
     Recompute,
     Removable,
     Residence,
     Ring,
+    Staging,
     StateAccess,
     Swap,
     SwapBlock,
@@ -60,7 +68,8 @@ from .runtime import (
     attach_entry,
     drop_ended_backward,
 )
-from .types import Chunk, Counters, Layout, Placement, Plan
+from .runtime.device import Event
+from .types import Chunk, Counters, Layout, Placement, Plan, Update
 from .viewing import Viewer
 
 
@@ -127,6 +136,7 @@ class Session:
         self._options = options
         self._params = dict(model.named_parameters())
         self._optimizer: torch.optim.Optimizer | None = None
+        self._updates = Updates()
         self._stale: set[int] = set()
         self.closed = self._watched = False
         self._placed_bytes = 0
@@ -136,6 +146,7 @@ class Session:
         self._swap: Swap | None = None
         self._host_chunks: list[HostChunk] = []
         self._worker = HostWorker(device)
+        self._staging = Staging(device, self.counters)
         self.arena = Arena(ranks=ranks, shards=plan.shards)
         self._memory = HostMemory(self.arena, device, options.fp32_master, ranks)
         self._ring = Ring(layout, plan, self.arena, device, options.poison, ranks)
@@ -183,12 +194,22 @@ class Session:
         Raises:
             ConfigError: Host-kept state needs AdamW.
         """
+        self._optimizer = plain
         if not self._host_chunks:
-            self._optimizer = plain
             return plain
-        self._optimizer = PagedAdamW(
+        names = {id(p): name for name, p in self._params.items()}
+        viewer = self._viewer
+        if isinstance(self._gradients, DeviceSums):
+            around = Surroundings(
+                self._beside, self._on_the_host, viewer.hide, viewer.show_again
+            )
+            deferred = DeferredUpdates(plain, names, self.device, self._staging, around)
+            self._updates = deferred
+            deferred.take_chunks(self._host_chunks, self._gradients)
+            return deferred.wrapped()
+        paged = PagedAdamW(
             plain,
-            {id(p): name for name, p in self._params.items()},
+            names,
             self._host_chunks,
             self._gradients,
             self.device,
@@ -198,9 +219,10 @@ class Session:
             self._ranks,
         )
         # what is shown would be taken for what somebody has written after the update
-        self._optimizer.register_step_pre_hook(lambda *_: self._viewer.hide())
-        self._optimizer.register_step_post_hook(self._viewer.show_again)
-        return self._optimizer
+        paged.register_step_pre_hook(lambda *_: viewer.hide())
+        paged.register_step_post_hook(viewer.show_again)
+        self._updates = self._optimizer = paged
+        return paged
 
     def weights(self) -> AbstractContextManager[None]:
         """Inside, parameters and gradients are plain tensors with their true values, and
@@ -220,11 +242,9 @@ class Session:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """Clip over device and host gradients; None if the plain way sees them all."""
-        if not isinstance(self._optimizer, PagedAdamW):
-            return None
         self._viewer.hide()
         self._pager.close_any()
-        norm = self._optimizer.clip_grad_norm([*self._params.values()], max_norm)
+        norm = self._updates.clip_grad_norm([*self._params.values()], max_norm)
         self._viewer.show_again()
         return norm
 
@@ -232,7 +252,7 @@ class Session:
     def movable(self) -> frozenset[int]:
         """Chunks that `replan` may move to the host: those that train only if the
         optimizer has a side there from the start."""
-        trains = isinstance(self._optimizer, PagedAdamW)
+        trains = bool(self._host_chunks)
         return frozenset(
             c.index for c in self.layout.chunks if trains or not c.trainable
         )
@@ -274,8 +294,7 @@ class Session:
         self._gradients = self._new_gradients()
         self._attach()
         self._placed_bytes += self.device.used_bytes() - used_bytes
-        if isinstance(self._optimizer, PagedAdamW):
-            self._optimizer.rehost(self._host_chunks, self._gradients)
+        self._updates.take_chunks(self._host_chunks, self._gradients)
         self._viewer.show_again()
 
     def forget_gradients(self) -> None:
@@ -289,8 +308,8 @@ class Session:
         self._pager.close_any()
         self._gradients.discard()
         self._worker.drain()
-        if isinstance(self._optimizer, PagedAdamW):
-            self._optimizer.zero_grad()
+        self._staging.forget()
+        self._updates.forget_gradients()
         for param in self._params.values():
             param.grad = None
 
@@ -304,6 +323,7 @@ class Session:
     def settle(self) -> None:
         """Return once no host update is pending: what is read next is the truth."""
         self._worker.drain()
+        self._updates.flush()
         if self.plan.shards == 1:
             # a gather waits for the ranks that do not ask now
             self.ready()
@@ -316,9 +336,11 @@ class Session:
 
     def device_optimizer_bytes(self) -> int:
         """Device bytes of optimizer state now; looks at each tensor of it."""
-        if isinstance(self._optimizer, PagedAdamW):
-            return self._optimizer.device_bytes()
-        return optimizer_bytes(self._optimizer)
+        if isinstance(self._updates, PagedAdamW):
+            return self._updates.device_bytes()
+        host = {id(p) for host in self._host_chunks for p in host.params}
+        state = self._optimizer.state if self._optimizer is not None else {}
+        return state_bytes({p: own for p, own in state.items() if id(p) not in host})
 
     @property
     def stall_s(self) -> float:
@@ -327,7 +349,7 @@ class Session:
 
     def measured(self) -> Measured:
         """Counters so far; looks at each tensor of the optimizer's state."""
-        optimizer, swap = self._optimizer, self._swap
+        updates, swap = self._updates, self._swap
         return Measured(
             **asdict(self.counters),
             stall_s=self.stall_s,
@@ -335,11 +357,7 @@ class Session:
             device_placed_bytes=self._placed_bytes,
             device_optimizer_bytes=self.device_optimizer_bytes(),
             host_arena_bytes=self.arena.nbytes,
-            host_optimizer_bytes=(
-                optimizer.host_bytes() + self._gradients.host_bytes
-                if isinstance(optimizer, PagedAdamW)
-                else 0
-            ),
+            host_optimizer_bytes=updates.host_bytes() + self._gradients.host_bytes,
             host_swap_bytes=swap.host_bytes if swap is not None else 0,
         )
 
@@ -361,6 +379,8 @@ class Session:
             for host in self._host_chunks:
                 undo.callback(host.clear)
             undo.callback(self._gradients.close)
+            undo.callback(self._staging.close)
+            undo.callback(self._updates.close)
             undo.callback(self._residence.detach_state)
             undo.callback(self._residence.move_out)
             undo.callback(_remove, self._handles)
@@ -368,6 +388,7 @@ class Session:
             undo.callback(self.device.synchronize)
             undo.callback(self._pager.close_any)
             undo.callback(self._worker.close)
+            undo.callback(self._updates.flush)
             undo.callback(self._viewer.hide)
             self._worker.drain()
 
@@ -410,6 +431,8 @@ class Session:
                 self._residence.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
+        if self.plan.update is Update.DEVICE:
+            return DeviceSums(self.device, self._worker, self._staging, self.counters)
         if self._ranks.world.size == 1:
             return GradientOffload(self.device, self._worker, self.counters)
         return GradientReduction(
@@ -424,9 +447,9 @@ class Session:
     def _new_pager(self) -> Pager:
         return self._ring.pager(
             self._worker,
-            before_ahead=self._swap.open_backward if self._swap else None,
+            opened=self._opened,
             before_backward=self._before_backward,
-            before_forward=self._viewer.hide,
+            before_forward=self._before_forward,
             counters=self.counters,
         )
 
@@ -480,12 +503,11 @@ class Session:
 
     def _settle_all(self) -> None:
         """Return once weights and gradients are what is read next, on all ranks."""
-        if isinstance(self._optimizer, PagedAdamW):
-            self._optimizer.settle_gradients()
-        else:
-            self._gradients.settle()
+        self._gradients.settle()
+        self._updates.settle_gradients()
         self._pager.close_any()
         self._worker.drain()
+        self._updates.flush()
         self.ready()
         # copies to slots read what may be written now
         self.device.synchronize()
@@ -494,12 +516,83 @@ class Session:
         self._viewer.before_backward()
         self._gradients.reach(block)
 
+    def _before_forward(self) -> None:
+        self._viewer.hide()
+        self._updates.finish()
+
+    def _opened(self, block: int, direction: Direction) -> None:
+        if direction is Direction.BACKWARD:
+            if self._swap is not None:
+                self._swap.open_backward(block)
+            return
+        for index in self.layout.blocks[block].chunks:
+            self._update(self.layout.chunks[index])
+        self._updates.fetch_ahead(block + 1)
+
+    def _update(self, chunk: Chunk) -> None:
+        """Make the noted step of a chunk that is about to be used, if there is one."""
+        if self._updates.is_pending(chunk.index):
+            assert isinstance(self._updates, DeferredUpdates)
+            slot, home = self._ring.slot_of(chunk.index), self.arena.chunk(chunk.index)
+            weights = InSlot(slot, home) if slot else self._stays(chunk)
+            self._updates.update(chunk.index, weights)
+            self._residence.remember_chunk(chunk)
+
+    def _stays(self, chunk: Chunk) -> InBuffer:
+        """Where the weights of a chunk are that do not leave the device."""
+        return InBuffer(
+            self.device,
+            self._residence.buffer_of(chunk),
+            self.arena.chunk(chunk.index),
+            partial(self._residence.refresh, chunk, self._ring),
+        )
+
+    @contextmanager
+    def _beside(self, chunk: Chunk, after: Event | None) -> Iterator[InBuffer]:
+        """See `Surroundings`."""
+        number = self._ring.numbers.get(chunk.index)
+        if number is None:
+            yield self._stays(chunk)
+            self._residence.remember_chunk(chunk)
+            return
+        device = self.device
+        buffer = device.allocate(chunk.nbytes)
+        device.fetch.wait(device.compute.record())
+        if after is not None:
+            device.fetch.wait(after)
+        device.compute.wait(self._ring.fetch(device.fetch, buffer, chunk.index))
+        home = self.arena.chunk(chunk.index)
+        try:
+            with self._residence.moved_to(chunk, buffer):
+                yield InBuffer(device, buffer, home, lambda: None)
+        finally:
+            self._residence.remember_chunk(chunk)
+            self._pager.forget(number)
+            device.offload.record().synchronize()
+            device.free(buffer)
+
+    @contextmanager
+    def _on_the_host(self) -> Iterator[None]:
+        """See `Surroundings`."""
+        self._viewer.hide()
+        on_host = frozenset(self._residence.on_host)
+        self._residence.show(on_host, own=False)
+        try:
+            yield
+        finally:
+            self._residence.hide(on_host, takes=False)
+
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
         self._viewer.enter(module)
         for block in self._running:
             block.unwind()
         self._pager.close_any()
+        self._updates.finish()
+        self._updates.fetch_ahead(0)
+        for chunk in self.layout.chunks:
+            if not chunk.pageable:
+                self._update(chunk)
         # or gradients would stay on the device until backward sends the next ones
         self._gradients.retire()
         self.ready()

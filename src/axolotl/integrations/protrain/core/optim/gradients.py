@@ -65,11 +65,16 @@ class Gradients:
         for shown in self._shown:
             shown.hide()
 
-    def take_back(self, worker: HostWorker) -> None:
-        """Take over what `.grad` was set to meanwhile, after `settle`; `worker` updates."""
+    def take_back(
+        self, pending: Callable[[int], bool], wait: Callable[[int], None]
+    ) -> None:
+        """Take over what `.grad` was set to meanwhile, after `settle`.
+
+        `pending` says whether a chunk waits for its update, `wait` returns after it.
+        """
         for shown in self._shown:
             index = shown.host.chunk.index
-            shown.take_back(worker.pending(index), partial(worker.wait, index))
+            shown.take_back(pending(index), partial(wait, index))
 
     def spend(self) -> None:
         """A step ends."""
@@ -250,7 +255,7 @@ class GradientOffload(Gradients):
             view = tensor_in(staging, sums.chunk.tensors[index])
             stream.copy(view, gradient)
             staged.append((index, view))
-        event = stream.record()
+        event = sums.sent = stream.record()
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._in_flight.append((event, list(gradients.values())))
         if staged:

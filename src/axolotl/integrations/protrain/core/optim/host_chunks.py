@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..layout import Piece, Reduction, aligned, main_chunk, reductions
 from ..layout.shards import PAGE_BYTES
 from ..runtime import Alone, Arena, Device, Ranks
+from ..runtime.device import Event
 from ..types import Chunk, TensorSpec
 
 MASTER_KEY = "master"
@@ -77,15 +78,32 @@ class HostMemory:
 class GradientSums:
     """Gradients of a whole chunk that add up on the host of one rank.
 
-    There is a buffer for each parameter of the chunk, in the dtype of the sum.
+    Args:
+        chunk: Whose gradients they are.
+        summed: The same in the dtypes of the sums.
+        memory: uint8, all sums as `summed` lays them out.
+        buffers: The same, for each parameter with a storage of its own.
+
+    Attributes:
+        present: Indices of parameters that have a sum.
+        arrived: What autograd has produced but nobody has sent, by index.
+        norms: Of sums, on the device, as far as they are known.
+        sent: After the last copy into `memory`.
     """
 
-    def __init__(self, chunk: Chunk, buffers: Sequence[Tensor], device: Device) -> None:
-        self.chunk = chunk
+    def __init__(
+        self,
+        chunk: Chunk,
+        summed: Chunk,
+        memory: Tensor,
+        buffers: Sequence[Tensor],
+        device: Device,
+    ) -> None:
+        self.chunk, self._summed, self.memory = chunk, summed, memory
         self.present: set[int] = set()
-        """Indices of parameters that have a sum."""
         self.arrived: dict[int, Tensor] = {}
-        """What autograd has produced but nobody has sent, by index."""
+        self.norms: dict[int, Tensor] = {}
+        self.sent: Event | None = None
         self._device, self._buffers = device, buffers
 
     def first_buffer(self, index: int) -> Tensor | None:
@@ -93,15 +111,25 @@ class GradientSums:
         same = self._buffers[index].dtype == self.chunk.tensors[index].dtype
         return self._buffers[index] if same and index not in self.present else None
 
+    def within(self, buffer: Tensor, index: int) -> Tensor:
+        """The sum of a parameter in a copy of the memory."""
+        return tensor_in(buffer, self._summed.tensors[index])
+
     def total(self, index: int) -> Tensor:
         """The sum of a parameter."""
         return self._buffers[index]
+
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """Overwrite the sum of a parameter."""
+        self._buffers[index].copy_(gradient)
+        self.norms.pop(index, None)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to that of a parameter."""
         total = self._buffers[index]
         self._device.reads((gradient,))
         self._device.writes((total,))
+        self.norms.pop(index, None)
         if index in self.present:
             total.add_(gradient)
         else:
@@ -163,7 +191,9 @@ class HostChunk:
             self._pieces = [Piece(n, 0, own.numel, 0) for n, own in enumerate(specs)]
             self._gradients = sums
             self._all = list(zip(self._pieces, sums, strict=True))
-            self.sums = GradientSums(chunk, sums, self._device)
+            summed = main_chunk(chunk, memory.fp32_master)
+            region = memory.gradients.chunk(chunk.index)
+            self.sums = GradientSums(chunk, summed, region, sums, self._device)
             self.used = self.sums.present
         self.owned = [piece.tensor for piece in self._pieces]
         self.weights = [_cut(weights[piece.tensor], piece) for piece in self._pieces]
@@ -229,7 +259,7 @@ class HostChunk:
         """Overwrite a parameter's gradient; of several ranks each its pieces."""
         sums = self._own_sums(index)
         if sums is not None:
-            sums.total(index).copy_(gradient)
+            sums.replace(index, gradient)
             return
         flat = gradient.reshape(-1)
         for piece, own in zip(self._pieces, self._gradients, strict=True):

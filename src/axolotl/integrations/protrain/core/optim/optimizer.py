@@ -31,9 +31,10 @@ from ..runtime import Alone, Device, HostWorker, Ranks
 from .gradients import Gradients
 from .host_adamw import HostAdamW, Hyperparameters, optimizer_bytes
 from .host_chunks import HostChunk
+from .updates import Updates
 
 
-class PagedAdamW(torch.optim.Optimizer):
+class PagedAdamW(Updates, torch.optim.Optimizer):
     """AdamW over device and host parameters.
 
     Args:
@@ -80,7 +81,7 @@ class PagedAdamW(torch.optim.Optimizer):
         self._names, self._kind = names, kind
         self._device, self._worker = device, worker
         self._before_update = before_update
-        self._take_chunks(chunks, gradients)
+        self._place(chunks, gradients)
         self._resident = self._without_host(plain)
         self._clip: tuple[float, Tensor] | None = None
 
@@ -101,6 +102,9 @@ class PagedAdamW(torch.optim.Optimizer):
         torch.nn.utils.clip_grads_with_norm_(on_device, max_norm, total_norm)
         self._clip = (max_norm, total_norm)
         return total_norm
+
+    def forget_gradients(self) -> None:
+        self.zero_grad()
 
     def settle_gradients(self) -> None:
         """Return once every gradient is where the update reads it, and clipped."""
@@ -187,14 +191,14 @@ class PagedAdamW(torch.optim.Optimizer):
             }
             self._resident.load_state_dict(packed)
 
-    def rehost(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
+    def take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         """Go on with more chunks on the host; no gradient and no update is pending.
 
         State comes along without a second copy of what is on the host. Chunks known
         already are the same objects.
         """
         state = self._host.state()
-        self._take_chunks(chunks, gradients)
+        self._place(chunks, gradients)
         if self._resident is not None:
             before, self._resident = self._resident, self._without_host(self._resident)
             for param in list(before.state):
@@ -219,9 +223,9 @@ class PagedAdamW(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         self._gradients.settle()
-        self._gradients.take_back(self._worker)
+        self._gradients.take_back(self._worker.pending, self._worker.wait)
 
-    def _take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
+    def _place(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         self._chunks, self._gradients = chunks, gradients
         # by id of a parameter: its chunk and index there
         self._places = {

@@ -203,7 +203,10 @@ class GradientReduction(Gradients):
         self._buffers.append(self._sums)
         for waiting, main in zip(self._waiting, mains, strict=True):
             buffers = [self._sums_arena.tensor(main.index, s) for s in main.tensors]
-            waiting.sums = GradientSums(waiting.host.chunk, buffers, self._device)
+            memory = self._sums_arena.chunk(main.index)
+            waiting.sums = GradientSums(
+                waiting.host.chunk, main, memory, buffers, self._device
+            )
             waiting.host.sums = waiting.sums
             self._offload.expect(waiting.sums)
 

@@ -18,6 +18,7 @@ from .races import CheckedDevice
 from .ranks import Alone, Ranks
 from .recompute import Recompute
 from .residence import Residence
-from .slots import Slot
+from .slots import InBuffer, InSlot, Slot
+from .staging import Source, Staging
 from .swap import Swap, SwapBlock
 from .updates import HostTask, HostWorker

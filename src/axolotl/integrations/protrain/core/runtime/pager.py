@@ -58,9 +58,9 @@ class Pager:
         sources: Host bytes of each paged chunk, by its number in the schedule.
         wait_update: Blocks until the pending host update of a chunk has landed.
         update_pending: True while a chunk must not be fetched ahead.
-        before_ahead: Called with a block that opens in backward, once its own chunks
-            are on their way and before others are.
-        before_backward: The same before anything else: what follows it is done.
+        opened: Called with a block whose window has opened, before others are fetched.
+        before_backward: Called with a block that opens in backward, before anything
+            else: what follows it is done.
         before_forward: Called first when a block opens in a forward.
         counters: Fetches and misses are counted here.
 
@@ -75,9 +75,9 @@ class Pager:
         sources: Sequence[Tensor],
         wait_update: Callable[[int], None],
         update_pending: Callable[[int], bool],
-        before_ahead: Callable[[int], None] | None = None,
-        before_backward: Callable[[int], None] | None = None,
-        before_forward: Callable[[], None] | None = None,
+        opened: Callable[[int, Direction], None] = lambda *_: None,
+        before_backward: Callable[[int], None] = lambda _: None,
+        before_forward: Callable[[], None] = lambda: None,
         counters: Counters | None = None,
     ) -> None:
         def with_slots(chunks: Iterable[int]) -> list[tuple[int, Slot]]:
@@ -94,7 +94,7 @@ class Pager:
         self._sources = sources
         self._wait_update = wait_update
         self._update_pending = update_pending
-        self._before_ahead = before_ahead
+        self._opened = opened
         self._before_backward = before_backward
         self._before_forward = before_forward
         self.window: int | None = None
@@ -110,9 +110,9 @@ class Pager:
         if self.window == block:
             return
         backward = direction is Direction.BACKWARD
-        if self._before_backward is not None and backward:
+        if backward:
             self._before_backward(block)
-        if self._before_forward is not None and not backward:
+        else:
             self._before_forward()
         if self.window is not None:
             if self._forward_runs and not backward:
@@ -133,8 +133,7 @@ class Pager:
             slot.begin_use()
         self.window = block
         self._forward_runs = not backward
-        if self._before_ahead is not None and backward:
-            self._before_ahead(block)
+        self._opened(block, direction)
         self._fetch_ahead(block, direction)
 
     def close(self, block: int, direction: Direction | None = None) -> None:
@@ -290,12 +289,17 @@ class Ring:
             for nbytes in sizes
         ]
 
+    def slot_of(self, index: int) -> Slot | None:
+        """Through which a chunk passes, if it is paged."""
+        number = self.numbers.get(index)
+        return self.slots[number % self._plan.n_buffer] if number is not None else None
+
     def buffer_of(self, chunk: Chunk) -> Tensor:
         """What a host-kept chunk's parameters become views of: its slot, or new memory."""
-        number = self.numbers.get(chunk.index)
-        if number is None:
+        slot = self.slot_of(chunk.index)
+        if slot is None:
             return self._device.allocate(padded_bytes(chunk, self._plan.shards))
-        return self.slots[number % self._plan.n_buffer].buffer
+        return slot.buffer
 
     def source(self, index: int) -> Tensor:
         """What this rank copies and page-locks of a chunk: all of it, or its shard."""

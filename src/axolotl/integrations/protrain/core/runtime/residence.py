@@ -24,7 +24,8 @@ version than it left refuses to go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ from ..layout.tensors import (
     parameter_name,
     release_packing,
 )
-from ..types import Chunk, Counters
+from ..types import Chunk, Counters, TensorSpec
 from .arena import Arena, return_freed_memory
 from .device import Device
 from .hooks import Hook, Removable, StateAccess, attach_state_dict
@@ -141,7 +142,7 @@ class Residence:
             size = self._ranks.world.local_size
             if takes and index % size == self._ranks.local_rank:
                 self._take_over(chunk, memory if index in shown else None)
-            self._remember(chunk)
+            self.remember_chunk(chunk)
         if wrong:
             raise AccessError(wrong)
 
@@ -190,9 +191,10 @@ class Residence:
         A parametrization that comes and goes in a forward leaves another version.
         """
         for chunk in self.on_host.values():
-            self._remember(chunk)
+            self.remember_chunk(chunk)
 
-    def _remember(self, chunk: Chunk) -> None:
+    def remember_chunk(self, chunk: Chunk) -> None:
+        """An update has ended."""
         for spec in chunk.tensors:
             owner = self._bindings[spec.name].owner
             if isinstance(owner, nn.Parameter):
@@ -232,11 +234,26 @@ class Residence:
         while self._state_handles:
             self._state_handles.pop().remove()
 
+    def buffer_of(self, chunk: Chunk) -> Tensor:
+        """The device memory that a chunk's parameters are views of, uint8."""
+        first = self._places[chunk.tensors[0].name]
+        storage = first.untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+
+    @contextmanager
+    def moved_to(self, chunk: Chunk, buffer: Tensor) -> Iterator[None]:
+        """Inside, the parameters of a chunk are views of another buffer."""
+        try:
+            for spec in chunk.tensors:
+                self._bindings[spec.name].bind(_view(buffer, spec))
+            yield
+        finally:
+            for spec in chunk.tensors:
+                self._bindings[spec.name].bind(self._places[spec.name])
+
     def refresh(self, chunk: Chunk, ring: Ring) -> None:
         """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
-        first = self._bindings[chunk.tensors[0].name].tensor
-        storage = first.untyped_storage()
-        buffer = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+        buffer = self.buffer_of(chunk)
         compute = self._device.compute
         compute.wait(ring.fetch(compute, buffer, chunk.index))
         self._counters.fetched_bytes += ring.source(chunk.index).nbytes
@@ -330,12 +347,16 @@ class Residence:
             self._attach_state(chunk)
             self.on_host[chunk.index] = chunk
         for spec in chunk.tensors:
-            view = buffer[spec.offset : spec.offset + spec.nbytes]
             # frees the original
-            self._places[spec.name] = view.view(spec.dtype).view(spec.shape)
+            self._places[spec.name] = _view(buffer, spec)
             self._bindings[spec.name].bind(self._places[spec.name])
-        self._remember(chunk)
+        self.remember_chunk(chunk)
         return_freed_memory()
+
+
+def _view(buffer: Tensor, spec: TensorSpec) -> Tensor:
+    flat = buffer[spec.offset : spec.offset + spec.nbytes]
+    return flat.view(spec.dtype).view(spec.shape)
 
 
 def _lies(tensor: Tensor) -> tuple[object, ...]:

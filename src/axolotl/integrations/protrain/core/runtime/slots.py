@@ -12,10 +12,12 @@ placeholder tensors. Between two passes it may show its host copy for a while
 # Note [Slot protocol]
 
 Only `Slot` knows events, and prefetch, miss, evaluation, generation, recomputation and
-loading all go through its four calls:
+loading all go through its five calls:
 
-* `fetch` lets the copy wait for the last use of the buffer (`_last_use`), then queues it;
+* `fetch` lets the copy wait for the last use of the buffer (`_last_use`) and for the way
+  home of what was changed there (`_sent`), then queues it;
 * `begin_use` lets compute wait for that copy (`_arrival`) before anybody reads;
+* `send_back` lets a copy to the host wait for compute, which has changed the weights;
 * `end_use` records the last use, after the last kernel that reads was queued;
 * `overwritten` stands for kernels that wrote through the parameters: a last use, too.
 
@@ -26,6 +28,7 @@ poison is asked for each fetch fills the buffer first, on the stream of the copy
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -107,6 +110,7 @@ class Slot:
         self._poison = poison
         self._transport = transport or Transport(device)
         self._arrival: Event | None = None
+        self._sent: Event | None = None
         # a block that is read without being called must not find plausible bytes
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
@@ -115,6 +119,8 @@ class Slot:
         """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
         stream = self._device.fetch
         stream.wait(self._last_use)
+        if self._sent is not None:
+            stream.wait(self._sent)
         if self._poison:
             stream.fill(self.buffer, POISON_BYTE)
         self._arrival = self._transport.fetch(stream, self.buffer, source)
@@ -138,8 +144,70 @@ class Slot:
         self._device.end_use(self.buffer)
         self._last_use = self._device.compute.record()
 
+    def send_back(self, home: Tensor) -> Event:
+        """Queue the way home of what compute has changed in an open window.
+
+        Args:
+            home: uint8, the chunk on the host.
+        """
+        self._changed()
+        self._sent = send_home(self._device, home, self.buffer)
+        return self._sent
+
+    def spoilt(self) -> None:
+        """Compute has changed some of it in an open window, and it is of no use."""
+        self._changed()
+        self.holds = None
+
+    def _changed(self) -> None:
+        self._device.end_use(self.buffer)
+        self._device.writes([self.buffer], self._device.compute)
+        self._device.begin_use(self.buffer)
+
     def overwritten(self) -> None:
         """Compute has written through the parameters; order the next `fetch` after."""
         self._device.writes([self.buffer], self._device.compute)
         self._last_use = self._device.compute.record()
         self.holds = None
+
+
+class InSlot:
+    """Weights of a chunk in a slot whose window is open, to be updated there."""
+
+    def __init__(self, slot: Slot, home: Tensor) -> None:
+        self._slot, self._home = slot, home
+
+    def send_back(self) -> Event:
+        """Queue the way home of what compute has changed."""
+        return self._slot.send_back(self._home)
+
+    def spoilt(self) -> None:
+        """They are not to be used: compute has changed some of them."""
+        self._slot.spoilt()
+
+
+class InBuffer:
+    """The same in a buffer that is no slot; `renew` brings the host's copy there."""
+
+    def __init__(
+        self, device: Device, buffer: Tensor, home: Tensor, renew: Callable[[], None]
+    ) -> None:
+        self._device, self._buffer, self._home = device, buffer, home
+        self._renew = renew
+
+    def send_back(self) -> Event:
+        """Queue the way home of what compute has changed."""
+        self._device.writes([self._buffer], self._device.compute)
+        return send_home(self._device, self._home, self._buffer)
+
+    def spoilt(self) -> None:
+        """They are not to be used: compute has changed some of them."""
+        self._device.writes([self._buffer], self._device.compute)
+        self._renew()
+
+
+def send_home(device: Device, home: Tensor, buffer: Tensor) -> Event:
+    """Copy a changed chunk to its host memory, after what compute has queued."""
+    device.offload.wait(device.compute.record())
+    device.offload.copy(home, buffer[: home.numel()])
+    return device.offload.record()

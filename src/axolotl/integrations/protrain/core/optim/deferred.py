@@ -1,0 +1,452 @@
+"""Updates of weights whose optimizer state is on the host, on the device.
+
+# Note [The deferred update]
+
+`step` updates what has its state on the device; for every other chunk it only notes what
+it would have done (Note [The ghost] in noted.py). The chunk is then *pending*: before its
+weights are used next, gradient and state come beside them, the noted step is made, and
+weights and state go back. Who reads the host's copy meanwhile has it made first (`flush`).
+There is room for one gradient a chunk, so a second step makes what is pending first.
+
+Every number is that of the run without paging: the same kernels with the same arguments on
+the same device, one chunk later. Gradients, sums and norms never pass through another
+processor.
+
+# Note [An update that is interrupted]
+
+Nothing on the host changes before all of an update has been queued without an error. An
+error or Ctrl-C before that restores the structure of the state, which an optimizer changes
+as it goes, and gives the weights on the device up: the chunk is pending as before. After
+it `own.change` says that the device has the truth, and copying it home may be repeated. A
+signal handler that reads weights in the middle makes the update anew, beside it; the first
+one then refuses to go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import AccessError, ConfigError
+from ..runtime import Device, Source, Staging
+from ..runtime.device import Event
+from ..runtime.staging import parts
+from ..types import IN_FLIGHT, Chunk
+from .device_sums import DeviceSums
+from .host_chunks import GradientSums, HostChunk
+from .noted import Clip, Noted
+from .states import Change, HostedState, Leaf, leaves, structure
+from .updates import Updates
+
+
+class InMemory(Protocol):
+    """The weights of a chunk where they compute."""
+
+    def send_back(self) -> Event:
+        """Queue the way home of what compute has changed."""
+
+    def spoilt(self) -> None:
+        """They are not to be used: compute has changed some of them."""
+
+
+class Surroundings(NamedTuple):
+    """What the owner of the weights does around updates.
+
+    Attributes:
+        beside: Gives the weights of a chunk in device memory where no pass reads them,
+            to be updated outside of passes; once the host's copy is there.
+        on_host: Inside, parameters are on the host, and so is state that is loaded.
+        hide: Nobody looks at gradients from here on.
+        show_again: A step is over: whoever looked may go on.
+    """
+
+    beside: Callable[[Chunk, Event | None], AbstractContextManager[InMemory]]
+    on_host: Callable[[], AbstractContextManager[None]]
+    hide: Callable[[], None]
+    show_again: Callable[[], None]
+
+
+class _Own:
+    """One chunk: its state, and the step it waits for."""
+
+    def __init__(self, host: HostChunk, state: HostedState) -> None:
+        assert host.sums is not None
+        self.host, self.state, self.sums = host, state, host.sums
+        self.key = "update", host.chunk.index
+        self.noted: Noted | None = None
+        self.used: tuple[int, ...] = ()
+        self.change: Change | None = None
+        self.clip: Clip | None = None
+        self.left: Event | None = None
+        self.attempt = object()
+
+    def sources(self) -> list[Source]:
+        state = (
+            [Source(self.state.region, self.left)] if self.state.region.numel() else []
+        )
+        return [Source(self.sums.memory, self.sums.sent), *state]
+
+
+class DeferredUpdates(Updates):
+    """Makes noted steps; see Note [The deferred update].
+
+    Args:
+        plain: The optimizer that the run would have used without paging.
+        names: Full name of each parameter, by `id(parameter)`.
+        staging: Through which gradients and states come.
+    """
+
+    def __init__(
+        self,
+        plain: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        device: Device,
+        staging: Staging,
+        around: Surroundings,
+    ) -> None:
+        self.plain, self._kind = plain, type(plain)
+        self._names, self._device, self._staging = names, device, staging
+        self._around = around
+        self._all: list[_Own] = []
+        self._own: dict[int, _Own] = {}
+        self._clip: Clip | None = None
+        self._hidden: dict[Any, Any] = {}
+        self._leaving: deque[tuple[Event, Change]] = deque()
+
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer to train with: `plain` itself, in front of its class another."""
+        name = f"Paged{self._kind.__name__}"
+        bases = (PagedOptimizer, self._kind)
+        self.plain.__class__ = type(name, bases, {"updates": self})
+        return self.plain
+
+    def take_chunks(self, chunks: Sequence[HostChunk], gradients: DeviceSums) -> None:
+        self._gradients = gradients
+        known = {id(own.host): own for own in self._all}
+        self._all = [
+            known.get(id(host))
+            or _Own(host, HostedState(self.plain, host.params, self._device))
+            for host in chunks
+        ]
+        self._own = {own.host.chunk.index: own for own in self._all}
+        self._places: dict[int, tuple[_Own, int]] = {
+            id(param): (own, index)
+            for own in self._all
+            for index, param in enumerate(own.host.params)
+        }
+        grouped = {id(p) for group in self.plain.param_groups for p in group["params"]}
+        for param in self._places:
+            if param not in grouped:
+                raise ConfigError(
+                    f"optimizer: {self._names[param]} requires a gradient but is in no "
+                    "parameter group. Freeze it or give it to a group."
+                )
+        self.adopt([own for own in self._all if id(own.host) not in known])
+
+    def adopt(self, chunks: Sequence[_Own] | None = None) -> None:
+        """Bring state home that was made or loaded elsewhere, of all chunks or some."""
+        shared, groups = self._shared(), self._groups()
+        for own in self._all if chunks is None else chunks:
+
+            def stays(leaf: Leaf, own: _Own = own) -> bool:
+                group = groups[id(own.host.params[leaf.path[0]])]
+                # the rule of torch.optim.Optimizer.load_state_dict
+                on_device = group.get("fused") or group.get("capturable")
+                return leaf.key == "step" and not on_device
+
+            own.state.adopt(stays, shared)
+
+    # gradients
+
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> Tensor:
+        """As `Updates` has it; what is on the host is scaled as it is updated."""
+        self._settle()
+        norms, here = [], []
+        for param in parameters:
+            own, index = self._places.get(id(param), (None, 0))
+            if own is not None and index in own.sums.present:
+                norms.append(self._norm(own.sums, index))
+            elif own is None and param.grad is not None:
+                norms.append(torch.nn.utils.get_total_norm([param.grad]))
+                here.append(param)
+        # that of a number is the number: its order of dtypes is torch's affair
+        total_norm = torch.nn.utils.get_total_norm(norms)
+        if max_norm != float("inf"):
+            torch.nn.utils.clip_grads_with_norm_(here, max_norm, total_norm)
+            self._clip = (max_norm, total_norm)
+        return total_norm
+
+    def settle_gradients(self) -> None:
+        self._settle()
+        for own in self._all:
+            if self._clip is not None:
+                _clip(own.sums, own.sums.present, self._clip)
+            if own.clip is not None and own.noted is None:
+                # what the last step has used, while it is still there
+                _clip(own.sums, set(own.used) - own.sums.present, own.clip)
+                own.clip = None
+        self._clip = None
+
+    def forget_clip(self) -> None:
+        """Gradients that were to be scaled are gone."""
+        self._clip = None
+
+    def forget_gradients(self) -> None:
+        self._clip = None
+        for own in self._all:
+            own.sums.present.clear()
+
+    # steps
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the plain step, which must see only what it has to update now."""
+        stood: list[tuple[nn.Parameter, Tensor]] = []
+
+        def note(*_: Any) -> None:
+            # what is shown would be taken for what somebody has written after it
+            self._around.hide()
+            self._settle()
+            self.flush()
+            noted = Noted(self.plain, self._kind, self._clip)
+            self._clip = None
+            for own in self._all:
+                params = own.host.params
+                stood.extend((p, p.grad) for p in params if p.grad is not None)
+                for param in params:
+                    param.grad = None
+                    if param in self.plain.state:
+                        self._hidden[param] = self.plain.state.pop(param)
+                if own.sums.present:
+                    own.used = tuple(sorted(own.sums.present))
+                    own.sums.present.clear()
+                    own.noted = noted
+
+        # the last one: others may change groups and gradients
+        handle = self.plain.register_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._show_states()
+            for param, stand_in in stood:
+                param.grad = stand_in
+            self._gradients.spend()
+        self.fetch_ahead(0)
+        self._around.show_again()
+
+    def fetch_ahead(self, block: int) -> None:
+        for own in self._all:
+            at = own.host.chunk.block
+            if own.noted is not None and at is not None and at >= block:
+                if not self._staging.fetch(own.key, own.sources()):
+                    return
+
+    def is_pending(self, chunk: int) -> bool:
+        own = self._own.get(chunk)
+        return own is not None and own.noted is not None
+
+    def update(self, chunk: int, weights: InMemory) -> None:
+        """A pending chunk is about to be used: make its noted step."""
+        self._update(self._own[chunk], weights)
+
+    def finish(self) -> None:
+        for own in self._all:
+            if own.change is not None:
+                self.flush_chunk(own.host.chunk.index)
+
+    def flush_chunk(self, chunk: int) -> None:
+        """Make the noted step of one chunk."""
+        if self.is_pending(chunk):
+            own = self._own[chunk]
+            with self._around.beside(own.host.chunk, own.left) as weights:
+                self._update(own, weights)
+
+    def flush(self) -> None:
+        for own in self._all:
+            self.flush_chunk(own.host.chunk.index)
+        for own in self._all:
+            if own.left is not None:
+                own.left.synchronize()
+        self._leaving.clear()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the load of a state, which lands on the host."""
+        self.flush()
+        with self._around.on_host():
+            yield
+            self.adopt()
+
+    def close(self) -> None:
+        self._show_states()
+        self.plain.__class__ = self._kind
+        for own in self._all:
+            own.state.release()
+
+    def host_bytes(self) -> int:
+        return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)
+
+    def _settle(self) -> None:
+        self._gradients.settle()
+        self._gradients.take_back(lambda _chunk: False, self.flush_chunk)
+
+    def _norm(self, sums: GradientSums, index: int) -> Tensor:
+        if index not in sums.norms:
+            # somebody has changed it on the host
+            gradient = sums.total(index).to(self._device.torch_device)
+            sums.norms[index] = torch.nn.utils.get_total_norm([gradient])
+        return sums.norms[index]
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        return {id(p): g for g in self.plain.param_groups for p in g["params"]}
+
+    def _shared(self) -> set[int]:
+        """Addresses of what all parameters share with the optimizer."""
+        apart = {"state", "param_groups", "defaults"}
+        common = {k: v for k, v in vars(self.plain).items() if k not in apart}
+        return {x.tensor.data_ptr() for x in leaves(common) if x.tensor.numel()}
+
+    def _show_states(self) -> None:
+        hidden, self._hidden = self._hidden, {}
+        self.plain.state.update(hidden)
+
+    def _update(self, own: _Own, weights: InMemory) -> None:
+        """See Note [An update that is interrupted]."""
+        if own.change is None:
+            self._show_states()
+            buffer = self._staging.take(
+                own.key, own.sources(), keep=own.host.chunk.pageable
+            )
+            own.attempt = attempt = object()
+            undo = self._remember(own)
+            try:
+                change = self._step(own, buffer)
+                if own.attempt is not attempt:
+                    raise AccessError(
+                        "a signal handler has read weights in the middle of their "
+                        "update, and training cannot go on after it"
+                    )
+            except BaseException:
+                # an interrupt too; raised again as it is
+                undo()
+                self._staging.give_back(own.key)
+                weights.spoilt()
+                raise
+            own.change = change
+        change = own.change
+        own.state.take(change)
+        events = [weights.send_back()]
+        offload = self._device.offload
+        for target, source in change.copies:
+            offload.copy(target, source)
+        own.left = own.sums.sent = offload.record()
+        # what an update has made stays until it has been copied
+        self._leaving.append((own.left, change))
+        while len(self._leaving) > IN_FLIGHT:
+            self._leaving.popleft()[0].synchronize()
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
+        own.clip = own.noted.clip if own.noted else None
+        own.noted = own.change = None
+        self._staging.give_back(own.key, [*events, own.left])
+
+    def _remember(self, own: _Own) -> Callable[[], None]:
+        """What puts the state of a chunk back to what it is now, at rest."""
+        states = self.plain.state
+        before: dict[Tensor, Any] = {
+            p: states[p] for p in own.host.params if p in states
+        }
+        bound = [(leaf, leaf.tensor) for leaf in leaves(before)]
+        rests = own.state.is_at_rest
+        kept = {
+            p: structure(s, lambda t: t if rests(t) else t.clone())
+            for p, s in before.items()
+        }
+
+        def undo() -> None:
+            for leaf, tensor in bound:
+                leaf.bind(tensor)
+            for param in own.host.params:
+                param.grad = None
+                states.pop(param, None)
+            states.update(kept)
+
+        return undo
+
+    def _step(self, own: _Own, buffer: Tensor) -> Change:
+        noted, params = own.noted, own.host.params
+        assert noted is not None
+        sources = own.sources()
+        gradient, *state = parts(buffer, sources)
+        every = [p for group in self.plain.param_groups for p in group["params"]]
+        others = [(p, p.grad) for p in every if p.grad is not None]
+        kind = self._device.torch_device.type
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(kind, enabled=False),
+        ):
+            try:
+                for param, _ in others:
+                    param.grad = None
+                if state:
+                    own.state.to_device(state[0])
+                for index in own.used:
+                    params[index].grad = own.sums.within(gradient, index)
+                noted.step(self.plain, params)
+                return own.state.changed(state[0] if state else buffer, self._shared())
+            finally:
+                for param in params:
+                    param.grad = None
+                for param, grad in others:
+                    param.grad = grad
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Put in front of the plain optimizer's class while its weights are paged."""
+
+    updates: ClassVar[DeferredUpdates]
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ConfigError("optimizer: a closure cannot be called under paging")
+        with self.updates.noting():
+            return super().step()
+
+    # torch is not to call the hooks around this one, too
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.updates.flush()
+        # in the order in which the plain run makes it
+        every = [p for group in self.param_groups for p in group["params"]]
+        known = [
+            (param, self.state.pop(param)) for param in every if param in self.state
+        ]
+        self.state.update(known)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        with self.updates.loading():
+            super().load_state_dict(state_dict, *args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        self.updates.forget_clip()
+
+
+def _clip(sums: GradientSums, indices: Collection[int], clip: Clip) -> None:
+    holders = []
+    for index in indices:
+        holder = sums.total(index).detach()
+        holder.grad = sums.total(index)
+        holders.append(holder)
+    torch.nn.utils.clip_grads_with_norm_(holders, *clip)

@@ -1,0 +1,261 @@
+"""The state of an optimizer as the tensors that it is made of, and where they lie.
+
+An optimizer keeps what it likes for a parameter: tensors in a dict, and in there lists,
+tensors made of tensors (torchao's 8-bit moments) and objects that hold tensors (APOLLO's
+projector). Here each of these tensors is a *leaf*: a place in the structure that can be
+bound to other memory. So the state of a chunk rests on the host, in one region, and an
+update finds it on the device, without anybody knowing what it means.
+
+What an optimizer keeps on the host by itself (the step counts of AdamW, unless it is fused)
+stays there, and so does what all parameters share with the optimizer (the quantisation maps
+of bitsandbytes) on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import aligned
+from ..runtime import Device, host_buffer
+
+LEAF_BYTES = 16
+"""Leaves begin at multiples of it, as wide as the widest load of a kernel."""
+
+Path = tuple[Any, ...]
+
+
+class Leaf(NamedTuple):
+    """One tensor of a state: an item of `holder`, or an attribute of it."""
+
+    path: Path
+    holder: Any
+    key: Any
+    is_attribute: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is bound there now."""
+        if self.is_attribute:
+            return getattr(self.holder, self.key)
+        return self.holder[self.key]
+
+    def bind(self, tensor: Tensor) -> None:
+        """Let the optimizer find `tensor` there from here on."""
+        if self.is_attribute:
+            setattr(self.holder, self.key, tensor)
+        elif isinstance(self.holder, tuple):
+            self.tensor.data = tensor
+        else:
+            self.holder[self.key] = tensor
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[Leaf]:
+    """Every plain tensor in a state, in the order of its structure; no parameters."""
+    for key, item, is_attribute in _members(value):
+        inside = *path, key
+        if isinstance(item, nn.Parameter):
+            continue
+        if isinstance(item, Tensor) and not hasattr(item, "__tensor_flatten__"):
+            yield Leaf(inside, value, key, is_attribute)
+        else:
+            yield from leaves(item, inside)
+
+
+def _members(value: Any) -> list[tuple[Any, Any, bool]]:
+    if isinstance(value, Mapping):
+        return [(key, item, False) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(key, item, False) for key, item in enumerate(value)]
+    if isinstance(value, Tensor):
+        names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return [(name, getattr(value, name), True) for name in names]
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        return [(name, item, True) for name, item in vars(value).items()]
+    return []
+
+
+def structure(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with containers of its own, and `keep` of each tensor.
+
+    Tensors made of tensors are themselves again: bind their leaves to restore them.
+    """
+    if isinstance(value, Tensor):
+        return value if hasattr(value, "__tensor_flatten__") else keep(value)
+    if isinstance(value, dict):
+        own = copy(value)
+        own.update((key, structure(item, keep)) for key, item in value.items())
+        return own
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(structure(item, keep) for item in value)
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        own = copy(value)
+        vars(own).update((k, structure(item, keep)) for k, item in vars(value).items())
+        return own
+    return value
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies in the region of its chunk."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def within(self, buffer: Tensor) -> Tensor:
+        """The leaf in uint8 memory."""
+        flat = buffer[self.offset : self.offset + self.nbytes]
+        return flat.view(self.dtype).view(self.shape)
+
+    def on_host(self, region: Tensor) -> Tensor:
+        """The same with a storage of its own: `torch.save` writes whole storages."""
+        numel = self.shape.numel()
+        if not numel:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(
+            region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
+        )
+        return flat.view(self.shape)
+
+
+class _Rest(NamedTuple):
+    """A region of host memory, uint8, and what lies where in it."""
+
+    places: dict[Path, _Place]
+    region: Tensor
+
+
+class Change(NamedTuple):
+    """What an update has left on the device.
+
+    Attributes:
+        rest: Where it will lie on the host.
+        copies: What brings it there, as target and source.
+    """
+
+    rest: _Rest
+    copies: list[tuple[Tensor, Tensor]]
+
+
+class HostedState:
+    """The state of a chunk's parameters, at rest in page-locked host memory.
+
+    Args:
+        optimizer: Has it, by parameter.
+        params: The parameters of the chunk.
+        device: Where updates happen.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[nn.Parameter],
+        device: Device,
+    ) -> None:
+        self._optimizer, self._params, self._device = optimizer, params, device
+        self._rest = _Rest({}, torch.empty(0, dtype=torch.uint8))
+        self._left: list[Tensor] = []
+
+    @property
+    def region(self) -> Tensor:
+        """uint8; everything that travels, each leaf from a multiple of `LEAF_BYTES` on."""
+        return self._rest.region
+
+    def adopt(self, stays: Callable[[Leaf], bool], shared: Collection[int]) -> None:
+        """Take over a state that was made or loaded elsewhere; but what `stays`."""
+        found = [leaf for leaf in self._leaves(shared) if not stays(leaf)]
+        change = self._moved(found)
+        for target, source in change.copies:
+            target.copy_(source)
+        self.take(change)
+
+    def to_device(self, buffer: Tensor) -> None:
+        """Bind what travels to its copy in a device buffer."""
+        self._bind(lambda place: place.within(buffer))
+
+    def changed(self, buffer: Tensor, shared: Collection[int]) -> Change:
+        """What an update in `buffer` has changed; what it replaced is put there, too.
+
+        What it has made, or made larger, gets another region.
+        """
+        on_device = self._device.torch_device
+        found = [x for x in self._leaves(shared) if x.tensor.device == on_device]
+        if {leaf.path: _kind(leaf.tensor) for leaf in found} != {
+            path: place[1:] for path, place in self._rest.places.items()
+        }:
+            return self._moved(found)
+        for leaf in found:
+            view = self._rest.places[leaf.path].within(buffer)
+            if leaf.tensor.data_ptr() != view.data_ptr():
+                view.copy_(leaf.tensor)
+        whole = [(self.region, buffer[: self.region.numel()])] if found else []
+        return Change(self._rest, whole)
+
+    def take(self, change: Change) -> None:
+        """Bind everything to where it will rest; its copies are queued next."""
+        if change.rest is not self._rest:
+            self._left.append(self.region)
+            self._rest = change.rest
+        self.to_host()
+
+    def to_host(self) -> None:
+        """Bind everything to where it rests."""
+        self._bind(lambda place: place.on_host(self.region))
+
+    def is_at_rest(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the region."""
+        start = self.region.data_ptr()
+        return start <= tensor.data_ptr() < start + self.region.numel()
+
+    def release(self) -> None:
+        """Unlock all memory, which goes with its last reader; no copy may be in flight."""
+        for region in (*self._left, self.region):
+            if region.numel():
+                self._device.unpin(region)
+        self._left, self._rest = [], _Rest({}, torch.empty(0, dtype=torch.uint8))
+
+    def _leaves(self, shared: Collection[int]) -> list[Leaf]:
+        return [x for x in leaves(self._own()) if x.tensor.data_ptr() not in shared]
+
+    def _own(self) -> dict[int, Any]:
+        states, pairs = self._optimizer.state, enumerate(self._params)
+        return {n: states[p] for n, p in pairs if p in states}
+
+    def _bind(self, tensor_at: Callable[[_Place], Tensor]) -> None:
+        for leaf in leaves(self._own()):
+            place = self._rest.places.get(leaf.path)
+            if place is not None:
+                leaf.bind(tensor_at(place))
+
+    def _moved(self, found: Sequence[Leaf]) -> Change:
+        places, end = {}, 0
+        for leaf in found:
+            places[leaf.path] = place = _Place(end, *_kind(leaf.tensor))
+            end = aligned(end + place.nbytes, LEAF_BYTES)
+        region = torch.empty(0, dtype=torch.uint8)
+        if end:
+            region = host_buffer(end)
+            self._device.pin(region)
+        copies = [
+            (places[leaf.path].on_host(region), leaf.tensor)
+            for leaf in found
+            if leaf.tensor.numel()
+        ]
+        return Change(_Rest(places, region), copies)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def state_bytes(states: Mapping[Any, Any]) -> int:
+    """Bytes of all tensors in states."""
+    return sum(leaf.tensor.nbytes for leaf in leaves(states))
