@@ -533,7 +533,7 @@ class Session:
         """Make the noted step of a chunk that is about to be used, if there is one."""
         if self._updates.is_pending(chunk.index):
             assert isinstance(self._updates, DeferredUpdates)
-            slot, home = self._ring.slot_of(chunk.index), self.arena.chunk(chunk.index)
+            slot, home = self._ring.slot_of(chunk.index), self._ring.source(chunk.index)
             weights = InSlot(slot, home) if slot else self._stays(chunk)
             self._updates.update(chunk.index, weights)
             self._residence.remember_chunk(chunk)
@@ -543,7 +543,7 @@ class Session:
         return InBuffer(
             self.device,
             self._residence.buffer_of(chunk),
-            self.arena.chunk(chunk.index),
+            self._ring.source(chunk.index),
             partial(self._residence.refresh, chunk, self._ring),
         )
 
@@ -561,7 +561,7 @@ class Session:
         if after is not None:
             device.fetch.wait(after)
         device.compute.wait(self._ring.fetch(device.fetch, buffer, chunk.index))
-        home = self.arena.chunk(chunk.index)
+        home = self._ring.source(chunk.index)
         try:
             with self._residence.moved_to(chunk, buffer):
                 yield InBuffer(device, buffer, home, lambda: None)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -167,6 +167,9 @@ class DeferredUpdates(Updates):
         self, parameters: Sequence[nn.Parameter], max_norm: float
     ) -> Tensor:
         """As `Updates` has it; what is on the host is scaled as it is updated."""
+        if self._clip is not None:
+            # once more without a step: the second one sees what the first has scaled
+            self.settle_gradients()
         self._settle()
         norms, here = [], []
         for param in parameters:
@@ -227,6 +230,7 @@ class DeferredUpdates(Updates):
                 if own.sums.present:
                     own.used = tuple(sorted(own.sums.present))
                     own.sums.present.clear()
+                    own.sums.norms.clear()
                     own.noted = noted
 
         # the last one: others may change groups and gradients
@@ -288,8 +292,9 @@ class DeferredUpdates(Updates):
     def close(self) -> None:
         self._show_states()
         self.plain.__class__ = self._kind
-        for own in self._all:
-            own.state.release()
+        with ExitStack() as rest:
+            for own in self._all:
+                rest.callback(own.state.release)
 
     def host_bytes(self) -> int:
         return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)
@@ -322,6 +327,9 @@ class DeferredUpdates(Updates):
         """See Note [An update that is interrupted]."""
         if own.change is None:
             self._show_states()
+            if own.left is not None:
+                # the last way home may still read what is written now
+                self._device.compute.wait(own.left)
             buffer = self._staging.take(
                 own.key, own.sources(), keep=own.host.chunk.pageable
             )
@@ -337,9 +345,11 @@ class DeferredUpdates(Updates):
             except BaseException:
                 # an interrupt too; raised again as it is
                 undo()
+                self._device.writes([buffer], self._device.compute)
                 self._staging.give_back(own.key)
                 weights.spoilt()
                 raise
+            self._device.writes([buffer], self._device.compute)
             own.change = change
         change = own.change
         own.state.take(change)
@@ -351,12 +361,16 @@ class DeferredUpdates(Updates):
         # what an update has made stays until it has been copied
         self._leaving.append((own.left, change))
         while len(self._leaving) > IN_FLIGHT:
-            self._leaving.popleft()[0].synchronize()
+            self._retire()
         while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()
+            self._retire()
         own.clip = own.noted.clip if own.noted else None
         own.noted = own.change = None
         self._staging.give_back(own.key, [*events, own.left])
+
+    def _retire(self) -> None:
+        event, _change = self._leaving.popleft()
+        event.synchronize()
 
     def _remember(self, own: _Own) -> Callable[[], None]:
         """What puts the state of a chunk back to what it is now, at rest."""
@@ -446,6 +460,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 def _clip(sums: GradientSums, indices: Collection[int], clip: Clip) -> None:
     holders = []
     for index in indices:
+        sums.norms.pop(index, None)
         holder = sums.total(index).detach()
         holder.grad = sums.total(index)
         holders.append(holder)

@@ -60,6 +60,7 @@ class DeviceSums(GradientOffload):
             memory = self._passing.take(_key(sums), [_source(sums)])
             own = memory[spec.offset : spec.offset + spec.nbytes]
             gradient.add_(own.view(spec.dtype).view(spec.shape))
+            self._device.reads((own,), compute)
             self._device.writes((gradient,), compute)
             return gradient
         flat = gradient.contiguous().view(-1)
@@ -70,13 +71,17 @@ class DeviceSums(GradientOffload):
             key = *_key(sums), first[0]
             memory = self._passing.take(key, [Source(where, sums.sent)])
             piece.add_(memory[: piece.nbytes].view(piece.dtype))
+            self._device.reads((memory,), compute)
             self._passing.give_back(key)
         self._device.writes((flat,), compute)
         return flat.view(gradient.shape)
 
     def _send(self, sums: GradientSums) -> None:
+        fetched = self._passing.give_back(_key(sums))
+        if fetched is not None:
+            # it has read what is overwritten next
+            self._device.offload.wait(fetched)
         super()._send(sums)
-        self._passing.give_back(_key(sums))
 
     def _ahead(self, block: int) -> None:
         for sums in self._of_block.get(block, ()):

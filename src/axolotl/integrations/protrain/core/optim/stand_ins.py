@@ -140,6 +140,9 @@ class ShownGradients:
         for index, param in enumerate(self.host.params):
             if param.grad is self.stand_ins[index]:
                 total = self.host.total(index)
+                if self.host.sums is not None:
+                    # it may be changed in place
+                    self.host.sums.norms.pop(index, None)
                 if not self.host.parts:
                     total, self._lent[index] = _lend(total)
                 param.grad = None

@@ -14,6 +14,7 @@ of bitsandbytes) on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -217,10 +218,11 @@ class HostedState:
 
     def release(self) -> None:
         """Unlock all memory, which goes with its last reader; no copy may be in flight."""
-        for region in (*self._left, self.region):
-            if region.numel():
-                self._device.unpin(region)
+        regions = [region for region in (*self._left, self.region) if region.numel()]
         self._left, self._rest = [], _Rest({}, torch.empty(0, dtype=torch.uint8))
+        with ExitStack() as rest:
+            for region in regions:
+                rest.callback(self._device.unpin, region)
 
     def _leaves(self, shared: Collection[int]) -> list[Leaf]:
         return [x for x in leaves(self._own()) if x.tensor.data_ptr() not in shared]

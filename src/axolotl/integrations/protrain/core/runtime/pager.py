@@ -275,6 +275,7 @@ class Ring:
         self._rank = ranks.local_rank
         self._sharing = ranks if plan.shards > 1 else None
         self._transport = Transport(device, self._sharing)
+        self._sources: dict[int, Tensor] = {}
         self.numbers: dict[int, int] = {}
         self.slots: list[Slot] = []
 
@@ -303,10 +304,14 @@ class Ring:
 
     def source(self, index: int) -> Tensor:
         """What this rank copies and page-locks of a chunk: all of it, or its shard."""
-        if self._plan.shards == 1:
-            return self._arena.chunk(index)
-        chunk = self._layout.chunks[index]
-        return self._arena.shard(chunk, self._plan.shards, self._rank)
+        if index not in self._sources:
+            chunk, shards = self._layout.chunks[index], self._plan.shards
+            self._sources[index] = (
+                self._arena.chunk(index)
+                if shards == 1
+                else self._arena.shard(chunk, shards, self._rank)
+            )
+        return self._sources[index]
 
     def fetch(self, stream: Stream, buffer: Tensor, index: int) -> Event:
         """Queue a chunk's bytes into a buffer that is no slot; see `Transport.fetch`."""

@@ -88,24 +88,26 @@ class Staging:
             self._leaving.append(buffer)
         return buffer.memory
 
-    def give_back(self, key: Hashable, busy: Sequence[Event] = ()) -> None:
-        """Compute has queued its last use of what it took; copies still read it."""
+    def give_back(self, key: Hashable, busy: Sequence[Event] = ()) -> Event | None:
+        """Compute has queued its last use of what it took; copies still read it.
+
+        What was only fetched ahead is forgotten.
+
+        Returns:
+            After the last read of the sources; None if there was none.
+        """
         buffer = self._holder(key)
         if buffer is None:
-            return
-        self._device.writes([buffer.memory], self._device.compute)
-        buffer.busy = [self._device.compute.record(), *busy]
-        buffer.holds, buffer.in_use = None, False
+            return None
+        self._let_go(buffer, busy)
         self.retire()
+        return buffer.arrival
 
     def forget(self) -> None:
         """What was fetched ahead, or taken, is not wanted."""
         for buffer in (*self._kept, *self._leaving):
             if buffer.holds is not None:
-                buffer.busy = [self._device.compute.record()]
-                if buffer.arrival is not None:
-                    buffer.busy.append(buffer.arrival)
-                buffer.holds, buffer.in_use = None, False
+                self._let_go(buffer)
 
     def retire(self) -> None:
         """Let go of memory that nobody copies any more; waits for nothing."""
@@ -119,6 +121,11 @@ class Staging:
         for buffer in (*self._kept, *self._leaving):
             self._device.free(buffer.memory)
         self._kept, self._leaving, self.nbytes = [], deque(), 0
+
+    def _let_go(self, buffer: _Buffer, busy: Sequence[Event] = ()) -> None:
+        assert buffer.arrival is not None
+        buffer.busy = [self._device.compute.record(), buffer.arrival, *busy]
+        buffer.holds, buffer.in_use = None, False
 
     def _holder(self, key: Hashable) -> _Buffer | None:
         every = (*self._kept, *self._leaving)
