@@ -22,7 +22,7 @@ from core_models import (
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.cost import MemoryModel
-from axolotl.integrations.protrain.core.cost.states import host_state_bytes
+from axolotl.integrations.protrain.core.cost.states import TrainedBytes, host_state_bytes
 from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, find_blocks
 from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
 from axolotl.integrations.protrain.core.search import make_plan
@@ -180,7 +180,8 @@ def test_host_memory_was_predicted(fp32_master: bool) -> None:
     used = measured.host_arena_bytes + measured.host_optimizer_bytes
     workload = Workload(fp32_master=fp32_master)
     placements = session.plan.placements
-    predicted = host_state_bytes(session.layout, placements, workload).total
+    held = TrainedBytes(session.layout, workload)
+    predicted = host_state_bytes(held, placements).total
     assert used <= predicted + optimizer_state_bytes(params, num_moments=0)
     session.close()
 
@@ -250,7 +251,6 @@ def of_ranks(world: World, accumulation: int = 1, master: bool = False) -> Memor
     trace = Trace((*forward, *backward), (), tuple(b.name for b in layout.blocks))
     workload = Workload(
         accumulation=accumulation,
-        moment_copies=2.0,
         loader_bytes=7,
         fp32_master=master,
         world=world,

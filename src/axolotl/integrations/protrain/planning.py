@@ -30,6 +30,7 @@ from .core.types import ALONE, Budget, Hardware, Knobs, Layout, Workload, World
 from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
+from .offline.optimizer_state import optimizer_bytes
 from .refusals import refuse_quantised
 from .report.forecast import format_bytes
 
@@ -102,7 +103,7 @@ def subject_of(
             "blocks are under lora_mlp_kernel and recompute where their weights page"
         )
     assumptions += used
-    workload = _workload(cfg, args, batch, device_type, world, assumptions)
+    workload = _workload(cfg, args, model, batch, device_type, world, assumptions)
     return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
 
 
@@ -196,53 +197,28 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-_OPTIMIZERS: dict[str, tuple[float, int]] = {
-    "adamw_torch_fused": (2, 0),
-    "adamw_torch": (2, 1),
-    # fp32 adapters with moments of one byte each
-    "adamw_8bit": (0.5, 0),
-    "adamw_bnb_8bit": (0.5, 0),
-    "lion_8bit": (0.25, 0),
-    "paged_adamw_32bit": (0, 0),
-    "paged_adamw_8bit": (0, 0),
-    "paged_lion_8bit": (0, 0),
-    "lion_pytorch": (1, 0),
-    "sgd": (0, 1),
-    "adagrad": (1, 1),
-    "rmsprop": (1, 1),
-}
-"""What one holds on the device and what its update takes on top, in copies of its
-weights: on a GPU, where torch updates all at once; see `_workload` for a CPU."""
-
-
 def _workload(
     cfg: Any,
     args: ProTrainArgs,
+    model: nn.Module,
     batch: Mapping[str, Tensor],
     device_type: str,
     world: World,
     assumptions: list[str],
 ) -> Workload:
-    """What a step of this configuration asks beside its model."""
-    name = str(getattr(cfg.optimizer, "value", cfg.optimizer) or "adamw_torch_fused")
-    moments, scratch = _OPTIMIZERS.get(name, _OPTIMIZERS["adamw_torch"])
-    if name not in _OPTIMIZERS:
-        assumptions.append(
-            f"optimizer {name}: as large as AdamW, two copies of what trains on the "
-            "device and one more during the update"
-        )
+    """What a step of this configuration asks beside the trace of its model."""
+    optimizer = optimizer_bytes(cfg, model, device_type, assumptions)
     micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
-    # a CPU's update takes two copies of the largest parameter
-    on_cpu = device_type == "cpu"
     return Workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
-        moment_copies=moments,
-        update_copies=0.0 if on_cpu else scratch,
-        update_parameter_copies=2.0 if on_cpu and scratch else 0.0,
+        state_bytes=optimizer.state_bytes,
+        managed_bytes=optimizer.managed_bytes,
+        update_copies=optimizer.update_copies,
+        update_parameter_copies=optimizer.update_parameter_copies,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
         loader_bytes=(1 + waiting) * sum(t.nbytes for t in batch.values()),
         world=world,

@@ -117,7 +117,12 @@ class Planner(Search):
             memory.hardware,
             self._times,
             self._budget,
-            replace(plan, swap_bytes=moved.out, gradient_order=order),
+            replace(
+                plan,
+                swap_bytes=moved.out,
+                gradient_order=order,
+                update=memory.workload.update,
+            ),
             memory.device(plan),
             memory.host(plan),
             self.simulate(plan),

@@ -9,7 +9,8 @@ Words are those of DESIGN.md: a *chunk* is the unit of residency and transfer, a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
@@ -365,9 +366,13 @@ class Workload:
         accumulation: Micro-batches of an optimizer step.
         tokens: Tokens of a micro-batch, padding included.
         fp32_master: bf16 weights on the host are updated through fp32 masters.
-        moment_copies: Optimizer state on the device, in copies of its weights.
-        update_copies: Copies of all those weights that a device update takes on top.
-        update_parameter_copies: The same for the largest single parameter.
+        state_bytes: Of each trained parameter the bytes of the tensors of its optimizer
+            state, by its name; None for those of AdamW.
+        managed_bytes: What of them lies in managed memory where a device updates it.
+        update_copies: Copies of all the weights that a device updates at once which
+            that takes on top.
+        update_parameter_copies: The same for the largest single one of them.
+        update: Where weights with state on the host are updated.
         eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
         mapped_bytes: Weights that are pages of their files until they move.
@@ -377,9 +382,11 @@ class Workload:
     accumulation: int = 1
     tokens: int = 0
     fp32_master: bool = False
-    moment_copies: float = 2.0
+    state_bytes: Mapping[str, tuple[int, ...]] | None = None
+    managed_bytes: Mapping[str, int] = field(default_factory=dict)
     update_copies: float = 0.0
     update_parameter_copies: float = 0.0
+    update: Update = Update.HOST
     eval_ratio: float = 0.0
     loader_bytes: int = 0
     mapped_bytes: int = 0

@@ -15,7 +15,6 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from ..layout import reduce_bytes
 from ..types import (
     IN_FLIGHT,
     Hardware,
@@ -27,9 +26,16 @@ from ..types import (
     Policy,
     Segment,
     Trace,
+    Update,
     Workload,
 )
-from .states import HostBytes, StateBytes, host_state_bytes, state_bytes
+from .states import (
+    HostBytes,
+    StateBytes,
+    TrainedBytes,
+    host_state_bytes,
+    state_bytes,
+)
 
 # of an enum each look-up takes its time, and a walk has thousands
 _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT
@@ -43,6 +49,7 @@ class Point:
         label: For people, "forward 3" for example.
         phase: load, forward, backward, update, evaluation or save.
         weights: Everything that holds weights, slots excepted.
+        operands: Gradients and optimizer state that come from the host.
         activations: What the model and autograd hold.
         working: What the running segment takes on top.
     """
@@ -51,6 +58,7 @@ class Point:
     phase: str
     weights: int
     slots: int
+    operands: int
     moments: int
     gradients: int
     activations: int
@@ -58,7 +66,7 @@ class Point:
 
     @property
     def total(self) -> int:
-        standing = self.weights + self.slots + self.moments
+        standing = self.weights + self.slots + self.operands + self.moments
         return standing + self.gradients + self.activations + self.working
 
 
@@ -88,6 +96,7 @@ class DeviceEstimate:
             "resident chunks": states.resident,
             "host-state weights": states.host_state,
             "slots": states.slots,
+            **({"update operands": peak.operands} if peak.operands else {}),
             **{name: nbytes for name, nbytes in of_ranks.items() if nbytes},
             "optimizer state": peak.moments,
             "gradients": peak.gradients,
@@ -132,9 +141,10 @@ class Parameters(NamedTuple):
     """What parameters take on the device under one choice of placements.
 
     Attributes:
-        base: Weights and optimizer state, slots excepted.
+        base: Weights, optimizer state and operands of updates, slots excepted.
         gradients: Of what trains there, all of them.
         update: What the device's update takes on top of them.
+        deferred: What updates of host-kept chunks take at the start of each segment.
         before: Gradient bytes beside each segment's own in the first micro-batch.
         extra: The same in later ones, beside `gradients`.
     """
@@ -142,6 +152,7 @@ class Parameters(NamedTuple):
     base: int
     gradients: int
     update: int
+    deferred: list[int]
     before: list[int]
     extra: list[int]
 
@@ -281,12 +292,8 @@ class MemoryModel:
         # a reduction, which packs them first
         at_once = not hardware.overlaps or (several and workload.accumulation == 1)
         self._in_flight = 0 if at_once else IN_FLIGHT
-        ranks, masters = workload.world.local_size, workload.fp32_master
-        self._packed_bytes = [
-            reduce_bytes(chunk, ranks, masters) if chunk.trainable else 0
-            for chunk in layout.chunks
-            if several
-        ]
+        self._trained = TrainedBytes(layout, workload)
+        self._deferred = workload.update is Update.DEVICE
         # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
         for segment in trace.segments:
@@ -304,9 +311,10 @@ class MemoryModel:
         """What a choice of placements takes, for `peak_without_slots`."""
         states = self._states(placements, 0, shards)
         return Parameters(
-            states.weights + states.moments,
+            states.weights + states.moments + states.operands,
             states.gradients,
             self._update_bytes(states.gradients),
+            self._deferred_updates(placements),
             *self._gradient_walk(placements),
         )
 
@@ -320,6 +328,7 @@ class MemoryModel:
         if self.workload.accumulation > 1:
             later = max(map(add, a.later, p.extra))
             highest = max(highest, p.gradients + later)
+        highest = max(highest, *map(add, a.start, p.deferred))
         update = a.after + p.gradients + p.update
         inference = self._inference_bytes if self.workload.eval_ratio else 0
         return p.base + max(highest, update, inference) + self.hardware.unseen_bytes
@@ -343,7 +352,7 @@ class MemoryModel:
         arena; a save brings trainable weights back from the device.
         """
         layout, workload = self.layout, self.workload
-        states = host_state_bytes(layout, plan.placements, workload, plan.shards)
+        states = host_state_bytes(self._trained, plan.placements, plan.shards)
         out = self.activations(plan.policies).moved.out
         states = replace(states, swapped=workload.world.local_size * sum(out))
         chunks = [chunk.nbytes for chunk in layout.chunks]
@@ -374,8 +383,9 @@ class MemoryModel:
         the segment holds for the host until its chunk is complete.
         """
         before, extra = [], []
-        kept = way = 0
+        kept = way = later = 0
         leaving = [0] * self._in_flight
+        later_leaving = list(leaving)
         pairs = zip(self.trace.segments, self._gradients, strict=True)
         for segment, gradients in pairs:
             before.append(kept + way)
@@ -385,18 +395,42 @@ class MemoryModel:
                 if chunk is not None and placements[chunk].on_host
             )
             kept += sum(gradients.values()) - left
-            piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
-            extra.append(way + piled)
+            # autograd adds to the sum of a block where that waits for its update
+            own = 0 if self._deferred and segment.block is not None else left
+            piled = segment.first_peak_bytes - segment.peak_bytes if own else 0
+            extra.append(later + piled)
             if left:
                 leaving = [*leaving, left][1:]
                 way = sum(leaving)
+                later_leaving = [*later_leaving, own][1:]
+                later = sum(later_leaving)
         return before, extra
+
+    def _deferred_updates(self, placements: tuple[Placement, ...]) -> list[int]:
+        """At the start of each segment what updates of its host-kept chunks take, one
+        after the other; those outside blocks, operands included, before all others."""
+        highest = [0] * len(self.trace.segments)
+        if not self._deferred:
+            return highest
+        trained = self._trained
+        of_block: dict[int | None, int] = {}
+        for chunk, placement in zip(self.layout.chunks, placements, strict=True):
+            if chunk.trainable and placement.on_host:
+                nbytes = trained.update[chunk.index]
+                if not chunk.pageable:
+                    # not yet made: what would be brought is not there
+                    nbytes += trained.operands[chunk.index] - trained.state[chunk.index]
+                of_block[chunk.block] = max(of_block.get(chunk.block, 0), nbytes)
+        for index, segment in enumerate(self.trace.segments):
+            if not segment.backward and segment.block is not None:
+                highest[index] = of_block.get(segment.block, 0)
+        highest[0] = max(highest[0], of_block.get(None, 0))
+        return highest
 
     def _states(
         self, placements: tuple[Placement, ...], n_buffer: int, shards: int
     ) -> StateBytes:
-        given = self.layout, placements, n_buffer, self.workload
-        return state_bytes(*given, shards, self._packed_bytes)
+        return state_bytes(self._trained, placements, n_buffer, shards)
 
     def _states_of(self, plan: Plan) -> StateBytes:
         return self._states(plan.placements, plan.n_buffer, plan.shards)
@@ -428,13 +462,15 @@ class MemoryModel:
         states = self._states_of(plan)
         curve = self.activations(plan.policies)
         before, extra = self._gradient_walk(plan.placements)
+        deferred = self._deferred_updates(plan.placements)
 
         def point(
             label: str, phase: str, gradients: int, activations: int, working: int
         ) -> Point:
             weights = states.weights - states.slots
-            moments = 0 if phase == "load" else states.moments
-            standing = weights, states.slots, moments
+            # the first update makes them
+            made = states.operands, states.moments
+            standing = weights, states.slots, *((0, 0) if phase == "load" else made)
             return Point(label, phase, *standing, gradients, activations, working)
 
         yield point("loaded", "load", 0, 0, 0)
@@ -442,6 +478,10 @@ class MemoryModel:
             phase = "backward" if segment.backward else "forward"
             where = "outside blocks" if segment.block is None else str(segment.block)
             label, live = f"{phase} {where}", curve.start[index]
+            if deferred[index]:
+                yield point(
+                    f"update before {label}", "forward", 0, live, deferred[index]
+                )
             gradients, highest = before[index], curve.first[index]
             later = states.gradients + extra[index], curve.later[index]
             if self.workload.accumulation > 1 and sum(later) > gradients + highest:

@@ -1,4 +1,4 @@
-"""Bytes of the model states: weights, gradients, optimizer moments.
+"""Bytes of the model states: weights, gradients, optimizer state.
 
 The first term of the paper's peak (equations 8 to 11): resident chunks plus slots.
 """
@@ -7,13 +7,107 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
-from ..layout import ALIGNMENT_BYTES, aligned, padded_bytes, slot_bytes
+from ..layout import (
+    ALIGNMENT_BYTES,
+    aligned,
+    padded_bytes,
+    reduce_bytes,
+    slot_bytes,
+)
 from ..layout.shards import PAGE_BYTES
-from ..types import IN_FLIGHT, Chunk, Layout, Placement, Workload
+from ..types import IN_FLIGHT, Chunk, Layout, Placement, Update, Workload
 
-STEP_BYTES = 4
-"""AdamW's step count, an fp32 scalar of each parameter."""
+
+def adamw_bytes(nbytes: int) -> tuple[int, ...]:
+    """AdamW's state of a parameter: two moments and an fp32 scalar, its steps."""
+    return nbytes, nbytes, 4
+
+
+class TrainedBytes:
+    """What the trained chunks of a layout take in a step beside their weights, each
+    list by the index of a chunk: 0 for a frozen one."""
+
+    def __init__(self, layout: Layout, workload: Workload) -> None:
+        self.layout, self.workload = layout, workload
+
+    @cached_property
+    def tensors(self) -> list[tuple[int, ...]]:
+        """The tensors of their optimizer state."""
+        known = self.workload.state_bytes
+        return [
+            sum(
+                (
+                    adamw_bytes(spec.nbytes) if known is None else known[spec.name]
+                    for spec in chunk.tensors
+                ),
+                (),
+            )
+            if chunk.trainable
+            else ()
+            for chunk in self.layout.chunks
+        ]
+
+    @cached_property
+    def state(self) -> list[int]:
+        """All of their optimizer state."""
+        return [sum(tensors) for tensors in self.tensors]
+
+    @cached_property
+    def managed(self) -> list[int]:
+        """What of it the driver may move to the host where the device updates it."""
+        managed = self.workload.managed_bytes
+        return [
+            sum(managed.get(spec.name, 0) for spec in chunk.tensors)
+            for chunk in self.layout.chunks
+        ]
+
+    @cached_property
+    def fixed_state(self) -> int:
+        """State of what never leaves the device, on the device."""
+        known, managed = self.workload.state_bytes, self.workload.managed_bytes
+        layout = self.layout
+        if known is None:
+            steps = adamw_bytes(0)[-1] * layout.num_fixed_trainable
+            return 2 * layout.fixed_trainable_bytes + steps
+        everything = sum(map(sum, known.values())) - sum(managed.values())
+        return everything - sum(self.state) + sum(self.managed)
+
+    @cached_property
+    def operands(self) -> list[int]:
+        """Gradients and state as they lie beside the weights for an update."""
+        return [
+            chunk.nbytes + sum(map(aligned, tensors)) if chunk.trainable else 0
+            for chunk, tensors in zip(self.layout.chunks, self.tensors, strict=True)
+        ]
+
+    @cached_property
+    def update(self) -> list[int]:
+        """What an update of the chunk alone takes on top, its state not yet made."""
+        w = self.workload
+        return [
+            round(
+                w.update_copies * chunk.payload_bytes
+                + w.update_parameter_copies * max(t.nbytes for t in chunk.tensors)
+            )
+            + state
+            if chunk.trainable
+            else 0
+            for chunk, state in zip(self.layout.chunks, self.state, strict=True)
+        ]
+
+    @cached_property
+    def packed(self) -> list[int]:
+        """Gradients while they are reduced; nothing with one rank."""
+        workload = self.workload
+        if workload.world.size == 1:
+            return [0] * len(self.layout.chunks)
+        given = workload.world.local_size, workload.fp32_master
+        return [
+            reduce_bytes(chunk, *given) if chunk.trainable else 0
+            for chunk in self.layout.chunks
+        ]
 
 
 @dataclass(frozen=True)
@@ -26,6 +120,8 @@ class StateBytes:
         resident: Weights of resident chunks.
         host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
+        operands: Two buffers for gradients and optimizer state of blocks that come
+            from the host: to be updated, or to be added to.
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
         buckets: Copy of `gradients` that DDP reduces, there from the start.
@@ -37,6 +133,7 @@ class StateBytes:
     resident: int
     host_state: int
     slots: int
+    operands: int
     moments: int
     gradients: int
     buckets: int
@@ -50,20 +147,15 @@ class StateBytes:
 
 
 def state_bytes(
-    layout: Layout,
-    placements: Sequence[Placement],
-    n_buffer: int,
-    workload: Workload,
-    shards: int,
-    packed_bytes: Sequence[int],
+    trained: TrainedBytes, placements: Sequence[Placement], n_buffer: int, shards: int
 ) -> StateBytes:
-    """Device bytes of the states. `packed_bytes` is of each chunk what its gradients
-    take while they are reduced, empty with one rank."""
+    """Device bytes of the states."""
     # in one pass: a search asks for hundreds
+    layout, workload = trained.layout, trained.workload
     on_device, state_on_host = Placement.RESIDENT, Placement.HOST_STATE
     resident = host_state = 0
     trained_bytes = layout.fixed_trainable_bytes
-    num_trained = layout.num_fixed_trainable
+    moments = trained.fixed_state
     leaving: list[Chunk] = []
     for chunk, placement in zip(layout.chunks, placements, strict=True):
         if placement is on_device:
@@ -71,26 +163,29 @@ def state_bytes(
             resident += chunk.payload_bytes
             if chunk.trainable:
                 trained_bytes += chunk.payload_bytes
-                num_trained += len(chunk.tensors)
+                moments += trained.state[chunk.index] - trained.managed[chunk.index]
             continue
         if placement is state_on_host:
             host_state += padded_bytes(chunk, shards)
         if chunk.trainable:
             leaving.append(chunk)
-    reduction = 0
-    if packed_bytes and leaving:
-        reduction = IN_FLIGHT * max(packed_bytes[chunk.index] for chunk in leaving)
+    reduction = operands = 0
+    if workload.world.size > 1 and leaving:
+        reduction = IN_FLIGHT * max(trained.packed[chunk.index] for chunk in leaving)
         if workload.accumulation > 1:
             # the sums of earlier micro-batches come back from the host
             reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
-    moments = round(workload.moment_copies * trained_bytes)
+    if workload.update is Update.DEVICE:
+        paged = (trained.operands[c.index] for c in leaving if c.pageable)
+        operands = IN_FLIGHT * max(paged, default=0)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
         resident=resident,
         host_state=host_state,
         slots=sum(slot_bytes(layout, placements, n_buffer, shards)),
-        moments=moments + STEP_BYTES * num_trained,
+        operands=operands,
+        moments=moments,
         gradients=trained_bytes,
         buckets=trained_bytes if workload.world.size > 1 else 0,
         reduction=reduction,
@@ -106,8 +201,9 @@ class HostBytes:
         gradients: Their gradients, in fp32 where there are masters; with several
             ranks that accumulate also the sums of each.
         masters: fp32 masters.
-        moments: Optimizer state of what trains on the host.
-        staging: Buffers in which gradients of later micro-batches land.
+        moments: Optimizer state of what has it on the host, or in managed memory.
+        staging: Buffers in which gradients of later micro-batches land, where the host
+            adds them.
         swapped: Saved tensors of swapped blocks.
         loader: Batches that wait in the dataloader.
     """
@@ -126,9 +222,10 @@ class HostBytes:
 
 
 def host_state_bytes(
-    layout: Layout, placements: Sequence[Placement], workload: Workload, shards: int = 1
+    held: TrainedBytes, placements: Sequence[Placement], shards: int = 1
 ) -> HostBytes:
     """Host bytes of the arena and of what trains there, for all ranks of a node."""
+    layout, workload = held.layout, held.workload
     ranks, several = workload.world.local_size, workload.world.size > 1
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
@@ -141,12 +238,17 @@ def host_state_bytes(
     sums = 0
     if several and workload.accumulation > 1:
         sums = ranks * sum(_sum_bytes(chunk, workload) for chunk in trained)
+    moments, staging = 2 * gradients, ranks * IN_FLIGHT * largest
+    if workload.update is Update.DEVICE:
+        moments, staging = sum(held.state[chunk.index] for chunk in trained), 0
+    managed = sum(workload.managed_bytes.values())
+    managed -= sum(held.managed[chunk.index] for chunk in trained)
     return HostBytes(
         arena=sum(aligned(padded_bytes(c, shards), alignment) for c in kept),
         gradients=gradients + sums,
         masters=masters,
-        moments=2 * gradients,
-        staging=ranks * IN_FLIGHT * largest,
+        moments=moments + ranks * managed,
+        staging=staging,
         loader=ranks * workload.loader_bytes,
     )
 
