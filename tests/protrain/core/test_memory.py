@@ -22,7 +22,10 @@ from core_models import (
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.cost import MemoryModel
-from axolotl.integrations.protrain.core.cost.states import TrainedBytes, host_state_bytes
+from axolotl.integrations.protrain.core.cost.states import (
+    TrainedBytes,
+    host_state_bytes,
+)
 from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, find_blocks
 from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
 from axolotl.integrations.protrain.core.search import make_plan

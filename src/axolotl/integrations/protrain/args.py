@@ -184,9 +184,11 @@ class ProTrainArgs(BaseModel):
         description="Refuse plans in which a block under lora_mlp_kernel has paged "
         "weights and no recompute.",
     )
-    protrain_cpu_optimizer: HostAdam = Field(
-        default="torch",
-        description="Adam for weights on the host: torch's fused one, or DeepSpeed's.",
+    protrain_cpu_optimizer: HostAdam | None = Field(
+        default=None,
+        description="Update weights whose optimizer state is on the host there, by AdamW: "
+        "torch's fused one, or DeepSpeed's. Without it the device updates them, by the "
+        "optimizer of the YAML.",
     )
     protrain_fp32_master: Flag = Field(
         default=False,

@@ -26,7 +26,16 @@ from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
 from .core.runtime import Ranks
 from .core.search import MODES
-from .core.types import ALONE, Budget, Hardware, Knobs, Layout, Workload, World
+from .core.types import (
+    ALONE,
+    Budget,
+    Hardware,
+    Knobs,
+    Layout,
+    Update,
+    Workload,
+    World,
+)
 from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
@@ -207,6 +216,7 @@ def _workload(
     assumptions: list[str],
 ) -> Workload:
     """What a step of this configuration asks beside the trace of its model."""
+    on_host = world.size > 1 or args.protrain_fp32_master or args.protrain_cpu_optimizer
     optimizer = optimizer_bytes(cfg, model, device_type, assumptions)
     micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
@@ -215,6 +225,7 @@ def _workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
+        update=Update.HOST if on_host else Update.DEVICE,
         state_bytes=optimizer.state_bytes,
         managed_bytes=optimizer.managed_bytes,
         update_copies=optimizer.update_copies,

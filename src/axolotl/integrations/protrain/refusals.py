@@ -142,6 +142,19 @@ EXCLUDED = (
     ),
 )
 _HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_INSEPARABLE = {
+    "lomo": "updates weights inside of backward",
+    "adalomo": "updates weights inside of backward",
+    "galore_adamw_layerwise": "updates weights inside of backward",
+    "galore_adamw_8bit_layerwise": "updates weights inside of backward",
+    "galore_adafactor_layerwise": "updates weights inside of backward",
+    "apollo_adamw_layerwise": "updates weights inside of backward",
+    "q_galore_adamw8bit": "turns weights into integers",
+    "polora": "looks at several weights together",
+    "dion": "draws random numbers for all weights in turn",
+    "sinkgd": "draws random numbers for all weights in turn",
+}
+"""Optimizers whose update of a weight alone would not be that of the plain run."""
 
 
 def refusals(settings: Mapping[str, Any]) -> list[str]:
@@ -162,10 +175,19 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
             "those of most blocks are paged out. Remove it, or set "
             "`protrain_force_all_persistent: true`."
         )
-    if trains_paged_weights and optimizer not in _HOST_OPTIMIZERS:
+    name = getattr(optimizer, "value", optimizer)
+    for key in ("protrain_cpu_optimizer", "protrain_fp32_master"):
+        if trains_paged_weights and settings.get(key) and name not in _HOST_OPTIMIZERS:
+            lines.append(
+                f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host, "
+                f"which `{key}` asks for. Use {' or '.join(_HOST_OPTIMIZERS)}, train an "
+                f"adapter, or remove `{key}`."
+            )
+    if trains_paged_weights and name in _INSEPARABLE:
         lines.append(
-            f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host. "
-            f"Use {' or '.join(_HOST_OPTIMIZERS)}, or train an adapter."
+            f"{_as_yaml('optimizer', optimizer)} {_INSEPARABLE[name]}, and here a part of "
+            "them is updated at a time. Use adamw_bnb_8bit, adafactor or another of those "
+            "in the README, or train an adapter."
         )
     return lines
 

@@ -89,7 +89,9 @@ class ProTrainTrainerMixin(_Mixed):
             return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        self.optimizer = super().create_optimizer(*args, **kwargs)
+        # some make their state at once, which belongs where the weights are
+        with self.protrain.weights():
+            self.optimizer = super().create_optimizer(*args, **kwargs)
         self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
         return self.optimizer
 

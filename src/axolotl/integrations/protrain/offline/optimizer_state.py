@@ -26,10 +26,13 @@ from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
 from ..core.errors import FOREIGN_ERRORS
-from ..core.layout.tensors import state_tensors
+from ..core.optim.states import leaves
 
 _MANAGED_NUMEL = 100_000
 """From here on bitsandbytes' paged optimizers take managed memory."""
+
+
+_OF_PARAMETERS = ("state", "param_groups")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +104,17 @@ def _probed(
     firsts = [named[names[0]] for names in kinds]
     seconds = [named[names[1]] for names in kinds if len(names) > 1]
     _taken(optimizer, firsts + seconds)
+    own = {k: v for k, v in vars(optimizer).items() if k not in _OF_PARAMETERS}
+    shared = {id(leaf.tensor) for leaf in leaves(own)}
     state_bytes, managed_bytes = {}, {}
     for names, param in zip(kinds, firsts, strict=True):
-        tensors = list(state_tensors(optimizer, optimizer.state.get(param, {})))
+        found = (leaf.tensor for leaf in leaves(optimizer.state.get(param, {})))
+        # a step count that no kernel reads is a number of the host's
+        tensors = [
+            tensor
+            for tensor in found
+            if id(tensor) not in shared and (on_cpu or fused or tensor.is_meta)
+        ]
         state_bytes.update(dict.fromkeys(names, tuple(t.nbytes for t in tensors)))
         if managed and param.numel() >= _MANAGED_NUMEL:
             nbytes = sum(t.nbytes for t in tensors if t.shape == param.shape)

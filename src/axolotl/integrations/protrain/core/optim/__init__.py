@@ -1,6 +1,6 @@
 """Exact updates of parameters whose state is on the host."""
 
-from .deferred import DeferredUpdates, Surroundings
+from .deferred import DeferredUpdates, Surroundings, kind_of
 from .device_sums import DeviceSums
 from .gradients import GradientOffload, Gradients
 from .host_adamw import HostAdamW, optimizer_bytes

@@ -39,7 +39,7 @@ from ..runtime.staging import parts
 from ..types import IN_FLIGHT, Chunk
 from .device_sums import DeviceSums
 from .host_chunks import GradientSums, HostChunk
-from .noted import Clip, Noted
+from .noted import Clip, Noted, require_separable
 from .states import Change, HostedState, Leaf, leaves, structure
 from .updates import Updates
 
@@ -99,6 +99,12 @@ class DeferredUpdates(Updates):
         plain: The optimizer that the run would have used without paging.
         names: Full name of each parameter, by `id(parameter)`.
         staging: Through which gradients and states come.
+
+    Attributes:
+        kind: The class of `plain`.
+
+    Raises:
+        ConfigError: See `require_separable`.
     """
 
     def __init__(
@@ -109,7 +115,8 @@ class DeferredUpdates(Updates):
         staging: Staging,
         around: Surroundings,
     ) -> None:
-        self.plain, self._kind = plain, type(plain)
+        require_separable(plain)
+        self.plain, self.kind = plain, type(plain)
         self._names, self._device, self._staging = names, device, staging
         self._around = around
         self._all: list[_Own] = []
@@ -120,8 +127,8 @@ class DeferredUpdates(Updates):
 
     def wrapped(self) -> torch.optim.Optimizer:
         """The optimizer to train with: `plain` itself, in front of its class another."""
-        name = f"Paged{self._kind.__name__}"
-        bases = (PagedOptimizer, self._kind)
+        name = f"Paged{self.kind.__name__}"
+        bases = (PagedOptimizer, self.kind)
         self.plain.__class__ = type(name, bases, {"updates": self})
         return self.plain
 
@@ -218,7 +225,7 @@ class DeferredUpdates(Updates):
             self._around.hide()
             self._settle()
             self.flush()
-            noted = Noted(self.plain, self._kind, self._clip)
+            noted = Noted(self.plain, self.kind, self._clip)
             self._clip = None
             for own in self._all:
                 params = own.host.params
@@ -291,7 +298,7 @@ class DeferredUpdates(Updates):
 
     def close(self) -> None:
         self._show_states()
-        self.plain.__class__ = self._kind
+        self.plain.__class__ = self.kind
         with ExitStack() as rest:
             for own in self._all:
                 rest.callback(own.state.release)
@@ -455,6 +462,13 @@ class PagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
         self.updates.forget_clip()
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class of an optimizer, without what is put in front of it here."""
+    if isinstance(optimizer, PagedOptimizer):
+        return optimizer.updates.kind
+    return type(optimizer)
 
 
 def _clip(sums: GradientSums, indices: Collection[int], clip: Clip) -> None:

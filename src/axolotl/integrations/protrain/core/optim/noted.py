@@ -21,12 +21,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
+
 Clip = tuple[float, Tensor]
 """Largest norm, and the norm of all gradients."""
 
 _BITSANDBYTES = "bitsandbytes.optim.optimizer"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _NOT_NOTED = {"step", "state", "param_groups", *_HOOKS}
+
+
+_SEPARABLE = {
+    "torch.optim": "Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop "
+    "Rprop SGD",
+    "transformers.optimization": "Adafactor",
+    "torchao.optim": "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW",
+    "axolotl.contribs.mit.muon": "Muon",
+    "axolotl.utils.optimizers": "ADOPT AdamC",
+    "apollo_torch": "AdamW",
+    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
+}
+"""Classes that update one parameter after another, by the package that has them; all of
+bitsandbytes' do."""
+
+
+def require_separable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be updated a chunk at a time with the same numbers.
+
+    Raises:
+        ConfigError: The optimizer is not of a class that has been tried, or rounds by
+            random numbers that all parameters draw from one generator.
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("bitsandbytes.optim.") or any(
+        kind.__module__.startswith(package) and kind.__name__ in names.split()
+        for package, names in _SEPARABLE.items()
+    )
+    why = "is not known to update its parameters independently of each other"
+    if known and getattr(optimizer, "bf16_stochastic_round", False):
+        known, why = (
+            False,
+            "rounds by random numbers, which would come in another order",
+        )
+    if not known:
+        raise ConfigError(
+            f"optimizer: {kind.__module__}.{kind.__qualname__} {why}, and the state of "
+            "some weights is on the host, to be updated a chunk at a time. Use adamw_torch"
+            "_fused, adamw_bnb_8bit, adafactor, lion or another of those in the README, "
+            "train an adapter, or set protrain_force_all_persistent: true."
+        )
 
 
 class Noted:
