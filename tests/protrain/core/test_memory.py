@@ -26,7 +26,7 @@ from axolotl.integrations.protrain.core.cost.states import (
     TrainedBytes,
     host_state_bytes,
 )
-from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, find_blocks
+from axolotl.integrations.protrain.core.layout import aligned, find_blocks
 from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
@@ -67,7 +67,8 @@ INNER = [16, 48, 32, 80, 64, 96]
 
 # two tokens: so little is computed that states are nearly all of the peak
 SIZES = {"inner": INNER, "width": 256}
-DATA = [[tokens[:1, :2] for tokens in batches(2, seed)] for seed in range(2)]
+# in the third step state comes for the first time
+DATA = [[tokens[:1, :2] for tokens in batches(2, seed)] for seed in range(3)]
 
 
 @pytest.mark.parametrize("plan", MEMORY_PLANS)
@@ -94,8 +95,13 @@ def laid_out(params: list[nn.Parameter]) -> int:
     """Bytes of parameters one after the other, each at an aligned address."""
     end = 0
     for param in params:
-        end += -end % ALIGNMENT_BYTES + param.nbytes
+        end = aligned(end) + param.nbytes
     return end
+
+
+def region_bytes(params: list[nn.Parameter]) -> int:
+    """Bytes of moments and step counts one after the other."""
+    return aligned(sum(2 * aligned(p.nbytes, 16) + 16 for p in params))
 
 
 def device_bytes(
@@ -105,7 +111,7 @@ def device_bytes(
     n_buffer: int = 0,
     outside: Placement = Placement.RESIDENT,
 ) -> tuple[int, int, int]:
-    """Weights, slots and state, and twice with the most gradients at one time on top.
+    """Weights, slots, staging and state; twice with the most gradients at one time.
 
     The last number has all gradients that stay there from the start of backward.
     """
@@ -131,6 +137,9 @@ def device_bytes(
         on_host |= {id(p) for p in params if id(p) not in in_blocks}
     own = [p for p in trained if id(p) not in on_host]
     standing += optimizer_state_bytes(own)
+    # gradients and moments of two blocks that come from the host, and a norm each
+    at_once = [aligned(laid_out(b)) + region_bytes(b) for b in paged if not frozen]
+    standing += 2 * max(at_once, default=0) + 4 * len(on_host)
 
     # in the order of backward: on this device a chunk that leaves is gone at once
     head_first = [[model.head.weight], [model.norm.weight], [model.norm.bias]]
@@ -142,6 +151,10 @@ def device_bytes(
             leaving.append(nbytes)
         else:
             staying += nbytes
+    # what updates of the others bring from the host, one after the other
+    whole = {id(p) for block in blocks for p in block}
+    for param in (p for p in trained if id(p) in on_host - whole):
+        leaving.append(aligned(param.nbytes) + region_bytes([param]) - staying)
     return standing, standing + max(seen), standing + staying + max(leaving)
 
 
@@ -153,7 +166,8 @@ def traced(model: Stack, tokens: Tensor) -> Trace:
 
 def predicted_bytes(session: Session, trace: Trace) -> int:
     """What the plan of a session was judged by, two micro-batches a step."""
-    memory = MemoryModel(session.layout, trace, Workload(accumulation=2), CPU)
+    workload = Workload(accumulation=2, update=session.plan.update)
+    memory = MemoryModel(session.layout, trace, workload, CPU)
     return memory.device(session.plan).peak_bytes
 
 
@@ -165,7 +179,7 @@ def test_device_peak_was_predicted(
 ) -> None:
     model = stack(inner=INNER)
     keep = freeze(model, ["extra"]) if frozen else ()
-    data = [batches(2, s) for s in range(2)]
+    data = [batches(2, s) for s in range(3)]
     trace = traced(model, data[0][0])
     session = open_session(model, keep, recompute=recompute, **MEMORY_PLANS[plan])
     train(model, wrapped(session), data, session)

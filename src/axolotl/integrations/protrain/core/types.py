@@ -19,6 +19,10 @@ import torch
 IN_FLIGHT = 2
 """Chunks of gradients between device and host: sent, staged or packed."""
 
+STATE_ALIGNMENT_BYTES = 16
+"""Tensors of optimizer state begin at multiples of it, as wide as the widest load of a
+kernel."""
+
 ADAM_MOVED_BYTES = 7
 """Bytes that AdamW moves for each byte it updates, moments in the weights' dtype: reads
 weight, gradient and two moments, writes all but the gradient. Other work on them is

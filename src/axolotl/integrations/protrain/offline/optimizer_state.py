@@ -17,9 +17,6 @@ from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
-from axolotl.core.builders import HFCausalTrainerBuilder
-from axolotl.core.trainers import AxolotlTrainer
-from axolotl.core.training_args import AxolotlTrainingArguments
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,6 +74,11 @@ def plain_optimizer(cfg: Any, model: nn.Module) -> Any:
 
     No trainer is made: its constructor would look for a dataset and an accelerator.
     """
+    # made of the plugins that are registered when they are imported
+    from axolotl.core.builders import HFCausalTrainerBuilder
+    from axolotl.core.trainers import AxolotlTrainer
+    from axolotl.core.training_args import AxolotlTrainingArguments
+
     builder = object.__new__(HFCausalTrainerBuilder)
     builder.cfg, builder.model = cfg, model
     builder._train_dataset = builder._eval_dataset = None

@@ -383,9 +383,8 @@ class MemoryModel:
         the segment holds for the host until its chunk is complete.
         """
         before, extra = [], []
-        kept = way = later = 0
+        kept = way = 0
         leaving = [0] * self._in_flight
-        later_leaving = list(leaving)
         pairs = zip(self.trace.segments, self._gradients, strict=True)
         for segment, gradients in pairs:
             before.append(kept + way)
@@ -395,36 +394,37 @@ class MemoryModel:
                 if chunk is not None and placements[chunk].on_host
             )
             kept += sum(gradients.values()) - left
-            # autograd adds to the sum of a block where that waits for its update
-            own = 0 if self._deferred and segment.block is not None else left
-            piled = segment.first_peak_bytes - segment.peak_bytes if own else 0
-            extra.append(later + piled)
+            piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
+            extra.append(way + piled)
             if left:
                 leaving = [*leaving, left][1:]
                 way = sum(leaving)
-                later_leaving = [*later_leaving, own][1:]
-                later = sum(later_leaving)
         return before, extra
 
     def _deferred_updates(self, placements: tuple[Placement, ...]) -> list[int]:
         """At the start of each segment what updates of its host-kept chunks take, one
-        after the other; those outside blocks, operands included, before all others."""
+        after the other; those outside blocks before all others."""
         highest = [0] * len(self.trace.segments)
         if not self._deferred:
             return highest
         trained = self._trained
-        of_block: dict[int | None, int] = {}
+        outside, of_block = [0], {}
         for chunk, placement in zip(self.layout.chunks, placements, strict=True):
-            if chunk.trainable and placement.on_host:
-                nbytes = trained.update[chunk.index]
-                if not chunk.pageable:
-                    # not yet made: what would be brought is not there
-                    nbytes += trained.operands[chunk.index] - trained.state[chunk.index]
-                of_block[chunk.block] = max(of_block.get(chunk.block, 0), nbytes)
+            if not chunk.trainable or not placement.on_host:
+                continue
+            nbytes = trained.update[chunk.index]
+            if not chunk.pageable:
+                outside.append(nbytes + trained.operands[chunk.index])
+                continue
+            # the first update makes the state beside the staging, where that of the
+            # chunks before it has not yet left
+            made = trained.state[chunk.index] if self.hardware.overlaps else 0
+            of_block[chunk.block] = nbytes + made
         for index, segment in enumerate(self.trace.segments):
             if not segment.backward and segment.block is not None:
                 highest[index] = of_block.get(segment.block, 0)
-        highest[0] = max(highest[0], of_block.get(None, 0))
+        at_once = IN_FLIGHT if self.hardware.overlaps else 1
+        highest[0] = max(highest[0], sum(sorted(outside)[-at_once:]))
         return highest
 
     def _states(

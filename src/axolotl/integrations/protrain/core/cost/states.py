@@ -17,7 +17,15 @@ from ..layout import (
     slot_bytes,
 )
 from ..layout.shards import PAGE_BYTES
-from ..types import IN_FLIGHT, Chunk, Layout, Placement, Update, Workload
+from ..types import (
+    IN_FLIGHT,
+    STATE_ALIGNMENT_BYTES,
+    Chunk,
+    Layout,
+    Placement,
+    Update,
+    Workload,
+)
 
 
 def adamw_bytes(nbytes: int) -> tuple[int, ...]:
@@ -55,6 +63,12 @@ class TrainedBytes:
         return [sum(tensors) for tensors in self.tensors]
 
     @cached_property
+    def region(self) -> list[int]:
+        """The same as it lies on the host."""
+        size = STATE_ALIGNMENT_BYTES
+        return [sum(aligned(t, size) for t in tensors) for tensors in self.tensors]
+
+    @cached_property
     def managed(self) -> list[int]:
         """What of it the driver may move to the host where the device updates it."""
         managed = self.workload.managed_bytes
@@ -78,23 +92,22 @@ class TrainedBytes:
     def operands(self) -> list[int]:
         """Gradients and state as they lie beside the weights for an update."""
         return [
-            chunk.nbytes + sum(map(aligned, tensors)) if chunk.trainable else 0
-            for chunk, tensors in zip(self.layout.chunks, self.tensors, strict=True)
+            aligned(chunk.nbytes) + aligned(region) if chunk.trainable else 0
+            for chunk, region in zip(self.layout.chunks, self.region, strict=True)
         ]
 
     @cached_property
     def update(self) -> list[int]:
-        """What an update of the chunk alone takes on top, its state not yet made."""
+        """What an update of the chunk alone takes on top."""
         w = self.workload
         return [
             round(
                 w.update_copies * chunk.payload_bytes
                 + w.update_parameter_copies * max(t.nbytes for t in chunk.tensors)
             )
-            + state
             if chunk.trainable
             else 0
-            for chunk, state in zip(self.layout.chunks, self.state, strict=True)
+            for chunk in self.layout.chunks
         ]
 
     @cached_property
@@ -121,7 +134,7 @@ class StateBytes:
         host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
         operands: Two buffers for gradients and optimizer state of blocks that come
-            from the host: to be updated, or to be added to.
+            from the host, to be updated or to be added to; norms of those gradients.
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
         buckets: Copy of `gradients` that DDP reduces, there from the start.
@@ -177,7 +190,8 @@ def state_bytes(
             reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
     if workload.update is Update.DEVICE:
         paged = (trained.operands[c.index] for c in leaving if c.pageable)
-        operands = IN_FLIGHT * max(paged, default=0)
+        norms = (t.dtype.itemsize for chunk in leaving for t in chunk.tensors)
+        operands = IN_FLIGHT * max(paged, default=0) + sum(norms)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
@@ -240,7 +254,7 @@ def host_state_bytes(
         sums = ranks * sum(_sum_bytes(chunk, workload) for chunk in trained)
     moments, staging = 2 * gradients, ranks * IN_FLIGHT * largest
     if workload.update is Update.DEVICE:
-        moments, staging = sum(held.state[chunk.index] for chunk in trained), 0
+        moments, staging = sum(held.region[chunk.index] for chunk in trained), 0
     managed = sum(workload.managed_bytes.values())
     managed -= sum(held.managed[chunk.index] for chunk in trained)
     return HostBytes(

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from ..layout import aligned
 from ..runtime import Device, host_buffer
-
-LEAF_BYTES = 16
-"""Leaves begin at multiples of it, as wide as the widest load of a kernel."""
+from ..types import STATE_ALIGNMENT_BYTES
 
 Path = tuple[Any, ...]
 
@@ -167,7 +165,7 @@ class HostedState:
 
     @property
     def region(self) -> Tensor:
-        """uint8; everything that travels, each leaf from a multiple of `LEAF_BYTES` on."""
+        """uint8; everything that travels, its leaves `STATE_ALIGNMENT_BYTES` apart."""
         return self._rest.region
 
     def adopt(self, stays: Callable[[Leaf], bool], shared: Collection[int]) -> None:
@@ -241,7 +239,7 @@ class HostedState:
         places, end = {}, 0
         for leaf in found:
             places[leaf.path] = place = _Place(end, *_kind(leaf.tensor))
-            end = aligned(end + place.nbytes, LEAF_BYTES)
+            end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
         region = torch.empty(0, dtype=torch.uint8)
         if end:
             region = host_buffer(end)
