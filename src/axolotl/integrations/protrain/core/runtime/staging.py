@@ -135,7 +135,8 @@ class Staging:
         """A kept buffer that nobody uses; what it was filled with ahead is dropped."""
         self.nbytes = max(self.nbytes, nbytes)
         idle = [buffer for buffer in self._kept if not buffer.in_use]
-        for small in [b for b in idle if b.memory.numel() < self.nbytes]:
+        # none is referred to when the next one is allocated
+        while small := next((b for b in idle if b.memory.numel() < self.nbytes), None):
             for event in (*small.busy, *filter(None, [small.arrival])):
                 event.synchronize()
             idle.remove(small)
