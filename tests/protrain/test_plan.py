@@ -31,6 +31,25 @@ SMALL = {
     "max_position_embeddings": 4096,
 }
 """A hundred million parameters: more than a card of 1 GiB has beside its context."""
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+QWEN_14B = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 GEMMA_27B_TEXT = {
     "model_type": "gemma3_text",
     "hidden_size": 5376,
@@ -94,6 +113,8 @@ PACKED = {
     "pad_to_sequence_len": True,
     "attn_implementation": "flash_attention_2",
 }
+ON_THE_HOST = {"protrain_cpu_optimizer": "torch"}
+IN_8_BITS = {"optimizer": "adamw_bnb_8bit"}
 BY_HAND = overrides(n_persist=1, n_buffer=3, n_checkpoint=7)
 TOO_LARGE = overrides(n_persist=8, n_buffer=0)
 
@@ -106,7 +127,7 @@ TRAINED = job("llama", PAGED, overrides(1, 2, 2), {"protrain_cache_dir": "measur
 CASES: dict[str, tuple[Any, ...]] = {
     "resident": (SMALL, LORA, *LARGE_CARD),
     "paged": (SMALL, LORA, *SMALL_CARD),
-    "paged_full": (SMALL, {}, *SMALL_CARD),
+    "paged_full": (SMALL, ON_THE_HOST, *SMALL_CARD),
     "two_cards": (SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD, "--html", "page.html"),
     "mlp_recomputes": (SMALL, LORA | MLP_RECOMPUTES, *SMALL_CARD),
     "mlp_by_hand": (SMALL, LORA | BY_HAND | MLP_RECOMPUTES, *SMALL_CARD),
@@ -124,7 +145,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "two_by_hand": (SMALL, LORA | SHARDED | BY_HAND, *LARGE_CARD, "--gpus", "2"),
     "replicated": (SMALL, LORA | REPLICATED, *LARGE_CARD),
-    "little_ram": (SMALL, {}, *SMALL_CARD, "--ram", "1"),
+    "little_ram": (SMALL, ON_THE_HOST, *SMALL_CARD, "--ram", "1"),
+    "8 bits, 8B": (LLAMA_8B, IN_8_BITS, *LARGE_CARD, "--ram", "64"),
+    "8 bits, 14B": (QWEN_14B, IN_8_BITS, *LARGE_CARD, "--ram", "112"),
     "fast_link": (SMALL, LORA | BY_HAND, *SMALL_CARD),
     "slow_link": (SMALL, LORA | BY_HAND, *SMALL_CARD, "--link", "pcie3x8"),
     "too_large": (SMALL, LORA | TOO_LARGE, *SMALL_CARD),
@@ -258,6 +281,7 @@ SCHEMA: dict[Any, Any] = {
         "num_ranks": int,
         "num_nodes": int,
         "origin": str,
+        "update": str,
         "num_blocks": int,
         "num_chunks": int,
         "resident_chunks": [int],
@@ -723,3 +747,22 @@ def test_training_follows_the_plan(
     assert answer["host_bytes"]["terms"] == report["host_bytes"]["terms"]
     assert not answer["step_s"]["measured_blocks"]
     assert report["step_s"]["measured_blocks"]
+
+
+@pytest.mark.parametrize(("name", "num_params"), [("8B", 8.03e9), ("14B", 14.77e9)])
+def test_optimizer_state_is_that_of_the_optimizer(
+    plans: Plans, name: str, num_params: float
+) -> None:
+    """Two bytes a parameter with their scales, but eight for embeddings, which Trainer
+    leaves in 32 bits."""
+    answer = fitting(plans, f"8 bits, {name}")
+    assert answer["plan"]["update"] == "device"
+    device, host = answer["device_bytes"]["terms"], answer["host_bytes"]["terms"]
+    model = LLAMA_8B if name == "8B" else QWEN_14B
+    embedding = model["vocab_size"] * model["hidden_size"]
+    state = device["optimizer state"] + host["moments"]
+    in_8_bits = num_params - embedding
+    expected = 8 * embedding + (2 + 8 / 256) * in_8_bits
+    assert state == pytest.approx(expected, rel=0.001)
+    assert host["gradients"] == host["arena"]
+    assert device["update operands"] > 0

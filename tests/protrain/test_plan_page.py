@@ -187,6 +187,7 @@ def forecast(
             "num_blocks": num_blocks,
             "block_policies": policies,
             "origin": "search",
+            "update": "device",
         }
         if fits
         else None,
@@ -304,7 +305,7 @@ def hostile(value: Any, key: str = "") -> Any:
         return {prefix + name: hostile(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [hostile(item, key) for item in value]
-    one_of_few = ("verdict", "mode", "policy", "placement", "block_policies")
+    one_of_few = ("verdict", "mode", "update", "policy", "placement", "block_policies")
     return (
         HOSTILE + value if isinstance(value, str) and key not in one_of_few else value
     )

@@ -30,6 +30,10 @@ PLACEMENTS = {
     "host-state": "weights on the GPU, optimizer state on the host",
     "paged": "all on the host, weights pass through a slot",
 }
+UPDATES = {
+    "device": "weights with state on the host: on the device, as they are used next",
+    "host": "weights with state on the host: there, by AdamW",
+}
 POLICIES = {
     "keep": "activations stay on the GPU",
     "recompute": "activations are computed again in backward",
@@ -45,6 +49,7 @@ HOST_PHASES = {
 POINT_TERMS = {
     "weights": "weights",
     "slots": "slots",
+    "operands": "update operands",
     "moments": "optimizer",
     "gradients": "gradients",
     "activations": "activations",
@@ -69,6 +74,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "num_ranks": world.size,
             "num_nodes": world.num_nodes,
             "origin": plan.origin,
+            "update": plan.update.value,
             "num_blocks": len(layout.blocks),
             "num_chunks": len(layout.pageable),
             "resident_chunks": [

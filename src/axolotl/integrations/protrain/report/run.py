@@ -93,7 +93,8 @@ class RunReport:
         step, moved = self.forecast.step, self.forecast.moved
         states, peak = device.states, device.peak
         # DDP makes its buckets once the plugin has placed everything
-        rising = peak.gradients + peak.activations + peak.working + states.buckets
+        rising = peak.operands + peak.gradients + peak.activations + peak.working
+        rising += states.buckets
         placed, moments = seen.device_placed_bytes, seen.device_optimizer_bytes
         risen = seen.device_peak_bytes - placed - moments
         micro, steps = self.forecast.workload.accumulation, max(len(self.step_s), 1)
