@@ -137,9 +137,9 @@ def device_bytes(
         on_host |= {id(p) for p in params if id(p) not in in_blocks}
     own = [p for p in trained if id(p) not in on_host]
     standing += optimizer_state_bytes(own)
-    # gradients and moments of two blocks that come from the host, and a norm each
+    # gradients and moments of two blocks that come from the host
     at_once = [aligned(laid_out(b)) + region_bytes(b) for b in paged if not frozen]
-    standing += 2 * max(at_once, default=0) + 4 * len(on_host)
+    standing += 2 * max(at_once, default=0)
 
     # in the order of backward: on this device a chunk that leaves is gone at once
     head_first = [[model.head.weight], [model.norm.weight], [model.norm.bias]]

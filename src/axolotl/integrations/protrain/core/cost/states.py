@@ -134,7 +134,7 @@ class StateBytes:
         host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
         operands: Two buffers for gradients and optimizer state of blocks that come
-            from the host, to be updated or to be added to; norms of those gradients.
+            from the host, to be updated or to be added to.
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
         buckets: Copy of `gradients` that DDP reduces, there from the start.
@@ -190,8 +190,7 @@ def state_bytes(
             reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
     if workload.update is Update.DEVICE:
         paged = (trained.operands[c.index] for c in leaving if c.pageable)
-        norms = (t.dtype.itemsize for chunk in leaving for t in chunk.tensors)
-        operands = IN_FLIGHT * max(paged, default=0) + sum(norms)
+        operands = IN_FLIGHT * max(paged, default=0)
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
