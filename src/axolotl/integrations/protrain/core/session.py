@@ -200,9 +200,7 @@ class Session:
         names = {id(p): name for name, p in self._params.items()}
         viewer = self._viewer
         if isinstance(self._gradients, DeviceSums):
-            around = Surroundings(
-                self._beside, self._on_the_host, viewer.hide, viewer.show_again
-            )
+            around = Surroundings(self._beside, viewer.hide, viewer.show_again)
             deferred = DeferredUpdates(plain, names, self.device, self._staging, around)
             self._updates = deferred
             deferred.take_chunks(self._host_chunks, self._gradients)
@@ -536,7 +534,6 @@ class Session:
             slot, home = self._ring.slot_of(chunk.index), self._ring.source(chunk.index)
             weights = InSlot(slot, home) if slot else self._stays(chunk)
             self._updates.update(chunk.index, weights)
-            self._residence.remember_chunk(chunk)
 
     def _stays(self, chunk: Chunk) -> InBuffer:
         """Where the weights of a chunk are that do not leave the device."""
@@ -553,7 +550,6 @@ class Session:
         number = self._ring.numbers.get(chunk.index)
         if number is None:
             yield self._stays(chunk)
-            self._residence.remember_chunk(chunk)
             return
         device = self.device
         buffer = device.allocate(chunk.nbytes)
@@ -561,26 +557,13 @@ class Session:
         if after is not None:
             device.fetch.wait(after)
         device.compute.wait(self._ring.fetch(device.fetch, buffer, chunk.index))
-        home = self._ring.source(chunk.index)
         try:
-            with self._residence.moved_to(chunk, buffer):
-                yield InBuffer(device, buffer, home, lambda: None)
+            home = self._ring.source(chunk.index)
+            yield InBuffer(device, buffer, home, lambda: None)
         finally:
-            self._residence.remember_chunk(chunk)
             self._pager.forget(number)
             device.offload.record().synchronize()
             device.free(buffer)
-
-    @contextmanager
-    def _on_the_host(self) -> Iterator[None]:
-        """See `Surroundings`."""
-        self._viewer.hide()
-        on_host = frozenset(self._residence.on_host)
-        self._residence.show(on_host, own=False)
-        try:
-            yield
-        finally:
-            self._residence.hide(on_host, takes=False)
 
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""

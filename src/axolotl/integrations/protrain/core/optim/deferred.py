@@ -38,14 +38,19 @@ from ..runtime.device import Event
 from ..runtime.staging import parts
 from ..types import IN_FLIGHT, Chunk
 from .device_sums import DeviceSums
-from .host_chunks import GradientSums, HostChunk
+from .host_chunks import GradientSums, HostChunk, tensor_in
 from .noted import Clip, Noted, require_separable
 from .states import Change, HostedState, Leaf, leaves, structure
 from .updates import Updates
 
 
 class InMemory(Protocol):
-    """The weights of a chunk where they compute."""
+    """The weights of a chunk where they compute: all of it in a buffer, uint8."""
+
+    buffer: Tensor
+
+    def changed(self) -> None:
+        """Compute has written them."""
 
     def send_back(self) -> Event:
         """Queue the way home of what compute has changed."""
@@ -60,13 +65,11 @@ class Surroundings(NamedTuple):
     Attributes:
         beside: Gives the weights of a chunk in device memory where no pass reads them,
             to be updated outside of passes; once the host's copy is there.
-        on_host: Inside, parameters are on the host, and so is state that is loaded.
         hide: Nobody looks at gradients from here on.
         show_again: A step is over: whoever looked may go on.
     """
 
     beside: Callable[[Chunk, Event | None], AbstractContextManager[InMemory]]
-    on_host: Callable[[], AbstractContextManager[None]]
     hide: Callable[[], None]
     show_again: Callable[[], None]
 
@@ -78,18 +81,37 @@ class _Own:
         assert host.sums is not None
         self.host, self.state, self.sums = host, state, host.sums
         self.key = "update", host.chunk.index
+        self.mains = {param: _nothing_of(param) for param in host.params}
         self.noted: Noted | None = None
         self.used: tuple[int, ...] = ()
-        self.change: Change | None = None
+        # what an update has left on the device, until it is on its way home
+        self.done: tuple[Change, InMemory, Clip | None] | None = None
         self.clip: Clip | None = None
         self.left: Event | None = None
         self.attempt = object()
 
     def sources(self) -> list[Source]:
-        state = (
-            [Source(self.state.region, self.left)] if self.state.region.numel() else []
-        )
+        region = self.state.region
+        state = [Source(region, self.left)] if region.numel() else []
         return [Source(self.sums.memory, self.sums.sent), *state]
+
+    def bind(self, weights: Tensor, gradients: Tensor) -> None:
+        """Let the main parameters be what a noted step changes, of buffers of bytes."""
+        pairs = zip(self.host.chunk.tensors, self.mains.values(), strict=True)
+        for index, (spec, main) in enumerate(pairs):
+            main.data = tensor_in(weights, spec)
+            if index in self.used:
+                main.grad = self.sums.within(gradients, index)
+
+    def unbind(self) -> None:
+        """Let go of them again."""
+        for main in self.mains.values():
+            main.grad = None
+            main.data = main.new_empty(0)
+
+
+def _nothing_of(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(param.new_empty(0))
 
 
 class DeferredUpdates(Updates):
@@ -270,8 +292,7 @@ class DeferredUpdates(Updates):
 
     def finish(self) -> None:
         for own in self._all:
-            if own.change is not None:
-                self.flush_chunk(own.host.chunk.index)
+            self._send_home(own)
 
     def flush_chunk(self, chunk: int) -> None:
         """Make the noted step of one chunk."""
@@ -281,6 +302,7 @@ class DeferredUpdates(Updates):
                 self._update(own, weights)
 
     def flush(self) -> None:
+        self.finish()
         for own in self._all:
             self.flush_chunk(own.host.chunk.index)
         for own in self._all:
@@ -290,11 +312,24 @@ class DeferredUpdates(Updates):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around the load of a state, which lands on the host."""
+        """Around the load of a state, which lands where the main parameters are then."""
         self.flush()
-        with self._around.on_host():
+        mains = {p: main for own in self._all for p, main in own.mains.items()}
+        try:
+            for main in mains.values():
+                main.data = main.data.cpu()
+            self._exchange(mains)
             yield
-            self.adopt()
+        finally:
+            self._exchange({main: param for param, main in mains.items()})
+        self.adopt()
+
+    def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
+        """Let groups and state be of other parameters."""
+        for group in self.plain.param_groups:
+            group["params"] = [other.get(p, p) for p in group["params"]]
+        for param in [p for p in self.plain.state if p in other]:
+            self.plain.state[other[param]] = self.plain.state.pop(param)
 
     def close(self) -> None:
         self._show_states()
@@ -332,48 +367,55 @@ class DeferredUpdates(Updates):
 
     def _update(self, own: _Own, weights: InMemory) -> None:
         """See Note [An update that is interrupted]."""
-        if own.change is None:
-            self._show_states()
-            if own.left is not None:
-                # the last way home may still read what is written now
-                self._device.compute.wait(own.left)
-            buffer = self._staging.take(
-                own.key, own.sources(), keep=own.host.chunk.pageable
-            )
-            own.attempt = attempt = object()
-            undo = self._remember(own)
-            try:
-                change = self._step(own, buffer)
-                if own.attempt is not attempt:
-                    raise AccessError(
-                        "a signal handler has read weights in the middle of their "
-                        "update, and training cannot go on after it"
-                    )
-            except BaseException:
-                # an interrupt too; raised again as it is
-                undo()
-                self._device.writes([buffer], self._device.compute)
-                self._staging.give_back(own.key)
-                weights.spoilt()
-                raise
-            self._device.writes([buffer], self._device.compute)
-            own.change = change
-        change = own.change
+        self._show_states()
+        device, noted = self._device, own.noted
+        assert noted is not None
+        if own.left is not None:
+            # the last way home may still read what is written now
+            device.compute.wait(own.left)
+        buffer = self._staging.take(
+            own.key, own.sources(), keep=own.host.chunk.pageable
+        )
+        own.attempt = attempt = object()
+        undo = self._remember(own)
+        try:
+            change = self._step(own, noted, weights.buffer, buffer)
+            if own.attempt is not attempt:
+                raise AccessError(
+                    "a signal handler has read weights in the middle of their update, "
+                    "and training cannot go on after it"
+                )
+            own.done = change, weights, noted.clip
+        except BaseException:
+            # an interrupt too; raised again as it is
+            undo()
+            device.writes([buffer], device.compute)
+            self._staging.give_back(own.key)
+            weights.spoilt()
+            raise
+        device.writes([buffer], device.compute)
+        weights.changed()
+        self._send_home(own)
+
+    def _send_home(self, own: _Own) -> None:
+        """Queue the way home of what an update has left on the device."""
+        if own.done is None:
+            return
+        change, weights, clip = own.done
         own.state.take(change)
-        events = [weights.send_back()]
+        event = weights.send_back()
         offload = self._device.offload
         for target, source in change.copies:
             offload.copy(target, source)
         own.left = own.sums.sent = offload.record()
+        self._staging.give_back(own.key, [event, own.left])
         # what an update has made stays until it has been copied
         self._leaving.append((own.left, change))
         while len(self._leaving) > IN_FLIGHT:
             self._retire()
         while self._leaving and self._leaving[0][0].query():
             self._retire()
-        own.clip = own.noted.clip if own.noted else None
-        own.noted = own.change = None
-        self._staging.give_back(own.key, [*events, own.left])
+        own.clip, own.noted, own.done = clip, None, None
 
     def _retire(self) -> None:
         event, _change = self._leaving.popleft()
@@ -396,19 +438,13 @@ class DeferredUpdates(Updates):
             for leaf, tensor in bound:
                 leaf.bind(tensor)
             for param in own.host.params:
-                param.grad = None
                 states.pop(param, None)
             states.update(kept)
 
         return undo
 
-    def _step(self, own: _Own, buffer: Tensor) -> Change:
-        noted, params = own.noted, own.host.params
-        assert noted is not None
-        sources = own.sources()
-        gradient, *state = parts(buffer, sources)
-        every = [p for group in self.plain.param_groups for p in group["params"]]
-        others = [(p, p.grad) for p in every if p.grad is not None]
+    def _step(self, own: _Own, noted: Noted, weights: Tensor, buffer: Tensor) -> Change:
+        gradients, *state = parts(buffer, own.sources())
         kind = self._device.torch_device.type
         with (
             torch.inference_mode(False),
@@ -416,19 +452,13 @@ class DeferredUpdates(Updates):
             torch.autocast(kind, enabled=False),
         ):
             try:
-                for param, _ in others:
-                    param.grad = None
+                own.bind(weights, gradients)
                 if state:
                     own.state.to_device(state[0])
-                for index in own.used:
-                    params[index].grad = own.sums.within(gradient, index)
-                noted.step(self.plain, params)
+                noted.step(self.plain, own.mains)
                 return own.state.changed(state[0] if state else buffer, self._shared())
             finally:
-                for param in params:
-                    param.grad = None
-                for param, grad in others:
-                    param.grad = grad
+                own.unbind()
 
 
 class PagedOptimizer(torch.optim.Optimizer):

@@ -5,9 +5,9 @@
 Everything of an optimizer but its parameters and their state is in its attributes and
 groups. A `Noted` keeps them by value, as they are when `step` is called: schedulers change
 groups, and some optimizers count in them. The step itself is that of the optimizer's own
-class on an object with these attributes, the same parameters in the same groups (some
-optimizers go by positions), and the state of those parameters alone that have a gradient
-now. So nothing of an optimizer is written down here, and whatever it does to one parameter
+class on an object with these attributes, and groups in which other tensors stand for the
+parameters, at the same positions, by which some optimizers go: the parameters' own may be
+in use by a pass, or in another dtype. So nothing of an optimizer is written down here, and whatever it does to one parameter
 after another it does later with the same numbers. What looks at several parameters
 together would not: `require_separable` knows which optimizers have been tried.
 """
@@ -15,7 +15,7 @@ together would not: `require_separable` knows which optimizers have been tried.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,28 +89,36 @@ class Noted:
         self._groups = [_by_value(group) for group in plain.param_groups]
 
     def step(
-        self, plain: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+        self,
+        plain: torch.optim.Optimizer,
+        mains: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
-        """Update `params`, the only ones with a gradient, which is not clipped yet.
+        """Make it for parameters of `plain`, whose state is there and is renewed.
 
-        Their state is in `plain`, and is renewed there.
+        Args:
+            plain: The optimizer as it is now.
+            mains: For each parameter what is updated in its place; those that have a
+                gradient are, once it has been clipped.
         """
-        used = [param for param in params if param.grad is not None]
         if self.clip is not None:
+            used = [main for main in mains.values() if main.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(used, *self.clip)
         ghost: Any = object.__new__(self._kind)
         vars(ghost).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
-        known = {param: plain.state[param] for param in params if param in plain.state}
+        known = {m: plain.state[p] for p, m in mains.items() if p in plain.state}
         ghost.state = defaultdict(dict, known)
+        nobody = nn.Parameter(torch.empty(0))
         ghost.param_groups = [
-            {**noted, "params": group["params"]}
+            {**noted, "params": [mains.get(p, nobody) for p in group["params"]]}
             for noted, group in zip(self._groups, plain.param_groups, strict=True)
         ]
         if any(base.__module__ == _BITSANDBYTES for base in self._kind.__mro__):
             _step_of_bitsandbytes(ghost)
         else:
             _without_hooks(self._kind.step)(ghost)
-        plain.state.update(ghost.state)
+        for param, main in mains.items():
+            if main in ghost.state:
+                plain.state[param] = ghost.state[main]
 
 
 def _by_value(group: dict[str, Any]) -> dict[str, Any]:

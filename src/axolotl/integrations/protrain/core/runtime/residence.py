@@ -24,8 +24,7 @@ version than it left refuses to go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -142,7 +141,7 @@ class Residence:
             size = self._ranks.world.local_size
             if takes and index % size == self._ranks.local_rank:
                 self._take_over(chunk, memory if index in shown else None)
-            self.remember_chunk(chunk)
+            self._remember(chunk)
         if wrong:
             raise AccessError(wrong)
 
@@ -191,10 +190,9 @@ class Residence:
         A parametrization that comes and goes in a forward leaves another version.
         """
         for chunk in self.on_host.values():
-            self.remember_chunk(chunk)
+            self._remember(chunk)
 
-    def remember_chunk(self, chunk: Chunk) -> None:
-        """An update has ended."""
+    def _remember(self, chunk: Chunk) -> None:
         for spec in chunk.tensors:
             owner = self._bindings[spec.name].owner
             if isinstance(owner, nn.Parameter):
@@ -239,17 +237,6 @@ class Residence:
         first = self._places[chunk.tensors[0].name]
         storage = first.untyped_storage()
         return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-
-    @contextmanager
-    def moved_to(self, chunk: Chunk, buffer: Tensor) -> Iterator[None]:
-        """Inside, the parameters of a chunk are views of another buffer."""
-        try:
-            for spec in chunk.tensors:
-                self._bindings[spec.name].bind(_view(buffer, spec))
-            yield
-        finally:
-            for spec in chunk.tensors:
-                self._bindings[spec.name].bind(self._places[spec.name])
 
     def refresh(self, chunk: Chunk, ring: Ring) -> None:
         """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
@@ -350,7 +337,7 @@ class Residence:
             # frees the original
             self._places[spec.name] = _view(buffer, spec)
             self._bindings[spec.name].bind(self._places[spec.name])
-        self.remember_chunk(chunk)
+        self._remember(chunk)
         return_freed_memory()
 
 

@@ -145,21 +145,12 @@ class Slot:
         self._last_use = self._device.compute.record()
 
     def send_back(self, home: Tensor) -> Event:
-        """Queue the way home of what compute has changed in an open window.
-
-        Args:
-            home: uint8, the chunk on the host.
-        """
-        self._changed()
+        """Queue the way home of what compute has changed: uint8, on the host."""
         self._sent = send_home(self._device, home, self.buffer)
         return self._sent
 
-    def spoilt(self) -> None:
-        """Compute has changed some of it in an open window, and it is of no use."""
-        self._changed()
-        self.holds = None
-
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Compute has written into an open window."""
         self._device.end_use(self.buffer)
         self._device.writes([self.buffer], self._device.compute)
         self._device.begin_use(self.buffer)
@@ -175,7 +166,11 @@ class InSlot:
     """Weights of a chunk in a slot whose window is open, to be updated there."""
 
     def __init__(self, slot: Slot, home: Tensor) -> None:
-        self._slot, self._home = slot, home
+        self._slot, self._home, self.buffer = slot, home, slot.buffer
+
+    def changed(self) -> None:
+        """Compute has written them."""
+        self._slot.changed()
 
     def send_back(self) -> Event:
         """Queue the way home of what compute has changed."""
@@ -183,7 +178,8 @@ class InSlot:
 
     def spoilt(self) -> None:
         """They are not to be used: compute has changed some of them."""
-        self._slot.spoilt()
+        self._slot.changed()
+        self._slot.holds = None
 
 
 class InBuffer:
@@ -192,17 +188,20 @@ class InBuffer:
     def __init__(
         self, device: Device, buffer: Tensor, home: Tensor, renew: Callable[[], None]
     ) -> None:
-        self._device, self._buffer, self._home = device, buffer, home
+        self._device, self.buffer, self._home = device, buffer, home
         self._renew = renew
+
+    def changed(self) -> None:
+        """Compute has written them."""
+        self._device.writes([self.buffer], self._device.compute)
 
     def send_back(self) -> Event:
         """Queue the way home of what compute has changed."""
-        self._device.writes([self._buffer], self._device.compute)
-        return send_home(self._device, self._home, self._buffer)
+        return send_home(self._device, self._home, self.buffer)
 
     def spoilt(self) -> None:
         """They are not to be used: compute has changed some of them."""
-        self._device.writes([self._buffer], self._device.compute)
+        self.changed()
         self._renew()
 
 
