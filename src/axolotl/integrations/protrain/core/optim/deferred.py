@@ -234,6 +234,7 @@ class DeferredUpdates(Updates):
         self._clip = None
         for own in self._all:
             own.sums.present.clear()
+            own.sums.norms.clear()
 
     # steps
 

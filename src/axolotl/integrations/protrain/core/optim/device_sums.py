@@ -49,6 +49,7 @@ class DeviceSums(GradientOffload):
             gradient = self._added(sums, index, gradient)
             # on the host it is old from now on
             sums.present.discard(index)
+        sums.norms.pop(index, None)
         if self._synchronises:
             sums.norms[index] = torch.nn.utils.get_total_norm([gradient])
         super().take(sums, index, gradient)
