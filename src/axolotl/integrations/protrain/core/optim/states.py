@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ from ..runtime import Device, host_buffer
 from ..types import STATE_ALIGNMENT_BYTES
 
 Path = tuple[Any, ...]
+
+
+_OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
+"""Objects that are no state."""
 
 
 class Leaf(NamedTuple):
@@ -53,16 +58,18 @@ class Leaf(NamedTuple):
             self.holder[self.key] = tensor
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[Leaf]:
+def leaves(value: Any, path: Path = (), within: tuple[int, ...] = ()) -> Iterator[Leaf]:
     """Every plain tensor in a state, in the order of its structure; no parameters."""
+    # an object may lead back to what it is in
+    within = *within, id(value)
     for key, item, is_attribute in _members(value):
         inside = *path, key
-        if isinstance(item, nn.Parameter):
+        if isinstance(item, nn.Parameter) or id(item) in within:
             continue
         if isinstance(item, Tensor) and not hasattr(item, "__tensor_flatten__"):
             yield Leaf(inside, value, key, is_attribute)
         else:
-            yield from leaves(item, inside)
+            yield from leaves(item, inside, within)
 
 
 def _members(value: Any) -> list[tuple[Any, Any, bool]]:
@@ -73,7 +80,7 @@ def _members(value: Any) -> list[tuple[Any, Any, bool]]:
     if isinstance(value, Tensor):
         names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return [(name, getattr(value, name), True) for name in names]
-    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+    if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
         return [(name, item, True) for name, item in vars(value).items()]
     return []
 
@@ -91,7 +98,7 @@ def structure(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
         return own
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(structure(item, keep) for item in value)
-    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+    if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
         own = copy(value)
         vars(own).update((k, structure(item, keep)) for k, item in vars(value).items())
         return own
