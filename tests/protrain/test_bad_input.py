@@ -104,15 +104,16 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "8bit_adamw": (
-        {**PAGED, "optimizer": "adamw_bnb_8bit"},
+        {**PAGED, "optimizer": "adamw_bnb_8bit", "protrain_cpu_optimizer": "torch"},
         [
-            "`optimizer: adamw_bnb_8bit` cannot update weights on the host. "
-            "Use adamw_torch or adamw_torch_fused, or train an adapter.",
+            "`optimizer: adamw_bnb_8bit` cannot update weights on the host, which "
+            "`protrain_cpu_optimizer` asks for. Use adamw_torch or adamw_torch_fused, "
+            "train an adapter, or remove `protrain_cpu_optimizer`.",
         ],
     ),
-    "unknown_optimizer": (
-        {**PAGED, "optimizer": "adamw_of_mine"},
-        ["`optimizer: adamw_of_mine` cannot update weights on the host."],
+    "inseparable_optimizer": (
+        {**PAGED, "optimizer": "lomo"},
+        ["`optimizer: lomo` updates weights inside of backward, and here a part of them"],
     ),
     "deepspeed_adam": (
         {**PAGED, "protrain_cpu_optimizer": "deepspeed"},
@@ -207,6 +208,7 @@ RATES_DECIDE: dict[str, Any] = {
     "protrain_auto_memory": True,
     "protrain_capacity_bytes": 700_000,
     "protrain_cpu_capacity_bytes": 1_060_000,
+    "protrain_cpu_optimizer": "torch",
 }
 """With a fast link two blocks would swap, for which the host has no room: one does."""
 PARTIAL = {"partial": 1, "partial_resident": 4}

@@ -142,7 +142,8 @@ def compared(seen: dict[str, float], step: Step) -> Peaks:
 # through Axolotl: batch, precision, optimizer and evaluation as the YAML says
 
 COUNTING = "counting_plugin.CountingPlugin"
-COUNTED = {"plugins": [*BASE["plugins"], COUNTING], "max_steps": 2}
+# the third step is the first one to which optimizer state comes back
+COUNTED = {"plugins": [*BASE["plugins"], COUNTING], "max_steps": 3}
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 HALF = overrides(NUM_BLOCKS // 2, 2, NUM_BLOCKS // 2)
 PAGED = overrides(0, 2)

@@ -14,7 +14,7 @@ from ..core.session import Measured
 from .forecast import forecast_dict, format_bytes, knobs_dict
 from .text import forecast_table
 
-WATCHED_STEPS = 2
+WATCHED_STEPS = 3
 """First steps in which the CPU device counts every allocation, which slows them: the
 optimizer's state appears in the first one, and the second one is like all others."""
 
