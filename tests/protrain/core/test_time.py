@@ -42,6 +42,7 @@ from axolotl.integrations.protrain.core.types import (
     Plan,
     Policy,
     TensorSpec,
+    Update,
     Workload,
     World,
 )
@@ -84,11 +85,19 @@ class Case:
     fp32_master: bool
     moved: Moved | None
     world: World = World()
+    update: Update = Update.HOST
+
+    def workload(self) -> Workload:
+        return Workload(
+            self.accumulation,
+            fp32_master=self.fp32_master,
+            world=self.world,
+            update=self.update,
+        )
 
     def step(self) -> StepTime:
-        *others, accumulation, fp32_master, moved, world = vars(self).values()
-        workload = Workload(accumulation, fp32_master=fp32_master, world=world)
-        return simulate_step(*others, workload, moved)
+        model = self.layout, self.plan, self.times, self.hardware
+        return simulate_step(*model, self.workload(), self.moved)
 
     def compute_s(self) -> float:
         """What the plan computes, added up by hand."""
@@ -100,7 +109,22 @@ class Case:
         )
         outside = t.outside_forward_s + t.outside_backward_s
         once = sum(t.forward_s) + sum(t.backward_s) + redone + outside
-        return t.update_s + self.accumulation * once
+        return t.update_s + self.accumulation * once + self.deferred_s()
+
+    def deferred_s(self) -> float:
+        """What the device does for weights with state on the host: for each byte of theirs
+        a norm, clipping, the update (7, with AdamW's numbers of steps) and sums."""
+        if self.update is Update.HOST:
+            return 0.0
+        chunks = [
+            chunk
+            for chunk, at in zip(self.layout.chunks, self.plan.placements, strict=True)
+            if chunk.trainable and at.on_host
+        ]
+        own = sum(chunk.payload_bytes for chunk in chunks)
+        steps = 2 * 4 * sum(len(chunk.tensors) for chunk in chunks)
+        moved = (1 + 2 + 7 + 3 * (self.accumulation - 1)) * own + steps
+        return moved / self.hardware.memory_bytes_s
 
 
 @st.composite
@@ -145,6 +169,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
         draw(st.booleans()),
         Moved(*[tuple(draw(st.integers(0, 100 * p.swaps)) for p in policies)] * 2),
         world,
+        draw(st.sampled_from(Update)) if world.size == 1 else Update.HOST,
     )
 
 
@@ -251,6 +276,8 @@ def session_of(trained: Sequence[str] | None, **options: Any) -> Session:
     keep = freeze(model, trained) if trained else set()
     layout = build_layout(model, keep if trained == LORA else ())
     master = options.pop("fp32_master", False)
+    if master:
+        options["update"] = Update.HOST
     plan = make_plan(layout, **options)
     return Session(model, layout, plan, checked(), Options(True, master))
 
@@ -275,6 +302,13 @@ SESSIONS: dict[str, dict[str, Any]] = {
         "inside": HOST_STATE,
         "outside": HOST_STATE,
         "recompute": {0, 5},
+    },
+    "full, one slot": {"trained": None, "n_buffer": 1},
+    "full, updated on the host": {
+        "trained": None,
+        "n_buffer": 2,
+        "outside": HOST_STATE,
+        "update": Update.HOST,
     },
     "full, masters": {
         "trained": None,
@@ -310,12 +344,16 @@ def test_a_step_moves_the_bytes_that_a_session_moves(
         session.plan,
         BlockTimes((1.0,) * 6, (1.0,) * 6, 1, 1, 1, True),
         HARDWARE,
-        Workload(accumulation, fp32_master=fp32_master),
+        Workload(accumulation, fp32_master=fp32_master, update=session.plan.update),
     )
     assert step.fetched_bytes == after.fetched_bytes - before.fetched_bytes
     assert step.offloaded_bytes == after.offloaded_bytes - before.offloaded_bytes
     assert step.busy_s["fetch"] == step.fetched_bytes / HARDWARE.fetch_bytes_s
-    assert step.busy_s["offload"] == step.offloaded_bytes / HARDWARE.offload_bytes_s
+    offloaded = step.offloaded_bytes + step.returned_bytes
+    assert step.busy_s["offload"] == offloaded / HARDWARE.offload_bytes_s
+    assert (step.returned_bytes > 0) is (
+        session.plan.update is Update.DEVICE and step.offloaded_bytes > 0
+    )
 
 
 # By hand: three or four blocks, one chunk each, one byte a second.

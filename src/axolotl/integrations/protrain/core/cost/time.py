@@ -3,9 +3,10 @@
 Four lanes work side by side: compute, copies to the device, copies from it, and the one
 host thread; with several ranks their collectives are a fifth, and all ranks take the
 same time. The calling thread queues their work and sometimes waits; every rule for
-who waits for whom is that of `Pager`, `Slot`, `GradientOffload`, `HostAdamW` and
-`Session`. At the update every lane is idle and the slots hold the chunks that forward
-begins with, so one step, from update to update, is the period of the training.
+who waits for whom is that of `Pager`, `Slot`, `GradientOffload`, `HostAdamW`,
+`DeferredUpdates`, `DeviceSums` and `Session`. At the update every lane is idle and the
+slots hold the chunks that forward begins with, so one step, from update to update, is the
+period of the training.
 
 Not modelled: the time to launch work, and the order inside a block. What runs outside
 the blocks is put at the turn from forward to backward, where the head is. Gradients
@@ -17,32 +18,35 @@ comes last. What DDP reduces outside the blocks counts as spread over them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import chain
+from typing import Any
 
-from ..layout import padded_bytes, shard_bytes
 from ..types import (
-    ADAM_MOVED_BYTES,
     IN_FLIGHT,
     BlockTimes,
-    Chunk,
     Hardware,
     Layout,
     Moved,
-    Placement,
     Plan,
     Trace,
     Work,
     Workload,
 )
+from .demand import (
+    COMMUNICATE,
+    Demand,
+    DeviceWork,
+    HostUpdate,
+    HostWork,
+    Traffic,
+    update_seconds,
+)
+from .states import TrainedBytes
 
 LANES = ("compute", "fetch", "offload", "host")
-COMMUNICATE = "communicate"
-"""One more lane where there are several ranks."""
-
 COMPUTE_BOUND_SHARE = 0.01
 """Compute bounds the step if it stands still for less than this share of it."""
 
@@ -54,11 +58,6 @@ def work_s(work: Work, hardware: Hardware) -> float:
     return max(busy, work.num_kernels * hardware.kernel_s)
 
 
-def update_seconds(nbytes: int, hardware: Hardware) -> float:
-    """AdamW on the device for that many bytes of weights."""
-    return ADAM_MOVED_BYTES * nbytes / hardware.memory_bytes_s
-
-
 def block_times(trace: Trace, layout: Layout, hardware: Hardware) -> BlockTimes:
     """Times of all blocks by the roofline, for devices that are not here."""
     # of each block and last of what runs outside them
@@ -67,12 +66,14 @@ def block_times(trace: Trace, layout: Layout, hardware: Hardware) -> BlockTimes:
         at = -1 if segment.block is None else segment.block
         ways = backward if segment.backward else forward
         ways[at] += work_s(segment.work, hardware)
+    fixed = layout.fixed_trainable_bytes
     return BlockTimes(
         forward_s=tuple(forward[:-1]),
         backward_s=tuple(backward[:-1]),
         outside_forward_s=forward[-1],
         outside_backward_s=backward[-1],
-        update_s=update_seconds(layout.fixed_trainable_bytes, hardware),
+        # AdamW's, in the dtype of the weights
+        update_s=update_seconds(fixed, 2 * fixed, hardware),
         measured=False,
     )
 
@@ -88,6 +89,7 @@ class StepTime:
         recompute_s: Part of compute that repeats forward.
         fetched_bytes: Host to device, without swapped activations.
         offloaded_bytes: Gradients to the host.
+        returned_bytes: Weights and optimizer state to the host, after their update.
     """
 
     total_s: float
@@ -96,6 +98,7 @@ class StepTime:
     recompute_s: float
     fetched_bytes: int
     offloaded_bytes: int
+    returned_bytes: int
 
     @property
     def limiter(self) -> str:
@@ -113,25 +116,28 @@ def simulate_step(
     hardware: Hardware,
     workload: Workload,
     moved: Moved | None = None,
+    trained: TrainedBytes | None = None,
 ) -> StepTime:
     """Run one step of a plan on clocks.
 
     Args:
         layout: The model's chunks and blocks.
         plan: Where chunks live and what becomes of activations.
-        times: Compute of one micro-batch under no plan; `update_s` of this plan.
+        times: Compute of one micro-batch under no plan; `update_s` of what has its state
+            on the device under this one.
         hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
             where there are any. Unless it `overlaps`, every copy runs on the calling
             thread, as compute does, and only host updates run beside it.
         workload: Micro-batches, masters and ranks.
         moved: What swapping moves; needed only for plans that swap.
+        trained: Of this layout and workload, if it is known.
     """
-    d = Demand(layout, plan, times, hardware, workload, moved)
-    step = Step(d)
+    d = Demand(layout, plan, times, hardware, workload, moved, trained)
+    step = DeferredStep(d) if d.defers else Step(d)
     step.update()
     before: list[float] = []
-    # the last micro-batch of several ranks is unlike the others
-    alike = d.accumulation - d.reduces
+    # the last micro-batch of several ranks, or with norms, is unlike the others
+    alike = d.accumulation - (d.reduces or d.defers)
     for number in range(alike):
         started, sums = step.issued, (dict(step.exposed), dict(step.busy))
         step.forward(first=number == 0)
@@ -141,9 +147,9 @@ def simulate_step(
             step.repeat(alike - 1 - number, started, *sums)
             break
         before = offsets
-    if d.reduces:
+    if alike < d.accumulation:
         step.forward(first=alike == 0)
-        step.backward(reduced=True)
+        step.backward(first=alike == 0, last=True)
     step.settle()
     total_s = step.now + step.skipped
     return StepTime(
@@ -153,193 +159,8 @@ def simulate_step(
         recompute_s=d.accumulation * d.recompute_s,
         fetched_bytes=d.fetched_bytes,
         offloaded_bytes=d.offloaded_bytes,
+        returned_bytes=d.returned_bytes,
     )
-
-
-class Traffic(NamedTuple):
-    """Traffic of forward or backward and what it costs, seconds per byte."""
-
-    fetch_bytes: int
-    offload_bytes: int
-    fetch_s: float
-    offload_s: float
-
-
-class HostWork(NamedTuple):
-    """Of one host-kept trained chunk: gradient bytes that leave in a micro-batch, and
-    seconds of the host to add them up, for their norm and for the update.
-
-    With several ranks `part_bytes` leave in the last micro-batch instead, after a
-    reduction, and `part_sum_s` is what the host adds then.
-    """
-
-    nbytes: int
-    first_sum_s: float
-    later_sum_s: float
-    norm_s: float
-    update_s: float
-    part_bytes: int
-    part_sum_s: float
-
-
-def host_work(chunk: Chunk, hardware: Hardware, workload: Workload) -> HostWork:
-    """What training a chunk costs each rank when its state is on the host."""
-    moved_s = 1 / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
-    mastered = chunk.payload_16_bit_bytes if workload.fp32_master else 0
-    own, masters = chunk.payload_bytes - mastered, 2 * mastered
-    updated = own + masters
-    # masters are rounded into the weights, clipping reads and writes gradients
-    moved = ADAM_MOVED_BYTES * updated + masters + mastered + 2 * updated
-    # a gradient without a master is copied straight into its buffer at first
-    first_sum_s = moved_s * (mastered + masters)
-    later_sum_s = moved_s * (own + mastered + 2 * updated)
-    part_sum_s, ranks = 0.0, workload.world.local_size
-    if workload.world.size > 1:
-        # until they are reduced, sums are as wide as the gradients
-        part_sum_s, first_sum_s = first_sum_s / ranks, 0.0
-        later_sum_s = 3 * moved_s * chunk.payload_bytes
-    return HostWork(
-        own + mastered,
-        first_sum_s,
-        later_sum_s,
-        moved_s * updated / ranks,
-        moved_s * moved / ranks,
-        -(-chunk.payload_bytes // ranks),
-        part_sum_s,
-    )
-
-
-class _Update(NamedTuple):
-    """Host update of one chunk; `number` among the paged ones, None if it stays. Then
-    `nbytes` are fetched for it, and gathered in `gather_s`."""
-
-    number: int | None
-    chunk: int
-    nbytes: int
-    gather_s: float
-    seconds: float
-
-
-class Demand:
-    """What a step computes, moves and updates, in no order yet; see `simulate_step`."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        plan: Plan,
-        times: BlockTimes,
-        hardware: Hardware,
-        workload: Workload,
-        moved: Moved | None = None,
-    ) -> None:
-        self._shards, world = plan.shards, workload.world
-        self.overlaps = hardware.overlaps
-        self.accumulation, self.reduces = workload.accumulation, world.size > 1
-        # seconds per byte: of an all-gather's result, of sums over all ranks of which
-        # each rank of a node gets a part; 0 where there is nobody to do it with
-        inside, across = world.local_size > 1, world.num_nodes > 1
-        self.gathering_s = 1 / hardware.gather_bytes_s if inside else 0.0
-        self.scatter_s = 1 / hardware.reduce_bytes_s if inside else 0.0
-        if across:
-            self.scatter_s += 1 / (world.local_size * hardware.across_bytes_s)
-        self.moved = moved or Moved(*[(0,) * len(layout.blocks)] * 2)
-        self.swaps = [policy.swaps for policy in plan.policies]
-        self.forward_s = times.forward_s
-        again = [
-            seconds * policy.recomputes
-            for seconds, policy in zip(times.forward_s, plan.policies, strict=True)
-        ]
-        self.recompute_s = sum(again)
-        self.backward_s = [
-            seconds + more
-            for seconds, more in zip(times.backward_s, again, strict=True)
-        ]
-        self.outside_s = times.outside_forward_s + times.outside_backward_s
-        self.update_s = times.update_s
-
-        paged = [layout.chunks[index] for index in plan.paged]
-        self.num_chunks, self.num_slots = len(paged), plan.n_buffer
-        self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in paged]
-        self.gather_s = [self._gather_s(chunk) for chunk in paged]
-        # of the two ways that a shard goes
-        gathers = plan.shards * self.gathering_s > 1 / hardware.fetch_bytes_s
-        self.slower = COMMUNICATE if plan.shards > 1 and gathers else "fetch"
-        # chunks of each block, by their numbers among the paged ones
-        paging = [
-            sum(plan.placements[c] is Placement.PAGED for c in block.chunks)
-            for block in layout.blocks
-        ]
-        self.bounds = list(pairwise(accumulate(paging, initial=0)))
-        self._add_training(layout, plan, hardware, workload)
-        self._add_traffic(hardware)
-
-    def _gather_s(self, chunk: Chunk) -> float:
-        n = self._shards
-        return padded_bytes(chunk, n) * self.gathering_s if n > 1 else 0.0
-
-    def _add_training(
-        self, layout: Layout, plan: Plan, hardware: Hardware, workload: Workload
-    ) -> None:
-        """Gradients and updates: of the host, and what DDP reduces of the device's."""
-        numbers = {index: number for number, index in enumerate(plan.paged)}
-        self.updates: list[_Update] = []
-        self.norm_s = 0.0
-        # of each block and last of what is outside them
-        gradients: list[list[HostWork]] = [[] for _ in range(len(layout.blocks) + 1)]
-        on_device = [0] * len(layout.blocks) + [layout.fixed_trainable_bytes]
-        for chunk in layout.chunks:
-            at = -1 if chunk.block is None else chunk.block
-            if not chunk.trainable:
-                continue
-            if not plan.placements[chunk.index].on_host:
-                on_device[at] += chunk.payload_bytes
-                continue
-            work = host_work(chunk, hardware, workload)
-            gradients[at].append(work)
-            self.norm_s += work.norm_s
-            where = numbers.get(chunk.index), chunk.index
-            fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
-            self.updates.append(_Update(*where, *fetched, work.update_s))
-        # `Session` updates first what forward reads first: outside the blocks
-        self.updates.sort(key=lambda u: layout.chunks[u.chunk].block is not None)
-        self.works = [work for works in gradients for work in works]
-        *self.gradients, self.outside = gradients
-        # of DDP, when each block's backward is done
-        *inside, outside = on_device
-        each = outside / len(inside) if inside else 0.0
-        rate = self.scatter_s + self.gathering_s
-        self.shared_s = [rate * (nbytes + each) for nbytes in inside]
-
-    def _add_traffic(self, hardware: Hardware) -> None:
-        """What forward and backward fetch and send, and how often."""
-        stale = {u.number for u in self.updates if u.number is not None}
-        kept = range(min(self.num_slots, self.num_chunks))
-        self.missing_later = list(range(len(kept), self.num_chunks))
-        self.missing_first = [c for c in kept if c in stale] + self.missing_later
-        self.missing_backward = list(range(self.num_chunks - len(kept)))
-        refreshed = sum(u.nbytes for u in self.updates if u.number is None)
-        out, back = sum(self.moved.out), sum(self.moved.back)
-        gradients = sum(work.nbytes for work in self.works)
-        parts = sum(work.part_bytes for work in self.works)
-
-        def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
-            fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
-            return _traffic(fetch_bytes, offload_bytes, hardware)
-
-        again = self.accumulation - 1
-        self.first = phase(self.missing_first, refreshed, out)
-        self.later = phase(self.missing_later, 0, out)
-        self.backward = self.last = phase(self.missing_backward, back, gradients)
-        if self.reduces:
-            # what earlier micro-batches have added up comes back
-            sums = gradients if again else 0
-            self.last = phase(self.missing_backward, back + sums, parts)
-        passes = [self.first, self.last, *again * (self.later, self.backward)]
-        fetched = sum(traffic.fetch_bytes for traffic in passes)
-        offloaded = sum(traffic.offload_bytes for traffic in passes)
-        # without swapped activations
-        self.fetched_bytes = fetched - self.accumulation * back
-        self.offloaded_bytes = offloaded - self.accumulation * out
 
 
 class Step:
@@ -363,9 +184,10 @@ class Step:
         self._free = dict.fromkeys(lanes, 0.0)
         self._cause = "host"
         self._updated = [0.0] * demand.num_chunks
-        self._stale: list[tuple[_Update, float]] = []
+        self._stale: list[tuple[HostUpdate, float]] = []
         self._arrival = [0.0] * demand.num_chunks
         self._last_use = [0.0] * demand.num_slots
+        self._sent = [0.0] * demand.num_slots
         self._gone = 0.0
         self._in_flight: deque[float] = deque()
         self._staging = deque([0.0] * IN_FLIGHT)
@@ -386,16 +208,13 @@ class Step:
         d = self._demand
         self._traffic = traffic = d.first if first else d.later
         missing = (d.missing_first if first else d.missing_later)[::-1]
-        # `Session.ready`: weights that stay on the device
-        for update, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
-            self._block(done, "host")
-            self._refresh(update.nbytes * traffic.fetch_s, update.gather_s)
-        self._stale = []
+        self._enter(traffic)
         for block, (start, stop) in enumerate(d.bounds):
             while missing and missing[-1] < stop:
                 self._block(self._updated[missing[-1]], "host")
                 self._fetch_chunk(missing.pop())
             self._await_chunks(start, stop)
+            self._opened(block)
             while missing and missing[-1] < start + d.num_slots:
                 # what is held back now is asked for again when the next block opens
                 if self._updated[missing[-1]] > self.issued:
@@ -412,13 +231,14 @@ class Step:
         self._await(self._gone, "offload")
         self._run(d.outside_s)
 
-    def backward(self, first: bool = False, reduced: bool = False) -> None:
+    def backward(self, first: bool = False, last: bool = False) -> None:
         """Backward of one micro-batch; gradients leave block by block. In the last one
-        of several ranks they are `reduced`, after the sums of earlier ones are there.
+        of several ranks they are reduced, after the sums of earlier ones are there.
         """
         d = self._demand
-        self._traffic = d.last if reduced else d.backward
-        send: Callable[[HostWork], None] = partial(self._send, first=first)
+        reduced = last and d.reduces
+        self._traffic = d.last if reduced else d.backward if first else d.adding
+        send: Callable[[Any], None] = partial(self._send, first=first, last=last)
         if reduced:
             self._drain()
             send = self._reduce
@@ -428,6 +248,7 @@ class Step:
         there: float | None = None
         for block in range(len(d.bounds) - 1, -1, -1):
             start, stop = d.bounds[block]
+            self._reach(block, first)
             while missing and missing[-1] >= start:
                 self._fetch_chunk(missing.pop())
             if there is None:
@@ -467,7 +288,7 @@ class Step:
 
     def offsets(self) -> list[float]:
         """How far each clock is ahead of the calling thread between micro-batches."""
-        clocks = (*self._free.values(), *self._in_flight, *self._staging)
+        clocks = (*self._free.values(), *self._in_flight, *self._staging, *self._sent)
         return [max(0.0, clock - self.issued) for clock in clocks]
 
     def repeat(self, times: int, started: float, *before: Mapping[str, float]) -> None:
@@ -516,6 +337,19 @@ class Step:
         self._free[lane] = done
         return done
 
+    def _enter(self, traffic: Traffic) -> None:
+        """`Session.ready`: weights that stay on the device."""
+        for update, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
+            self._block(done, "host")
+            self._refresh(update.nbytes * traffic.fetch_s, update.gather_s)
+        self._stale = []
+
+    def _opened(self, block: int) -> None:
+        """A block's window has opened in forward."""
+
+    def _reach(self, block: int, first: bool) -> None:
+        """Backward has come to a block."""
+
     def _refresh(self, seconds: float, gather_s: float) -> None:
         """A copy to the device on compute; it takes the link from other fetches."""
         self._await(self._free["fetch"])
@@ -528,7 +362,9 @@ class Step:
     def _fetch_chunk(self, chunk: int) -> None:
         d = self._demand
         seconds = d.chunk_bytes[chunk] * self._traffic.fetch_s
-        arrival = self._queue("fetch", seconds, self._last_use[chunk % d.num_slots])
+        slot = chunk % d.num_slots
+        free = max(self._last_use[slot], self._sent[slot])
+        arrival = self._queue("fetch", seconds, free)
         if d.gather_s[chunk]:
             arrival = self._queue(COMMUNICATE, d.gather_s[chunk], arrival)
         self._arrival[chunk] = arrival
@@ -547,18 +383,23 @@ class Step:
             return self._queue("fetch", nbytes * self._traffic.fetch_s, self.now)
         return 0.0
 
-    def _send(self, gradients: HostWork, first: bool) -> None:
+    def _send(self, gradients: Any, first: bool, last: bool) -> None:
         """`GradientOffload._send` of a chunk."""
-        if len(self._in_flight) == IN_FLIGHT:
-            self._block(self._in_flight.popleft(), "offload")
-        sum_s = gradients.first_sum_s if first else gradients.later_sum_s
-        if sum_s:
-            self._block(self._staging.popleft(), "host")
-        seconds = gradients.nbytes * self._traffic.offload_s
-        arrived = self._queue("offload", seconds, self.now)
-        self._in_flight.append(arrived)
+        work: HostWork = gradients
+        sum_s = work.first_sum_s if first else work.later_sum_s
+        arrived = self._leave(work.nbytes, bool(sum_s))
         if sum_s:
             self._staging.append(self._queue("host", sum_s, arrived))
+
+    def _leave(self, nbytes: int, staged: bool = False) -> float:
+        """Gradients are sent once there is room for them on the way."""
+        if len(self._in_flight) == IN_FLIGHT:
+            self._block(self._in_flight.popleft(), "offload")
+        if staged:
+            self._block(self._staging.popleft(), "host")
+        seconds = nbytes * self._traffic.offload_s
+        self._in_flight.append(self._queue("offload", seconds, self.now))
+        return self._in_flight[-1]
 
     def _reduce(self, gradients: HostWork) -> None:
         """Sums come, all is packed on compute, reduced, and the own part leaves."""
@@ -576,17 +417,101 @@ class Step:
         self._staging.append(self._queue("host", gradients.part_sum_s, arrived))
 
 
-def _traffic(fetch_bytes: int, offload_bytes: int, hardware: Hardware) -> Traffic:
-    """As much of each direction as the other has work for goes at the rate for both."""
-    fetch_s, offload_s = 1 / hardware.fetch_bytes_s, 1 / hardware.offload_bytes_s
-    fetching, offloading = fetch_bytes * fetch_s, offload_bytes * offload_s
-    both = min(fetching, offloading)
-    if hardware.overlaps and both:
-        fetch_both_s = 1 / hardware.fetch_both_bytes_s
-        offload_both_s = 1 / hardware.offload_both_bytes_s
-        fetch_s += both / fetching * (fetch_both_s - fetch_s)
-        offload_s += both / offloading * (offload_both_s - offload_s)
-    return Traffic(fetch_bytes, offload_bytes, fetch_s, offload_s)
+class DeferredStep(Step):
+    """The same where the device updates what has its state on the host: `DeferredUpdates`,
+    `DeviceSums` and `Staging`."""
+
+    def __init__(self, demand: Demand) -> None:
+        super().__init__(demand)
+        self._pending: deque[DeviceWork] = deque()
+        self._noted: Sequence[DeviceWork] = ()
+        # when what is in a buffer is there, by its chunk, and when the others are free
+        self._staged: dict[int, float] = {}
+        self._room = deque([0.0] * IN_FLIGHT)
+        self._leaving: deque[float] = deque()
+
+    def update(self) -> None:
+        """What is on the device; of the rest the first operands come."""
+        d = self._demand
+        self._run(d.update_s)
+        self._pending.extend(chain.from_iterable(d.gradients))
+        self._noted = d.outside
+        self._fetch_operands()
+
+    def offsets(self) -> list[float]:
+        ahead = (max(0.0, free - self.issued) for free in self._room)
+        return [*super().offsets(), *ahead]
+
+    def _enter(self, traffic: Traffic) -> None:
+        """Weights outside blocks are updated one after the other, in memory that is
+        compute's until then."""
+        for work in self._noted:
+            seconds = work.operand_bytes * traffic.fetch_s
+            self._await(self._queue("fetch", seconds, self.now))
+            self._update(work)
+        self._noted = ()
+
+    def _opened(self, block: int) -> None:
+        if not self._pending:
+            return
+        for work in self._demand.gradients[block]:
+            self._room.append(self._update(self._pending.popleft(), self._take(work)))
+        self._fetch_operands()
+
+    def _update(self, work: DeviceWork, there: float = 0.0) -> float:
+        """Returns when all is at home."""
+        self._await(there)
+        self._run(work.update_s)
+        offload_s = self._traffic.offload_s
+        sent = self._queue("offload", work.weight_bytes * offload_s, self.now)
+        if work.number is not None:
+            self._sent[work.number % self._demand.num_slots] = sent
+        left = self._queue("offload", work.state_bytes * offload_s, self.now)
+        self._leaving.append(left)
+        if len(self._leaving) > IN_FLIGHT:
+            self._block(self._leaving.popleft(), "offload")
+        return left
+
+    def _fetch_operands(self) -> None:
+        """`DeferredUpdates.fetch_ahead`: as many as there is room for."""
+        for work in self._pending:
+            if work.chunk not in self._staged and not self._stage(work):
+                return
+
+    def _reach(self, block: int, first: bool) -> None:
+        """`DeviceSums.reach`: the sums of this block and the one before it."""
+        if not first:
+            for at in range(block, max(block - 2, -1), -1):
+                for work in self._demand.gradients[at]:
+                    if work.chunk not in self._staged:
+                        self._stage(work)
+
+    def _stage(self, work: DeviceWork) -> bool:
+        """Fetch what an update or a sum needs, if a buffer is free."""
+        if not self._room:
+            return False
+        updates = bool(self._pending)
+        nbytes = work.operand_bytes if updates else work.sum_bytes
+        seconds = nbytes * self._traffic.fetch_s
+        arrival = self._queue("fetch", seconds, self._room.popleft())
+        self._staged[work.chunk] = arrival
+        return True
+
+    def _take(self, work: DeviceWork) -> float:
+        if work.chunk not in self._staged:
+            self._stage(work)
+        return self._staged.pop(work.chunk)
+
+    def _send(self, gradients: Any, first: bool, last: bool) -> None:
+        """`DeviceSums.take` of each gradient of a chunk, which then leaves."""
+        work: DeviceWork = gradients
+        if not first:
+            self._await(self._take(work))
+            self._run(work.sum_s)
+            self._room.append(self.now)
+        if last:
+            self._run(work.norm_s)
+        self._leave(work.nbytes)
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:

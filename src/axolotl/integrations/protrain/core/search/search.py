@@ -23,8 +23,10 @@ from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
 
+from ..cost.demand import update_seconds
 from ..cost.memory import Activations, MemoryModel, Parameters
-from ..cost.time import StepTime, simulate_step, update_seconds
+from ..cost.states import TrainedBytes
+from ..cost.time import StepTime, simulate_step
 from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy
@@ -102,6 +104,12 @@ class Search:
         self.memory, self._times, self._budget = memory, times, budget
         self._layout = layout = memory.layout
         self._num_chunks, self._num_blocks = len(layout.pageable), len(layout.blocks)
+        self._trained = trained = TrainedBytes(layout, memory.workload)
+        self._updates_s = [
+            chunk.trainable
+            * update_seconds(chunk.payload_bytes, state, memory.hardware)
+            for chunk, state in zip(layout.chunks, trained.state, strict=True)
+        ]
         # what has masters is updated on the host anyhow
         masters = memory.workload.fp32_master
         choice = any(
@@ -116,19 +124,16 @@ class Search:
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
         memory = self.memory
-        trained = sum(
-            chunk.nbytes
-            for chunk in self._layout.chunks
-            if chunk.trainable and not plan.placements[chunk.index].on_host
-        )
-        update_s = self._times.update_s + update_seconds(trained, memory.hardware)
+        pairs = zip(self._updates_s, plan.placements, strict=True)
+        updates_s = sum(seconds for seconds, at in pairs if not at.on_host)
         return simulate_step(
             self._layout,
             plan,
-            replace(self._times, update_s=update_s),
+            replace(self._times, update_s=self._times.update_s + updates_s),
             memory.hardware,
             memory.workload,
             memory.activations(plan.policies).moved,
+            self._trained,
         )
 
     def fastest(self, modes: Set[str] = MODES) -> Plan:
