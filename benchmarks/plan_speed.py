@@ -35,7 +35,7 @@ from axolotl.integrations.protrain.core.profile import (
     trace_step,
 )
 from axolotl.integrations.protrain.core.search import Search
-from axolotl.integrations.protrain.core.types import Budget, Workload, World
+from axolotl.integrations.protrain.core.types import Budget, Update, Workload, World
 
 SEARCH_LIMITS_S = 1.0, 3.0
 """Of the median and of the longest."""
@@ -224,7 +224,10 @@ def search_times(full: bool, ranks: int, rounds: int) -> list[float]:
         card = gpu_hardware(gpu, None, HOST_BYTES, num_gpus=ranks)
         times = block_times(trace, layout, card)
         workload = Workload(
-            accumulation=accumulation, fp32_master=master, world=World(ranks, ranks)
+            accumulation=accumulation,
+            fp32_master=master,
+            world=World(ranks, ranks),
+            update=Update.HOST if master or ranks > 1 else Update.DEVICE,
         )
         budget = Budget(gib << 30, 0, HOST_BYTES)
         fastest = float("inf")

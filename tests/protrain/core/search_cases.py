@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from core_models import layouts
 from hypothesis import settings, strategies as st
@@ -26,6 +27,7 @@ from axolotl.integrations.protrain.core.types import (
     Save,
     Segment,
     Trace,
+    Update,
     Work,
     Workload,
     World,
@@ -104,9 +106,14 @@ class Case:
         nothing = place(layout, 0, master, Placement.RESIDENT)
         interval = self.search().swap_interval
         most = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
-        for outside in (Placement.RESIDENT, Placement.HOST_STATE):
-            for n_persist in range(len(layout.pageable) + 1):
-                placements = place(layout, n_persist, master, outside)
+        total, shown = len(layout.pageable), self.workload.update is Update.DEVICE
+        for outside, n_persist in product(
+            (Placement.RESIDENT, Placement.HOST_STATE), range(total + 1)
+        ):
+            # some keep their state where all weights stay, else all or none
+            some = range(total + 1) if n_persist == total else {0, n_persist}
+            for n_host_state in some if shown else [0]:
+                placements = place(layout, n_persist, master, outside, n_host_state)
                 floor = slot_floor(layout, placements)
                 num_paged = placements.count(Placement.PAGED)
                 for n_buffer in range(floor, min(most, num_paged) + 1):
@@ -123,6 +130,7 @@ class Case:
                                 outside,
                                 swap_interval=interval,
                                 shards=shards,
+                                n_host_state=n_host_state,
                             )
 
     def _rows(self, interval: int) -> Iterator[tuple[int, int]]:
@@ -169,17 +177,20 @@ def cases(
     for way in ("fetch", "offload"):
         share = draw(st.floats(0.5, 1))
         rates[f"{way}_both_bytes_s"] = rates[f"{way}_bytes_s"] * share
+    world, master = draw(st.sampled_from(worlds)), draw(st.booleans())
+    on_host = master or world.size > 1
     return Case(
         layout,
         draw(traces(layout)),
         Workload(
             accumulation=draw(st.integers(1, 5)),
             tokens=7,
-            fp32_master=draw(st.booleans()),
+            fp32_master=master,
+            update=Update.HOST if on_host else draw(st.sampled_from(Update)),
             update_copies=draw(st.sampled_from([0.0, 1.0])),
             update_parameter_copies=draw(st.sampled_from([0.0, 2.0])),
             eval_ratio=draw(st.sampled_from([0.0, 2.0])),
-            world=draw(st.sampled_from(worlds)),
+            world=world,
         ),
         Hardware(
             name="a test",

@@ -46,6 +46,7 @@ from axolotl.integrations.protrain.core.types import (
     Plan,
     Policy,
     TensorSpec,
+    Update,
     Workload,
 )
 
@@ -80,6 +81,20 @@ def test_each_chunk_has_its_place(
             assert placement is HOST_STATE
         else:
             assert placement is (RESIDENT if chunk.pageable else outside)
+
+
+@given(layouts(), st.data())
+def test_state_leaves_the_chunks_that_would_page_next(
+    layout: Layout, data: st.DataObject
+) -> None:
+    n_persist = data.draw(st.integers(0, len(layout.pageable)))
+    n_host_state = data.draw(st.integers(0, n_persist))
+    fewer = place(layout, n_persist - n_host_state, False, RESIDENT)
+    placements = place(layout, n_persist, False, RESIDENT, n_host_state)
+    for chunk, whole, at in zip(layout.chunks, fewer, placements, strict=True):
+        left = chunk.pageable and chunk.trainable and whole is PAGED
+        assert (at is HOST_STATE) is (left and at is not PAGED)
+        assert at is PAGED or left or at is RESIDENT
 
 
 @given(layouts(), st.booleans(), OUTSIDE)
@@ -205,9 +220,23 @@ def test_by_hand_skips_the_search(case: Case, data: st.DataObject) -> None:
     )
     knobs = (n_persist, n_buffer, n_swap, n_checkpoint)
     interval = case.search().swap_interval
-    first, second = (
-        make_plan(layout, *knobs, master, outside, swap_interval=interval)
-        for outside in (RESIDENT, HOST_STATE)
+    # weights outside blocks give up their state on the device before blocks do, and
+    # those before it is refused
+    places = [(RESIDENT, 0), (HOST_STATE, 0)]
+    if case.workload.update is Update.DEVICE and any(
+        chunk.trainable for chunk in layout.pageable
+    ):
+        places.append((HOST_STATE, n_persist))
+    first, *others = (
+        make_plan(
+            layout,
+            *knobs,
+            master,
+            outside,
+            swap_interval=interval,
+            n_host_state=n_host_state,
+        )
+        for outside, n_host_state in places
     )
     if not case.allows(first):
         with pytest.raises(ConfigError, match="n_checkpoint.*mlp_forbid_offload"):
@@ -216,21 +245,20 @@ def test_by_hand_skips_the_search(case: Case, data: st.DataObject) -> None:
     assert case.search().by_hand(Knobs(*knobs)) == first
     assert first.origin == "overrides"
 
-    needed = [case.memory.device(plan).peak_bytes for plan in (first, second)]
-    # weights outside blocks give up their state on the device before it is refused
+    plans = [first, *others]
+    needed = [case.memory.device(plan).peak_bytes for plan in plans]
     for nbytes in needed:
-        given = case.search(nbytes)
-        plan = given.by_hand(Knobs(*knobs))
-        assert plan == (first if needed[0] <= nbytes else second)
+        plan = case.search(nbytes).by_hand(Knobs(*knobs))
+        assert plan == plans[[n <= nbytes for n in needed].index(True)]
     with pytest.raises(BudgetError, match="the plan of the overrides needs") as refusal:
         case.search(min(needed) - 1).by_hand(Knobs(*knobs))
-    if needed[1] <= needed[0]:
+    if needed[-1] == min(needed):
         assert missing_bytes(refusal.value) == 1
 
-    least = min(case.memory.host(plan).peak_bytes for plan in (first, second))
-    assert case.search(host_bytes=least).by_hand(Knobs(*knobs)) == first
+    least = [case.memory.host(plan).peak_bytes for plan in plans]
+    assert case.search(host_bytes=least[0]).by_hand(Knobs(*knobs)) == first
     with pytest.raises(BudgetError, match="protrain_cpu_capacity_bytes: the plan of"):
-        case.search(host_bytes=least - 1).by_hand(Knobs(*knobs))
+        case.search(host_bytes=min(least) - 1).by_hand(Knobs(*knobs))
 
 
 # the search
@@ -394,7 +422,10 @@ class Trained:
         )
         self.hardware = replace(self.hardware, fetch_bytes_s=1e7, offload_bytes_s=1e7)
         self.memory = MemoryModel(
-            self.layout, trace, Workload(accumulation=2), self.hardware
+            self.layout,
+            trace,
+            Workload(accumulation=2, update=Update.DEVICE),
+            self.hardware,
         )
         self.times = block_times(trace, self.layout, self.hardware)
         plain = twin(self.model)
@@ -419,6 +450,7 @@ def test_every_plan_of_the_search_runs(frozen: bool) -> None:
         plan = trained.search(budget).fastest()
         plans.add((plan.n_persist, plan.n_buffer, plan.n_checkpoint))
         model = twin(trained.model)
+        plan = replace(plan, update=Update.DEVICE)
         session = Session(model, trained.layout, plan, checked(), Options(True))
         optimizer = session.wrap_optimizer(adamw(model))
         assert train(model, optimizer, trained.data, session) == trained.numbers

@@ -286,10 +286,27 @@ class Demand:
         passes = [self.first, odd, *again * (self.later, others)]
         fetched = sum(traffic.fetch_bytes for traffic in passes)
         offloaded = sum(traffic.offload_bytes for traffic in passes)
+        self.least_s = self._least_s(passes, deferred)
         # without swapped activations
         self.fetched_bytes = fetched - self.accumulation * back
         offloaded -= self.accumulation * out
         self.offloaded_bytes = offloaded - self.returned_bytes
+
+    def _least_s(self, passes: list[Traffic], deferred: list[DeviceWork]) -> float:
+        """The step is not shorter: compute, with the copies in whose time it has nothing
+        else to do, and copies each way."""
+        again = self.accumulation - 1
+        micro_batch_s = sum(self.forward_s) + sum(self.backward_s) + self.outside_s
+        compute_s = self.update_s + self.accumulation * micro_batch_s
+        compute_s += sum(w.update_s + w.norm_s + again * w.sum_s for w in deferred)
+        compute_s += self.first.fetch_s * sum(
+            work.operand_bytes for work in self._deferred[-1]
+        )
+        return max(
+            compute_s,
+            sum(traffic.fetch_bytes * traffic.fetch_s for traffic in passes),
+            sum(traffic.offload_bytes * traffic.offload_s for traffic in passes),
+        )
 
 
 def _traffic(fetch_bytes: int, offload_bytes: int, hardware: Hardware) -> Traffic:

@@ -44,7 +44,6 @@ from .demand import (
     Traffic,
     update_seconds,
 )
-from .states import TrainedBytes
 
 LANES = ("compute", "fetch", "offload", "host")
 COMPUTE_BOUND_SHARE = 0.01
@@ -116,7 +115,6 @@ def simulate_step(
     hardware: Hardware,
     workload: Workload,
     moved: Moved | None = None,
-    trained: TrainedBytes | None = None,
 ) -> StepTime:
     """Run one step of a plan on clocks.
 
@@ -130,9 +128,12 @@ def simulate_step(
             thread, as compute does, and only host updates run beside it.
         workload: Micro-batches, masters and ranks.
         moved: What swapping moves; needed only for plans that swap.
-        trained: Of this layout and workload, if it is known.
     """
-    d = Demand(layout, plan, times, hardware, workload, moved, trained)
+    return simulate(Demand(layout, plan, times, hardware, workload, moved))
+
+
+def simulate(d: Demand) -> StepTime:
+    """The same for what is known of the step already."""
     step = DeferredStep(d) if d.defers else Step(d)
     step.update()
     before: list[float] = []

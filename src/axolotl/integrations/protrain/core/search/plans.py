@@ -20,6 +20,7 @@ def make_plan(
     origin: str = "overrides",
     swap_interval: int = 1,
     shards: int = 1,
+    n_host_state: int = 0,
 ) -> Plan:
     """The plan that follows from the four knobs; see `place` and `block_policies`.
 
@@ -30,7 +31,7 @@ def make_plan(
     _check_range("n_persist", n_persist, len(layout.pageable), "chunks")
     _check_range("n_checkpoint", n_checkpoint, blocks, "blocks")
     _check_range("n_swap", n_swap, blocks, "blocks")
-    placements = place(layout, n_persist, fp32_master, outside)
+    placements = place(layout, n_persist, fp32_master, outside, n_host_state)
     check_slots(layout, placements, n_buffer)
     return Plan(
         n_persist=n_persist,
@@ -70,12 +71,18 @@ def block_policies(
 
 
 def place(
-    layout: Layout, n_persist: int, fp32_master: bool, outside: Placement
+    layout: Layout,
+    n_persist: int,
+    fp32_master: bool,
+    outside: Placement,
+    n_host_state: int = 0,
 ) -> tuple[Placement, ...]:
     """Where each chunk sits when `n_persist` of the pageable ones stay, spread over the
-    blocks; `outside` is for the state of trainable weights outside the blocks."""
+    blocks, `n_host_state` of them without the state of what trains there; `outside` is
+    for the state of trainable weights outside the blocks."""
     # pageable chunks come first in a layout
-    staying = set(spread_order(len(layout.pageable))[:n_persist])
+    order = spread_order(len(layout.pageable))[:n_persist]
+    staying, whole = set(order), set(order[: n_persist - n_host_state])
     paged, state_on_host = Placement.PAGED, Placement.HOST_STATE
     resident = Placement.RESIDENT
 
@@ -84,6 +91,8 @@ def place(
             return paged
         # masters live on the host, so the state of what trains does too
         if chunk.trainable and chunk.has_masters(fp32_master):
+            return state_on_host
+        if chunk.trainable and chunk.pageable and chunk.index not in whole:
             return state_on_host
         return resident if chunk.pageable else outside
 

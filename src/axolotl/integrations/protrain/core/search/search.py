@@ -2,8 +2,8 @@
 
 For every number of resident chunks, of slots and of swapping blocks, the fewest
 recomputed blocks that fit: recompute only ever adds compute. Each of these candidates is
-simulated, the least compute first, until compute alone takes longer than the best step:
-so the result is the optimum over all of them, and a larger budget never gives a slower
+simulated, the least compute and copies first, until one of them alone takes longer than
+the best step: so the result is the optimum over all of them, and a larger budget never gives a slower
 plan.
 
 Numbers of swapping blocks: none; the paper's bound N / I, the blocks divided by the
@@ -23,13 +23,13 @@ from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
 
-from ..cost.demand import update_seconds
+from ..cost.demand import Demand, update_seconds
 from ..cost.memory import Activations, MemoryModel, Parameters
 from ..cost.states import TrainedBytes
-from ..cost.time import StepTime, simulate_step
+from ..cost.time import StepTime, simulate
 from ..errors import BudgetError, ConfigError
-from ..layout import slot_bytes, slot_floor
-from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy
+from ..layout import slot_bytes, slot_floor, spread_order
+from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .plans import block_policies, make_plan, place
 
 MODES = frozenset("ABC")
@@ -57,25 +57,27 @@ class _Row(NamedTuple):
 
 class _Place(NamedTuple):
     """What plans share whose chunks sit in the same places: `num_paged` pageable ones
-    are not resident, and trainable weights outside the blocks have their state
-    `outside`. With the bytes of each number of slots that is tried, what else the chunks
-    take on the device, and the blocks that have to recompute there."""
+    are not resident, `n_host_state` of the others have their state on the host, and
+    trainable weights outside the blocks have theirs `outside`. With the bytes of each number of slots that is tried, below which
+    seconds their copies cannot be, what else the chunks take on the device, and the blocks that have to recompute there."""
 
     num_paged: int
+    n_host_state: int
     outside: Placement
     shards: int
     placements: tuple[Placement, ...]
     slots: dict[int, int]
+    links_s: Mapping[int, float]
     parameters: Parameters
     redone: Set[int]
 
 
 class _Candidate(NamedTuple):
     """A place, its slots, and a row of policies that may fit there. In the order in
-    which they are tried, but for the place: at a tie in `compute_s`, below which the
-    step cannot be, what swaps less, recomputes less or has fewer slots."""
+    which they are tried, but for the place: at a tie in `least_s`, below which the step
+    cannot be, what swaps less, recomputes less or has fewer slots."""
 
-    compute_s: float
+    least_s: float
     row: _Row
     n_buffer: int
     at: _Place
@@ -110,23 +112,46 @@ class Search:
             * update_seconds(chunk.payload_bytes, state, memory.hardware)
             for chunk, state in zip(layout.chunks, trained.state, strict=True)
         ]
+        # of all plans, at least; and what each chunk with state on the host moves
+        self._update_s, again = times.update_s, memory.workload.accumulation - 1
+        self._training = [
+            (0, (again + 1) * chunk.payload_bytes * chunk.trainable)
+            for chunk in layout.chunks
+        ]
+        if memory.workload.update is Update.DEVICE:
+            self._update_s += sum(self._updates_s)
+            self._training = [
+                (
+                    chunk.trainable * (region + chunk.nbytes) + again * leaves,
+                    chunk.trainable * (region + chunk.nbytes) + (again + 1) * leaves,
+                )
+                for chunk, region in zip(layout.chunks, trained.region, strict=True)
+                for leaves in (chunk.trainable * chunk.payload_bytes,)
+            ]
         # what has masters is updated on the host anyhow
         masters = memory.workload.fp32_master
         choice = any(
             not chunk.pageable and not chunk.has_masters(masters)
             for chunk in layout.chunks
         )
+        self._hosts_state = memory.workload.update is Update.DEVICE and any(
+            chunk.trainable for chunk in layout.pageable
+        )
         self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
         nothing = place(layout, 0, False, Placement.RESIDENT)
         self._most_slots = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
         self._activations = lru_cache(maxsize=None)(self._walk)
+        self._place = lru_cache(maxsize=None)(self._placed)
 
     def simulate(self, plan: Plan) -> StepTime:
         """Predicted seconds of an optimizer step, by lane."""
+        return simulate(self._demand(plan))
+
+    def _demand(self, plan: Plan) -> Demand:
         memory = self.memory
         pairs = zip(self._updates_s, plan.placements, strict=True)
         updates_s = sum(seconds for seconds, at in pairs if not at.on_host)
-        return simulate_step(
+        return Demand(
             self._layout,
             plan,
             replace(self._times, update_s=self._times.update_s + updates_s),
@@ -146,10 +171,13 @@ class Search:
         best_s = inf
         candidates = self._candidates(self._places(modes, host=True))
         for candidate in sorted(candidates, key=lambda candidate: candidate[:-1]):
-            if candidate.compute_s >= best_s * (1 - ROUNDING):
+            if candidate.least_s >= best_s * (1 - ROUNDING):
                 break
             plan = self._plan(candidate)
-            step_s = self.simulate(plan).total_s
+            demand = self._demand(plan)
+            if demand.least_s >= best_s * (1 - ROUNDING):
+                continue
+            step_s = simulate(demand).total_s
             if step_s < best_s * (1 - ROUNDING) and self._fits_host(plan):
                 best, best_s = plan, step_s
         if best is None:
@@ -172,8 +200,12 @@ class Search:
 
     def asked(self, knobs: Knobs, shards: int = 1) -> Plan:
         """The same, whether it fits or not."""
-        for outside in self._outside:
-            plan = self._make_plan(knobs, outside, shards, "overrides")
+        wheres = [(outside, shards, 0) for outside in self._outside]
+        if self._hosts_state:
+            # what is asked for are weights that stay
+            wheres.append((self._outside[-1], shards, knobs.n_persist))
+        for where in wheres:
+            plan = self._make_plan(knobs, *where, "overrides")
             if self.fits(plan):
                 break
         if not _allowed(self._paged_blocks(plan.placements), plan.policies):
@@ -233,33 +265,75 @@ class Search:
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
         """All legal ones, the most resident first; perhaps only those for which the
         host has room."""
+        usable_bytes = self._budget.usable_bytes
         ranks = self.memory.workload.world.local_size
         shared = [1] * bool(modes & {"A", "B"}) + [ranks] * ("C" in modes and ranks > 1)
         outsides = self._outside[: 1 if modes == ONLY_A else None]
         for shards, outside in product(shared, outsides):
             fewest = 0 if "A" in modes and shards == 1 else 1
             most = 0 if modes == ONLY_A else self._num_chunks
-            for num_paged in range(fewest, most + 1):
-                at = self._place(num_paged, outside, shards)
+            where = [(num_paged, 0) for num_paged in range(fewest, most + 1)]
+            if self._hosts_state and modes != ONLY_A:
+                where += [(n, self._num_chunks - n) for n in range(fewest, most)]
+                where += [(0, n) for n in range(1, self._num_chunks) if not fewest]
+            for num_paged, n_host_state in where:
+                if host and self._stay_bytes(num_paged, n_host_state) > usable_bytes:
+                    continue
+                at = self._place(num_paged, n_host_state, outside, shards)
                 if self._reachable and not self._reachable(at.placements):
                     continue
                 plain = self._candidate(_Row(0, 0), min(at.slots), at)
                 if not host or self._fits_host(self._plan(plain)):
                     yield at
 
-    def _place(self, num_paged: int, outside: Placement, shards: int) -> _Place:
+    def _placed(
+        self, num_paged: int, n_host_state: int, outside: Placement, shards: int
+    ) -> _Place:
         layout, memory = self._layout, self.memory
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
-        placements = place(layout, n_persist, masters, outside)
+        placements = place(layout, n_persist, masters, outside, n_host_state)
         most = min(placements.count(Placement.PAGED), self._most_slots)
         slots = {
             n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
             for n_buffer in range(slot_floor(layout, placements), most + 1)
         }
+        links_s = {n_buffer: self._links_s(placements, n_buffer) for n_buffer in slots}
         parameters = memory.parameters(placements, shards)
         redone = self._paged_blocks(placements)
-        where = num_paged, outside, shards, placements
-        return _Place(*where, slots, parameters, redone)
+        where = num_paged, n_host_state, outside, shards, placements
+        return _Place(*where, slots, links_s, parameters, redone)
+
+    def _stay_bytes(self, num_paged: int, n_host_state: int) -> int:
+        """What chunks of blocks take on the device at least, to be left out early."""
+        n_persist = self._num_chunks - num_paged
+        order = spread_order(self._num_chunks)[:n_persist]
+        staying = sum(self._layout.chunks[index].payload_bytes for index in order)
+        if self.memory.workload.fp32_master:
+            return staying
+        whole = order[: n_persist - n_host_state]
+        return staying + sum(
+            self._trained.state[index] - self._trained.managed[index] for index in whole
+        )
+
+    def _links_s(self, placements: Sequence[Placement], n_buffer: int) -> float:
+        """What copies of a step take at least: of weights that pass through slots, and
+        for what trains with its state on the host. 0 with several ranks."""
+        w, hardware = self.memory.workload, self.memory.hardware
+        if w.world.size > 1:
+            return 0.0
+        paged = [
+            chunk.nbytes
+            for chunk, at in zip(self._layout.chunks, placements, strict=True)
+            if at is Placement.PAGED
+        ]
+        away = sum(paged) - n_buffer * max(paged, default=0)
+        fetched, offloaded = 2 * w.accumulation * max(away, 0), 0
+        for (come, leave), at in zip(self._training, placements, strict=True):
+            if at.on_host:
+                fetched += come
+                offloaded += leave
+        fetch_s = fetched / hardware.fetch_bytes_s
+        return max(fetch_s, offloaded / hardware.offload_bytes_s)
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
@@ -299,7 +373,8 @@ class Search:
 
     def _smallest(self, places: Iterable[_Place]) -> _Candidate:
         """The plan that takes the least of the device."""
-        best = self._candidate(_Row(0, 0), 0, self._place(0, self._outside[0], 1))
+        at = self._place(0, 0, self._outside[0], 1)
+        best = self._candidate(_Row(0, 0), min(at.slots), at)
         least = inf
         # most often what recomputes most takes the least
         rows = [row for rows in self._families for row in reversed(rows)]
@@ -320,8 +395,8 @@ class Search:
         micro_batch_s = sum(times.forward_s) + sum(times.backward_s)
         micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
-        compute_s = times.update_s + self.memory.workload.accumulation * micro_batch_s
-        return _Candidate(compute_s, row, n_buffer, at)
+        compute_s = self._update_s + self.memory.workload.accumulation * micro_batch_s
+        return _Candidate(max(compute_s, at.links_s[n_buffer]), row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
@@ -342,10 +417,16 @@ class Search:
     def _plan(self, candidate: _Candidate) -> Plan:
         _, row, n_buffer, at = candidate
         knobs = Knobs(self._num_chunks - at.num_paged, n_buffer, *row)
-        return self._make_plan(knobs, at.outside, at.shards, "search")
+        where = at.outside, at.shards, at.n_host_state
+        return self._make_plan(knobs, *where, "search")
 
     def _make_plan(
-        self, knobs: Knobs, outside: Placement, shards: int, origin: str
+        self,
+        knobs: Knobs,
+        outside: Placement,
+        shards: int,
+        n_host_state: int,
+        origin: str,
     ) -> Plan:
         return make_plan(
             self._layout,
@@ -355,6 +436,7 @@ class Search:
             origin=origin,
             swap_interval=self.swap_interval,
             shards=shards,
+            n_host_state=n_host_state,
         )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
