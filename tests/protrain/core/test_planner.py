@@ -49,7 +49,10 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
     # what follows from the trace is added
     swap_bytes = case.memory.activations(plan.policies).moved.out
     order = forecast.plan.gradient_order
-    assert forecast.plan == replace(plan, swap_bytes=swap_bytes, gradient_order=order)
+    update = case.workload.update
+    assert forecast.plan == replace(
+        plan, swap_bytes=swap_bytes, gradient_order=order, update=update
+    )
     assert forecast.step == search.simulate(plan)
     assert forecast.device == case.memory.device(plan)
     assert forecast.device.peak_bytes <= device_bytes
