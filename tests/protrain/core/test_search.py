@@ -378,6 +378,32 @@ def test_the_plan_named_lacks_the_least_of_the_host(
     case.search(device, least).fastest()
 
 
+def test_a_refusal_says_where_the_host_could_update() -> None:
+    """Staging of updates is what does not fit: two times three times a block's bytes."""
+    trained = Trained(False, inner=256)
+    workload = Workload(accumulation=2, update=Update.DEVICE, host_can_update=True)
+    for can in (True, False):
+        workload = replace(workload, host_can_update=can)
+        memory = MemoryModel(
+            trained.layout, trained.memory.trace, workload, trained.hardware
+        )
+        on_host = replace(memory.workload, update=Update.HOST)
+        other = MemoryModel(
+            trained.layout, trained.memory.trace, on_host, trained.hardware
+        )
+        needed = [
+            m.device(Search(m, trained.times, Budget(0, 0, PLENTY)).nearest())
+            for m in (memory, other)
+        ]
+        least = needed[1].peak_bytes
+        assert least < needed[0].peak_bytes
+        for nbytes, fits in ((least, can), (least - 1, False)):
+            with pytest.raises(BudgetError) as refusal:
+                Search(memory, trained.times, Budget(nbytes, 0, PLENTY)).fastest()
+            said = "`protrain_cpu_optimizer: torch`" in str(refusal.value)
+            assert said is fits
+
+
 @given(cases())
 def test_the_refusal_names_every_term(case: Case) -> None:
     memory = case.memory

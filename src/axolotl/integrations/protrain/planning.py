@@ -40,7 +40,7 @@ from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import optimizer_bytes
-from .refusals import refuse_quantised
+from .refusals import HOST_OPTIMIZERS, refuse_quantised
 from .report.forecast import format_bytes
 
 
@@ -226,6 +226,8 @@ def _workload(
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
         update=Update.HOST if on_host else Update.DEVICE,
+        host_can_update=getattr(cfg.optimizer, "value", cfg.optimizer)
+        in HOST_OPTIMIZERS,
         state_bytes=optimizer.state_bytes,
         managed_bytes=optimizer.managed_bytes,
         update_copies=optimizer.update_copies,

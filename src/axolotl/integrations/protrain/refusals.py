@@ -141,7 +141,7 @@ EXCLUDED = (
         _lacks_deepspeed,
     ),
 )
-_HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _INSEPARABLE = {
     "lomo": "updates weights inside of backward",
     "adalomo": "updates weights inside of backward",
@@ -164,7 +164,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         for row in EXCLUDED
         if row.key in settings and row.when(settings[row.key])
     ]
-    optimizer = settings.get("optimizer") or _HOST_OPTIMIZERS[0]
+    optimizer = settings.get("optimizer") or HOST_OPTIMIZERS[0]
     trains_paged_weights = not (
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
     )
@@ -177,10 +177,10 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         )
     name = getattr(optimizer, "value", optimizer)
     for key in ("protrain_cpu_optimizer", "protrain_fp32_master"):
-        if trains_paged_weights and settings.get(key) and name not in _HOST_OPTIMIZERS:
+        if trains_paged_weights and settings.get(key) and name not in HOST_OPTIMIZERS:
             lines.append(
                 f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host, "
-                f"which `{key}` asks for. Use {' or '.join(_HOST_OPTIMIZERS)}, train an "
+                f"which `{key}` asks for. Use {' or '.join(HOST_OPTIMIZERS)}, train an "
                 f"adapter, or remove `{key}`."
             )
     if trains_paged_weights and name in _INSEPARABLE:

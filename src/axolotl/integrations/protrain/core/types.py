@@ -23,6 +23,10 @@ STATE_ALIGNMENT_BYTES = 16
 """Tensors of optimizer state begin at multiples of it, as wide as the widest load of a
 kernel."""
 
+SUM_PIECE_BYTES = 1 << 26
+"""Sums outside of blocks come back to the device in pieces of at most as much, or as its
+staging has."""
+
 ADAM_MOVED_BYTES = 7
 """Bytes that AdamW moves for each byte it updates, moments in the weights' dtype: reads
 weight, gradient and two moments, writes all but the gradient. Other work on them is
@@ -377,6 +381,7 @@ class Workload:
             that takes on top.
         update_parameter_copies: The same for the largest single one of them.
         update: Where weights with state on the host are updated.
+        host_can_update: Whether AdamW on the host could do that, too.
         eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
         mapped_bytes: Weights that are pages of their files until they move.
@@ -391,6 +396,7 @@ class Workload:
     update_copies: float = 0.0
     update_parameter_copies: float = 0.0
     update: Update = Update.HOST
+    host_can_update: bool = False
     eval_ratio: float = 0.0
     loader_bytes: int = 0
     mapped_bytes: int = 0

@@ -20,6 +20,7 @@ from ..layout.shards import PAGE_BYTES
 from ..types import (
     IN_FLIGHT,
     STATE_ALIGNMENT_BYTES,
+    SUM_PIECE_BYTES,
     Chunk,
     Layout,
     Placement,
@@ -189,8 +190,14 @@ def state_bytes(
             # the sums of earlier micro-batches come back from the host
             reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
     if workload.update is Update.DEVICE:
-        paged = (trained.operands[c.index] for c in leaving if c.pageable)
-        operands = IN_FLIGHT * max(paged, default=0)
+        largest = max(
+            (trained.operands[c.index] for c in leaving if c.pageable), default=0
+        )
+        if not largest and workload.accumulation > 1:
+            # sums outside blocks come back through buffers of their own then
+            whole = max((chunk.payload_bytes for chunk in leaving), default=0)
+            largest = aligned(min(whole, SUM_PIECE_BYTES))
+        operands = IN_FLIGHT * largest
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,

@@ -450,7 +450,7 @@ class Search:
                 f"on the device at {estimate.peak.label} ({_largest(estimate.terms)}); "
                 f"{budget.usable_bytes:,} of {budget.device_bytes:,} may be used. "
                 f"Raise protrain_capacity_bytes by at least {missing:,}, or lower "
-                "micro_batch_size, sequence_len or the adapter's rank."
+                f"micro_batch_size, sequence_len or the adapter's rank.{self._way_out()}"
             )
         host = self.memory.host(plan)
         missing = host.peak_bytes - budget.host_bytes
@@ -459,6 +459,24 @@ class Search:
             f"host memory ({_largest(host.terms)}), {budget.host_bytes:,} may be used. "
             f"Give the host at least {missing:,} more, raise protrain_capacity_bytes "
             "so that more stays on the device, or train an adapter."
+        )
+
+    def _way_out(self) -> str:
+        """What to say if AdamW on the host, which needs no room on the device for
+        updates, would make something fit."""
+        memory, workload = self.memory, self.memory.workload
+        if workload.update is not Update.DEVICE or not workload.host_can_update:
+            return ""
+        on_host = replace(workload, update=Update.HOST)
+        other = MemoryModel(memory.layout, memory.trace, on_host, memory.hardware)
+        redone = self._redone_if_paged
+        try:
+            Search(other, self._times, self._budget, self._reachable, redone).fastest()
+        except BudgetError:
+            return ""
+        return (
+            " Or let the host update weights with state there, which fits: "
+            "`protrain_cpu_optimizer: torch`."
         )
 
 
