@@ -58,6 +58,7 @@ CPU = Hardware(
     fetch_both_bytes_s=1.0,
     offload_both_bytes_s=1.0,
     adam_bytes_s=1.0,
+    norm_bytes_s=1.0,
     overlaps=False,
 )
 """The CPU device for predictions of bytes: no rate of it matters."""

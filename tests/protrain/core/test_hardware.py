@@ -69,6 +69,7 @@ RATES = (
     "fetch_both_bytes_s",
     "offload_both_bytes_s",
     "adam_bytes_s",
+    "norm_bytes_s",
 )
 
 

@@ -407,8 +407,10 @@ def this_machine(
     """
     capacity = device_budget(args, device)
     folder, versions = args.protrain_cache_dir, _versions()
+    # what AdamW on the host updates
+    dtype = torch.float32 if args.protrain_fp32_master else torch.bfloat16
     return profile.cached_hardware(
-        folder, device, host_bytes, capacity, versions, together
+        folder, device, host_bytes, capacity, versions, together, dtype
     )
 
 

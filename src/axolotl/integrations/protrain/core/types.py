@@ -417,7 +417,8 @@ class Hardware:
         kernel_s: Shortest time between two kernels.
         fetch_bytes_s: Host to device, alone; `offload_bytes_s` is the other way.
         fetch_both_bytes_s: The same while the other way is busy.
-        adam_bytes_s: Host AdamW: bytes of weights updated.
+        adam_bytes_s: Host AdamW: bytes of weights updated, in the dtype that it updates.
+        norm_bytes_s: Norms of gradients on the host, for which torch takes one thread.
         overlaps: Whether copies run beside compute.
         link: Name of the link between host and device, if known.
         gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
@@ -440,6 +441,7 @@ class Hardware:
     fetch_both_bytes_s: float
     offload_both_bytes_s: float
     adam_bytes_s: float
+    norm_bytes_s: float
     overlaps: bool = True
     link: str = ""
     gather_bytes_s: float = 0.0

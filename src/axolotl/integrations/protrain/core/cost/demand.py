@@ -86,7 +86,7 @@ def host_work(chunk: Chunk, hardware: Hardware, workload: Workload) -> HostWork:
         own + mastered,
         first_sum_s,
         later_sum_s,
-        moved_s * updated / ranks,
+        updated / (hardware.norm_bytes_s * ranks),
         moved_s * moved / ranks,
         -(-chunk.payload_bytes // ranks),
         part_sum_s,

@@ -34,7 +34,7 @@ JSON: TypeAlias = Union[
     None, bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"]
 ]
 
-FORMAT = 1
+FORMAT = 2
 """In every key; to be raised when a measurement changes its meaning."""
 
 PLAUSIBLE = (1e-12, 1e18)
@@ -126,14 +126,17 @@ def environment_key(
 
 
 def hardware_key(
-    torch_device: torch.device, versions: Mapping[str, str], together: int = 1
+    torch_device: torch.device,
+    versions: Mapping[str, str],
+    together: int = 1,
+    weight_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, JSON]:
     """Key of `measure_hardware`, while so many processes share the machine's links."""
     return {
         "measures": "hardware",
         "together": together,
         "matmul": MATMUL_SIZES[torch_device.type],
-        "weight_dtype": str(torch.bfloat16),
+        "weight_dtype": str(weight_dtype),
         **environment_key(torch_device, versions),
     }
 
@@ -161,6 +164,7 @@ def cached_hardware(
     device_bytes: int,
     versions: Mapping[str, str],
     together: int = 1,
+    weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Hardware:
     """`measure_hardware`, or its rates from the cache with the memory of now.
 
@@ -169,11 +173,13 @@ def cached_hardware(
     """
 
     def make() -> dict[str, Any]:
-        measured = measure_hardware(torch_device, host_bytes, device_bytes)
+        measured = measure_hardware(
+            torch_device, host_bytes, device_bytes, weight_dtype=weight_dtype
+        )
         values = dataclasses.asdict(measured)
         return {name: values[name] for name in values if name not in _FREE_MEMORY}
 
-    key = hardware_key(torch_device, versions, together)
+    key = hardware_key(torch_device, versions, together, weight_dtype)
     return Hardware(
         **cached(folder, key, make, Hardware, _FREE_MEMORY),
         host_bytes=host_bytes,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -57,7 +58,7 @@ def measure_hardware(
     matmul: tuple[int, int, int] | None = None,
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Hardware:
-    """Measure copies, products, elementwise operators, launches and host AdamW.
+    """Measure copies, products, elementwise operators, launches, host AdamW and norms.
 
     On the CPU device copies run in turn with compute, so both ways together are as
     fast as each alone and nothing overlaps. fp32 products are timed as torch is set,
@@ -68,7 +69,7 @@ def measure_hardware(
         host_bytes: Memory of the host that may be used; passed on.
         device_bytes: Free memory of the device; passed on.
         matmul: Rows, inner size and columns of the products; None for `MATMUL_SIZES`.
-        weight_dtype: Dtype of the weights and moments that host AdamW updates.
+        weight_dtype: Dtype of the weights, moments and gradients of host AdamW.
     """
     device = open_device(torch_device)
     torch_device = device.torch_device
@@ -80,7 +81,7 @@ def measure_hardware(
         flops_32 = _matmul_rate(torch_device, size, torch.float32)
         memory_bytes_s = _elementwise_rate(torch_device, nbytes)
     kernel_s = _kernel_s(torch_device)
-    adam_bytes_s = _adam_rate(device, nbytes // 2, weight_dtype)
+    adam_bytes_s, norm_bytes_s = _host_rates(device, nbytes // 2, weight_dtype)
     if kind == "cuda":
         torch.cuda.empty_cache()
     return Hardware(
@@ -98,6 +99,7 @@ def measure_hardware(
         fetch_both_bytes_s=fetch_both,
         offload_both_bytes_s=offload_both,
         adam_bytes_s=adam_bytes_s,
+        norm_bytes_s=norm_bytes_s,
         overlaps=kind == "cuda",
     )
 
@@ -338,13 +340,20 @@ def _kernel_s(torch_device: torch.device) -> float:
         return median_s(torch_device, launch) / _NUM_KERNELS
 
 
-def _adam_rate(device: Device, nbytes: int, dtype: torch.dtype) -> float:
+def _host_rates(device: Device, nbytes: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Of AdamW and of norms, on the thread that does them in training."""
     weights = nn.Parameter(torch.full((nbytes // dtype.itemsize,), 0.5, dtype=dtype))
     weights.grad = torch.full_like(weights, 0.1)
     optimizer = torch.optim.AdamW([weights], fused=True)
     worker = HostWorker(device)
     try:
-        step = worker.submit(lambda: median_s(weights.device, optimizer.step))
-        return weights.nbytes / step.result()
+        step_s, norm_s = (
+            worker.submit(partial(median_s, weights.device, work)).result()
+            for work in (
+                optimizer.step,
+                partial(torch.linalg.vector_norm, weights.grad),
+            )
+        )
+        return weights.nbytes / step_s, weights.nbytes / norm_s
     finally:
         worker.close()
