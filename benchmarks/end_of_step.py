@@ -12,8 +12,9 @@ paged through two slots (embedding and head keep their state on the host):
 
 A round is a forward after an update, a backward, both again with nothing pending, and the
 end of the step. The cost of the end is the time of clipping and `step`, until the host is
-done, and what the first forward takes longer than the second and, because the deferred way
-takes norms while gradients pass, what the last backward takes longer than the first. On the
+done, and, paged, what the first forward takes longer than the second; for the deferred way,
+which takes norms while gradients pass, also what the last backward takes longer than the
+first. On the
 CPU device every copy is compute's to wait for: nothing of the deferred way hides, neither
 its copies nor its update; on a GPU they run beside blocks.
 
@@ -67,6 +68,7 @@ class Way:
         self, name: str, model: nn.Module, update: Update | None, parallel: bool
     ) -> None:
         self.name, self.session = name, None
+        self._defers = update is Update.DEVICE
         self._model = model = copy.deepcopy(model)
         device = torch.device("cpu")
         self._optimizer: torch.optim.Optimizer = adamw(model)
@@ -92,11 +94,15 @@ class Way:
         if norm is None:
             nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
         self._optimizer.step()
-        if self.session is not None and not hasattr(self._optimizer, "updates"):
+        if self.session is not None and not self._defers:
             self.session.settle()
         end_s = time.perf_counter() - start
         self._optimizer.zero_grad()
-        return Round(end_s + first - second + late - early, second + early), loss
+        if self.session is not None:
+            end_s += first - second
+        if self._defers:
+            end_s += late - early
+        return Round(end_s, second + early), loss
 
     def _pass(self, tokens: Tensor, last: bool) -> tuple[float, float, float]:
         """Seconds of forward and backward, and the loss."""

@@ -639,6 +639,90 @@ def test_later_gradients_wait_for_a_staging_buffer() -> None:
     assert step.exposed_s["host"] == pytest.approx(4 * update_s + 3 + 5)
 
 
+# Updates on the device, by hand: AdamW's state of an fp32 weight lies in 48 bytes, its two
+# moments and number of steps each 16 apart; an update moves 5 * 4 + 2 * 12 bytes.
+
+DEFERRED = {
+    **dict.fromkeys(("fetch_bytes_s", "fetch_both_bytes_s"), 52),
+    **dict.fromkeys(("offload_bytes_s", "offload_both_bytes_s"), 4),
+}
+"""Gradient and state come in a second, a gradient leaves in one, weights and state are
+home after 13."""
+
+
+def deferred(num: int, n_buffer: int, seconds: float, **rates: float) -> Case:
+    """Blocks of one weight; updates take no time but that of copies."""
+    rates = {**DEFERRED, "memory_bytes_s": math.inf, **rates}
+    case = by_hand([1] * num, n_buffer, seconds, seconds, True, **rates)
+    return replace(case, update=Update.DEVICE)
+
+
+def test_operands_come_a_block_ahead_and_the_end_waits_for_the_last_gradient() -> None:
+    # operands at 1 and 2; blocks run 1 to 31, 31 to 61; gradients of the second leave
+    # beside the first's backward, 91 to 121; the last one by 122
+    step = deferred(2, 2, 30).step()
+    assert step.total_s == 122
+    assert step.exposed_s == {"fetch": 1, "offload": 1, "host": 0}
+    assert step.returned_bytes == 2 * 52 and step.fetched_bytes == 2 * 52
+
+
+def test_operands_wait_for_a_buffer_that_is_home() -> None:
+    # the first two are home at 14 and 27; the third's operands come at 15, its weights
+    # are there; the second block ends at 3, so compute waits from 3 to 15
+    step = deferred(3, 3, 1).step()
+    # home at 14, 27 and 40; then the gradients leave, one after the other
+    assert step.exposed_s["fetch"] == 1 + 12
+    assert step.total_s == 43
+
+
+def test_a_slot_is_filled_after_its_weights_are_home() -> None:
+    # the first's are home at 2, the second's come until 2 + 4 / 52; those go home after
+    # the first's state, at 15, and only then the first's come again
+    step = deferred(2, 1, 0).step()
+    assert step.exposed_s["fetch"] == pytest.approx(15 + 4 / 52)
+
+
+def test_sums_come_back_a_block_ahead_of_later_backwards() -> None:
+    # while the block that made them computes, or the one after it: nobody waits
+    once, twice, thrice = (
+        replace(deferred(4, 4, 30), accumulation=n).step() for n in (1, 2, 3)
+    )
+    assert twice.fetched_bytes - once.fetched_bytes == 4 * 4
+    assert thrice.total_s - twice.total_s == pytest.approx(8 * 30)
+    assert twice.offloaded_bytes == 2 * once.offloaded_bytes
+
+
+def test_weights_outside_blocks_are_updated_one_after_the_other_first() -> None:
+    case = deferred(1, 0, 0)
+    outside = [replace(case.layout.chunks[0], index=c, block=None) for c in range(1, 3)]
+    case = replace(
+        case,
+        layout=replace(case.layout, chunks=(*case.layout.chunks, *outside)),
+        plan=replace(case.plan, placements=(RESIDENT, HOST_STATE, HOST_STATE)),
+    )
+    # operands at 1 and 2; home at 14 and 27, then the gradients leave, until 28 and 29
+    step = case.step()
+    assert step.exposed_s["fetch"] == 2
+    assert step.total_s == 29
+
+
+def test_the_device_norms_only_in_the_last_micro_batch() -> None:
+    fast = dict.fromkeys(RATES, math.inf)
+    case = deferred(1, 1, 0, **fast | {"memory_bytes_s": 1})
+    update = 5 * 4 + 2 * 12
+    for accumulation in (1, 2, 5):
+        step = replace(case, accumulation=accumulation).step()
+        sums = 3 * 4 * (accumulation - 1)
+        assert step.busy_s["compute"] == update + sums + 4
+
+
+@settings(max_examples=80)
+@given(cases(), st.integers(1, 3))
+def test_one_more_micro_batch_is_never_faster(case: Case, more: int) -> None:
+    longer = replace(case, accumulation=case.accumulation + more).step()
+    assert at_most(case.step().total_s, longer.total_s)
+
+
 def test_recomputation_repeats_the_forward_of_its_blocks() -> None:
     policies = [Policy.RECOMPUTE, Policy.KEEP, Policy.RECOMPUTE]
     step = by_hand([1] * 3, 3, 1, 2, False, policies).step()
