@@ -226,8 +226,7 @@ def _workload(
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
         update=Update.HOST if on_host else Update.DEVICE,
-        host_can_update=getattr(cfg.optimizer, "value", cfg.optimizer)
-        in HOST_OPTIMIZERS,
+        host_can_update=not on_host and _is_adamw(cfg),
         state_bytes=optimizer.state_bytes,
         managed_bytes=optimizer.managed_bytes,
         update_copies=optimizer.update_copies,
@@ -236,6 +235,11 @@ def _workload(
         loader_bytes=(1 + waiting) * sum(t.nbytes for t in batch.values()),
         world=world,
     )
+
+
+def _is_adamw(cfg: Any) -> bool:
+    name = getattr(cfg.optimizer, "value", cfg.optimizer)
+    return name in HOST_OPTIMIZERS and not cfg.adapter
 
 
 def plan_for(

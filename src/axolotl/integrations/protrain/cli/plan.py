@@ -15,7 +15,7 @@ from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware, host_memory
-from ..core.types import Hardware, World
+from ..core.types import Hardware, Update, World
 from ..offline.meta_model import load_meta_model
 from ..planning import Subject, plan_for, subject_of, this_machine
 from ..report import forecast as report
@@ -211,7 +211,18 @@ class DryRun:
             )
             if resident["verdict"] == report.FITS:
                 yield resident
+            if planner.memory.workload.host_can_update:
+                yield _alternative(
+                    "protrain_cpu_optimizer: torch", partial(self._on_host, card)
+                )
         yield _without_plugin(planner)
+
+    def _on_host(self, card: Hardware) -> Forecast:
+        """With AdamW on the host for weights whose state is there."""
+        subject = self._subject()
+        workload = replace(subject.workload, update=Update.HOST)
+        subject = replace(subject, workload=workload)
+        return _fitting(plan_for(self._args_on(card), subject, card, anyway=True)[0])
 
     def _halved(self, card: Hardware, key: str, least: int) -> Iterator[dict[str, Any]]:
         """The largest half, quarter, … that fits, or the smallest, which does not."""

@@ -465,9 +465,9 @@ class Search:
         """What to say if AdamW on the host, which needs no room on the device for
         updates, would make something fit."""
         memory, workload = self.memory, self.memory.workload
-        if workload.update is not Update.DEVICE or not workload.host_can_update:
+        if not workload.host_can_update:
             return ""
-        on_host = replace(workload, update=Update.HOST)
+        on_host = replace(workload, update=Update.HOST, host_can_update=False)
         other = MemoryModel(memory.layout, memory.trace, on_host, memory.hardware)
         redone = self._redone_if_paged
         try:
