@@ -23,8 +23,11 @@ import matrix_bases
 import matrix_composition
 import matrix_families
 import matrix_kernels
+import matrix_optimizers
+import torch
 from axolotl_jobs import Job, Result, Workers, differences, history_differences
 from matrix import Cell
+from saving_jobs import difference
 
 CELLS: tuple[Cell, ...] = (
     *matrix_families.CELLS,
@@ -32,6 +35,7 @@ CELLS: tuple[Cell, ...] = (
     *matrix_adapters.CELLS,
     *matrix_kernels.CELLS,
     *matrix_composition.CELLS,
+    *matrix_optimizers.CELLS,
 )
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = DOCS / "compatibility.json"
@@ -90,6 +94,8 @@ def problems(cell: Cell, run: Callable[[Job], Result]) -> list[str]:
     assert cell.trainings is not None, cell.name
     paged, plain = run(cell.trainings.paged), run(cell.trainings.plain)
     found = differences(paged, plain, cell.tolerance)
+    if not found:
+        found = state_differences(paged.output, plain.output)
     if not found and not paged.report["measured"]["fetched_bytes"]:
         found.append("nothing was paged")
     if not found and cell.without is not None:
@@ -97,6 +103,22 @@ def problems(cell: Cell, run: Callable[[Job], Result]) -> list[str]:
         if without.error or not history_differences(plain.history, without.history, 0):
             found.append(f"trains the same without what it is about {without.error}")
     return found
+
+
+def state_differences(got: Path, wanted: Path) -> list[str]:
+    """What differs first in each optimizer.pt of two runs; none if neither saves."""
+    files = [
+        {p.relative_to(folder) for p in folder.glob("checkpoint-*/optimizer.pt")}
+        for folder in (got, wanted)
+    ]
+    found = [f"{path}: only in one of them" for path in files[0] ^ files[1]]
+    for path in sorted(files[0] & files[1]):
+        states = (
+            torch.load(f / path, weights_only=False)  # nosec B614 - written just now
+            for f in (got, wanted)
+        )
+        found.append(difference(*states, str(path)))
+    return [line for line in found if line is not None]
 
 
 def read_record() -> tuple[dict[str, str], list[Entry]]:

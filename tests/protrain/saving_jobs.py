@@ -381,6 +381,8 @@ def difference(ours: Any, plain: Any, where: str = "") -> str | None:
             return f"{where}: {len(ours)} items, not {len(plain)}"
         pairs = enumerate(zip(ours, plain, strict=True))
         found = (difference(a, b, f"{where}[{n}]") for n, (a, b) in pairs)
+    elif hasattr(plain, "__dict__"):
+        return difference(vars(ours), vars(plain), where)
     else:
         return None if ours == plain else f"{where}: {ours!r}, not {plain!r}"
     return next((line for line in found if line is not None), None)

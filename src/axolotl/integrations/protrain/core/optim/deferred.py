@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -39,7 +40,7 @@ from ..runtime.staging import parts
 from ..types import IN_FLIGHT, Chunk
 from .device_sums import DeviceSums
 from .host_chunks import GradientSums, HostChunk, tensor_in
-from .noted import Clip, Noted, require_separable
+from .noted import Clip, Noted, marks, require_separable
 from .states import Change, HostedState, Leaf, leaves, structure
 from .updates import Updates
 
@@ -100,7 +101,7 @@ class _Own:
         pairs = zip(self.host.chunk.tensors, self.mains.values(), strict=True)
         for index, (spec, main) in enumerate(pairs):
             main.data = tensor_in(weights, spec)
-            if index in self.used:
+            if index in self.used and self.noted and self.noted.method == "step":
                 main.grad = self.sums.within(gradients, index)
 
     def unbind(self) -> None:
@@ -151,7 +152,12 @@ class DeferredUpdates(Updates):
         """The optimizer to train with: `plain` itself, in front of its class another."""
         name = f"Paged{self.kind.__name__}"
         bases = (PagedOptimizer, self.kind)
-        self.plain.__class__ = type(name, bases, {"updates": self})
+        switches = {
+            method: partialmethod(PagedOptimizer.switch, method)
+            for method in ("train", "eval")
+            if hasattr(self.kind, method)
+        }
+        self.plain.__class__ = type(name, bases, {"updates": self, **switches})
         return self.plain
 
     def take_chunks(self, chunks: Sequence[HostChunk], gradients: DeviceSums) -> None:
@@ -168,13 +174,6 @@ class DeferredUpdates(Updates):
             for own in self._all
             for index, param in enumerate(own.host.params)
         }
-        grouped = {id(p) for group in self.plain.param_groups for p in group["params"]}
-        for param in self._places:
-            if param not in grouped:
-                raise ConfigError(
-                    f"optimizer: {self._names[param]} requires a gradient but is in no "
-                    "parameter group. Freeze it or give it to a group."
-                )
         self.adopt([own for own in self._all if id(own.host) not in known])
 
     def adopt(self, chunks: Sequence[_Own] | None = None) -> None:
@@ -255,8 +254,7 @@ class DeferredUpdates(Updates):
                 stood.extend((p, p.grad) for p in params if p.grad is not None)
                 for param in params:
                     param.grad = None
-                    if param in self.plain.state:
-                        self._hidden[param] = self.plain.state.pop(param)
+                self._hide_states(params)
                 if own.sums.present:
                     own.used = tuple(sorted(own.sums.present))
                     own.sums.present.clear()
@@ -275,6 +273,24 @@ class DeferredUpdates(Updates):
             self._gradients.spend()
         self.fetch_ahead(0)
         self._around.show_again()
+
+    def switch(self, method: str) -> None:
+        """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
+        self.flush()
+        noted = Noted(self.plain, self.kind, method=method)
+        before = [dict(group) for group in self.plain.param_groups]
+        moved = [own for own in self._all if own.state.region.numel()]
+        for own in moved:
+            self._hide_states(own.host.params)
+        try:
+            getattr(self.kind, method)(self.plain)
+        finally:
+            self._show_states()
+        if before != [dict(group) for group in self.plain.param_groups]:
+            self.settle_gradients()
+            for own in moved:
+                own.noted = noted
+            self.flush()
 
     def fetch_ahead(self, block: int) -> None:
         for own in self._all:
@@ -361,6 +377,12 @@ class DeferredUpdates(Updates):
         apart = {"state", "param_groups", "defaults"}
         common = {k: v for k, v in vars(self.plain).items() if k not in apart}
         return {x.tensor.data_ptr() for x in leaves(common) if x.tensor.numel()}
+
+    def _hide_states(self, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            if param in self.plain.state:
+                self._hidden[param] = state = self.plain.state[param]
+                self.plain.state[param] = marks(state)
 
     def _show_states(self) -> None:
         hidden, self._hidden = self._hidden, {}
@@ -456,7 +478,7 @@ class DeferredUpdates(Updates):
                 own.bind(weights, gradients)
                 if state:
                     own.state.to_device(state[0])
-                noted.step(self.plain, own.mains)
+                noted.make(self.plain, own.mains)
                 return own.state.changed(state[0] if state else buffer, self._shared())
             finally:
                 own.unbind()
@@ -475,6 +497,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # torch is not to call the hooks around this one, too
     step.hooked = True  # type: ignore[attr-defined]
+
+    def switch(self, method: str) -> None:
+        """What `train` and `eval` are, where the plain optimizer has them."""
+        self.updates.switch(method)
 
     def state_dict(self) -> dict[str, Any]:
         self.updates.flush()

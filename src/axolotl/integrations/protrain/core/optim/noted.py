@@ -7,9 +7,12 @@ groups. A `Noted` keeps them by value, as they are when `step` is called: schedu
 groups, and some optimizers count in them. The step itself is that of the optimizer's own
 class on an object with these attributes, and groups in which other tensors stand for the
 parameters, at the same positions, by which some optimizers go: the parameters' own may be
-in use by a pass, or in another dtype. So nothing of an optimizer is written down here, and whatever it does to one parameter
-after another it does later with the same numbers. What looks at several parameters
-together would not: `require_separable` knows which optimizers have been tried.
+in use by a pass, or in another dtype. Of parameters that are not updated now only that part
+of their state is there that is no tensor (Muon marks its matrices so). What only an update
+changes in a group (optimi's `kahan_sum`) changes in the optimizer's own, too. So nothing of
+an optimizer is written down here, and whatever it does to one parameter after another it
+does later with the same numbers. What looks at several parameters together would not:
+`require_separable` knows which optimizers have been tried.
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ _SEPARABLE = {
     "axolotl.contribs.mit.muon": "Muon",
     "axolotl.utils.optimizers": "ADOPT AdamC",
     "apollo_torch": "AdamW",
+    "came_pytorch": "CAME",
+    "flashoptim": "FlashAdam FlashAdamW FlashLion FlashSGD FlashSGDW",
+    "galore_torch": "Adafactor AdamW AdamW8bit",
+    "optimi": "Adam AdamW Adan Lion RAdam Ranger SGD StableAdamW",
     "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
 }
 """Classes that update one parameter after another, by the package that has them; all of
@@ -73,22 +80,31 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Noted:
-    """One call of `step`, for parameters that are updated later; see Note [The ghost].
+    """One call of a method, for parameters that come later; see Note [The ghost].
 
     Args:
-        plain: The optimizer as it is when `step` is called.
+        plain: The optimizer as it is when the method is called.
         kind: Its class, without what was put in front of it.
         clip: How its gradients are still to be scaled.
+        method: `step`; or `train` or `eval`, by which schedule-free optimizers move
+            weights between where they train and their mean.
     """
 
     def __init__(
-        self, plain: torch.optim.Optimizer, kind: Any, clip: Clip | None = None
+        self,
+        plain: torch.optim.Optimizer,
+        kind: Any,
+        clip: Clip | None = None,
+        method: str = "step",
     ) -> None:
-        self._kind, self.clip = kind, clip
+        self._kind, self.clip, self.method = kind, clip, method
         self._attributes = {k: v for k, v in vars(plain).items() if k not in _NOT_NOTED}
         self._groups = [_by_value(group) for group in plain.param_groups]
+        every = [param for group in plain.param_groups for param in group["params"]]
+        self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
+        self._marks = {self._absent[p]: marks(plain.state.get(p, {})) for p in every}
 
-    def step(
+    def make(
         self,
         plain: torch.optim.Optimizer,
         mains: Mapping[nn.Parameter, nn.Parameter],
@@ -97,8 +113,8 @@ class Noted:
 
         Args:
             plain: The optimizer as it is now.
-            mains: For each parameter what is updated in its place; those that have a
-                gradient are, once it has been clipped.
+            mains: For each parameter what is changed in its place; in a step those that
+                have a gradient are, once it has been clipped.
         """
         if self.clip is not None:
             used = [main for main in mains.values() if main.grad is not None]
@@ -106,19 +122,32 @@ class Noted:
         ghost: Any = object.__new__(self._kind)
         vars(ghost).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
         known = {m: plain.state[p] for p, m in mains.items() if p in plain.state}
-        ghost.state = defaultdict(dict, known)
-        nobody = nn.Parameter(torch.empty(0))
+        ghost.state = defaultdict(dict, {**self._marks, **known})
+        here = {**self._absent, **mains}
         ghost.param_groups = [
-            {**noted, "params": [mains.get(p, nobody) for p in group["params"]]}
+            {**noted, "params": [here[param] for param in group["params"]]}
             for noted, group in zip(self._groups, plain.param_groups, strict=True)
         ]
-        if any(base.__module__ == _BITSANDBYTES for base in self._kind.__mro__):
+        if self.method == "step" and any(
+            base.__module__ == _BITSANDBYTES for base in self._kind.__mro__
+        ):
             _step_of_bitsandbytes(ghost)
         else:
-            _without_hooks(self._kind.step)(ghost)
+            _without_hooks(getattr(self._kind, self.method))(ghost)
         for param, main in mains.items():
             if main in ghost.state:
                 plain.state[param] = ghost.state[main]
+        for noted, ours, group in zip(
+            self._groups, ghost.param_groups, plain.param_groups, strict=True
+        ):
+            changed = {k: ours[k] for k, v in noted.items() if ours[k] is not v}
+            group.update((k, v) for k, v in changed.items() if group[k] is noted[k])
+
+
+def marks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What neither is nor holds a tensor in the state of a parameter."""
+    simple = bool, int, float, str, type(None)
+    return {key: value for key, value in state.items() if isinstance(value, simple)}
 
 
 def _by_value(group: dict[str, Any]) -> dict[str, Any]:
