@@ -52,7 +52,8 @@ OPTIMIZERS: dict[str, Row] = {
     ),
     **dict.fromkeys(
         "schedule_free_adamw schedule_free_radam schedule_free_sgd".split(),
-        Row(needs="schedulefree"),
+        # their weights in evaluation are others than those that train
+        Row({"val_set_size": 0.2, "eval_steps": 1}, "schedulefree"),
     ),
     **dict.fromkeys(("optimi_adamw", "stable_adamw"), Row(needs="torch-optimi")),
     "came_pytorch": Row(needs="came-pytorch"),

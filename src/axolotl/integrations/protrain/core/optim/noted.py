@@ -125,7 +125,8 @@ class Noted:
         ghost.state = defaultdict(dict, {**self._marks, **known})
         here = {**self._absent, **mains}
         ghost.param_groups = [
-            {**noted, "params": [here[param] for param in group["params"]]}
+            # by value again: some count in place
+            {**_by_value(noted), "params": [here[param] for param in group["params"]]}
             for noted, group in zip(self._groups, plain.param_groups, strict=True)
         ]
         if self.method == "step" and any(

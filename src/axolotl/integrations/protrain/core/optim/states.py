@@ -106,10 +106,11 @@ def structure(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies in the region of its chunk."""
+    """Where a leaf lies in the region of its chunk; `stride` is None in plain order."""
 
     offset: int
     shape: torch.Size
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
 
     @property
@@ -119,7 +120,7 @@ class _Place(NamedTuple):
     def within(self, buffer: Tensor) -> Tensor:
         """The leaf in uint8 memory."""
         flat = buffer[self.offset : self.offset + self.nbytes]
-        return flat.view(self.dtype).view(self.shape)
+        return self._shaped(flat.view(self.dtype))
 
     def on_host(self, region: Tensor) -> Tensor:
         """The same with a storage of its own: `torch.save` writes whole storages."""
@@ -129,7 +130,12 @@ class _Place(NamedTuple):
         flat = torch.frombuffer(
             region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
         )
-        return flat.view(self.shape)
+        return self._shaped(flat)
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        if self.stride is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.stride)
 
 
 class _Rest(NamedTuple):
@@ -252,15 +258,20 @@ class HostedState:
             region = host_buffer(end)
             self._device.pin(region)
         copies = [
-            (places[leaf.path].on_host(region), leaf.tensor)
+            # without the gaps of a view
+            (places[leaf.path].on_host(region), leaf.tensor.clone())
+            if _kind(leaf.tensor)[1] not in (None, leaf.tensor.stride())
+            else (places[leaf.path].on_host(region), leaf.tensor)
             for leaf in found
             if leaf.tensor.numel()
         ]
         return Change(_Rest(places, region), copies)
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+def _kind(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
+    """Of a place without its offset: products round by the order of their operands."""
+    dense = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
 
 
 def state_bytes(states: Mapping[Any, Any]) -> int:
