@@ -207,6 +207,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._follow = follow
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torchao's optimizers compile their update: torch would refuse to."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -437,6 +437,11 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._device = device
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torchao's optimizers compile their update: torch would refuse to."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
