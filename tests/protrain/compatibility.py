@@ -68,7 +68,7 @@ def fingerprint(cell: Cell) -> str:
 def expected(cell: Cell) -> str:
     """The outcome that a cell states."""
     if cell.refused is not None:
-        return "refused"
+        return cell.called
     return f"within {cell.tolerance:.0e}" if cell.tolerance else "exact"
 
 
@@ -188,11 +188,17 @@ def main() -> int:
     )
     args = parser.parse_args()
     versions = {name: version(name) for name in LIBRARIES}
-    kept: set[Entry] = set()
-    if args.stale and RECORD.exists():
-        recorded, entries = read_record()
-        kept = set(entries) if recorded == versions else set()
-    wanted = [cell for cell in CELLS if entry(cell) not in kept]
+    recorded, entries = read_record() if RECORD.exists() else ({}, [])
+    known = set(entries)
+    kept = known if args.stale and recorded == versions else set()
+    wanted, cells = [], []
+    for cell in CELLS:
+        if cell.is_possible or entry(cell) in known:
+            cells.append(cell)
+        if not cell.is_possible:
+            print(f"as recorded {cell.name}: {cell.needs} is not installed")
+        elif entry(cell) not in kept:
+            wanted.append(cell)
     num_failed = 0
     # jobs import this package from where it lies, whatever they change directory to
     with TemporaryDirectory() as folder:
@@ -209,7 +215,7 @@ def main() -> int:
     if num_failed:
         print(f"{num_failed} of {len(wanted)} cells fail: nothing was written")
         return 1
-    write(versions, map(entry, CELLS))
+    write(versions, map(entry, cells))
     print(f"{len(wanted)} cells hold: {os.path.relpath(DOCUMENT)}")
     return 0
 

@@ -7,6 +7,7 @@ YAML paged and plain and compares them, or trains it paged and expects a refusal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import distributions
 
 from axolotl_jobs import Job, Pair
 
@@ -24,6 +25,8 @@ class Cell:
         refused: Ends with one message; None where the combination works.
         reason: For people: why it is refused, or why bits cannot be equal.
         message: Part of the refusal's text.
+        called: What a refusal is called in the document: there are others than ours.
+        needs: Distribution that has to be installed to find out.
         without: A plain training that must come out different: without what the
             cell is about. Where Axolotl ignored that, equal would mean nothing.
     """
@@ -36,12 +39,19 @@ class Cell:
     refused: Job | None = None
     reason: str = ""
     message: str = ""
+    called: str = "refused"
+    needs: str = ""
     without: Job | None = None
 
     @property
     def name(self) -> str:
         """Unique, for tests and for the record of results."""
         return f"{self.table}/{self.row}/{self.column}"
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether what it needs is installed."""
+        return not self.needs or next(distributions(name=self.needs), None) is not None
 
     @property
     def jobs(self) -> tuple[Job, ...]:

@@ -152,6 +152,7 @@ _INSEPARABLE = {
     "q_galore_adamw8bit": "turns weights into integers",
     "polora": "looks at several weights together",
     "dion": "draws random numbers for all weights in turn",
+    "grokadamw": "slows momentum down by the place of a weight among all of its group",
     "sinkgd": "draws random numbers for all weights in turn",
 }
 """Optimizers whose update of a weight alone would not be that of the plain run."""

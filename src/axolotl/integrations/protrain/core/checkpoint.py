@@ -11,8 +11,9 @@ import json
 import math
 import os
 import shutil
+import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -49,6 +50,9 @@ _EXAMINED = (
     *(STATE, OPTIMIZER, SCHEDULER, "rng_state*.pth", "*config.json", "*.index.json"),
     *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"),
 )
+_WITH_OBJECTS = ("apollo_torch", "galore_torch")
+"""Packages whose optimizers keep objects of their own in a state, which torch reads only
+if told so: transformers does not, so their plain runs cannot resume."""
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -228,9 +232,10 @@ def load_states(
     Raises:
         CheckpointError: They cannot be read, or are not those of this optimizer.
     """
-    state, schedule = (_read(checkpoint / name) for name in (OPTIMIZER, SCHEDULER))
-    step = json.loads((checkpoint / STATE).read_text())["global_step"]
     own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    state = _read(checkpoint / OPTIMIZER, _classes(own))
+    schedule = _read(checkpoint / SCHEDULER)
+    step = json.loads((checkpoint / STATE).read_text())["global_step"]
     for name, faults in (
         (OPTIMIZER, _optimizer_faults(own, state, step)),
         (SCHEDULER, _scheduler_faults(len(own.param_groups), schedule, step)),
@@ -283,9 +288,23 @@ def _file_fault(path: Path) -> str | None:
     return None
 
 
-def _read(path: Path) -> Any:
+def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
+    """Those of the optimizer's package of which objects are in its state."""
+    package = kind_of(optimizer).__module__.partition(".")[0]
+    modules = [package, *(name for name in sys.modules if name.startswith(f"{package}."))]
+    return [
+        value
+        for name in modules
+        if package in _WITH_OBJECTS
+        for value in vars(sys.modules[name]).values()
+        if isinstance(value, type) and value.__module__.startswith(f"{package}.")
+    ]
+
+
+def _read(path: Path, classes: Sequence[type] = ()) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals([*classes]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, EOFError, UnpicklingError, *FOREIGN_ERRORS) as error:
         line = str(error).partition("\n")[0]
         fault = f"{path.name} cannot be read ({type(error).__name__}: {line})"

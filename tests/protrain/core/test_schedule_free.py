@@ -1,0 +1,116 @@
+"""Optimizers that move all weights outside of a step, where most weights are paged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from core_models import Stack, batches, open_session, stack, train, twin
+from test_optimizer import PLANS, assert_same_state
+
+KINDS = {
+    "AdamW": (schedulefree.AdamWScheduleFree, {"warmup_steps": 3}),
+    "AdamW, one by one": (schedulefree.AdamWScheduleFree, {"foreach": False}),
+    "RAdam": (schedulefree.RAdamScheduleFree, {}),
+    "SGD": (schedulefree.SGDScheduleFree, {"momentum": 0.8}),
+}
+
+
+def evaluated(model: Stack, optimizer: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """A loss and all weights of the mean, and back to where it trains."""
+    optimizer.eval()
+    model.eval()
+    with torch.no_grad():
+        loss = model(batches(1, seed=9)[0]).item()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.train()
+    model.train()
+    return loss, weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_evaluation_sees_the_mean_and_training_goes_on(kind: str, plan: str) -> None:
+    made, settings = KINDS[kind]
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, **PLANS[plan])
+    ours = session.wrap_optimizer(made(model.parameters(), lr=0.01, **settings))
+    theirs = made(plain.parameters(), lr=0.01, **settings)
+    for optimizer in (ours, theirs):
+        # twice, as transformers does before each micro-batch
+        optimizer.train()
+        optimizer.train()
+    data = [batches(2, seed=step) for step in range(5)]
+    for first in (0, 2, 3):
+        steps = data[first : first + 2]
+        assert train(model, ours, steps, session, clip=0.1) == train(
+            plain, theirs, steps, clip=0.1
+        )
+        # the last update is still pending
+        (loss, weights), (other, wanted) = (
+            evaluated(model, ours),
+            evaluated(plain, theirs),
+        )
+        assert loss == other
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+    session.close()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    # what is closed is the plain optimizer again
+    ours.eval()
+    theirs.eval()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_sums_between_two_micro_batches_outlast_an_evaluation() -> None:
+    model = stack()
+    plain = twin(model)
+    session = open_session(model, **PLANS["all paged"])
+    ours = session.wrap_optimizer(schedulefree.SGDScheduleFree(model.parameters()))
+    theirs = schedulefree.SGDScheduleFree(plain.parameters())
+    for trained, optimizer in ((model, ours), (plain, theirs)):
+        optimizer.train()
+        for tokens in batches(3):
+            trained(tokens).backward()
+            evaluated(trained, optimizer)
+        optimizer.step()
+    session.settle()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    session.close()
+
+
+def test_an_optimizer_without_a_switch_has_none_when_it_is_paged() -> None:
+    model = stack()
+    session = open_session(model, **PLANS["paged"])
+    optimizer = session.wrap_optimizer(torch.optim.SGD(model.parameters()))
+    assert not hasattr(optimizer, "train")
+    assert not hasattr(optimizer, "eval")
+    session.close()
+
+
+def test_state_keeps_the_order_of_its_strides() -> None:
+    """A product of transposed operands rounds otherwise than one of their copies."""
+    model = stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    matrix = next(p for p in model.parameters() if p.ndim == 2)
+    session = open_session(model, **PLANS["all paged"])
+    ours = session.wrap_optimizer(optimizer)
+    train(model, ours, [batches(1)], session)
+    saved = ours.state_dict()
+    number = [*model.parameters()].index(matrix)
+    moment = saved["state"][number]["exp_avg"]
+    # a view with gaps, as of a decomposition
+    wide = torch.zeros(2 * moment.shape[1], moment.shape[0])
+    saved["state"][number]["exp_avg"] = wide[::2].t().copy_(moment)
+    ours.load_state_dict(saved)
+    for _ in range(2):
+        train(model, ours, [batches(1)], session)
+        found = ours.state_dict()["state"][number]["exp_avg"]
+        assert found.stride() == (1, moment.shape[0])
+    session.close()
