@@ -373,9 +373,12 @@ def difference(ours: Any, plain: Any, where: str = "") -> str | None:
     if type(ours) is not type(plain):
         return f"{where}: {type(ours)}, not {type(plain)}"
     if isinstance(plain, Mapping):
-        if list(ours) != list(plain):
-            return f"{where}: keys {list(ours)}, not {list(plain)}"
-        found = (difference(ours[k], plain[k], f"{where}.{k}") for k in plain)
+        # by position where keys are tensors
+        keys = [[k for k in d if not isinstance(k, Tensor)] for d in (ours, plain)]
+        if keys[0] != keys[1] or len(ours) != len(plain):
+            return f"{where}: keys {keys[0]}, not {keys[1]}"
+        values = zip(plain, ours.values(), plain.values(), strict=True)
+        found = (difference(a, b, f"{where}.{k}") for k, a, b in values)
     elif isinstance(plain, (list, tuple)):
         if len(ours) != len(plain):
             return f"{where}: {len(ours)} items, not {len(plain)}"
