@@ -44,6 +44,7 @@ TRAININGS = (
     "test_qlora.py",
     "test_recovery.py",
     "test_vision.py",
+    "test_optimizers.py",
 )
 """Files that share their trainings, which run in the background."""
 LONG = (

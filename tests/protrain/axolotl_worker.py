@@ -117,8 +117,8 @@ def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> N
     from axolotl.integrations.base import PluginManager, load_plugin
 
     torch.set_num_threads(1)
-    if not os.environ.get('COMPILE'):
-      torch.compiler.set_stance("force_eager")
+    # a compiler takes seconds for each shape of a weight
+    torch.compiler.set_stance("force_eager")
     if RANKS > 1:
         _forget_last_group()
     with (root / "inputs.lock").open("w") as lock:

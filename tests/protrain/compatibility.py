@@ -106,12 +106,14 @@ def problems(cell: Cell, run: Callable[[Job], Result]) -> list[str]:
 
 
 def state_differences(got: Path, wanted: Path) -> list[str]:
-    """What differs first in each optimizer.pt of two runs; none if neither saves."""
+    """What differs first in each optimizer.pt that the first one of two runs has."""
     files = [
         {p.relative_to(folder) for p in folder.glob("checkpoint-*/optimizer.pt")}
         for folder in (got, wanted)
     ]
-    found = [f"{path}: only in one of them" for path in files[0] ^ files[1]]
+    found = [f"{path}: only in one of them" for path in files[0] - files[1]]
+    if files[1] and not files[0]:
+        found.append("no optimizer.pt")
     for path in sorted(files[0] & files[1]):
         states = (
             torch.load(f / path, weights_only=False)  # nosec B614 - written just now
@@ -145,9 +147,13 @@ Written by `make matrix` from docs/compatibility.json: do not edit. Every cell w
 trained on the CPU device with tiny models, paged and plain, with {versions}.
 
 * `exact`: losses, gradient norms, learning rates and weights are those of the plain run,
-  bit for bit.
+  bit for bit; of optimizers the contents of each optimizer.pt, too.
 * `within 1e-06`: the largest relative difference of any of them.
 * `refused`: ends before training with one message that says why and the way out.
+* `CUDA only`, `not in Axolotl`: the plain run ends so on a CPU, or everywhere.
+
+Optimizers: `full` and adapters are in fp32, with no clipping and no accumulation; with
+*clipped sums* they are in bf16, clip at a tenth and accumulate two micro-batches.
 """
 
 

@@ -18,6 +18,7 @@ from compatibility import (
     render,
 )
 from matrix import Cell
+from matrix_optimizers import TABLE as OPTIMIZERS
 
 Run = Callable[[Job], Result]
 
@@ -25,8 +26,19 @@ QUICK = {
     *{cell.table: cell.name for cell in reversed(CELLS)}.values(),
     "Model families/Qwen3-Next (hybrid)/full",
     "Model families/T5 (encoder and decoder)/LoRA",
+    *(
+        f"{OPTIMIZERS}/`{cell}"
+        for cell in (
+            "adamw_bnb_8bit`/full, clipped sums",
+            "adafactor`/full",
+            "lion_8bit`/full",
+            "adamw_torch_8bit`/full, clipped sums",
+            "muon`/full, clipped sums",
+        )
+    ),
 }
-"""The first cell of each table, and stacks that are not one chain of equal blocks."""
+"""The first cell of each table, stacks that are not one chain of equal blocks, and state
+of each kind: blocks of 8 bits, rows and columns, made of tensors, of matrices alone."""
 
 
 @pytest.mark.parametrize(
@@ -41,6 +53,8 @@ QUICK = {
     ],
 )
 def test_cell(run: Run, cell: Cell) -> None:
+    if not cell.is_possible:
+        pytest.skip(f"{cell.needs} is not installed")
     found = problems(cell, run)
     assert not found, "\n".join(found)
 
