@@ -80,12 +80,13 @@ class Staging:
         if buffer is None:
             nbytes = _size(sources)
             buffer = self._free(nbytes) if keep else self._new(nbytes)
+            if buffer not in self._kept:
+                buffer.in_use = True
+                self._leaving.append(buffer)
             self._fill(buffer, key, sources)
         assert buffer.arrival is not None
-        self._device.wait_stalled(buffer.arrival)
         buffer.in_use = True
-        if buffer not in self._kept:
-            self._leaving.append(buffer)
+        self._device.wait_stalled(buffer.arrival)
         return buffer.memory
 
     def give_back(self, key: Hashable, busy: Sequence[Event] = ()) -> Event | None:
@@ -165,7 +166,8 @@ class Staging:
         stream = self._device.fetch
         for event in buffer.busy:
             stream.wait(event)
-        buffer.holds, start = key, 0
+        # an error in the middle leaves it empty
+        buffer.holds, start = None, 0
         for source in sources:
             nbytes = source.memory.numel()
             if source.after is not None:
@@ -174,6 +176,7 @@ class Staging:
             start += aligned(nbytes)
             self._counters.fetched_bytes += nbytes
         buffer.arrival, buffer.busy = stream.record(), []
+        buffer.holds = key
 
 
 def _size(sources: Sequence[Source]) -> int:
