@@ -45,8 +45,12 @@ from axolotl.integrations.protrain.core.runtime import (
     Ranks,
 )
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Update
 
 STEPS = 3
+
+host_plan = partial(make_plan, update=Update.HOST)
+"""Several ranks update weights with state on the host there."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     layout = build_layout(model, keep if case.trained else ())
     shards = ranks.world.local_size if case.mode == "C" else 1
-    plan = make_plan(layout, shards=shards, **dict(case.plan))
+    plan = host_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
     options = Options(poison=True)
     absent = _forget_some(model, ranks) if case.absent else ()
@@ -345,7 +349,7 @@ def memory(ranks: Ranks) -> dict[str, Any]:
         model = stack(width=128, inner=1024)
         layout = build_layout(model)
         shards = ranks.world.local_size if mode == "C" else 1
-        plan = make_plan(layout, shards=shards)
+        plan = host_plan(layout, shards=shards)
         session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
         optimizer = session.wrap_optimizer(adamw(model))
         session.begin_micro_batch(True)
@@ -426,9 +430,9 @@ def _begin(
     if phase == "one":
         if ranks.rank:
             return None, model
-        return Session(model, layout, make_plan(layout), CpuDevice()), model
+        return Session(model, layout, host_plan(layout), CpuDevice()), model
     shards = ranks.world.local_size if phase == "C" else 1
-    plan = make_plan(layout, shards=shards, outside=HOST_STATE)
+    plan = host_plan(layout, shards=shards, outside=HOST_STATE)
     return Session(model, layout, plan, CpuDevice(), Options(), ranks), model
 
 
@@ -470,7 +474,7 @@ def master(ranks: Ranks) -> dict[str, Any]:
     def opened(shards: int, with_ranks: Ranks | None) -> tuple[Any, Session, Any]:
         model = stack(dtype=torch.bfloat16)
         layout = build_layout(model)
-        plan = make_plan(layout, shards=shards, outside=HOST_STATE)
+        plan = host_plan(layout, shards=shards, outside=HOST_STATE)
         session = Session(model, layout, plan, CpuDevice(), options, with_ranks)
         return model, session, session.wrap_optimizer(adamw(model))
 
@@ -522,7 +526,7 @@ def twice(ranks: Ranks) -> dict[str, Any]:
     """What several ranks say to a second backward in one micro-batch."""
     model = stack()
     layout = build_layout(model)
-    session = Session(model, layout, make_plan(layout), CpuDevice(), ranks=ranks)
+    session = Session(model, layout, host_plan(layout), CpuDevice(), ranks=ranks)
     optimizer = session.wrap_optimizer(adamw(model))
     tokens = batches(1)[0]
     said = ""
@@ -549,7 +553,7 @@ def amsgrad(ranks: Ranks) -> dict[str, Any]:
     """What several ranks say to a third moment."""
     model = stack()
     layout = build_layout(model)
-    plan = make_plan(layout)
+    plan = host_plan(layout)
     session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
     try:
         session.wrap_optimizer(adamw(model, amsgrad=True))
@@ -576,7 +580,7 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
     layout = build_layout(model)
     shards = ranks.world.local_size if mode == "C" else 1
     end("opening")
-    plan = make_plan(layout, shards=shards, outside=HOST_STATE)
+    plan = host_plan(layout, shards=shards, outside=HOST_STATE)
     session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
     try:
         optimizer = session.wrap_optimizer(adamw(model))

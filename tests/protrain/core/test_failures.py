@@ -38,6 +38,7 @@ from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.optim import GradientOffload
 from axolotl.integrations.protrain.core.runtime import CpuDevice, asked_bytes
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Update
 from axolotl.integrations.protrain.recovery import Shortage, StepRecovery
 
 DATA = [batches(2, seed) for seed in range(3)]
@@ -244,6 +245,7 @@ WIDTH = 48
 """What blocks save is large enough to be swapped then."""
 
 PAGED: dict[str, Any] = {"resident": [1, 4], "outside": HOST_STATE}
+ON_HOST: dict[str, Any] = {**PAGED, "update": Update.HOST}
 RECOMPUTED: dict[str, Any] = {**PAGED, "recompute": ALL}
 SWAPPED: dict[str, Any] = {**PAGED, "swap": [0, 2, 3], "recompute": [3]}
 NOTCHED: dict[str, Any] = {"resident": [4], "recompute": [0], "outside": HOST_STATE}
@@ -283,7 +285,7 @@ FATAL = {
     "fetch": Failure(device("fetch", 2, broken), PAGED),
     "fetch-backward": Failure(device("fetch", 4, broken), PAGED),
     "offload": Failure(device("offload", 9, broken), PAGED),
-    "gradient-sum": Failure(device("offload event", 1, broken), PAGED),
+    "gradient-sum": Failure(device("offload event", 1, broken), ON_HOST),
     "forward-hook": Failure(forward_hook, PAGED),
     "gradient-hook": Failure(gradient_hook, RECOMPUTED),
     "loss": Failure(loss_function, PAGED),
@@ -300,7 +302,7 @@ FATAL = {
 }
 
 HALF_DONE = {
-    "host-update": Failure(host_update, PAGED),
+    "host-update": Failure(host_update, ON_HOST),
     "device-update": Failure(operator("_fused_adamw_", no_memory), PAGED),
     "interrupt-update": Failure(operator("_fused_adamw_", stopped), PAGED),
 }
@@ -509,7 +511,7 @@ def test_state_that_does_not_fit_is_not_taken() -> None:
     plain = twin(model)
     theirs = train(plain, adamw(plain), DATA, clip=0.5)
     census = Census(model)
-    run = opened(Failure(host_update, PAGED), model, faulty)
+    run = opened(Failure(host_update, ON_HOST), model, faulty)
     ours = run.step(DATA[0], iter(()))
     state = run.optimizer.state_dict()
     state["param_groups"][0]["param_names"][0] = "other"

@@ -28,6 +28,8 @@ from core_models import (
 )
 from torch import nn
 
+from axolotl.integrations.protrain.core.types import Update
+
 
 @contextmanager
 def fault(layer: nn.Module, where: str, error: BaseException) -> Iterator[None]:
@@ -99,7 +101,7 @@ def test_interrupted_while_waiting_for_an_update() -> None:
     """The signal arrives when a block waits and its chunk is not in its slot yet."""
     model = stack()
     plain = twin(model)
-    session = open_session(model, n_buffer=1)
+    session = open_session(model, n_buffer=1, update=Update.HOST)
     optimizer, reference = wrapped(session), adamw(plain)
     first, bad, second = batches(3)
     waiting = threading.Event()
@@ -132,7 +134,7 @@ def failing() -> None:
 
 def test_a_failed_update_ends_training() -> None:
     model = stack()
-    session = open_session(model)
+    session = open_session(model, update=Update.HOST)
     optimizer = wrapped(session)
     with before_host_updates(failing):
         model(batches(1)[0]).backward()
@@ -149,7 +151,7 @@ def test_close_cleans_up_after_a_failed_update() -> None:
     model = stack()
     hooks, threads = hook_counts(model), set(threading.enumerate())
     before = weights(model)
-    session = open_session(model, outside=HOST_STATE)
+    session = open_session(model, outside=HOST_STATE, update=Update.HOST)
     with before_host_updates(failing):
         model(batches(1)[0]).backward()
         wrapped(session).step()

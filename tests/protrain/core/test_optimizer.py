@@ -28,7 +28,7 @@ from axolotl.integrations.protrain.core.errors import (
 )
 from axolotl.integrations.protrain.core.optim import PagedAdamW
 from axolotl.integrations.protrain.core.session import Session
-from axolotl.integrations.protrain.core.types import Placement
+from axolotl.integrations.protrain.core.types import Placement, Update
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -46,11 +46,14 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def pair(
-    model: Stack, plan: str = "all paged", **defaults: Any
+    model: Stack,
+    plan: str = "all paged",
+    update: Update = Update.DEVICE,
+    **defaults: Any,
 ) -> tuple[Stack, torch.optim.Optimizer, Session, torch.optim.Optimizer]:
     """The plain twin with its AdamW; a session on `model` with the wrapped one."""
     plain = twin(model)
-    session = open_session(model, **PLANS[plan])
+    session = open_session(model, update=update, **PLANS[plan])
     optimizer = session.wrap_optimizer(adamw(model, **defaults))
     return plain, adamw(plain, **defaults), session, optimizer
 
@@ -77,11 +80,14 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert {k: v for k, v in mine.items() if k != "param_names"} == other
 
 
+@pytest.mark.parametrize("update", Update, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("plan", PLANS)
-def test_training_is_that_of_adamw(plan: str, dtype: torch.dtype) -> None:
+def test_training_is_that_of_adamw(
+    plan: str, dtype: torch.dtype, update: Update
+) -> None:
     model = stack(dtype=dtype)
-    plain, optimizer, session, paged = pair(model, plan)
+    plain, optimizer, session, paged = pair(model, plan, update)
     data = [batches(3, seed) for seed in range(4)]
     theirs = train(plain, optimizer, data, clip=0.5)
     assert train(model, paged, data, session, clip=0.5) == theirs
@@ -353,7 +359,7 @@ def test_moments_of_another_precision_are_converted() -> None:
 
 def test_state_of_other_parameters_is_refused() -> None:
     model = stack()
-    *_, session, paged = pair(model)
+    *_, session, paged = pair(model, update=Update.HOST)
     train(model, paged, [batches(1)], session)
     state = paged.state_dict()
     names = state["param_groups"][0]["param_names"]
@@ -383,7 +389,7 @@ def test_masters_keep_what_bf16_would_round_away() -> None:
     session.close()
 
     plain = adamw(stack(dtype=torch.bfloat16))
-    other = open_session(stack(dtype=torch.bfloat16))
+    other = open_session(stack(dtype=torch.bfloat16), update=Update.HOST)
     without = other.wrap_optimizer(adamw(other.model))
     with pytest.raises(CheckpointError, match="protrain_fp32_master: true"):
         without.load_state_dict(state)
@@ -401,18 +407,23 @@ def test_adapters_keep_the_plain_optimizer() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam])
-def test_other_optimizers_are_refused(other: type[torch.optim.Optimizer]) -> None:
+def test_the_host_updates_by_adamw_alone(other: type[torch.optim.Optimizer]) -> None:
     model = stack(num_layers=2)
-    session = open_session(model)
+    session = open_session(model, update=Update.HOST)
     with pytest.raises(ConfigError, match=other.__name__):
         session.wrap_optimizer(other(model.parameters(), lr=0.1))
     session.close()
 
 
-def test_the_wrapped_optimizer_is_an_optimizer() -> None:
+@pytest.mark.parametrize("update", Update, ids=str)
+def test_the_wrapped_optimizer_is_an_optimizer(update: Update) -> None:
     model = stack(num_layers=2)
-    *_, session, paged = pair(model, "paged")
-    assert isinstance(paged, torch.optim.Optimizer) and isinstance(paged, PagedAdamW)
+    *_, session, paged = pair(model, "paged", update)
+    assert isinstance(paged, torch.optim.Optimizer)
+    # what looks for the class of the plain run finds it
+    assert isinstance(
+        paged, PagedAdamW if update is Update.HOST else torch.optim.AdamW
+    )
     steps: list[str] = []
     paged.register_step_pre_hook(lambda *_: steps.append("before"))
     paged.register_step_post_hook(lambda *_: steps.append("after"))

@@ -44,7 +44,7 @@ from axolotl.integrations.protrain.core.runtime import (
     Slot,
 )
 from axolotl.integrations.protrain.core.session import Options, Session
-from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
+from axolotl.integrations.protrain.core.types import Chunk, TensorSpec, Update
 
 
 def bytes_of(value: int, size: int = 8) -> Tensor:
@@ -356,6 +356,8 @@ def test_sessions_have_no_race_and_equal_plain(
     keep = freeze(model, ["extra"]) if plan == "adapters" else ()
     plain, layout = twin(model), build_layout(model, keep)
     knobs: dict[str, Any] = {"n_buffer": 2, "recompute": recompute}
+    if masters:
+        knobs.update(update=Update.HOST)
     if plan == "host-state":
         knobs.update(resident=(1, 2, 4), inside=HOST_STATE, outside=HOST_STATE)
 

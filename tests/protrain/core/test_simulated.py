@@ -29,6 +29,7 @@ from torch import Tensor
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice, Device, Slot
 from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Update
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -210,7 +211,17 @@ RUNS: dict[str, dict[str, Any]] = {
         "outside": HOST_STATE,
         "recompute": {0, 3},
     },
-    "masters": {"n_buffer": 2, "outside": HOST_STATE, "fp32_master": True},
+    "full, updated on the host": {
+        "n_buffer": 3,
+        "outside": HOST_STATE,
+        "update": Update.HOST,
+    },
+    "masters": {
+        "n_buffer": 2,
+        "outside": HOST_STATE,
+        "fp32_master": True,
+        "update": Update.HOST,
+    },
 }
 
 
