@@ -126,7 +126,7 @@ class Schedules:
             [self.arena.chunk(c.index) for c in self.chunks],
             wait_update=self.worker.wait,
             update_pending=self.worker.pending,
-            before_ahead=self.swap.open_backward if self.swapping else None,
+            opened=self.opened,
         )
 
     def run(self) -> None:
@@ -174,6 +174,10 @@ class Schedules:
             self.load()
         elif act < 0.5:
             self.settle()
+
+    def opened(self, block: int, direction: Direction) -> None:
+        if self.swapping and direction is BACKWARD:
+            self.swap.open_backward(block)
 
     def forward(self, block: int, direction: Direction) -> None:
         self.pager.open(block, direction)
