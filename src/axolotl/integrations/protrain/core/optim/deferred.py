@@ -348,8 +348,15 @@ class DeferredUpdates(Updates):
         for param in [p for p in self.plain.state if p in other]:
             self.plain.state[other[param]] = self.plain.state.pop(param)
 
+    def order_states(self) -> None:
+        """Let them be in the order in which the plain run makes them."""
+        state = self.plain.state
+        every = [p for group in self.plain.param_groups for p in group["params"]]
+        state.update([(p, state.pop(p)) for p in every if p in state])
+
     def close(self) -> None:
         self._show_states()
+        self.order_states()
         self.plain.__class__ = self.kind
         with ExitStack() as rest:
             for own in self._all:
@@ -504,12 +511,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         self.updates.flush()
-        # in the order in which the plain run makes it
-        every = [p for group in self.param_groups for p in group["params"]]
-        known = [
-            (param, self.state.pop(param)) for param in every if param in self.state
-        ]
-        self.state.update(known)
+        self.updates.order_states()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
