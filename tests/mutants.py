@@ -25,6 +25,7 @@ SLOWEST_S = 300
 QUEUES = ("test_schedules.py", "test_races.py")
 SESSIONS = ("test_races.py", "test_state.py", "test_simulated.py")
 WORKER = ("test_runtime.py",)
+DEFERRED = ("test_deferred.py",)
 FOLDERS = ("test_checkpoint.py",)
 ACCESS = ("test_access.py",)
 LOOKS = tuple(
@@ -65,6 +66,8 @@ GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
 OPTIMIZER = "optim/optimizer.py"
 SESSION, VIEWING = "session.py", "viewing.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
+DEFERRING, SUMS = "optim/deferred.py", "optim/device_sums.py"
+STAGING = "runtime/staging.py"
 CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
 CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
 
@@ -611,9 +614,9 @@ MUTANTS = (
     ),
     Mutant(
         "what is shown is taken for written after an update",
-        SESSION,
-        "register_step_pre_hook(lambda *_: self._viewer.hide())\n",
-        "register_step_pre_hook(lambda *_: None)\n",
+        DEFERRING,
+        "            self._around.hide()\n",
+        "",
         ACCESS,
     ),
     Mutant(
@@ -640,7 +643,8 @@ MUTANTS = (
     Mutant(
         "somebody looks while updates are queued",
         SESSION,
-        "        self._worker.drain()\n        self.ready()\n        # copies to slots",
+        "        self._worker.drain()\n        self._updates.flush()\n"
+        "        self.ready()\n        # copies to slots",
         "        # copies to slots",
         ACCESS,
     ),
@@ -742,6 +746,209 @@ MUTANTS = (
         "_lies(now) == _lies(place)",
         "now.data_ptr() == place.data_ptr()",
         ACCESS,
+    ),
+    Mutant(
+        "a staging buffer is filled while it is used",
+        STAGING,
+        "        for event in buffer.busy:\n            stream.wait(event)\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "new staging memory is filled while compute still uses it",
+        STAGING,
+        "        buffer.busy = [self._device.compute.record()]\n        return buffer\n",
+        "        return buffer\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "compute does not wait for what comes through staging",
+        STAGING,
+        "        self._device.wait_stalled(buffer.arrival)\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "what is staged has not come to the host yet",
+        STAGING,
+        "                stream.wait(source.after)\n",
+        "                pass\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a smaller staging buffer ends under its copy",
+        STAGING,
+        "                event.synchronize()\n            idle.remove(small)\n",
+        "                pass\n            idle.remove(small)\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "staging memory ends while it is used",
+        STAGING,
+        "not buffer.in_use and all(event.query() for event in buffer.busy)",
+        "not buffer.in_use",
+        DEFERRED,
+    ),
+    Mutant(
+        "half of a filling counts as all of it",
+        STAGING,
+        "        buffer.holds, start = None, 0\n",
+        "        buffer.holds, start = key, 0\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a fetch does not wait for updated weights on their way home",
+        SLOTS,
+        "            stream.wait(self._sent)\n",
+        "            pass\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "weights go home before compute has updated them",
+        SLOTS,
+        "    device.offload.wait(device.compute.record())\n    device.offload.copy(home",
+        "    device.offload.copy(home",
+        DEFERRED,
+    ),
+    Mutant(
+        "an update begins while the last one is on its way home",
+        DEFERRING,
+        "            device.compute.wait(own.left)\n",
+        "            pass\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a state comes while the last one is on its way home",
+        DEFERRING,
+        "        state = [Source(region, self.left)] if region.numel() else []\n",
+        "        state = [Source(region, None)] if region.numel() else []\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a gradient comes while it is on its way home",
+        DEFERRING,
+        "        return [Source(self.sums.memory, self.sums.sent), *state]\n",
+        "        return [Source(self.sums.memory, None), *state]\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a staging buffer is given back while its state leaves",
+        DEFERRING,
+        "        self._staging.give_back(own.key, [event, own.left])\n",
+        "        self._staging.give_back(own.key)\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a state that an update has made ends under its copy",
+        DEFERRING,
+        "        self._leaving.append((own.left, change))\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "a state that an update has made is let go of under its copy",
+        DEFERRING,
+        "        event, _change = self._leaving.popleft()\n        event.synchronize()\n",
+        "        event, _change = self._leaving.popleft()\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "who reads the state finds updates on their way home",
+        DEFERRING,
+        "                own.left.synchronize()\n",
+        "                pass\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "an interrupted update leaves a half-made state",
+        DEFERRING,
+        "            undo()\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "an interrupted update leaves half-made weights",
+        DEFERRING,
+        "            weights.spoilt()\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "an update that is cut off on its way home is made again",
+        DEFERRING,
+        "        for own in self._all:\n            self._send_home(own)\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "a second step forgets what is pending",
+        DEFERRING,
+        "            self._settle()\n            self.flush()\n",
+        "            self._settle()\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "an update goes by later hyper-parameters",
+        "optim/noted.py",
+        "        key: value.clone() if isinstance(value, Tensor) else value\n",
+        "        key: value\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a sum leaves over the one that is still coming",
+        SUMS,
+        "            self._device.offload.wait(fetched)\n",
+        "            pass\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a sum comes before it has left",
+        SUMS,
+        "    return Source(sums.memory, sums.sent)\n",
+        "    return Source(sums.memory, None)\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a piece of a sum comes before it has left",
+        SUMS,
+        "[Source(where, sums.sent)]",
+        "[Source(where, None)]",
+        DEFERRED,
+    ),
+    Mutant(
+        "weights are updated aside before they have come home",
+        SESSION,
+        "            device.fetch.wait(after)\n",
+        "            pass\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "weights are updated aside in memory that compute uses",
+        SESSION,
+        "        device.fetch.wait(device.compute.record())\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "weights are updated aside before they are there",
+        SESSION,
+        "        device.compute.wait(self._ring.fetch(device.fetch, buffer, chunk.index))\n",
+        "        self._ring.fetch(device.fetch, buffer, chunk.index)\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "memory of weights that are updated aside ends on their way home",
+        SESSION,
+        "            device.offload.record().synchronize()\n            device.free",
+        "            device.free",
+        DEFERRED,
+    ),
+    Mutant(
+        "a slot stays current though its chunk was updated aside",
+        SESSION,
+        "            self._pager.forget(number)\n",
+        "            pass\n",
+        DEFERRED,
     ),
 )
 

@@ -421,9 +421,7 @@ def test_the_wrapped_optimizer_is_an_optimizer(update: Update) -> None:
     *_, session, paged = pair(model, "paged", update)
     assert isinstance(paged, torch.optim.Optimizer)
     # what looks for the class of the plain run finds it
-    assert isinstance(
-        paged, PagedAdamW if update is Update.HOST else torch.optim.AdamW
-    )
+    assert isinstance(paged, PagedAdamW if update is Update.HOST else torch.optim.AdamW)
     steps: list[str] = []
     paged.register_step_pre_hook(lambda *_: steps.append("before"))
     paged.register_step_post_hook(lambda *_: steps.append("after"))
