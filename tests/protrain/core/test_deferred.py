@@ -10,7 +10,7 @@ import copy
 import io
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from types import FrameType
 from typing import Any
@@ -21,15 +21,14 @@ import schedulefree
 import torch
 import torchao.optim
 import transformers
+from axolotl.utils.optimizers.adopt import ADOPT
 from core_models import (
     ALL,
     HOST_STATE,
-    adamw,
     assert_same,
     batches,
     open_session,
     stack,
-    train,
     twin,
 )
 from simulated import DeferredDevice
@@ -37,7 +36,6 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
-from axolotl.utils.optimizers.adopt import ADOPT
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 16, "inner": 16}
 LARGE: dict[str, Any] = {"num_layers": 3, "width": 64, "inner": 64}
@@ -416,7 +414,9 @@ ACTS = [
 KINDS = ["fused", "tensor lr", "momentum", "AdamW8bit", "relative Adafactor", "NAdam"]
 
 
-def play(acts: list[Callable[[Run], Any]], kind: str, *args: Any, **kw: Any) -> None:
+def play(
+    acts: Sequence[Callable[[Run], Any]], kind: str, *args: Any, **kw: Any
+) -> None:
     """What is done to a paged run and to a plain one gives the same in both."""
     dtype = kw.pop("dtype", torch.float32)
     model = stack(dtype=dtype, **SIZES)

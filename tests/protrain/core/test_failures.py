@@ -272,6 +272,7 @@ SURVIVED = {
     "swapped-backward": Failure(operator("gelu_backward", no_memory, True), SWAPPED),
     "clipping": Failure(operator("_foreach_mul_", no_memory), PAGED),
     "update": Failure(device("probe", 1, no_memory), PAGED),
+    "deferred-update": Failure(operator("_fused_adamw_", no_memory), PAGED),
 }
 
 FATAL = {
@@ -298,6 +299,7 @@ FATAL = {
     "swap-in": Failure(operator("empty", broken, True), SWAPPED),
     "interrupt-swap": Failure(device("offload", 3, stopped), SWAPPED),
     "interrupt-swapped": Failure(operator("gelu", stopped), SWAPPED),
+    "interrupt-deferred-update": Failure(operator("_fused_adamw_", stopped), PAGED),
     "interrupt-probe": Failure(device("probe", 1, stopped), PAGED),
 }
 
