@@ -207,6 +207,7 @@ def open_session(
     model: nn.Module,
     keep: Collection[str] = (),
     fp32_master: bool = False,
+    accumulates: bool = True,
     poison: bool = True,
     device: Device | None = None,
     **plan: Any,
@@ -214,9 +215,7 @@ def open_session(
     """A poisoned session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
     layout = build_layout(model, keep)
-    options = Options(poison=poison, fp32_master=fp32_master)
-    if fp32_master:
-        plan["update"] = Update.HOST
+    options = Options(poison, fp32_master, accumulates)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 

@@ -291,7 +291,10 @@ def _file_fault(path: Path) -> str | None:
 def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
     """Those of the optimizer's package of which objects are in its state."""
     package = kind_of(optimizer).__module__.partition(".")[0]
-    modules = [package, *(name for name in sys.modules if name.startswith(f"{package}."))]
+    modules = [
+        package,
+        *(name for name in sys.modules if name.startswith(f"{package}.")),
+    ]
     return [
         value
         for name in modules

@@ -23,7 +23,7 @@ optimizer state is handed over, not copied. Several ranks cannot: one would repe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,7 +80,9 @@ class Options:
     poison: bool = False
     """Fill a slot with NaN bytes when its chunk leaves."""
     fp32_master: bool = False
-    """Update 16-bit weights through fp32 masters on the host."""
+    """Update 16-bit weights through fp32 masters."""
+    accumulates: bool = True
+    """Steps have several micro-batches: under masters their sums are in fp32."""
     cpu_optimizer: str = "torch"
     """Host AdamW: `torch` or `deepspeed`."""
 
@@ -147,8 +149,12 @@ class Session:
         self._host_chunks: list[HostChunk] = []
         self._worker = HostWorker(device)
         self._staging = Staging(device, self.counters)
-        self.arena = Arena(ranks=ranks, shards=plan.shards)
-        self._memory = HostMemory(self.arena, device, options.fp32_master, ranks)
+        splits = plan.update is Update.DEVICE
+        masters = options.fp32_master
+        self.arena = Arena(ranks=ranks, shards=plan.shards, shows=splits and masters)
+        self._memory = HostMemory(
+            self.arena, device, masters, ranks, splits, options.accumulates
+        )
         self._ring = Ring(layout, plan, self.arena, device, options.poison, ranks)
         access = StateAccess(
             self._before_read,
@@ -158,7 +164,14 @@ class Session:
             lambda module: self._viewer.copying(module),
         )
         self._residence = Residence(
-            model, self.arena, device, access, ranks, absent, self.counters
+            model,
+            self.arena,
+            device,
+            access,
+            ranks,
+            absent,
+            self.counters,
+            self._written,
         )
         self._viewer = Viewer(
             self._params,
@@ -200,7 +213,9 @@ class Session:
         names = {id(p): name for name, p in self._params.items()}
         viewer = self._viewer
         if isinstance(self._gradients, DeviceSums):
-            around = Surroundings(self._beside, viewer.hide, viewer.show_again)
+            around = Surroundings(
+                self._beside, self._before_update, viewer.hide, viewer.show_again
+            )
             deferred = DeferredUpdates(plain, names, self.device, self._staging, around)
             self._updates = deferred
             deferred.take_chunks(self._host_chunks, self._gradients)
@@ -597,6 +612,12 @@ class Session:
         self.settle()
         self.device.synchronize()
         self.device.writes(host)
+
+    def _written(self, chunk: Chunk, where: Mapping[str, Tensor]) -> None:
+        """Somebody wrote weights that were shown."""
+        for host in self._host_chunks:
+            if host.chunk is chunk:
+                host.renew(where)
 
     def _loaded(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""

@@ -9,6 +9,7 @@ from .shards import (
     padded_bytes,
     reduce_bytes,
     reductions,
+    rest_chunk,
     shard_bytes,
 )
 from .slots import (

@@ -39,7 +39,15 @@ from ..runtime.device import Event
 from ..runtime.staging import parts
 from ..types import IN_FLIGHT, Chunk
 from .device_sums import DeviceSums
-from .host_chunks import GradientSums, HostChunk, tensor_in
+from .host_chunks import (
+    MASTER_KEY,
+    GradientSums,
+    HostChunk,
+    Masters,
+    require_masters,
+    tensor_in,
+)
+from .masters import join, split
 from .noted import Clip, Noted, marks, require_separable
 from .states import Change, HostedState, Leaf, leaves, structure
 from .updates import Updates
@@ -66,11 +74,13 @@ class Surroundings(NamedTuple):
     Attributes:
         beside: Gives the weights of a chunk in device memory where no pass reads them,
             to be updated outside of passes; once the host's copy is there.
+        rewrites: The host's copy of some weights is about to be written.
         hide: Nobody looks at gradients from here on.
         show_again: A step is over: whoever looked may go on.
     """
 
     beside: Callable[[Chunk, Event | None], AbstractContextManager[InMemory]]
+    rewrites: Callable[[HostChunk], None]
     hide: Callable[[], None]
     show_again: Callable[[], None]
 
@@ -82,7 +92,10 @@ class _Own:
         assert host.sums is not None
         self.host, self.state, self.sums = host, state, host.sums
         self.key = "update", host.chunk.index
-        self.mains = {param: _nothing_of(param) for param in host.params}
+        self.mains = {
+            param: nn.Parameter(param.new_empty(0, dtype=host.main_dtype(index)))
+            for index, param in enumerate(host.params)
+        }
         self.noted: Noted | None = None
         self.used: tuple[int, ...] = ()
         # what an update has left on the device, until it is on its way home
@@ -92,27 +105,46 @@ class _Own:
         self.attempt = object()
 
     def sources(self) -> list[Source]:
-        region = self.state.region
-        state = [Source(region, self.left)] if region.numel() else []
-        return [Source(self.sums.memory, self.sums.sent), *state]
+        masters, region = self.host.masters, self.state.region
+        travelling = [] if masters is None else [masters.memory]
+        if region.numel():
+            travelling.append(region)
+        changed = [Source(memory, self.left) for memory in travelling]
+        return [Source(self.sums.memory, self.sums.sent), *changed]
 
-    def bind(self, weights: Tensor, gradients: Tensor) -> None:
-        """Let the main parameters be what a noted step changes, of buffers of bytes."""
-        pairs = zip(self.host.chunk.tensors, self.mains.values(), strict=True)
-        for index, (spec, main) in enumerate(pairs):
-            main.data = tensor_in(weights, spec)
-            if index in self.used and self.noted and self.noted.method == "step":
-                main.grad = self.sums.within(gradients, index)
+    def steps(
+        self, noted: Noted, weights: Tensor, gradients: Tensor, rests: Tensor
+    ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """Main parameters as a noted call changes them, of buffers of bytes.
+
+        All at once; masters, which take memory, one after the other.
+        """
+        masters, mains = self.host.masters, [*self.mains.items()]
+        steps = noted.method == "step"
+        together = {}
+        for index in self.used if steps else range(len(mains)):
+            param, main = mains[index]
+            weight = tensor_in(weights, self.host.chunk.tensors[index])
+            mastered = masters is not None and index in masters
+            rest = masters.within(rests, index) if masters and mastered else None
+            main.data = weight if rest is None else join(weight, rest)
+            if steps:
+                main.grad = self.sums.within(gradients, index).to(main.dtype)
+            if rest is None:
+                together[param] = main
+                continue
+            yield {param: main}
+            main.grad = None
+            split(main.data, weight, rest)
+            main.data = main.new_empty(0)
+        if together:
+            yield together
 
     def unbind(self) -> None:
         """Let go of them again."""
         for main in self.mains.values():
             main.grad = None
             main.data = main.new_empty(0)
-
-
-def _nothing_of(param: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(param.new_empty(0))
 
 
 class DeferredUpdates(Updates):
@@ -341,6 +373,49 @@ class DeferredUpdates(Updates):
             self._exchange({main: param for param, main in mains.items()})
         self.adopt()
 
+    def add_masters(self, packed: dict[str, Any]) -> None:
+        """Complete what `state_dict` has made: each state has its master beside it."""
+        states = packed["state"]
+        for number, param in enumerate(_params(self.plain)):
+            masters, index = self._masters_of(param)
+            # one that was never updated is its weight
+            if masters is not None and (number in states or masters.any(index)):
+                state = states.get(number, {})
+                states[number] = {**state, MASTER_KEY: masters.join(index)}
+
+    def without_masters(
+        self, saved: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[nn.Parameter, Tensor]]:
+        """A state as the plain optimizer has it, and the masters in it.
+
+        Raises:
+            CheckpointError: It has masters and this run none, or the other way round.
+        """
+        states, found = {}, {}
+        params = dict(enumerate(_params(self.plain)))
+        for number, state in saved["state"].items():
+            states[number] = own = dict(state)
+            master, param = own.pop(MASTER_KEY, None), params.get(number)
+            has_master = param is not None and self._masters_of(param)[0] is not None
+            require_masters(master is not None, has_master)
+            if master is not None:
+                found[param] = master
+        return {**saved, "state": states}, found
+
+    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
+        """Overwrite masters, and weights with them; nothing is pending."""
+        for param, master in saved.items():
+            masters, index = self._masters_of(param)
+            assert masters is not None
+            self._around.rewrites(self._places[id(param)][0].host)
+            masters.load(index, master)
+
+    def _masters_of(self, param: nn.Parameter) -> tuple[Masters | None, int]:
+        """Where the master of a parameter is, if it has one."""
+        own, index = self._places.get(id(param), (None, 0))
+        masters = None if own is None else own.host.masters
+        return (masters, index) if masters and index in masters else (None, 0)
+
     def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
         """Let groups and state be of other parameters."""
         for group in self.plain.param_groups:
@@ -373,7 +448,7 @@ class DeferredUpdates(Updates):
         if index not in sums.norms:
             # somebody has changed it on the host
             gradient = sums.total(index).to(self._device.torch_device)
-            sums.norms[index] = torch.nn.utils.get_total_norm([gradient])
+            sums.norms[index] = sums.norm(gradient)
         return sums.norms[index]
 
     def _groups(self) -> dict[int, dict[str, Any]]:
@@ -474,7 +549,10 @@ class DeferredUpdates(Updates):
         return undo
 
     def _step(self, own: _Own, noted: Noted, weights: Tensor, buffer: Tensor) -> Change:
-        gradients, *state = parts(buffer, own.sources())
+        masters = own.host.masters
+        gradients, *others = parts(buffer, own.sources())
+        rests = others.pop(0) if masters is not None else buffer
+        state = others[0] if others else None
         kind = self._device.torch_device.type
         with (
             torch.inference_mode(False),
@@ -482,13 +560,17 @@ class DeferredUpdates(Updates):
             torch.autocast(kind, enabled=False),
         ):
             try:
-                own.bind(weights, gradients)
-                if state:
-                    own.state.to_device(state[0])
-                noted.make(self.plain, own.mains)
-                return own.state.changed(state[0] if state else buffer, self._shared())
+                if state is not None:
+                    own.state.to_device(state)
+                for mains in own.steps(noted, weights, gradients, rests):
+                    noted.make(self.plain, mains)
             finally:
                 own.unbind()
+            changed = buffer if state is None else state
+            change = own.state.changed(changed, self._shared())
+        if masters is not None:
+            change.copies.append((masters.memory, rests))
+        return change
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -512,11 +594,15 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         self.updates.flush()
         self.updates.order_states()
-        return super().state_dict()
+        packed = super().state_dict()
+        self.updates.add_masters(packed)
+        return packed
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        others, masters = self.updates.without_masters(state_dict)
         with self.updates.loading():
-            super().load_state_dict(state_dict, *args, **kwargs)
+            super().load_state_dict(others, *args, **kwargs)
+        self.updates.load_masters(masters)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
@@ -528,6 +614,10 @@ def kind_of(optimizer: torch.optim.Optimizer) -> type:
     if isinstance(optimizer, PagedOptimizer):
         return optimizer.updates.kind
     return type(optimizer)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _clip(sums: GradientSums, indices: Collection[int], clip: Clip) -> None:

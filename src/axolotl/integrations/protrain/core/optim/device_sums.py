@@ -45,22 +45,22 @@ class DeviceSums(GradientOffload):
     def take(self, sums: GradientSums, index: int, gradient: Tensor) -> None:
         if index in sums.arrived:
             self._send(sums)
+        gradient = gradient.to(sums.total(index).dtype)
         if index in sums.present:
             gradient = self._added(sums, index, gradient)
             # on the host it is old from now on
             sums.present.discard(index)
         sums.norms.pop(index, None)
         if self._synchronises:
-            sums.norms[index] = torch.nn.utils.get_total_norm([gradient])
+            sums.norms[index] = sums.norm(gradient)
         super().take(sums, index, gradient)
 
     def _added(self, sums: GradientSums, index: int, gradient: Tensor) -> Tensor:
         compute = self._device.compute
         if sums.chunk.pageable:
-            spec = sums.chunk.tensors[index]
             memory = self._passing.take(_key(sums), [_source(sums)])
-            own = memory[spec.offset : spec.offset + spec.nbytes]
-            gradient.add_(own.view(spec.dtype).view(spec.shape))
+            own = sums.within(memory, index)
+            gradient.add_(own)
             self._device.reads((own,), compute)
             self._device.writes((gradient,), compute)
             return gradient

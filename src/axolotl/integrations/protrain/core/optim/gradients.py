@@ -245,7 +245,7 @@ class GradientOffload(Gradients):
         staged: list[tuple[int, Tensor]] = []
         slot, staging = 0, None
         for index, gradient in gradients.items():
-            buffer = sums.first_buffer(index)
+            buffer = sums.first_buffer(index, gradient.dtype)
             if buffer is not None:
                 stream.copy(buffer, gradient)
                 sums.present.add(index)

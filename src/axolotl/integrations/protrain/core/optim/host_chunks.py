@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..layout import Piece, Reduction, aligned, main_chunk, reductions
+from ..layout import Piece, Reduction, aligned, main_chunk, reductions, rest_chunk
 from ..layout.shards import PAGE_BYTES
 from ..runtime import Alone, Arena, Device, Ranks
 from ..runtime.device import Event
 from ..types import Chunk, TensorSpec
+from .masters import join, renew, split
 
 MASTER_KEY = "master"
 """Key of the fp32 master weight beside exp_avg and exp_avg_sq."""
@@ -36,7 +37,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class HostMemory:
     """What trainable chunks take on the host beside their weights, which the arena has.
 
-    The `ranks` of a node share it; None for a rank alone.
+    The `ranks` of a node share it; None for a rank alone. With `splits` masters are what
+    weights lack of them (masters.py), for updates on the device, and gradients add up in
+    fp32 only if the run accumulates.
     """
 
     def __init__(
@@ -45,12 +48,18 @@ class HostMemory:
         device: Device,
         fp32_master: bool = False,
         ranks: Ranks | None = None,
+        splits: bool = False,
+        accumulates: bool = True,
     ) -> None:
-        self.weights, self.device, self.fp32_master = weights, device, fp32_master
+        self.weights, self.device = weights, device
+        self.fp32_master, self.splits = fp32_master and not splits, splits
+        self.has_rests = fp32_master and splits
+        self._sums_fp32 = fp32_master and (accumulates or not splits)
         self.ranks = ranks or Alone()
         self.reduces = self.ranks.world.size > 1
         """Whether gradients come in parts of a reduction."""
         self.masters, self.gradients = Arena(ranks=ranks), Arena(ranks=ranks)
+        self.rests = Arena()
         self.moments = {key: Arena(ranks=ranks) for key in MOMENTS}
 
     def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -62,6 +71,11 @@ class HostMemory:
         mains = {c.index: main_chunk(c, self.fp32_master) for c in chunks}
         mastered = [c.index for c in chunks if c.has_masters(self.fp32_master)]
         self.masters.add([mains[index] for index in mastered])
+        if self.splits:
+            rests = [rest_chunk(c) for c in chunks if c.has_masters(self.has_rests)]
+            summed = [self.summed(chunk) for chunk in chunks]
+            regions = self.rests.add(rests), self.gradients.add(summed)
+            return [region for region in regions if region is not None]
         if not self.reduces:
             self.gradients.add([mains[index] for index in mastered])
             copied = [own for index, own in mains.items() if index not in mastered]
@@ -73,6 +87,10 @@ class HostMemory:
         received = [parts_chunk(chunk, size, self.fp32_master) for chunk in chunks]
         self.gradients.add(received)
         return [self.gradients.shard(parts, size, rank) for parts in received]
+
+    def summed(self, chunk: Chunk) -> Chunk:
+        """A chunk in the dtypes of the sums of its gradients on a rank alone."""
+        return main_chunk(chunk, self._sums_fp32)
 
 
 class GradientSums:
@@ -89,7 +107,10 @@ class GradientSums:
         arrived: What autograd has produced but nobody has sent, by index.
         norms: Of sums, on the device, as far as they are known.
         sent: After the last copy into `memory`.
+        has_masters: Norms of 16-bit ones are taken in fp32, as they are used.
     """
+
+    has_masters = False
 
     def __init__(
         self,
@@ -106,14 +127,20 @@ class GradientSums:
         self.sent: Event | None = None
         self._device, self._buffers = device, buffers
 
-    def first_buffer(self, index: int) -> Tensor | None:
+    def first_buffer(self, index: int, dtype: torch.dtype) -> Tensor | None:
         """Where a first gradient may be copied as it is; None if it must be added."""
-        same = self._buffers[index].dtype == self.chunk.tensors[index].dtype
+        same = self._buffers[index].dtype is dtype
         return self._buffers[index] if same and index not in self.present else None
 
     def within(self, buffer: Tensor, index: int) -> Tensor:
         """The sum of a parameter in a copy of the memory."""
         return tensor_in(buffer, self._summed.tensors[index])
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """That of one of them, by the kernel that the plain run takes."""
+        if self.has_masters and gradient.dtype is not torch.float32:
+            return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return torch.nn.utils.get_total_norm([gradient])
 
     def total(self, index: int) -> Tensor:
         """The sum of a parameter."""
@@ -137,6 +164,53 @@ class GradientSums:
             self.present.add(index)
 
 
+class Masters:
+    """What the fp32 masters of a chunk have beyond its weights; see masters.py.
+
+    Args:
+        memory: uint8, page-locked, laid out as `rest_chunk` says.
+        weights: Of the whole chunk, on the host.
+    """
+
+    def __init__(
+        self, chunk: Chunk, memory: Tensor, weights: Sequence[Tensor], device: Device
+    ) -> None:
+        self.chunk, self.memory = chunk, memory
+        self._specs = rest_chunk(chunk).tensors
+        self._weights, self._device = weights, device
+
+    def __contains__(self, index: int) -> bool:
+        return self.chunk.tensors[index].is_16_bit
+
+    def within(self, buffer: Tensor, index: int) -> Tensor:
+        """That of a parameter in a copy of the memory."""
+        return tensor_in(buffer, self._specs[index])
+
+    def any(self, index: int) -> bool:
+        """Whether a master is not its weight."""
+        return bool(self.within(self.memory, index).any())
+
+    def join(self, index: int) -> Tensor:
+        """A master, in memory of its own."""
+        self._device.reads((self._weights[index], self.memory))
+        return join(self._weights[index], self.within(self.memory, index))
+
+    def load(self, index: int, master: Tensor) -> None:
+        """Overwrite a master, and with it the weight."""
+        self._device.writes((self._weights[index], self.memory))
+        split(
+            master.contiguous(), self._weights[index], self.within(self.memory, index)
+        )
+
+    def renew(self, written: Mapping[str, Tensor] | None = None) -> None:
+        """Weights are their masters now: all, or of those named where they say, bool."""
+        self._device.writes((self.memory,))
+        for index, spec in enumerate(self.chunk.tensors):
+            if spec.is_16_bit and (written is None or spec.name in written):
+                where = None if written is None else written[spec.name]
+                renew(self._weights[index], self.within(self.memory, index), where)
+
+
 class HostChunk:
     """Host tensors of one trainable chunk; see Note [Main parameters].
 
@@ -154,9 +228,11 @@ class HostChunk:
             with others there are none before micro-batches that do not synchronise.
         reductions: How gradients of several ranks come together.
         parts: For each of them what this rank receives, on the host.
+        masters: What masters have beyond `weights`, where the device updates them.
     """
 
     sums: GradientSums | None = None
+    masters: Masters | None = None
 
     def __init__(
         self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
@@ -187,14 +263,18 @@ class HostChunk:
             ]
             self._take_parts(memory)
         else:
-            sums = [memory.gradients.tensor(chunk.index, own) for own in specs]
+            summed = memory.summed(chunk)
+            sums = [memory.gradients.tensor(chunk.index, s) for s in summed.tensors]
             self._pieces = [Piece(n, 0, own.numel, 0) for n, own in enumerate(specs)]
             self._gradients = sums
             self._all = list(zip(self._pieces, sums, strict=True))
-            summed = main_chunk(chunk, memory.fp32_master)
             region = memory.gradients.chunk(chunk.index)
             self.sums = GradientSums(chunk, summed, region, sums, self._device)
             self.used = self.sums.present
+        if chunk.has_masters(memory.has_rests):
+            rests = memory.rests.chunk(chunk.index)
+            self.masters = Masters(chunk, rests, weights, self._device)
+            self.sums.has_masters = True
         self.owned = [piece.tensor for piece in self._pieces]
         self.weights = [_cut(weights[piece.tensor], piece) for piece in self._pieces]
         self.mains = [
@@ -231,6 +311,11 @@ class HostChunk:
         """That of a parameter, in the dtype of the sum; no rank may be writing it."""
         found = [gradient for piece, gradient in self._all if piece.tensor == index]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def main_dtype(self, index: int) -> torch.dtype:
+        """In which a parameter is updated."""
+        mastered = self.masters is not None and index in self.masters
+        return torch.float32 if mastered else self._whole[index].dtype
 
     def gradient_dtype(self, index: int) -> torch.dtype:
         """In which a parameter's gradients are summed."""
@@ -275,12 +360,19 @@ class HostChunk:
                 self._device.writes((main,))
                 main[written] = weight[written].to(main.dtype)
 
+    def renew(self, written: Mapping[str, Tensor]) -> None:
+        """The same of masters that cannot be compared: here bytes have changed, bool."""
+        if self.masters is not None:
+            self.masters.renew(written)
+
     def reload(self) -> None:
         """The weights were loaded from outside: renew the masters."""
         # not the gradients, which may still add up
         self._device.writes((*self.weights, *self.mains))
         for main, weight in self._mastered:
             main.copy_(weight)
+        if self.masters is not None:
+            self.masters.renew()
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -334,12 +426,7 @@ class HostChunk:
         Returns:
             What AdamW needs for its main parameter, by `id`; empty if none is here.
         """
-        saved = MASTER_KEY in state
-        if saved != self._has_master[index]:
-            raise CheckpointError(
-                f"optimizer.pt was written {'with' if saved else 'without'} fp32 master "
-                f"weights: resume with protrain_fp32_master: {str(saved).lower()}."
-            )
+        require_masters(MASTER_KEY in state, self._has_master[index])
         self._num_updates[index] = int(state["step"])
         if index not in self.owned:
             return {}
@@ -357,6 +444,8 @@ class HostChunk:
         """Bytes of this rank's masters and gradients; weights are the arena's, moments
         Adam's."""
         masters = [main for main, _ in self._mastered]
+        if self.masters is not None:
+            masters.append(self.masters.memory)
         held = [*masters, *(self.parts or self._gradients)]
         return sum(tensor.nbytes for tensor in held)
 
@@ -389,6 +478,19 @@ class HostChunk:
     def _with_gradients(self) -> list[tuple[Tensor, Tensor]]:
         every = zip(self.owned, self.mains, self._gradients, strict=True)
         return [(main, grad) for index, main, grad in every if index in self.used]
+
+
+def require_masters(saved: bool, has_master: bool) -> None:
+    """Refuse a state that was saved with masters for a run without, or the reverse.
+
+    Raises:
+        CheckpointError: So it was.
+    """
+    if saved != has_master:
+        raise CheckpointError(
+            f"optimizer.pt was written {'with' if saved else 'without'} fp32 master "
+            f"weights: resume with protrain_fp32_master: {str(saved).lower()}."
+        )
 
 
 def parts_chunk(chunk: Chunk, ranks: int, fp32_master: bool) -> Chunk:

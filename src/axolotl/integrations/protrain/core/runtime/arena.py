@@ -36,6 +36,8 @@ class Arena:
         ranks: Whose node shares the memory; every rank then makes the same calls, and
             each chunk begins on a page. None for a process alone.
         shards: Each chunk has room for so many equal ones.
+        shows: What is written into a `copy_on_write` must be told from the rest, also
+            where no other rank shares it.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Arena:
         chunks: Sequence[Chunk] = (),
         ranks: Ranks | None = None,
         shards: int = 1,
+        shows: bool = False,
     ) -> None:
         self._ranks = ranks or Alone()
         self._shards = shards
+        self._in_files = shows or self._ranks.world.local_size > 1
         # a rank page-locks no memory of another
         self._unit = PAGE_BYTES if self._ranks.world.size > 1 else ALIGNMENT_BYTES
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
@@ -66,7 +70,7 @@ class Arena:
         nbytes = sum(sizes)
         if not nbytes:
             return None
-        if self._ranks.world.local_size == 1:
+        if not self._in_files:
             memory = _map_private(nbytes)
         else:
             memory, self._files[memory] = map_shared(nbytes, self._ranks)
@@ -101,7 +105,7 @@ class Arena:
 
     def copy_on_write(self) -> Arena:
         """The same bytes, as far as this rank does not write others over them; itself
-        where no other rank shares them."""
+        where that makes no difference."""
         if not self._files:
             return self
         own = Arena(ranks=self._ranks, shards=self._shards)

@@ -178,6 +178,8 @@ class Alone(Ranks):
     def from_first(self, make: Callable[[], Result]) -> Result:
         return make()
 
+    from_first_of_node = from_first
+
     def together(self, act: Callable[[], Result]) -> Result:
         return act()
 

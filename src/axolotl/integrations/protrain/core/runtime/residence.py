@@ -24,7 +24,7 @@ version than it left refuses to go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,8 @@ class Residence:
         ranks: Fill a shared arena together, each its part.
         absent: Names of frozen parameters that this rank has in name only.
         counters: Refreshed bytes are counted here.
+        written: Called with a chunk on the host where what was shown of it has been
+            written, bool by the names of its parameters.
 
     Attributes:
         on_host: The host-kept chunks, by index.
@@ -73,8 +75,9 @@ class Residence:
         ranks: Ranks,
         absent: Collection[str],
         counters: Counters,
+        written: Callable[[Chunk, Mapping[str, Tensor]], None],
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._written = ranks, written
         # local rank that has a parameter's bytes, where not every rank does
         self._holders = ranks.holders(absent)
         self._model = model
@@ -202,6 +205,7 @@ class Residence:
         """Bring what was written into a chunk, in `memory` or on the device, home."""
         if memory is self._arena:
             return
+        written: dict[str, Tensor] = {}
         for spec in chunk.tensors:
             if memory is None:
                 now = self._places[spec.name].cpu()
@@ -210,8 +214,12 @@ class Residence:
             home = self._arena.tensor(chunk.index, spec)
             # not even with equal bytes: that would touch every page
             if not torch.equal(_as_bytes(now), _as_bytes(home)):
+                if spec.is_16_bit:
+                    written[spec.name] = now.view(torch.int16) != home.view(torch.int16)
                 self._device.writes((home,))
                 home.copy_(now)
+        if written:
+            self._written(chunk, written)
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
