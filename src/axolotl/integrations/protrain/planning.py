@@ -216,8 +216,12 @@ def _workload(
     assumptions: list[str],
 ) -> Workload:
     """What a step of this configuration asks beside the trace of its model."""
-    on_host = world.size > 1 or args.protrain_fp32_master or args.protrain_cpu_optimizer
-    optimizer = optimizer_bytes(cfg, model, device_type, assumptions)
+    on_host = world.size > 1 or args.protrain_cpu_optimizer
+    mastered: frozenset[str] = frozenset()
+    if args.protrain_fp32_master:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        mastered = frozenset(trained - adapter_names(model))
+    optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
     micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
@@ -225,6 +229,7 @@ def _workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
         tokens=batch["input_ids"].numel(),
         fp32_master=args.protrain_fp32_master,
+        saves_state=args.protrain_save_optimizer_state and cfg.save_strategy != "no",
         update=Update.HOST if on_host else Update.DEVICE,
         host_can_update=not on_host and _is_adamw(cfg),
         state_bytes=optimizer.state_bytes,

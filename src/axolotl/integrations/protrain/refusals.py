@@ -177,13 +177,13 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
             "`protrain_force_all_persistent: true`."
         )
     name = getattr(optimizer, "value", optimizer)
-    for key in ("protrain_cpu_optimizer", "protrain_fp32_master"):
-        if trains_paged_weights and settings.get(key) and name not in HOST_OPTIMIZERS:
-            lines.append(
-                f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host, "
-                f"which `{key}` asks for. Use {' or '.join(HOST_OPTIMIZERS)}, train an "
-                f"adapter, or remove `{key}`."
-            )
+    key = "protrain_cpu_optimizer"
+    if trains_paged_weights and settings.get(key) and name not in HOST_OPTIMIZERS:
+        lines.append(
+            f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host, "
+            f"which `{key}` asks for. Use {' or '.join(HOST_OPTIMIZERS)}, train an "
+            f"adapter, or remove `{key}`."
+        )
     if trains_paged_weights and name in _INSEPARABLE:
         lines.append(
             f"{_as_yaml('optimizer', optimizer)} {_INSEPARABLE[name]}, and here a part of "

@@ -157,6 +157,7 @@ class TrainingRun:
             Options(
                 poison=args.protrain_check_races,
                 fp32_master=args.protrain_fp32_master,
+                accumulates=forecast.workload.accumulation > 1,
                 cpu_optimizer=args.protrain_cpu_optimizer or "torch",
             ),
             self.ranks,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -46,14 +46,22 @@ _ADAMW = OptimizerBytes(None, {}, 1.0, 0.0)
 
 
 def optimizer_bytes(
-    cfg: Any, model: nn.Module, device_type: str, assumptions: list[str]
+    cfg: Any,
+    model: nn.Module,
+    device_type: str,
+    assumptions: list[str],
+    mastered: Collection[str] = (),
 ) -> OptimizerBytes:
     """Of the optimizer of `cfg` over what trains of `model`, on the meta device.
 
-    As large as AdamW where it cannot be built or run there; `assumptions` says so.
+    As large as AdamW where it cannot be built or run there; `assumptions` says so. What
+    is `mastered` of 16 bits is updated in fp32.
     """
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    narrow = {n: p.data for n, p in named.items() if n in mastered and p.itemsize == 2}
     try:
+        for name, weight in narrow.items():
+            named[name].data = weight.float()
         with _without_values():
             optimizer = plain_optimizer(cfg, model)
             return _probed(optimizer, model, named, on_cpu=device_type == "cpu")
@@ -65,8 +73,9 @@ def optimizer_bytes(
         )
         return _ADAMW
     finally:
-        for param in named.values():
+        for name, param in named.items():
             param.grad = None
+            param.data = narrow.get(name, param.data)
 
 
 def plain_optimizer(cfg: Any, model: nn.Module) -> Any:

@@ -292,7 +292,7 @@ class MemoryModel:
         # a reduction, which packs them first
         at_once = not hardware.overlaps or (several and workload.accumulation == 1)
         self._in_flight = 0 if at_once else IN_FLIGHT
-        self._trained = TrainedBytes(layout, workload)
+        self._trained = trained = TrainedBytes(layout, workload)
         self._deferred = workload.update is Update.DEVICE
         # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
@@ -301,6 +301,11 @@ class MemoryModel:
             for name, nbytes in segment.gradients:
                 made[layout.chunk_of.get(name)] += nbytes
             self._gradients.append(made)
+        # what sums in fp32 of those of a chunk have more
+        self._wider = [
+            chunk.payload_16_bit_bytes if trained.splits and trained.sums_fp32 else 0
+            for chunk in layout.chunks
+        ]
         self.activations = lru_cache(maxsize=None)(
             partial(walk, trace, overlaps=hardware.overlaps)
         )
@@ -357,10 +362,15 @@ class MemoryModel:
         states = replace(states, swapped=workload.world.local_size * sum(out))
         chunks = [chunk.nbytes for chunk in layout.chunks]
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes + sum(chunks)
+        save = self._states_of(plan).gradients
+        if self._trained.splits and workload.saves_state:
+            # a checkpoint has whole masters
+            on_host = (c for c in layout.chunks if c.trainable)
+            save += 2 * sum(chunk.payload_16_bit_bytes for chunk in on_host)
         phases = {
             "load": model - workload.mapped_bytes + max(chunks, default=0),
             "train": states.total,
-            "save": states.total + self._states_of(plan).gradients,
+            "save": states.total + save,
         }
         return HostEstimate(states, phases)
 
@@ -387,17 +397,19 @@ class MemoryModel:
         leaving = [0] * self._in_flight
         pairs = zip(self.trace.segments, self._gradients, strict=True)
         for segment, gradients in pairs:
-            before.append(kept + way)
-            left = sum(
-                nbytes
-                for chunk, nbytes in gradients.items()
+            on_host = [
+                chunk
+                for chunk in gradients
                 if chunk is not None and placements[chunk].on_host
-            )
+            ]
+            left = sum(gradients[chunk] for chunk in on_host)
+            wider = sum(self._wider[chunk] for chunk in on_host)
+            before.append(kept + way + wider)
             kept += sum(gradients.values()) - left
             piled = segment.first_peak_bytes - segment.peak_bytes if left else 0
-            extra.append(way + piled)
+            extra.append(way + piled + wider)
             if left:
-                leaving = [*leaving, left][1:]
+                leaving = [*leaving, left + wider][1:]
                 way = sum(leaving)
         return before, extra
 

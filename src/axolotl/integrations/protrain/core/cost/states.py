@@ -12,8 +12,10 @@ from functools import cached_property
 from ..layout import (
     ALIGNMENT_BYTES,
     aligned,
+    main_chunk,
     padded_bytes,
     reduce_bytes,
+    rest_chunk,
     slot_bytes,
 )
 from ..layout.shards import PAGE_BYTES
@@ -40,6 +42,12 @@ class TrainedBytes:
 
     def __init__(self, layout: Layout, workload: Workload) -> None:
         self.layout, self.workload = layout, workload
+        self.splits = workload.fp32_master and workload.update is Update.DEVICE
+        """Masters are what weights lack of them."""
+        self.sums_fp32 = workload.fp32_master and (
+            workload.accumulation > 1 or not self.splits
+        )
+        """Gradients with masters add up in fp32."""
 
     @cached_property
     def tensors(self) -> list[tuple[int, ...]]:
@@ -49,7 +57,7 @@ class TrainedBytes:
             sum(
                 (
                     adamw_bytes(spec.nbytes) if known is None else known[spec.name]
-                    for spec in chunk.tensors
+                    for spec in main_chunk(chunk, self.workload.fp32_master).tensors
                 ),
                 (),
             )
@@ -90,26 +98,42 @@ class TrainedBytes:
         return everything - sum(self.state) + sum(self.managed)
 
     @cached_property
-    def operands(self) -> list[int]:
-        """Gradients and state as they lie beside the weights for an update."""
+    def rests(self) -> list[int]:
+        """What masters have beyond their weights."""
         return [
-            aligned(chunk.nbytes) + aligned(region) if chunk.trainable else 0
-            for chunk, region in zip(self.layout.chunks, self.region, strict=True)
+            rest_chunk(chunk).nbytes if chunk.trainable and self.splits else 0
+            for chunk in self.layout.chunks
+        ]
+
+    @cached_property
+    def operands(self) -> list[int]:
+        """Gradients, masters and state as they lie beside the weights for an update."""
+        return [
+            sum(map(aligned, (main_chunk(chunk, self.sums_fp32).nbytes, rest, region)))
+            if chunk.trainable
+            else 0
+            for chunk, rest, region in zip(
+                self.layout.chunks, self.rests, self.region, strict=True
+            )
         ]
 
     @cached_property
     def update(self) -> list[int]:
         """What an update of the chunk alone takes on top."""
-        w = self.workload
         return [
-            round(
-                w.update_copies * chunk.payload_bytes
-                + w.update_parameter_copies * max(t.nbytes for t in chunk.tensors)
-            )
-            if chunk.trainable
-            else 0
+            self._update(chunk) if chunk.trainable else 0
             for chunk in self.layout.chunks
         ]
+
+    def _update(self, chunk: Chunk) -> int:
+        w = self.workload
+        single = max(t.nbytes for t in main_chunk(chunk, w.fp32_master).tensors)
+        if not self.splits:
+            whole = w.update_copies * chunk.payload_bytes
+            return round(whole + w.update_parameter_copies * single)
+        # master by master, each with its gradient in fp32
+        copies = 1 + (not self.sums_fp32) + w.update_copies + w.update_parameter_copies
+        return round(copies * single)
 
     @cached_property
     def packed(self) -> list[int]:
@@ -218,9 +242,9 @@ class HostBytes:
 
     Attributes:
         arena: Weights of every chunk that is kept there.
-        gradients: Their gradients, in fp32 where there are masters; with several
-            ranks that accumulate also the sums of each.
-        masters: fp32 masters.
+        gradients: Their gradients, in fp32 where there are masters, unless a rank
+            alone does not accumulate; with several ranks that do also the sums of each.
+        masters: fp32 masters, or what weights lack of them.
         moments: Optimizer state of what has it on the host, or in managed memory.
         staging: Buffers in which gradients of later micro-batches land, where the host
             adds them.
@@ -251,7 +275,10 @@ def host_state_bytes(
     trained = [chunk for chunk in kept if chunk.trainable]
     mastered = workload.fp32_master * sum(c.payload_16_bit_bytes for c in trained)
     masters = 2 * mastered
-    gradients = sum(chunk.payload_bytes for chunk in trained) - mastered + masters
+    gradients = sum(chunk.payload_bytes for chunk in trained)
+    gradients += held.sums_fp32 * mastered
+    if held.splits:
+        masters = sum(held.rests[chunk.index] for chunk in trained)
     largest = max((chunk.nbytes for chunk in trained), default=0)
     # several ranks map it, each chunk from a page of its own
     alignment = PAGE_BYTES if several else ALIGNMENT_BYTES

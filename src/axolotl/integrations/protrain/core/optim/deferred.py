@@ -391,15 +391,15 @@ class DeferredUpdates(Updates):
         Raises:
             CheckpointError: It has masters and this run none, or the other way round.
         """
-        states, found = {}, {}
-        params = dict(enumerate(_params(self.plain)))
-        for number, state in saved["state"].items():
-            states[number] = own = dict(state)
-            master, param = own.pop(MASTER_KEY, None), params.get(number)
-            has_master = param is not None and self._masters_of(param)[0] is not None
-            require_masters(master is not None, has_master)
-            if master is not None:
-                found[param] = master
+        states = {number: dict(state) for number, state in saved["state"].items()}
+        found: dict[nn.Parameter, Tensor] = {}
+        for number, param in enumerate(_params(self.plain)):
+            if number in states:
+                master = states[number].pop(MASTER_KEY, None)
+                has_master = self._masters_of(param)[0] is not None
+                require_masters(master is not None, has_master)
+                if master is not None:
+                    found[param] = master
         return {**saved, "state": states}, found
 
     def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:

@@ -9,7 +9,6 @@ pieces, when its gradient is there.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..runtime import Device, HostWorker, Source, Staging

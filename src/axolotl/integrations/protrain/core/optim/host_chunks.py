@@ -270,11 +270,11 @@ class HostChunk:
             self._all = list(zip(self._pieces, sums, strict=True))
             region = memory.gradients.chunk(chunk.index)
             self.sums = GradientSums(chunk, summed, region, sums, self._device)
+            self.sums.has_masters = memory.has_rests
             self.used = self.sums.present
         if chunk.has_masters(memory.has_rests):
             rests = memory.rests.chunk(chunk.index)
             self.masters = Masters(chunk, rests, weights, self._device)
-            self.sums.has_masters = True
         self.owned = [piece.tensor for piece in self._pieces]
         self.weights = [_cut(weights[piece.tensor], piece) for piece in self._pieces]
         self.mains = [
