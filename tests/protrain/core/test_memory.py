@@ -38,6 +38,7 @@ from axolotl.integrations.protrain.core.types import (
     Segment,
     TensorSpec,
     Trace,
+    Update,
     Work,
     Workload,
     World,
@@ -164,10 +165,10 @@ def traced(model: Stack, tokens: Tensor) -> Trace:
     return trace_step(twin, find_blocks(twin), lambda: twin(tokens)).trace
 
 
-def predicted_bytes(session: Session, trace: Trace) -> int:
+def predicted_bytes(session: Session, trace: Trace, **more: Any) -> int:
     """What the plan of a session was judged by, two micro-batches a step."""
-    workload = Workload(accumulation=2, update=session.plan.update)
-    memory = MemoryModel(session.layout, trace, workload, CPU)
+    asked = Workload(**{"accumulation": 2, **more}, update=session.plan.update)
+    memory = MemoryModel(session.layout, trace, asked, CPU)
     return memory.device(session.plan).peak_bytes
 
 
@@ -188,18 +189,71 @@ def test_device_peak_was_predicted(
     session.close()
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("resident", [(), (1, 3)], ids=["paged", "mixed"])
+def test_device_peak_of_masters_was_predicted(
+    resident: Sequence[int], accumulation: int, fused: bool
+) -> None:
+    model = stack(width=64, inner=INNER, dtype=torch.bfloat16)
+    # buffers are as large as they get in the third step
+    data = [batches(accumulation, s) for s in range(4)]
+    trace = traced(model, data[0][0])
+    session = open_session(
+        model,
+        fp32_master=True,
+        accumulates=accumulation > 1,
+        outside=HOST_STATE,
+        inside=HOST_STATE,
+        resident=resident,
+        recompute=ALL,
+    )
+    more = {"fused": True} if fused else {"fused": False, "foreach": True}
+    train(model, wrapped(session, **more), data, session)
+    predicted = predicted_bytes(
+        session,
+        trace,
+        accumulation=accumulation,
+        fp32_master=True,
+        update_copies=0.0 if fused else 1.0,
+    )
+    measured = session.measured().device_peak_bytes
+    assert measured == pytest.approx(predicted, rel=0.01)
+    session.close()
+
+
+@pytest.mark.parametrize("update", Update, ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("fp32_master", [False, True])
-def test_host_memory_was_predicted(fp32_master: bool) -> None:
-    model = stack(inner=INNER, dtype=torch.bfloat16)
-    session = open_session(model, fp32_master=fp32_master, outside=HOST_STATE)
-    train(model, wrapped(session), [batches(2)], session)
+def test_host_memory_was_predicted(
+    fp32_master: bool, accumulation: int, update: Update
+) -> None:
+    model = stack(**SIZES, dtype=torch.bfloat16)
+    session = open_session(
+        model,
+        fp32_master=fp32_master,
+        accumulates=accumulation > 1,
+        outside=HOST_STATE,
+        update=update,
+    )
+    train(model, wrapped(session), [batches(accumulation)], session)
+    session.settle()
     measured, params = session.measured(), list(model.parameters())
     used = measured.host_arena_bytes + measured.host_optimizer_bytes
-    workload = Workload(fp32_master=fp32_master)
+    workload = Workload(accumulation, fp32_master=fp32_master, update=update)
     placements = session.plan.placements
     held = TrainedBytes(session.layout, workload)
-    predicted = host_state_bytes(held, placements).total
-    assert used <= predicted + optimizer_state_bytes(params, num_moments=0)
+    predicted = host_state_bytes(held, placements)
+    if update is Update.HOST:
+        steps = optimizer_state_bytes(params, num_moments=0)
+        assert used <= predicted.total + steps
+    else:
+        assert used == predicted.total
+        if fp32_master:
+            # and what small tensors are apart from one another
+            numel = sum(p.numel() for p in params)
+            bytes_each = 14.125 + 2 * (accumulation > 1)
+            assert bytes_each * numel <= used <= 1.03 * bytes_each * numel
     session.close()
 
 

@@ -21,6 +21,7 @@ from ..layout import (
 from ..layout.shards import PAGE_BYTES
 from ..types import (
     IN_FLIGHT,
+    SPLIT_NUMEL,
     STATE_ALIGNMENT_BYTES,
     SUM_PIECE_BYTES,
     Chunk,
@@ -131,9 +132,9 @@ class TrainedBytes:
         if not self.splits:
             whole = w.update_copies * chunk.payload_bytes
             return round(whole + w.update_parameter_copies * single)
-        # master by master, each with its gradient in fp32
-        copies = 1 + (not self.sums_fp32) + w.update_copies + w.update_parameter_copies
-        return round(copies * single)
+        # master by master, with its gradient in fp32 until it is split
+        copies = (not self.sums_fp32) + w.update_copies + w.update_parameter_copies
+        return single + max(round(copies * single), min(single, 4 * SPLIT_NUMEL))
 
     @cached_property
     def packed(self) -> list[int]:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-PIECE_NUMEL = 1 << 22
-"""Elements that are split or joined at once; a multiple of 8."""
+from ..types import SPLIT_NUMEL
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
@@ -62,12 +61,12 @@ def _pieces(
     master: Tensor, weight: Tensor, rest: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Halves of masters, lower first, lower halves, bits of weights, packed bits."""
-    numel, at_once = weight.numel(), PIECE_NUMEL
+    numel = weight.numel()
     halves = master.view(-1).view(torch.int16).view(-1, 2)
     lower, ups = rest[: 2 * numel].view(torch.int16), rest[2 * numel :]
     bits = weight.view(-1).view(torch.int16)
-    for start in range(0, numel, at_once):
-        own = slice(start, start + at_once)
+    for start in range(0, numel, SPLIT_NUMEL):
+        own = slice(start, start + SPLIT_NUMEL)
         yield halves[own], lower[own], bits[own], ups[start // 8 : own.stop // 8]
 
 
