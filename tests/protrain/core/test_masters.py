@@ -1,0 +1,256 @@
+"""fp32 masters, on the device what weights lack of them, on the host whole copies."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    open_session,
+    stack,
+    train,
+    weights,
+    wrapped,
+)
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from axolotl.integrations.protrain.core.errors import CheckpointError
+from axolotl.integrations.protrain.core.layout import rest_chunk
+from axolotl.integrations.protrain.core.optim.masters import join, renew, split
+from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.types import Chunk, TensorSpec, Update
+
+LOWER = [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFF]
+"""Halves that are rounded down, up, and to even."""
+
+PLANS: dict[str, dict[str, Any]] = {
+    "paged": {"n_buffer": 2, "outside": HOST_STATE},
+    "one slot": {"n_buffer": 1, "outside": HOST_STATE, "recompute": (0, 2)},
+    "weights stay": {
+        "resident": range(6),
+        "inside": HOST_STATE,
+        "outside": HOST_STATE,
+    },
+}
+
+
+def rest_of(weight: Tensor) -> Tensor:
+    """Room for what a weight lacks of its master, not yet written."""
+    spec = TensorSpec("weight", tuple(weight.shape), weight.dtype, 0)
+    laid_out = rest_chunk(Chunk(0, 0, True, (spec,), weight.nbytes))
+    return torch.full((laid_out.nbytes,), 0xA5, dtype=torch.uint8)
+
+
+def taken_apart(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight = torch.empty(master.shape, dtype=dtype)
+    rest = rest_of(weight)
+    split(master, weight, rest)
+    return weight, rest
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_master_comes_back(dtype: torch.dtype) -> None:
+    """Infinities, what rounds to them, subnormals and minus zero too."""
+    upper = torch.arange(1 << 16, dtype=torch.int32)[:, None] << 16
+    master = (upper | torch.tensor(LOWER, dtype=torch.int32)).view(torch.float32)
+    weight, rest = taken_apart(master, dtype)
+    number = ~master.isnan()
+    assert torch.equal(bits(weight)[number], bits(master.to(dtype))[number])
+    joined = join(weight, rest)
+    assert torch.equal(bits(joined)[number], bits(master)[number])
+    assert torch.equal(joined.isnan(), ~number)
+
+
+@given(
+    st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1, max_size=40),
+    st.data(),
+)
+def test_what_is_written_is_its_own_master(patterns: list[int], data: Any) -> None:
+    """And the others keep theirs, at any number of elements."""
+    master = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    master.nan_to_num_(nan=0.5, posinf=torch.inf, neginf=-torch.inf)
+    size = len(patterns)
+    drawn = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    where = torch.tensor(drawn)
+    for dtype in (torch.bfloat16, torch.float16):
+        weight, rest = taken_apart(master, dtype)
+        weight[where] = 3.0
+        renew(weight, rest, where)
+        expected = torch.where(where, 3.0, master)
+        assert torch.equal(bits(join(weight, rest)), bits(expected))
+        renew(weight, rest)
+        assert torch.equal(join(weight, rest), weight.float())
+
+
+def test_large_masters_are_split_in_pieces() -> None:
+    master = torch.linspace(-2, 2, (1 << 23) + 11)
+    assert torch.equal(join(*taken_apart(master, torch.bfloat16)), master)
+
+
+def opened(update: Update, accumulation: int = 1, **plan: Any) -> Session:
+    model = stack(dtype=torch.bfloat16)
+    more = {"n_buffer": 2, "outside": HOST_STATE, **plan}
+    return open_session(
+        model, fp32_master=True, accumulates=accumulation > 1, update=update, **more
+    )
+
+
+def result(session: Session, optimizer: torch.optim.Optimizer) -> list[Any]:
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    session.close()
+    return [weights(session.model), state]
+
+
+def assert_same_result(ours: list[Any], theirs: list[Any]) -> None:
+    assert_same(ours[0], theirs[0])
+    assert ours[1].keys() == theirs[1].keys()
+    for number, state in ours[1].items():
+        assert state["master"].dtype is torch.float32
+        assert_same(
+            {key: state[key] for key in sorted(state)},
+            {key: theirs[1][number][key] for key in sorted(state)},
+        )
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_device_updates_masters_as_the_host_does(
+    plan: str, accumulation: int, clip: float | None
+) -> None:
+    data = [batches(accumulation, seed) for seed in range(4)]
+    numbers, results = [], []
+    for update in Update:
+        session = opened(update, accumulation, **PLANS[plan])
+        # so little that bf16 weights alone would often stay as they are
+        optimizer = wrapped(session, lr=1e-4)
+        numbers.append(train(session.model, optimizer, data, session, clip))
+        results.append(result(session, optimizer))
+    assert numbers[0] == numbers[1]
+    assert_same_result(*results)
+
+
+Make = Callable[[list[Any]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_of_any_optimizer_are_those_of_a_loop_by_hand(name: str) -> None:
+    plain = stack(dtype=torch.bfloat16)
+    masters = [p.detach().float() for p in plain.parameters()]
+    by_hand = OPTIMIZERS[name](masters)
+    session = opened(Update.DEVICE)
+    optimizer = session.wrap_optimizer(OPTIMIZERS[name]([*session.model.parameters()]))
+    theirs = []
+    for seed in range(4):
+        (tokens,) = batches(1, seed)
+        loss = plain(tokens)
+        loss.backward()
+        for master, param in zip(masters, plain.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        norm = torch.nn.utils.clip_grad_norm_(masters, 0.5)
+        by_hand.step()
+        for master, param in zip(masters, plain.parameters(), strict=True):
+            param.data.copy_(master)
+        theirs += [loss.item(), norm.item()]
+    data = [batches(1, seed) for seed in range(4)]
+    assert train(session.model, optimizer, data, session, clip=0.5) == theirs
+    saved = optimizer.state_dict()["state"]
+    for number, master in enumerate(masters):
+        assert torch.equal(saved[number]["master"], master)
+    session.close()
+    assert_same(weights(session.model), weights(plain))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*itertools.product(Update, Update)], ids=str
+)
+def test_masters_resume_wherever_they_were_updated(
+    before: Update, after: Update
+) -> None:
+    """In one curve, from what was saved."""
+    data = [batches(2, seed) for seed in range(4)]
+    whole = opened(before, 2)
+    optimizer = wrapped(whole, lr=1e-4)
+    losses = train(whole.model, optimizer, data, whole, 0.5)
+    expected = result(whole, optimizer)
+
+    first = opened(before, 2)
+    optimizer = wrapped(first, lr=1e-4)
+    resumed = train(first.model, optimizer, data[:2], first, 0.5)
+    saved, own = copy.deepcopy(optimizer.state_dict()), weights(first.model)
+    first.close()
+    second = opened(after, 2, **PLANS["weights stay"])
+    optimizer = wrapped(second, lr=1e-4)
+    second.model.load_state_dict(own)
+    optimizer.load_state_dict(saved)
+    resumed += train(second.model, optimizer, data[2:], second, 0.5)
+    assert resumed == losses
+    assert_same_result(result(second, optimizer), expected)
+
+
+def test_masters_that_are_loaded_bring_their_weights() -> None:
+    """What is on the device is fetched again."""
+    session = opened(Update.DEVICE, resident=[0, 3], inside=HOST_STATE)
+    optimizer = wrapped(session)
+    train(session.model, optimizer, [batches(1)], session)
+    saved, before = copy.deepcopy(optimizer.state_dict()), weights(session.model)
+    loss = session.model(batches(1)[0]).item()
+    train(session.model, optimizer, [batches(1)], session)
+    optimizer.load_state_dict(saved)
+    assert session.model(batches(1)[0]).item() == loss
+    assert_same(weights(session.model), before)
+    session.close()
+
+
+def test_a_state_with_masters_needs_them_and_the_reverse() -> None:
+    session = opened(Update.DEVICE)
+    optimizer = wrapped(session)
+    train(session.model, optimizer, [batches(1)], session)
+    plain = open_session(stack(dtype=torch.bfloat16), outside=HOST_STATE)
+    without = wrapped(plain)
+    train(plain.model, without, [batches(1)], plain)
+    with pytest.raises(CheckpointError, match="written with .*_fp32_master: true"):
+        without.load_state_dict(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="written without .*_fp32_master: false"):
+        optimizer.load_state_dict(without.state_dict())
+    session.close()
+    plain.close()
+
+
+def test_masters_of_weights_that_are_loaded_are_these() -> None:
+    for update in Update:
+        session = opened(update)
+        optimizer = wrapped(session, lr=1e-4)
+        train(session.model, optimizer, [batches(1)], session)
+        loaded = weights(stack(seed=3, dtype=torch.bfloat16))
+        session.model.load_state_dict(loaded)
+        saved = optimizer.state_dict()["state"].values()
+        for state, weight in zip(saved, adamw_order(session), strict=True):
+            assert torch.equal(state["master"], loaded[weight].float())
+        session.close()
+
+
+def adamw_order(session: Session) -> list[str]:
+    """Names of weights in the order of their groups."""
+    names = {id(p): name for name, p in session.model.named_parameters()}
+    groups = adamw(session.model).param_groups
+    return [names[id(p)] for group in groups for p in group["params"]]
