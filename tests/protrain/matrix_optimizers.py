@@ -150,9 +150,7 @@ OPTIMIZERS: dict[str, Row] = {
     **dict.fromkeys(
         ("ao_adamw_8bit", "ao_adamw_4bit"),
         Row(
-            ends=(
-                Ends("Unhandled optimizer", NOT_BUILT, "not in Axolotl", plain=True),
-            )
+            ends=(Ends("Unhandled optimizer", NOT_BUILT, "not in Axolotl", plain=True),)
         ),
     ),
 }

@@ -113,7 +113,9 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "inseparable_optimizer": (
         {**PAGED, "optimizer": "lomo"},
-        ["`optimizer: lomo` updates weights inside of backward, and here a part of them"],
+        [
+            "`optimizer: lomo` updates weights inside of backward, and here a part of them"
+        ],
     ),
     "deepspeed_adam": (
         {**PAGED, "protrain_cpu_optimizer": "deepspeed"},

@@ -85,7 +85,9 @@ def test_plain_paged_and_plain_again_are_one_curve(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "resumed", [_resumed("apollo_adamw"), _resumed("galore_adamw")], ids=lambda r: r.needs
+    "resumed",
+    [_resumed("apollo_adamw"), _resumed("galore_adamw")],
+    ids=lambda r: r.needs,
 )
 def test_a_state_with_objects_resumes_paged(run: Run, resumed: Resumed) -> None:
     """The plain run cannot: transformers does not let torch read its own objects."""
@@ -146,5 +148,7 @@ GROUPS: dict[str, tuple[dict[str, Any], ...]] = {
 def test_groups_and_schedules_hold(run: Run, jobs: Pair) -> None:
     found = differences(run(jobs.paged), run(jobs.plain))
     assert not found, "\n".join(found)
-    without = run(job("llama", EIGHT_BITS, LORA if "adapter" in jobs.plain.yaml else {}))
+    without = run(
+        job("llama", EIGHT_BITS, LORA if "adapter" in jobs.plain.yaml else {})
+    )
     assert differences(run(jobs.plain), without), "trains the same without the key"
