@@ -128,6 +128,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "resident": (SMALL, LORA, *LARGE_CARD),
     "paged": (SMALL, LORA, *SMALL_CARD),
     "paged_full": (SMALL, ON_THE_HOST, *SMALL_CARD),
+    "deferred_full": (SMALL, {}, *SMALL_CARD),
     "two_cards": (SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD, "--html", "page.html"),
     "mlp_recomputes": (SMALL, LORA | MLP_RECOMPUTES, *SMALL_CARD),
     "mlp_by_hand": (SMALL, LORA | BY_HAND | MLP_RECOMPUTES, *SMALL_CARD),
@@ -459,6 +460,18 @@ def test_what_fits_is_offered_more(plans: Plans) -> None:
         "lora_r 8 -> 16",
     ):
         assert larger in changes
+
+
+def test_the_hosts_adamw_has_its_price_beside_updates_on_the_device(
+    plans: Plans,
+) -> None:
+    change = "protrain_cpu_optimizer: torch"
+    others = plans["deferred_full"].json["alternatives"]
+    (other,) = (o for o in others if o["change"] == change)
+    there = fitting(plans, "paged_full")
+    assert other["verdict"] == "fits"
+    assert other["step_s"] == there["step_s"]["total"]
+    assert all(o["change"] != change for o in there["alternatives"])
 
 
 def test_what_does_not_fit_is_told_the_way_out(plans: Plans) -> None:
