@@ -270,17 +270,17 @@ def test_without_overlap_a_frozen_base_takes_the_plain_sum(
 LORA = ("norm",)
 
 
-def session_of(trained: Sequence[str] | None, **options: Any) -> Session:
+def session_of(
+    trained: Sequence[str] | None, accumulates: bool = True, **options: Any
+) -> Session:
     """A small model whose blocks differ in size; `trained` None trains all of it."""
     dtype = torch.bfloat16 if options.get("fp32_master") else torch.float32
     model = stack(dtype=dtype, inner=(32, 8, 48, 16, 40, 24))
     keep = freeze(model, trained) if trained else set()
     layout = build_layout(model, keep if trained == LORA else ())
     master = options.pop("fp32_master", False)
-    if master:
-        options["update"] = Update.HOST
     plan = make_plan(layout, **options)
-    return Session(model, layout, plan, checked(), Options(True, master))
+    return Session(model, layout, plan, checked(), Options(True, master, accumulates))
 
 
 SESSIONS: dict[str, dict[str, Any]] = {
@@ -317,6 +317,13 @@ SESSIONS: dict[str, dict[str, Any]] = {
         "outside": HOST_STATE,
         "fp32_master": True,
     },
+    "full, masters on the host": {
+        "trained": None,
+        "n_buffer": 2,
+        "outside": HOST_STATE,
+        "fp32_master": True,
+        "update": Update.HOST,
+    },
 }
 
 
@@ -327,7 +334,7 @@ def test_a_step_moves_the_bytes_that_a_session_moves(
 ) -> None:
     options = dict(SESSIONS[name])
     fp32_master = options.get("fp32_master", False)
-    session = session_of(options.pop("trained"), **options)
+    session = session_of(options.pop("trained"), accumulation > 1, **options)
     try:
         plain = torch.optim.AdamW(
             [p for p in session.model.parameters() if p.requires_grad]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from ..layout import padded_bytes, shard_bytes
+from ..layout import main_chunk, padded_bytes, shard_bytes
 from ..types import (
     ADAM_MOVED_BYTES,
     BlockTimes,
@@ -121,20 +121,23 @@ def device_work(
     chunk: Chunk, number: int | None, trained: TrainedBytes, hardware: Hardware
 ) -> DeviceWork:
     """What training a chunk costs when its state is on the host and its update is not."""
-    region, own = trained.region[chunk.index], chunk.payload_bytes
+    state = trained.region[chunk.index] + trained.rests[chunk.index]
+    # gradients as they add up
+    main, own = main_chunk(chunk, trained.sums_fp32), chunk.payload_bytes
+    read = trained.state[chunk.index] + trained.rests[chunk.index]
     return DeviceWork(
         chunk.index,
         number,
-        own,
-        chunk.nbytes + region,
+        main.payload_bytes,
+        main.nbytes + state,
         chunk.nbytes,
-        region,
+        state,
         # weights outside blocks are tensors of their own, and come without gaps
-        chunk.nbytes if chunk.pageable else own,
-        update_seconds(own, trained.state[chunk.index], hardware),
+        main.nbytes if chunk.pageable else main.payload_bytes,
+        update_seconds(own, read, hardware),
         # two are read, one is written
-        3 * own / hardware.memory_bytes_s,
-        norm_seconds(own, hardware),
+        3 * main.payload_bytes / hardware.memory_bytes_s,
+        norm_seconds(main.payload_bytes, hardware),
     )
 
 

@@ -135,7 +135,8 @@ class Search:
             for chunk in layout.chunks
         )
         self._hosts_state = memory.workload.update is Update.DEVICE and any(
-            chunk.trainable for chunk in layout.pageable
+            chunk.trainable and not chunk.has_masters(memory.workload.fp32_master)
+            for chunk in layout.pageable
         )
         self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
         nothing = place(layout, 0, False, Placement.RESIDENT)
