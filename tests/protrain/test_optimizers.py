@@ -43,10 +43,13 @@ class Resumed:
         return (self.plain,)
 
 
-def _resumed(name: str) -> Resumed:
+def _resumed(name: str, **keys: Any) -> Resumed:
     row = OPTIMIZERS[name]
-    keys = CLIPPED_SUMS | SIX_STEPS | {"optimizer": name}
-    return Resumed(job("llama", keys, row.keys), row.needs)
+    # in fp32: torch casts the state that it loads to the dtype of the weight
+    keys = CLIPPED_SUMS | {"optimizer": name, "bf16": False} | row.keys | keys
+    # a run that goes on evaluates once more where it begins
+    keys |= SIX_STEPS | {"val_set_size": 0.0, "eval_steps": None}
+    return Resumed(job("llama", keys), row.needs)
 
 
 def _go_on(run: Run, first: Job, step: int, settings: dict[str, Any]) -> Job:
@@ -81,6 +84,17 @@ def test_plain_paged_and_plain_again_are_one_curve(
     again = _go_on(run, paged, 4, {})
     _assert_same_curve(run(paged), run(resumed.plain))
     _assert_same_curve(run(again), run(resumed.plain))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "resumed", [_resumed("adafactor", bf16=True)], ids=["adafactor"]
+)
+def test_a_state_is_cast_as_the_plain_run_does(run: Run, resumed: Resumed) -> None:
+    paged = _go_on(run, resumed.plain, 2, OTHER_PLAN)
+    again = _go_on(run, resumed.plain, 2, {})
+    _assert_same_curve(run(paged), run(again))
+    assert differences(run(again), run(resumed.plain))
 
 
 @pytest.mark.full
