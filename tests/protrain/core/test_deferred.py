@@ -27,6 +27,7 @@ from core_models import (
     HOST_STATE,
     assert_same,
     batches,
+    checked,
     open_session,
     stack,
     twin,
@@ -34,8 +35,9 @@ from core_models import (
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.runtime import Source, Staging
 from axolotl.integrations.protrain.core.session import Session
-from axolotl.integrations.protrain.core.types import Placement
+from axolotl.integrations.protrain.core.types import Counters, Placement
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 16, "inner": 16}
 LARGE: dict[str, Any] = {"num_layers": 3, "width": 64, "inner": 64}
@@ -582,3 +584,17 @@ def test_closing_makes_an_interrupted_update(act: str) -> None:
             run.check()
         except Exception as found:
             raise AssertionError(f"interrupted at line {nth}, {where}") from found
+
+
+# memory
+
+
+def test_a_staging_buffer_that_is_too_small_goes_after_its_copy() -> None:
+    device = checked(DeferredDevice())
+    staging = Staging(device, Counters())
+    small, large = (torch.ones(size, dtype=torch.uint8) for size in (256, 512))
+    assert staging.fetch("ahead", [Source(small, None)])
+    assert staging.take("now", [Source(large, None)])[:512].equal(large)
+    staging.give_back("now")
+    device.synchronize()
+    staging.close()
