@@ -152,6 +152,24 @@ def test_what_a_gpu_holds_is_not_what_a_cpu_does() -> None:
     assert (fused.update_copies, fused.update_parameter_copies) == (0, 0)
 
 
+def under_masters() -> list[Any]:
+    """What is counted of a matrix with a master and without, and the probed dtypes."""
+    cfg, meta = DictDefault({**BASE, "optimizer": "adamw_torch"}), meta_copy(model())
+    name = "model.layers.0.mlp.up_proj.weight"
+    found = [
+        optimizer_bytes(cfg, meta, "cpu", [], mastered).state_bytes[name]
+        for mastered in ((), (name,))
+    ]
+    return [*found, {p.dtype for p in meta.parameters()}]
+
+
+def test_what_has_a_master_has_its_state_in_fp32() -> None:
+    without, with_master, dtypes = call(under_masters)
+    assert sorted(with_master) == sorted(n if n == 4 else 2 * n for n in without)
+    # the trace that comes next is that of bf16 weights
+    assert dtypes == {torch.bfloat16}
+
+
 def test_what_cannot_be_built_is_as_large_as_adamw() -> None:
     probed, (note,) = call(on_a_gpu, {"optimizer": "polora"})
     assert probed.state_bytes is None
