@@ -192,8 +192,8 @@ class ProTrainArgs(BaseModel):
     )
     protrain_fp32_master: Flag = Field(
         default=False,
-        description="Keep an fp32 copy and fp32 moments of bf16 trainable weights on "
-        "the host. Off, the update is that of the plain run.",
+        description="Update bf16 trainable weights through fp32 masters, with fp32 "
+        "state, on the host. Off, the update is that of the plain run.",
     )
     protrain_save_optimizer_state: Flag = Field(
         default=True, description="Write optimizer state into each checkpoint."
