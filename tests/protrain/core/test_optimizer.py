@@ -379,12 +379,13 @@ def test_masters_keep_what_bf16_would_round_away() -> None:
     train(model, paged, data, session)
     state = paged.state_dict()
     moved = 0
-    for group in state["param_groups"]:
-        for index, name in zip(group["params"], group["param_names"], strict=True):
-            master = state["state"][index]["master"]
-            assert master.dtype == torch.float32
-            assert torch.equal(host_weight(session, name), master.bfloat16())
-            moved += not torch.equal(master, before[name].float())
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [p for group in paged.param_groups for p in group["params"]]
+    for index, param in enumerate(params):
+        name, master = names[id(param)], state["state"][index]["master"]
+        assert master.dtype == torch.float32
+        assert torch.equal(host_weight(session, name), master.bfloat16())
+        moved += not torch.equal(master, before[name].float())
     assert moved > len(before) // 2
     session.close()
 
