@@ -811,27 +811,6 @@ MUTANTS = (
         DEFERRED,
     ),
     Mutant(
-        "an update begins while the last one is on its way home",
-        DEFERRING,
-        "            device.compute.wait(own.left)\n",
-        "            pass\n",
-        DEFERRED,
-    ),
-    Mutant(
-        "a state comes while the last one is on its way home",
-        DEFERRING,
-        "        state = [Source(region, self.left)] if region.numel() else []\n",
-        "        state = [Source(region, None)] if region.numel() else []\n",
-        DEFERRED,
-    ),
-    Mutant(
-        "a gradient comes while it is on its way home",
-        DEFERRING,
-        "        return [Source(self.sums.memory, self.sums.sent), *state]\n",
-        "        return [Source(self.sums.memory, None), *state]\n",
-        DEFERRED,
-    ),
-    Mutant(
         "a staging buffer is given back while its state leaves",
         DEFERRING,
         "        self._staging.give_back(own.key, [event, own.left])\n",
