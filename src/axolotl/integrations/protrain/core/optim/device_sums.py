@@ -12,12 +12,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..runtime import Device, HostWorker, Source, Staging
-from ..types import Counters
+from ..types import SUM_PIECE_BYTES, Counters
 from .gradients import GradientOffload
 from .host_chunks import GradientSums
-
-PIECE_BYTES = 1 << 26
-"""Sums outside of blocks come back in pieces of at most as much, or as the staging has."""
 
 
 class DeviceSums(GradientOffload):
@@ -64,8 +61,7 @@ class DeviceSums(GradientOffload):
             self._device.writes((gradient,), compute)
             return gradient
         flat = gradient.contiguous().view(-1)
-        size = (self._passing.nbytes or PIECE_BYTES) // flat.element_size()
-        for piece in flat.split(size):
+        for piece in flat.split(self._piece_bytes() // flat.element_size()):
             first = (piece.data_ptr() - flat.data_ptr(), piece.nbytes)
             where = sums.memory[first[0] : sum(first)]
             key = *_key(sums), first[0]
@@ -75,6 +71,12 @@ class DeviceSums(GradientOffload):
             self._passing.give_back(key)
         self._device.writes((flat,), compute)
         return flat.view(gradient.shape)
+
+    def _piece_bytes(self) -> int:
+        """In what sums outside of blocks come back: what the staging has for blocks."""
+        every = self._expected
+        of_blocks = [sums.memory.numel() for sums in every if sums.chunk.pageable]
+        return max(of_blocks, default=SUM_PIECE_BYTES)
 
     def _send(self, sums: GradientSums) -> None:
         fetched = self._passing.give_back(_key(sums))
