@@ -82,7 +82,8 @@ class Options:
     fp32_master: bool = False
     """Update 16-bit weights through fp32 masters."""
     accumulates: bool = True
-    """Steps have several micro-batches: under masters their sums are in fp32."""
+    """Steps have several micro-batches: under masters their sums are in fp32. Without,
+    a gradient that is looked at once it is clipped is rounded as `.grad` is."""
     cpu_optimizer: str = "torch"
     """Host AdamW: `torch` or `deepspeed`."""
 
