@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.runtime import Source, Staging
 from axolotl.integrations.protrain.core.session import Session
-from axolotl.integrations.protrain.core.types import Counters, Placement
+from axolotl.integrations.protrain.core.types import Counters, Placement, Update
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 16, "inner": 16}
 LARGE: dict[str, Any] = {"num_layers": 3, "width": 64, "inner": 64}
@@ -481,7 +481,13 @@ def test_many_orders() -> None:
 class AtLine:
     """Raises at a line of a deferred update, the `nth` that runs inside; counts them."""
 
-    FILES = ("optim/deferred.py", "optim/states.py", "optim/noted.py", "staging.py")
+    FILES = (
+        "optim/deferred.py",
+        "optim/masters.py",
+        "optim/states.py",
+        "optim/noted.py",
+        "staging.py",
+    )
 
     def __init__(self, nth: int, error: type[BaseException]) -> None:
         self.lines: list[tuple[str, int]] = []
@@ -508,12 +514,16 @@ class AtLine:
 
 
 class Interrupted:
-    """A paged run, and a plain one beside it, whose updates are interrupted."""
+    """A paged run, whose updates are interrupted, and a plain one beside it; under
+    masters the other is one whose host updates them."""
 
-    def __init__(self, act: str) -> None:
-        model = stack(num_layers=2, width=8, inner=8)
-        self.plain = Run(twin(model), OPTIMIZERS["fused"])
-        self.ours = Run(model, OPTIMIZERS["fused"], {**MIXED, "resident": [1]})
+    def __init__(self, act: str, masters: bool = False) -> None:
+        dtype = torch.bfloat16 if masters else torch.float32
+        model = stack(num_layers=2, width=8, inner=8, dtype=dtype)
+        plan = {**MIXED, "resident": [1], "fp32_master": masters}
+        other = {**plan, "update": Update.HOST} if masters else None
+        self.plain = Run(twin(model), OPTIMIZERS["fused"], other)
+        self.ours = Run(model, OPTIMIZERS["fused"], plan)
         self._act = {
             "forward": lambda: model(DATA[5][0]),
             "flush": lambda: self.ours.session.settle(),  # type: ignore[union-attr]
@@ -538,29 +548,35 @@ class Interrupted:
     def check(self) -> None:
         theirs = self.plain.model.state_dict()
         assert_same(self.ours.model.state_dict(), theirs)
-        assert_same_state(self.ours.optimizer, self.plain.optimizer)
+        runs = self.ours, self.plain
+        assert_same_content(*(r.optimizer.state_dict()["state"] for r in runs))
+
+    def close(self) -> None:
+        self.ours.close()
+        self.plain.close()
 
 
-def each_line(act: str, num_steps: int) -> list[int]:
+def each_line(act: str, num_steps: int, masters: bool = False) -> list[int]:
     """When each line of the updates after so many steps runs first, or runs last."""
-    run = Interrupted(act)
+    run = Interrupted(act, masters)
     for number in range(num_steps):
         run.step(number)
     lines = run.interrupt(-1).lines
-    run.ours.close()
+    run.close()
     last = {line: n for n, line in enumerate(lines, 1)}
     first = {line: n for n, line in reversed([*enumerate(lines, 1)])}
     assert len(first) > 80
     return sorted((first, last)[n % 2][line] for n, line in enumerate(first))
 
 
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 @pytest.mark.parametrize("act", ["forward", "flush"])
-def test_interrupted_updates_are_made_once(act: str) -> None:
+def test_interrupted_updates_are_made_once(act: str, masters: bool) -> None:
     """One run goes on after an error at each line, of which each act has half."""
-    run = Interrupted(act)
+    run = Interrupted(act, masters)
     run.step(0)
     run.step(1)
-    for nth in each_line(act, 2)[act == "flush" :: 2]:
+    for nth in each_line(act, 2, masters)[act == "flush" :: 2]:
         where = run.interrupt(nth).lines[-1]
         try:
             if nth % 3 == 0:
@@ -569,7 +585,7 @@ def test_interrupted_updates_are_made_once(act: str) -> None:
         except Exception as found:
             raise AssertionError(f"interrupted at line {nth}, {where}") from found
     run.check()
-    run.ours.close()
+    run.close()
 
 
 @pytest.mark.parametrize("act", ["forward", "flush"])

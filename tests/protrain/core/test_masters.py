@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from core_models import (
@@ -147,6 +148,9 @@ Make = Callable[[list[Any]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    "8 bits": lambda params: bitsandbytes.optim.AdamW8bit(
+        params, 1e-3, min_8bit_size=8
+    ),
     "foreach": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
 }
 
