@@ -164,9 +164,10 @@ def map_shared(nbytes: int, ranks: Ranks) -> tuple[mmap.mmap, int]:
         def make() -> tuple[int, int]:
             if not hasattr(os, "memfd_create"):
                 raise ConfigError(
-                    "protrain_auto_memory: ranks share host memory by memfd_create, "
-                    "which this system does not have. Train with one process, or set "
-                    "protrain_force_all_persistent: true."
+                    "protrain_auto_memory: memfd_create, by which ranks share host memory "
+                    "and what is written under masters is found, is not there on this "
+                    "system. Train with one process and protrain_fp32_master: false, or "
+                    "set protrain_force_all_persistent: true."
                 )
             descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
             opened.callback(os.close, descriptor)
