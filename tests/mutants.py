@@ -860,13 +860,6 @@ MUTANTS = (
         DEFERRED,
     ),
     Mutant(
-        "a second step forgets what is pending",
-        DEFERRING,
-        "            self._settle()\n            self.flush()\n",
-        "            self._settle()\n",
-        DEFERRED,
-    ),
-    Mutant(
         "an update goes by later hyper-parameters",
         "optim/noted.py",
         "        key: value.clone() if isinstance(value, Tensor) else value\n",
@@ -885,20 +878,6 @@ MUTANTS = (
         SUMS,
         "    return Source(sums.memory, sums.sent)\n",
         "    return Source(sums.memory, None)\n",
-        DEFERRED,
-    ),
-    Mutant(
-        "a piece of a sum comes before it has left",
-        SUMS,
-        "[Source(where, sums.sent)]",
-        "[Source(where, None)]",
-        DEFERRED,
-    ),
-    Mutant(
-        "weights are updated aside before they have come home",
-        SESSION,
-        "            device.fetch.wait(after)\n",
-        "            pass\n",
         DEFERRED,
     ),
     Mutant(

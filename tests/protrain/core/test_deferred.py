@@ -25,16 +25,19 @@ from axolotl.utils.optimizers.adopt import ADOPT
 from core_models import (
     ALL,
     HOST_STATE,
+    adamw,
     assert_same,
     batches,
     checked,
     open_session,
     stack,
+    train,
     twin,
 )
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.runtime import Source, Staging
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Counters, Placement, Update
@@ -614,3 +617,15 @@ def test_a_staging_buffer_that_is_too_small_goes_after_its_copy() -> None:
     staging.give_back("now")
     device.synchronize()
     staging.close()
+
+
+def test_a_weight_that_is_used_without_its_model_is_named() -> None:
+    """Its gradient would take the place of one that waits for its update."""
+    model = stack()
+    session = open_session(model, n_buffer=2, outside=HOST_STATE)
+    optimizer = session.wrap_optimizer(adamw(model))
+    train(model, optimizer, [batches(1)], session)
+    model.head.weight.square().sum().backward()
+    with pytest.raises(AccessError, match="head.weight: this weight has a gradient"):
+        optimizer.step()
+    session.close()

@@ -278,6 +278,14 @@ class DeferredUpdates(Updates):
             # what is shown would be taken for what somebody has written after it
             self._around.hide()
             self._settle()
+            for own in self._all:
+                if own.noted is not None and own.sums.present:
+                    name = self._names[id(own.host.params[0])]
+                    raise AccessError(
+                        f"{name}: this weight has a gradient, but it has been used since "
+                        "the last step without a forward of the model that would have "
+                        "updated it. Call the model, not functions of its weights."
+                    )
             self.flush()
             noted = Noted(self.plain, self.kind, self._clip)
             self._clip = None
