@@ -33,6 +33,7 @@ from core_models import (
     stack,
     train,
     twin,
+    weights,
 )
 from simulated import DeferredDevice
 from torch import Tensor, nn
@@ -492,9 +493,11 @@ class AtLine:
         "staging.py",
     )
 
-    def __init__(self, nth: int, error: type[BaseException]) -> None:
+    def __init__(
+        self, nth: int, error: type[BaseException], handle: Callable[[], object]
+    ) -> None:
         self.lines: list[tuple[str, int]] = []
-        self._nth, self._error = nth, error
+        self._nth, self._error, self._handle = nth, error, handle
 
     def __enter__(self) -> AtLine:
         self._before = sys.gettrace()
@@ -512,6 +515,8 @@ class AtLine:
         if event == "line":
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
             if len(self.lines) == self._nth:
+                # no line of it is counted: this is the tracer
+                self._handle()
                 raise self._error("on purpose")
         return self._at
 
@@ -542,9 +547,11 @@ class Interrupted:
             losses.append(loss.item())
         assert losses[0] == losses[1]
 
-    def interrupt(self, nth: int) -> AtLine:
+    def interrupt(
+        self, nth: int, handle: Callable[[], object] = lambda: None
+    ) -> AtLine:
         error = (KeyboardInterrupt, torch.OutOfMemoryError)[nth % 2]
-        with AtLine(nth, error) as at, suppress(error):
+        with AtLine(nth, error, handle) as at, suppress(error):
             self._act()
         return at
 
@@ -603,6 +610,29 @@ def test_closing_makes_an_interrupted_update(act: str) -> None:
             run.check()
         except Exception as found:
             raise AssertionError(f"interrupted at line {nth}, {where}") from found
+
+
+@pytest.mark.parametrize("act", ["forward", "flush"])
+def test_a_handler_reads_the_truth_in_the_middle_of_an_update(act: str) -> None:
+    """As Axolotl's does at Ctrl-C, which saves the model and ends the process."""
+    run = Interrupted(act)
+    run.step(0)
+    run.step(1)
+
+    def read() -> None:
+        read_then.update(weights(run.ours.model))
+
+    for nth in each_line(act, 2)[::3]:
+        read_then: dict[str, Tensor] = {}
+        theirs = weights(run.plain.model)
+        where = run.interrupt(nth, read).lines[-1]
+        try:
+            assert_same(read_then, theirs)
+            run.step(nth % 4)
+        except Exception as found:
+            raise AssertionError(f"read at line {nth}, {where}") from found
+    run.check()
+    run.close()
 
 
 # memory

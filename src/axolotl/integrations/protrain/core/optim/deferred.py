@@ -100,6 +100,8 @@ class _Own:
         self.used: tuple[int, ...] = ()
         # what an update has left on the device, until it is on its way home
         self.done: tuple[Change, InMemory, Clip | None] | None = None
+        # while an update is under way, what puts the state back to rest
+        self.undo: Callable[[], None] | None = None
         self.clip: Clip | None = None
         self.left: Event | None = None
         self.attempt = object()
@@ -486,11 +488,15 @@ class DeferredUpdates(Updates):
         if own.left is not None:
             # the last way home may still read what is written now
             device.compute.wait(own.left)
-        buffer = self._staging.take(
-            own.key, own.sources(), keep=own.host.chunk.pageable
-        )
+        if own.undo is not None:
+            # an update under way has changed weights, state and operands
+            own.undo()
+            self._staging.give_back(own.key)
+            weights.spoilt()
+        keep = own.host.chunk.pageable
+        buffer = self._staging.take(own.key, own.sources(), keep)
         own.attempt = attempt = object()
-        undo = self._remember(own)
+        own.undo = undo = self._remember(own)
         try:
             change = self._step(own, noted, weights.buffer, buffer)
             if own.attempt is not attempt:
@@ -501,7 +507,9 @@ class DeferredUpdates(Updates):
             own.done = change, weights, noted.clip
         except BaseException:
             # an interrupt too; raised again as it is
-            undo()
+            if own.attempt is attempt:
+                undo()
+                own.undo = None
             device.writes([buffer], device.compute)
             self._staging.give_back(own.key)
             weights.spoilt()
@@ -515,6 +523,7 @@ class DeferredUpdates(Updates):
         if own.done is None:
             return
         change, weights, clip = own.done
+        own.undo = None
         own.state.take(change)
         event = weights.send_back()
         offload = self._device.offload
