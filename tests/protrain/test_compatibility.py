@@ -33,12 +33,11 @@ QUICK = {
             "adafactor`/full",
             "lion_8bit`/full",
             "adamw_torch_8bit`/full, clipped sums",
-            "muon`/full, clipped sums",
         )
     ),
 }
 """The first cell of each table, stacks that are not one chain of equal blocks, and state
-of each kind: blocks of 8 bits, rows and columns, made of tensors, of matrices alone."""
+of each kind: blocks of 8 bits, rows and columns, made of tensors."""
 
 
 @pytest.mark.parametrize(
