@@ -6,7 +6,8 @@
 it would have done (Note [The ghost] in noted.py). The chunk is then *pending*: before its
 weights are used next, gradient and state come beside them, the noted step is made, and
 weights and state go back. Who reads the host's copy meanwhile has it made first (`flush`).
-There is room for one gradient a chunk, so a second step makes what is pending first.
+There is room for one gradient a chunk, so the next step makes what is pending first, and
+refuses a gradient that has come meanwhile.
 
 Every number is that of the run without paging: the same kernels with the same arguments on
 the same device, one chunk later. Gradients, sums and norms never pass through another
@@ -17,9 +18,9 @@ processor.
 Nothing on the host changes before all of an update has been queued without an error. An
 error or Ctrl-C before that restores the structure of the state, which an optimizer changes
 as it goes, and gives the weights on the device up: the chunk is pending as before. After
-it `own.change` says that the device has the truth, and copying it home may be repeated. A
-signal handler that reads weights in the middle makes the update anew, beside it; the first
-one then refuses to go on.
+it `own.done` says that the device has the truth, and copying it home may be repeated. A
+signal handler that reads weights in the middle makes the update anew, from what the host
+has; the first one then refuses to go on.
 """
 
 from __future__ import annotations
