@@ -848,15 +848,23 @@ MUTANTS = (
     Mutant(
         "an interrupted update leaves half-made weights",
         DEFERRING,
+        "            weights.spoilt()\n            raise\n",
+        "            raise\n",
+        DEFERRED,
+    ),
+    Mutant(
+        "a handler's update begins with what is half made",
+        DEFERRING,
+        "            own.undo()\n            self._staging.give_back(own.key)\n"
         "            weights.spoilt()\n",
-        "",
+        "            pass\n",
         DEFERRED,
     ),
     Mutant(
         "an update that is cut off on its way home is made again",
         DEFERRING,
         "        for own in self._all:\n            self._send_home(own)\n",
-        "",
+        "        pass\n",
         DEFERRED,
     ),
     Mutant(
