@@ -29,7 +29,6 @@ FIGURES = {
     "fetch_both_bytes_s": (1e-9, "GB/s"),
     "offload_both_bytes_s": (1e-9, "GB/s"),
     "adam_bytes_s": (1e-9, "GB/s"),
-    "norm_bytes_s": (1e-9, "GB/s"),
 }
 
 

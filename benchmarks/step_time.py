@@ -352,7 +352,6 @@ def hardware_of(case: Case) -> Hardware:
         fetch_both_bytes_s=link,
         offload_both_bytes_s=link,
         adam_bytes_s=adam,
-        norm_bytes_s=adam,
     )
 
 

@@ -51,7 +51,6 @@ CPU = Hardware(
     fetch_both_bytes_s=1.0,
     offload_both_bytes_s=1.0,
     adam_bytes_s=1.0,
-    norm_bytes_s=1.0,
     overlaps=False,
 )
 

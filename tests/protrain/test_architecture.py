@@ -16,7 +16,6 @@ CORE = Path(__file__).resolve().parents[2] / "src/axolotl/integrations/protrain/
 MODULES = sorted(CORE.rglob("*.py"))
 
 LIBRARIES = {"torch", "psutil", "safetensors"} | sys.stdlib_module_names
-OPTIONAL = {"optim": {"deepspeed"}}  # protrain_cpu_optimizer: deepspeed
 NO_TORCH = {"cost", "search", "planner"}
 
 BASE = {"types", "errors"}
@@ -77,9 +76,7 @@ def test_core_has_modules() -> None:
 def test_imports_of(module: Path) -> None:
     part = part_of(module)
     assert part in MAY_IMPORT, f"say in MAY_IMPORT what core/{part} may import"
-    libraries = LIBRARIES | OPTIONAL.get(part, set())
-    if part in NO_TORCH:
-        libraries = libraries - {"torch"}
+    libraries = LIBRARIES - ({"torch"} if part in NO_TORCH else set())
     for line, inside, path in imports(module):
         where = f"{module.relative_to(CORE)}:{line} imports {'.'.join(path)}"
         if inside:

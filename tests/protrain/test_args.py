@@ -4,7 +4,6 @@ The combinations are tried on Axolotl's real config class with ProTrainArgs mixe
 the way Axolotl does it, so a renamed or retyped field upstream shows up here.
 """
 
-import importlib.util
 import warnings
 
 import pytest
@@ -254,8 +253,8 @@ def test_no_other_value_passes_for_a_byte_size(value):
         ("protrain_n_buffer_override", True, "from 0 up", "2"),
         ("protrain_n_swap_override", "all", "from 0 up", "2"),
         ("protrain_n_checkpoint_override", [1], "from 0 up", "2"),
-        ("protrain_cpu_optimizer", "jax", "torch or deepspeed", "torch"),
-        ("protrain_cpu_optimizer", True, "torch or deepspeed", "torch"),
+        ("protrain_cpu_optimizer", "jax", "torch", "torch"),
+        ("protrain_cpu_optimizer", True, "torch", "torch"),
         ("protrain_cache_dir", 5, "the path of a folder", "/scratch/protrain"),
         ("protrain_cache_dir", "", "the path of a folder", "/scratch/protrain"),
     ],
@@ -328,7 +327,6 @@ def test_reading_axolotl_fields_raises_no_deprecation_warning():
 
 MOE_4BIT = {**QLORA, "quantize_moe_experts": True}
 NVFP4 = {**LORA, "lora_mlp_kernel": None, "use_sonicmoe": True}
-DEEPSPEED = {"protrain_cpu_optimizer": "deepspeed"}
 
 REFUSED_IN_AXOLOTL = [
     ("deepspeed", {"deepspeed": "zero3.json"}),
@@ -451,17 +449,6 @@ def test_masters_need_state_on_the_host():
     assert "protrain_fp32_master" in text and "Drop one" in text
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_deepspeed_optimizer_needs_deepspeed(monkeypatch, installed):
-    spec = importlib.util.find_spec("json") if installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    if installed:
-        assert ProTrainArgs(**DEEPSPEED).protrain_cpu_optimizer == "deepspeed"
-    else:
-        text = complaint(ProTrainArgs, **DEEPSPEED)
-        assert "pip install axolotl-protrain[deepspeed]" in text
-
-
 # --------------------------------------------------------------- ways to choose a plan
 
 ALL_PERSISTENT = {"protrain_force_all_persistent": True}
@@ -524,7 +511,7 @@ def test_a_force_flag_alone_replaces_the_search():
         {**ALL_PERSISTENT, "protrain_auto_mode": True},
         {**ALL_PERSISTENT, "protrain_n_buffer_override": 2},
         {"protrain_auto_mode": False},
-        DEEPSPEED,
+        {"protrain_cpu_optimizer": "torch"},
     ],
     ids=str,
 )

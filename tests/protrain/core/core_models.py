@@ -7,16 +7,17 @@ told to misbehave: to skip layers, to leave a parameter out of the loss, to rais
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
 from axolotl.integrations.protrain.core.runtime import (
@@ -58,7 +59,6 @@ CPU = Hardware(
     fetch_both_bytes_s=1.0,
     offload_both_bytes_s=1.0,
     adam_bytes_s=1.0,
-    norm_bytes_s=1.0,
     overlaps=False,
 )
 """The CPU device for predictions of bytes: no rate of it matters."""
@@ -306,18 +306,18 @@ def hook_counts(model: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def before_host_updates(act: Callable[[], None]) -> Iterator[None]:
-    """`act` on the host thread before each update, by torch's hook for optimizers."""
+def before_updates(act: Callable[[], None], on_host: bool = True) -> Iterator[None]:
+    """`act` before each update of Adam's, on the host thread or on any."""
+    module = sys.modules["torch.optim.adam"]
+    adam = vars(module)["adam"]
 
-    def hook(*_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def update(*args: Any, **kwargs: Any) -> None:
+        if not on_host or threading.current_thread() is not threading.main_thread():
             act()
+        adam(*args, **kwargs)
 
-    handle = register_optimizer_step_pre_hook(hook)
-    try:
+    with patch.object(module, "adam", update):
         yield
-    finally:
-        handle.remove()
 
 
 def slowly() -> None:

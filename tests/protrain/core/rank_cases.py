@@ -27,7 +27,7 @@ from core_models import (
     HOST_STATE,
     adamw,
     batches,
-    before_host_updates,
+    before_updates,
     freeze,
     make_plan,
     stack,
@@ -36,7 +36,7 @@ from simulated import SimulatedDevice, at_random
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axolotl.integrations.protrain.core.errors import AccessError, ConfigError
+from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import (
     CheckedDevice,
@@ -48,9 +48,6 @@ from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
 
 STEPS = 3
-
-host_plan = partial(make_plan, update=Update.HOST)
-"""Several ranks update weights with state on the host there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,7 @@ class Case:
         evaluates: Whether a forward without gradients comes before each step.
         absent: Whether each rank begins with some of the quantised weights only.
         looks: Whether somebody reads and writes weights and gradients in each step.
+        optimizer: A key of test_deferred.OPTIMIZERS; empty for AdamW.
     """
 
     name: str
@@ -88,6 +86,7 @@ class Case:
     absent: bool = False
     num_clips: int = 1
     looks: bool = False
+    optimizer: str = ""
 
     @property
     def mode(self) -> str:
@@ -104,6 +103,9 @@ def grid() -> Iterator[Case]:
         plan = (("resident", range(20)),) if mode == "A" else ()
         trained = () if what == "full" else ("lora",)
         yield Case(name, trained, model, accumulation, clip, plan=plan)
+
+
+HOST = "update", Update.HOST
 
 
 def special() -> Iterator[Case]:
@@ -129,6 +131,17 @@ def special() -> Iterator[Case]:
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
             ),
+            "host": Case("", (), "stack", 2, 0.5, plan=(*mixed, HOST), slow=True),
+            "host-looks": Case(
+                "", (), "stack", 2, 0.5, plan=(*mixed, HOST), looks=True
+            ),
+            **{
+                name.lower().replace(" ", "-"): Case(
+                    "", (), "stack", 2, 0.5, plan=state, optimizer=name
+                )
+                for name in ("amsgrad", "Adafactor", "AdamW8bit", "schedule-free")
+            },
+            "host-8bit": Case("", (), "stack", plan=(HOST,), optimizer="AdamW8bit"),
         }.items():
             yield replace(case, name=f"{mode}-{name}")
 
@@ -149,22 +162,23 @@ class Numbers:
 def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train both ways and compare; the same on every rank."""
     plain = _model(case)
-    theirs = _train(case, plain, _wrap(case, plain, frozenset()), adamw(plain), None)
+    net = _wrap(case, plain, frozenset())
+    theirs = _train(case, plain, net, _optimizer(case, plain), None)
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     layout = build_layout(model, keep if case.trained else ())
     shards = ranks.world.local_size if case.mode == "C" else 1
-    plan = host_plan(layout, shards=shards, **dict(case.plan))
+    plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
     options = Options(poison=True)
     absent = _forget_some(model, ranks) if case.absent else ()
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)
-    optimizer = session.wrap_optimizer(adamw(model))
+    optimizer = session.wrap_optimizer(_optimizer(case, model))
     net = _wrap(case, model, session.host_kept)
     # the last rank is behind with its shards
     behind_s = 0.02 if case.slow and ranks.rank == ranks.world.size - 1 else 0.0
-    with before_host_updates(partial(time.sleep, behind_s)):
+    with before_updates(partial(time.sleep, behind_s), on_host=False):
         ours = _train(case, model, net, optimizer, session)
     session.close()
     if isinstance(device, SimulatedDevice):
@@ -179,8 +193,10 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
         ),
         "agree": _agree(ours.weights),
         "chunks": len(plan.paged),
-        "host_chunks": sum(
-            plan.placements[c.index].on_host and c.trainable for c in layout.chunks
+        "host_tensors": sum(
+            len(c.tensors)
+            for c in layout.chunks
+            if plan.placements[c.index].on_host and c.trainable
         ),
         "host_state": sum(place is HOST_STATE for place in plan.placements),
         **ours.counts,
@@ -225,6 +241,14 @@ MODELS: dict[str, Callable[[Case], Any]] = {
 
 def _model(case: Case) -> Any:
     return MODELS[case.model](case)
+
+
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if not case.optimizer:
+        return adamw(model)
+    from test_deferred import OPTIMIZERS, grouped
+
+    return OPTIMIZERS[case.optimizer](grouped(model))
 
 
 def _loss(case: Case, net: nn.Module, tokens: Tensor) -> Tensor:
@@ -292,6 +316,7 @@ def _train(
     look = partial(_look, model, session, norms) if case.looks else id
     for step in range(STEPS):
         look(1e-3)
+        _switch(optimizer, "train")
         data = batches(case.accumulation, seed=step * size + rank)
         if case.evaluates:
             with torch.no_grad():
@@ -315,6 +340,7 @@ def _train(
         optimizer.step()
         look(1e-3)
         optimizer.zero_grad()
+        _switch(optimizer, "eval")
     counts = {}
     if session is not None:
         measured = session.measured()
@@ -322,6 +348,12 @@ def _train(
         session.settle()
     state = {name: w.clone() for name, w in model.state_dict().items()}
     return Numbers(losses, norms, state, counts)
+
+
+def _switch(optimizer: Any, mode: str) -> None:
+    """To where a schedule-free optimizer trains, or to the mean of that."""
+    if hasattr(optimizer, mode):
+        getattr(optimizer, mode)()
 
 
 def _farthest(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -349,7 +381,7 @@ def memory(ranks: Ranks) -> dict[str, Any]:
         model = stack(width=128, inner=1024)
         layout = build_layout(model)
         shards = ranks.world.local_size if mode == "C" else 1
-        plan = host_plan(layout, shards=shards)
+        plan = make_plan(layout, shards=shards)
         session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
         optimizer = session.wrap_optimizer(adamw(model))
         session.begin_micro_batch(True)
@@ -408,10 +440,11 @@ def resume(ranks: Ranks) -> dict[str, Any]:
             shares = 1 if phase == "one" else size
             apart = max(apart, abs(ranks.node_sum(loss).item() / shares - expected))
         saved: list[Any] = [None, None]
-        if ranks.rank == 0:
-            assert optimizer is not None
-            # as a trainer saves: rank 0 alone
-            saved = [_copied(model.state_dict()), _copied(optimizer.state_dict())]
+        with session.gathered_state() if session else nullcontext():
+            if ranks.rank == 0:
+                assert optimizer is not None
+                # as a trainer saves: rank 0 alone
+                saved = [_copied(model.state_dict()), _copied(optimizer.state_dict())]
         dist.broadcast_object_list(saved)
         if session is not None:
             session.close()
@@ -430,9 +463,9 @@ def _begin(
     if phase == "one":
         if ranks.rank:
             return None, model
-        return Session(model, layout, host_plan(layout), CpuDevice()), model
+        return Session(model, layout, make_plan(layout), CpuDevice()), model
     shards = ranks.world.local_size if phase == "C" else 1
-    plan = host_plan(layout, shards=shards, outside=HOST_STATE)
+    plan = make_plan(layout, shards=shards, outside=HOST_STATE)
     return Session(model, layout, plan, CpuDevice(), Options(), ranks), model
 
 
@@ -474,7 +507,7 @@ def master(ranks: Ranks) -> dict[str, Any]:
     def opened(shards: int, with_ranks: Ranks | None) -> tuple[Any, Session, Any]:
         model = stack(dtype=torch.bfloat16)
         layout = build_layout(model)
-        plan = host_plan(layout, shards=shards, outside=HOST_STATE)
+        plan = make_plan(layout, shards=shards, outside=HOST_STATE)
         session = Session(model, layout, plan, CpuDevice(), options, with_ranks)
         return model, session, session.wrap_optimizer(adamw(model))
 
@@ -490,12 +523,16 @@ def master(ranks: Ranks) -> dict[str, Any]:
         for tokens in data:
             own = tokens[ranks.rank :: size]
             _accumulate(model, model, own, session, optimizer)
-        state = optimizer.state_dict()["state"]
-        found[mode] = max(
-            _far(state[index][key], values[key])
-            for index, values in expected.items()
-            for key in ("master", "exp_avg", "exp_avg_sq")
-        )
+        with session.gathered_state():
+            if ranks.local_rank == 0:
+                state = optimizer.state_dict()["state"]
+                found[mode] = max(
+                    _far(state[index][key], values[key])
+                    for index, values in expected.items()
+                    for key in ("master", "exp_avg", "exp_avg_sq")
+                )
+            else:
+                found[mode] = 0.0
         session.close()
         found[f"{mode} weights"] = max(
             _far(weight, alone.state_dict()[name])
@@ -517,7 +554,7 @@ def collectives(ranks: Ranks) -> dict[str, Any]:
         # `profile.events()` makes a tree of all operators, for half a minute
         events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
         calls = Counter(event.name() for event in events)
-        for kind in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"):
+        for kind in ("_allgather_base_", "reduce_", "allreduce_"):
             found[f"{name} {kind}"] = calls[f"c10d::{kind}"]
     return found
 
@@ -526,7 +563,7 @@ def twice(ranks: Ranks) -> dict[str, Any]:
     """What several ranks say to a second backward in one micro-batch."""
     model = stack()
     layout = build_layout(model)
-    session = Session(model, layout, host_plan(layout), CpuDevice(), ranks=ranks)
+    session = Session(model, layout, make_plan(layout), CpuDevice(), ranks=ranks)
     optimizer = session.wrap_optimizer(adamw(model))
     tokens = batches(1)[0]
     said = ""
@@ -549,21 +586,6 @@ def twice(ranks: Ranks) -> dict[str, Any]:
     return {"said": said}
 
 
-def amsgrad(ranks: Ranks) -> dict[str, Any]:
-    """What several ranks say to a third moment."""
-    model = stack()
-    layout = build_layout(model)
-    plan = host_plan(layout)
-    session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
-    try:
-        session.wrap_optimizer(adamw(model, amsgrad=True))
-    except ConfigError as error:
-        return {"said": str(error)}
-    finally:
-        session.close()
-    return {"said": ""}
-
-
 MOMENTS = ("opening", "forward", "backward", "update", "closing")
 
 
@@ -580,7 +602,7 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
     layout = build_layout(model)
     shards = ranks.world.local_size if mode == "C" else 1
     end("opening")
-    plan = host_plan(layout, shards=shards, outside=HOST_STATE)
+    plan = make_plan(layout, shards=shards, outside=HOST_STATE)
     session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
     try:
         optimizer = session.wrap_optimizer(adamw(model))
@@ -604,7 +626,6 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
 
 
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
-    "amsgrad": amsgrad,
     "collectives": collectives,
     "master": master,
     "memory": memory,

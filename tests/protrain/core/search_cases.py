@@ -45,7 +45,6 @@ RATES = (
     "fetch_both_bytes_s",
     "offload_both_bytes_s",
     "adam_bytes_s",
-    "norm_bytes_s",
     "memory_bytes_s",
     "gather_bytes_s",
     "reduce_bytes_s",

@@ -20,7 +20,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
-    before_host_updates,
+    before_updates,
     hook_counts,
     make_plan,
     open_session,
@@ -224,7 +224,7 @@ def host_update(run: Run) -> None:
         for error in errors:
             raise error
 
-    run.faults.enter_context(before_host_updates(fail))
+    run.faults.enter_context(before_updates(fail))
 
 
 def forward_hook(run: Run) -> None:

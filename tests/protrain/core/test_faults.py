@@ -16,7 +16,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
-    before_host_updates,
+    before_updates,
     freeze,
     hook_counts,
     open_session,
@@ -117,7 +117,7 @@ def test_interrupted_while_waiting_for_an_update() -> None:
     theirs = train(plain, reference, [[first], [second]])
     # processes that share the tests ignore the signal
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with before_host_updates(interrupt):
+    with before_updates(interrupt):
         ours = train(model, optimizer, [[first]], session)
         with pytest.raises(KeyboardInterrupt):
             waiting.set()
@@ -136,7 +136,7 @@ def test_a_failed_update_ends_training() -> None:
     model = stack()
     session = open_session(model, update=Update.HOST)
     optimizer = wrapped(session)
-    with before_host_updates(failing):
+    with before_updates(failing):
         model(batches(1)[0]).backward()
         optimizer.step()
         with pytest.raises(RuntimeError, match="no update"):
@@ -152,7 +152,7 @@ def test_close_cleans_up_after_a_failed_update() -> None:
     hooks, threads = hook_counts(model), set(threading.enumerate())
     before = weights(model)
     session = open_session(model, outside=HOST_STATE, update=Update.HOST)
-    with before_host_updates(failing):
+    with before_updates(failing):
         model(batches(1)[0]).backward()
         wrapped(session).step()
         with pytest.raises(RuntimeError, match="no update"):

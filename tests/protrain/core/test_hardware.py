@@ -69,7 +69,6 @@ RATES = (
     "fetch_both_bytes_s",
     "offload_both_bytes_s",
     "adam_bytes_s",
-    "norm_bytes_s",
 )
 
 

@@ -26,7 +26,6 @@ from axolotl.integrations.protrain.core.errors import (
     CheckpointError,
     ConfigError,
 )
-from axolotl.integrations.protrain.core.optim import PagedAdamW
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement, Update
 
@@ -357,18 +356,6 @@ def test_moments_of_another_precision_are_converted() -> None:
     session.close()
 
 
-def test_state_of_other_parameters_is_refused() -> None:
-    model = stack()
-    *_, session, paged = pair(model, update=Update.HOST)
-    train(model, paged, [batches(1)], session)
-    state = paged.state_dict()
-    names = state["param_groups"][0]["param_names"]
-    names[0], names[1] = names[1], names[0]
-    with pytest.raises(CheckpointError, match="saved / trained differ first at"):
-        paged.load_state_dict(state)
-    session.close()
-
-
 def test_masters_keep_what_bf16_would_round_away() -> None:
     """The weights are those of a fp32 run from the same start, rounded."""
     model = stack(dtype=torch.bfloat16)
@@ -407,22 +394,13 @@ def test_adapters_keep_the_plain_optimizer() -> None:
     session.close()
 
 
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam])
-def test_the_host_updates_by_adamw_alone(other: type[torch.optim.Optimizer]) -> None:
-    model = stack(num_layers=2)
-    session = open_session(model, update=Update.HOST)
-    with pytest.raises(ConfigError, match=other.__name__):
-        session.wrap_optimizer(other(model.parameters(), lr=0.1))
-    session.close()
-
-
 @pytest.mark.parametrize("update", Update, ids=str)
 def test_the_wrapped_optimizer_is_an_optimizer(update: Update) -> None:
     model = stack(num_layers=2)
     *_, session, paged = pair(model, "paged", update)
     assert isinstance(paged, torch.optim.Optimizer)
     # what looks for the class of the plain run finds it
-    assert isinstance(paged, PagedAdamW if update is Update.HOST else torch.optim.AdamW)
+    assert isinstance(paged, torch.optim.AdamW)
     steps: list[str] = []
     paged.register_step_pre_hook(lambda *_: steps.append("before"))
     paged.register_step_post_hook(lambda *_: steps.append("after"))

@@ -16,7 +16,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
-    before_host_updates,
+    before_updates,
     checked,
     freeze,
     make_plan,
@@ -418,7 +418,7 @@ def test_loading_the_optimizer_waits_for_updates() -> None:
     layout = build_layout(model)
     session = Session(model, layout, make_plan(layout), checked())
     data = [[batches(1, seed)] for seed in range(3)]
-    with closing(session), before_host_updates(slowly):
+    with closing(session), before_updates(slowly):
         losses = []
         for own, optimizer in (
             (model, session.wrap_optimizer(adamw(model))),

@@ -114,13 +114,12 @@ def test_equals_plain_ddp(
 
 
 @pytest.mark.parametrize(("ranks", "case"), GRID)
-def test_collectives_are_as_few_as_chunks(
+def test_collectives_are_as_few_as_what_is_trained(
     ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
 ) -> None:
-    """None for each parameter, and none where nothing is sharded or trained."""
+    """None where nothing is sharded or trained."""
     got, steps, accumulation = found(ranks, case), 3, CASES[case].accumulation
-    dtypes = 2 if "dtypes" in case else 1
-    assert got["reduces"] == steps * got["host_chunks"] * dtypes
+    assert got["reduces"] == steps * got["host_tensors"]
     passes = 2 * accumulation + CASES[case].evaluates
     if CASES[case].looks:
         # what somebody may have written is fetched again
@@ -141,14 +140,14 @@ def test_torch_counts_the_same_collectives(
 ) -> None:
     """By torch's profiler, of a plain and a paged training of three steps each."""
     got = found(ranks, case)
-    chunks = 6
+    chunks, tensors = 6, 6 * 7
     for name in ("A-full-3-clip", "B-lora-3-clip"):
         assert got[f"{name} _allgather_base_"] == 0
-        assert got[f"{name} _reduce_scatter_base_"] == 0
+        assert got[f"{name} reduce_"] == 0
         # one bucket a step, in either
         assert got[f"{name} allreduce_"] == 2 * 3
     for name in ("B-full-3-clip", "C-full-3-clip"):
-        assert got[f"{name} _reduce_scatter_base_"] == 3 * chunks
+        assert got[f"{name} reduce_"] == 3 * tensors
         # used flags and norms beside DDP's bucket
         assert got[f"{name} allreduce_"] == 2 * 3 + 3 * 2
     assert got["B-full-3-clip _allgather_base_"] == 0
@@ -166,8 +165,8 @@ def test_one_host_copy_for_all(
     assert 0.95 < got["C all"] < 1.05
     # all of the weights, its share of gradients and moments
     assert 0.95 < got["B resident"] / ((1 + 3 / ranks) / 4) < 1.05
-    # a page fault maps its neighbours too
-    assert 0.95 < got["C resident"] * ranks < 1.15
+    # a shard of the weights, those that it updates, and its share of the rest
+    assert 0.95 < got["C resident"] * ranks < 5 / 4 + 0.15
 
 
 @pytest.mark.parametrize("case", ["resume"])
@@ -187,14 +186,6 @@ def test_masters_on_several_ranks_equal_those_of_one(
 ) -> None:
     got = found(ranks, case)
     assert max(got.values()) <= 1e-6
-
-
-@pytest.mark.parametrize("case", ["amsgrad"])
-@pytest.mark.parametrize("ranks", [2])
-def test_a_third_moment_is_refused(
-    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
-) -> None:
-    assert found(ranks, case)["said"].startswith("optim_args: amsgrad")
 
 
 @pytest.mark.parametrize("case", ["twice"])

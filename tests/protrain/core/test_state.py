@@ -10,7 +10,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
-    before_host_updates,
+    before_updates,
     freeze,
     open_session,
     slowly,
@@ -43,7 +43,7 @@ def test_state_dict_waits_for_updates(part: str) -> None:
     model = stack()
     plain = twin(model)
     session = open_session(model, outside=HOST_STATE)
-    with before_host_updates(slowly):
+    with before_updates(slowly):
         for own, used in ((plain, adamw(plain)), (model, wrapped(session))):
             own(batches(1)[0]).backward()
             used.step()
@@ -59,7 +59,7 @@ def test_slow_updates_change_nothing() -> None:
     plain = twin(model)
     session = open_session(model, n_buffer=2, outside=HOST_STATE)
     optimizer, reference = wrapped(session), adamw(plain)
-    with before_host_updates(slowly):
+    with before_updates(slowly):
         for step in range(2):
             data = [batches(2, step)]
             theirs = train(plain, reference, data, clip=0.5)
@@ -86,7 +86,7 @@ def test_loading_weights_equals_plain(frozen: bool) -> None:
         (plain, adamw(plain), None),
         (model, wrapped(session), session),
     ):
-        with before_host_updates(slowly):
+        with before_updates(slowly):
             losses = train(own, optimizer, [batches(1)], run)
             own.load_state_dict(loaded)
             losses += train(own, optimizer, [batches(1, 2)], run)

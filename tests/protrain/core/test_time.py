@@ -55,7 +55,6 @@ RATES = (
     "fetch_both_bytes_s",
     "offload_both_bytes_s",
     "adam_bytes_s",
-    "norm_bytes_s",
     *COLLECTIVES,
 )
 WORLDS = [World(), World(2, 2), World(4, 4), World(3, 1), World(4, 2)]

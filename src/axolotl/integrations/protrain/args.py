@@ -96,9 +96,7 @@ Headroom = Annotated[
     BeforeValidator(lambda value: 0 if str(value) == "0" else parse_bytes(value)),
     _explain("0, or a number of bytes, bare or with a unit", '"4GiB"'),
 ]
-HostAdam = Annotated[
-    Literal["torch", "deepspeed"], _explain("torch or deepspeed", "torch")
-]
+HostAdam = Annotated[Literal["torch"], _explain("torch", "torch")]
 Folder = Annotated[
     str, Field(min_length=1), _explain("the path of a folder", "/scratch/protrain")
 ]
@@ -186,14 +184,13 @@ class ProTrainArgs(BaseModel):
     )
     protrain_cpu_optimizer: HostAdam | None = Field(
         default=None,
-        description="Update weights whose optimizer state is on the host there, by AdamW: "
-        "torch's fused one, or DeepSpeed's. Without it the device updates them, by the "
-        "optimizer of the YAML.",
+        description="Update weights whose optimizer state is on the host there, by torch's "
+        "AdamW. Without it the device updates them.",
     )
     protrain_fp32_master: Flag = Field(
         default=False,
         description="Update bf16 trainable weights through fp32 masters, with fp32 "
-        "state, on the host. Off, the update is that of the plain run.",
+        "state. Off, the update is that of the plain run.",
     )
     protrain_save_optimizer_state: Flag = Field(
         default=True, description="Write optimizer state into each checkpoint."

@@ -101,7 +101,6 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
         fetch_both_bytes_s=1e10,
         offload_both_bytes_s=1e10,
         adam_bytes_s=1e10,
-        norm_bytes_s=1e10,
         overlaps=device.type != "cpu",
         gather_bytes_s=1e10,
         reduce_bytes_s=1e10,

@@ -216,7 +216,7 @@ def _workload(
     assumptions: list[str],
 ) -> Workload:
     """What a step of this configuration asks beside the trace of its model."""
-    on_host = world.size > 1 or args.protrain_cpu_optimizer
+    on_host = args.protrain_cpu_optimizer is not None
     mastered: frozenset[str] = frozenset()
     if args.protrain_fp32_master:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}

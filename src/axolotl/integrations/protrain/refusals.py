@@ -1,6 +1,5 @@
 """Combinations of YAML keys that cannot work, as a table: key, reason, way out."""
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -53,10 +52,6 @@ def _has_range(patterns: Iterable[str] | None) -> bool:
     ``layers.[0-9]+`` and ``layers.[0-9]`` are regular expressions, not ranges.
     """
     return any(re.search(r".\[[0-9]*(:[0-9]*)?\]$", text) for text in patterns or ())
-
-
-def _lacks_deepspeed(value: object) -> bool:
-    return value == "deepspeed" and importlib.util.find_spec("deepspeed") is None
 
 
 _PLACES = "decides where weights live, which is ProTrain's task here"
@@ -133,12 +128,6 @@ EXCLUDED = (
         "auto_find_batch_size",
         "would retry with a batch that the plan was not made for",
         "Set `micro_batch_size`",
-    ),
-    Refusal(
-        "protrain_cpu_optimizer",
-        "needs a package that is not installed",
-        "Run `pip install axolotl-protrain[deepspeed]`, or use torch",
-        _lacks_deepspeed,
     ),
 )
 HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")

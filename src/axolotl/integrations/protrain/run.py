@@ -158,7 +158,6 @@ class TrainingRun:
                 poison=args.protrain_check_races,
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
-                cpu_optimizer=args.protrain_cpu_optimizer or "torch",
             ),
             self.ranks,
             absent,
@@ -257,6 +256,10 @@ class TrainingRun:
         for handle in self.recovery.guard(optimizer):
             self._undo.callback(handle.remove)
         return optimizer
+
+    def gathered_state(self) -> AbstractContextManager[None]:
+        """`Session.gathered_state`; nothing outside a session."""
+        return self.session.gathered_state() if self.session else nullcontext()
 
     def replan(self, forecast: Forecast) -> None:
         """Go on with the step under a smaller plan."""

@@ -140,6 +140,7 @@ class ProTrainTrainerMixin(_Mixed):
             with (
                 patch.object(self, "_get_output_dir", lambda trial: str(folder.parent)),
                 patch.object(self, "_push_from_checkpoint", lambda _folder: None),
+                self.protrain.gathered_state(),
             ):
                 super()._save_checkpoint(model, trial, **kwargs)
             best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import FOREIGN_ERRORS, CheckpointError
-from .optim import PagedAdamW, kind_of
+from .optim import kind_of
 from .types import Layout
 
 STAGING = "_incomplete"
@@ -318,7 +318,7 @@ def _optimizer_faults(
     optimizer: torch.optim.Optimizer, saved: Any, global_step: int
 ) -> Iterator[str]:
     """Why this state would not train on as it did; only AdamW's own is known by name."""
-    adamw = kind_of(optimizer) in (torch.optim.Adam, torch.optim.AdamW, PagedAdamW)
+    adamw = kind_of(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     groups, entries = saved["param_groups"], saved["state"]
     numbers = [group["params"] for group in groups]
     own = [group["params"] for group in optimizer.param_groups]

@@ -35,13 +35,13 @@ from .layout import Direction
 from .layout.tensors import model_bindings
 from .optim import (
     DeferredUpdates,
-    DeviceSums,
     GradientOffload,
     GradientReduction,
     Gradients,
     HostChunk,
     HostMemory,
-    PagedAdamW,
+    NotedUpdates,
+    QueuedUpdates,
     Surroundings,
     Updates,
     state_bytes,
@@ -69,7 +69,7 @@ from .runtime import (
     drop_ended_backward,
 )
 from .runtime.device import Event
-from .types import Chunk, Counters, Layout, Placement, Plan, Update
+from .types import Chunk, Counters, Layout, Placement, Plan, Update, sums_in_fp32
 from .viewing import Viewer
 
 
@@ -84,8 +84,6 @@ class Options:
     accumulates: bool = True
     """Steps have several micro-batches: under masters their sums are in fp32. Without,
     a gradient that is looked at once it is clipped is rounded as `.grad` is."""
-    cpu_optimizer: str = "torch"
-    """Host AdamW: `torch` or `deepspeed`."""
 
 
 @dataclass(kw_only=True)
@@ -150,12 +148,10 @@ class Session:
         self._host_chunks: list[HostChunk] = []
         self._worker = HostWorker(device)
         self._staging = Staging(device, self.counters)
-        splits = plan.update is Update.DEVICE
         masters = options.fp32_master
-        self.arena = Arena(ranks=ranks, shards=plan.shards, shows=splits and masters)
-        self._memory = HostMemory(
-            self.arena, device, masters, ranks, splits, options.accumulates
-        )
+        self.arena = Arena(ranks=ranks, shards=plan.shards, shows=masters)
+        widens = sums_in_fp32(masters, options.accumulates, ranks.world, plan.update)
+        self._memory = HostMemory(self.arena, device, ranks, masters, widens)
         self._ring = Ring(layout, plan, self.arena, device, options.poison, ranks)
         access = StateAccess(
             self._before_read,
@@ -179,7 +175,7 @@ class Session:
             self._residence,
             ranks,
             # a plan in the middle of a step brings others
-            lambda: (self.plan, self._pager, self._gradients, self._host_chunks),
+            lambda: (self.plan, self._pager, self._gradients),
             self.settle,
             self._settle_all,
         )
@@ -203,40 +199,39 @@ class Session:
         return frozenset(name for name, p in every if id(p) in kept)
 
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to train with: `plain` itself if all state is on the device.
+        """The optimizer to train with: `plain` itself, which from here on pages its state.
 
         Raises:
-            ConfigError: Host-kept state needs AdamW.
+            ConfigError: Some state is on the host, and this optimizer is not one that
+                updates parameters independently of each other.
         """
         self._optimizer = plain
         if not self._host_chunks:
             return plain
         names = {id(p): name for name, p in self._params.items()}
         viewer = self._viewer
-        if isinstance(self._gradients, DeviceSums):
-            around = Surroundings(
-                self._beside, self._before_update, viewer.hide, viewer.show_again
-            )
-            deferred = DeferredUpdates(plain, names, self.device, self._staging, around)
-            self._updates = deferred
-            deferred.take_chunks(self._host_chunks, self._gradients)
-            return deferred.wrapped()
-        paged = PagedAdamW(
-            plain,
-            names,
-            self._host_chunks,
-            self._gradients,
-            self.device,
-            self._worker,
-            self._options.cpu_optimizer,
-            self._before_update,
-            self._ranks,
+        around = Surroundings(
+            self._beside, self._before_update, viewer.hide, viewer.show_again
         )
-        # what is shown would be taken for what somebody has written after the update
-        paged.register_step_pre_hook(lambda *_: viewer.hide())
-        paged.register_step_post_hook(viewer.show_again)
-        self._updates = self._optimizer = paged
-        return paged
+        given = plain, names, self.device, around, self._ranks
+        updates: NotedUpdates
+        if self.plan.update is Update.DEVICE and self._ranks.world.size == 1:
+            updates = DeferredUpdates(*given, staging=self._staging)
+        else:
+            updates = QueuedUpdates(
+                *given,
+                self.plan.update is Update.HOST,
+                staging=self._staging,
+                worker=self._worker,
+            )
+        self._updates = updates
+        updates.take_chunks(self._host_chunks, self._gradients)
+        return updates.wrapped()
+
+    def gathered_state(self) -> AbstractContextManager[None]:
+        """Inside, which all ranks have to enter, the optimizer of the first of each node
+        has the state of all weights, to be saved; alone it always has."""
+        return self._updates.gathered()
 
     def weights(self) -> AbstractContextManager[None]:
         """Inside, parameters and gradients are plain tensors with their true values, and
@@ -350,10 +345,9 @@ class Session:
 
     def device_optimizer_bytes(self) -> int:
         """Device bytes of optimizer state now; looks at each tensor of it."""
-        if isinstance(self._updates, PagedAdamW):
-            return self._updates.device_bytes()
         host = {id(p) for host in self._host_chunks for p in host.params}
-        state = self._optimizer.state if self._optimizer is not None else {}
+        # a copy: the host thread may add to it
+        state = dict(self._optimizer.state) if self._optimizer is not None else {}
         return state_bytes({p: own for p, own in state.items() if id(p) not in host})
 
     @property
@@ -390,8 +384,6 @@ class Session:
                 undo.callback(self.device.unpin, self._pinned.pop())
             if self._swap is not None:
                 undo.callback(self._swap.close)
-            for host in self._host_chunks:
-                undo.callback(host.clear)
             undo.callback(self._gradients.close)
             undo.callback(self._staging.close)
             undo.callback(self._updates.close)
@@ -428,7 +420,13 @@ class Session:
         # not before: pages are committed as chunks move in
         if plan.shards > 1:
             self.arena.forget_pages()
-            regions = [self._ring.source(chunk.index) for chunk in new]
+            # of what trains each rank sends whole tensors home
+            regions = [
+                self.arena.chunk(chunk.index)
+                if chunk.trainable
+                else self._ring.source(chunk.index)
+                for chunk in new
+            ]
         else:
             regions = [] if region is None else [region]
         for region in (*regions, *self._memory.add(trained)):
@@ -445,18 +443,11 @@ class Session:
                 self._residence.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
-        if self.plan.update is Update.DEVICE:
-            return DeviceSums(self.device, self._worker, self._staging, self.counters)
+        given = self.device, self._worker, self._staging
         if self._ranks.world.size == 1:
-            return GradientOffload(self.device, self._worker, self.counters)
-        return GradientReduction(
-            self.device,
-            self._worker,
-            self._ranks,
-            self.plan.gradient_order,
-            self._options.fp32_master,
-            self.counters,
-        )
+            return GradientOffload(*given, self.counters)
+        order, widens = self.plan.gradient_order, self._memory.sums_fp32
+        return GradientReduction(*given, self._ranks, order, widens, self.counters)
 
     def _new_pager(self) -> Pager:
         return self._ring.pager(
@@ -625,7 +616,7 @@ class Session:
         self._residence.remember()
         for host in self._host_chunks:
             if host.chunk is chunk:
-                host.reload()
+                host.renew()
         self._pager.forget_all()
 
 

@@ -59,7 +59,7 @@ class Update(Enum):
     """Where they compute: state comes with their next fetch and goes back changed, and
     the optimizer of the plain run does it."""
     HOST = "host"
-    """Where their state is, by AdamW."""
+    """Where their state is."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Plan(Knobs):
     shards: int = 1
     swap_bytes: tuple[int, ...] = ()
     gradient_order: tuple[int, ...] = ()
-    update: Update = Update.HOST
+    update: Update = Update.DEVICE
 
     @property
     def paged(self) -> tuple[int, ...]:
@@ -400,12 +400,20 @@ class Workload:
     managed_bytes: Mapping[str, int] = field(default_factory=dict)
     update_copies: float = 0.0
     update_parameter_copies: float = 0.0
-    update: Update = Update.HOST
+    update: Update = Update.DEVICE
     host_can_update: bool = False
     eval_ratio: float = 0.0
     loader_bytes: int = 0
     mapped_bytes: int = 0
     world: World = ALONE
+
+
+def sums_in_fp32(
+    fp32_master: bool, accumulates: bool, world: World, update: Update
+) -> bool:
+    """Whether gradients of weights with masters add up in fp32: where several are added,
+    and where the host reads them where they lie."""
+    return fp32_master and (accumulates or world.size > 1 or update is Update.HOST)
 
 
 @dataclass(frozen=True)
@@ -423,7 +431,6 @@ class Hardware:
         fetch_bytes_s: Host to device, alone; `offload_bytes_s` is the other way.
         fetch_both_bytes_s: The same while the other way is busy.
         adam_bytes_s: Host AdamW: bytes of weights updated, in the dtype that it updates.
-        norm_bytes_s: Norms of gradients on the host, for which torch takes one thread.
         overlaps: Whether copies run beside compute.
         link: Name of the link between host and device, if known.
         gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
@@ -446,7 +453,6 @@ class Hardware:
     fetch_both_bytes_s: float
     offload_both_bytes_s: float
     adam_bytes_s: float
-    norm_bytes_s: float
     overlaps: bool = True
     link: str = ""
     gather_bytes_s: float = 0.0

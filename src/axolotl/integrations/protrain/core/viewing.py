@@ -14,7 +14,7 @@ settle together at a moment that only one of them has, so then only bytes are sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import AccessError
-from .optim import Gradients, HostChunk
+from .optim import Gradients
 from .runtime import Pager, Ranks, Residence
 from .types import Plan
 
@@ -35,7 +35,7 @@ class Viewer:
     params: Mapping[str, nn.Parameter]
     residence: Residence
     ranks: Ranks
-    now: Callable[[], tuple[Plan, Pager, Gradients, Sequence[HostChunk]]]
+    now: Callable[[], tuple[Plan, Pager, Gradients]]
     """The plan, and what runs it."""
     settle: Callable[[], None]
     """Returns once no host update is pending, without other ranks."""
@@ -120,7 +120,7 @@ class Viewer:
         if self.closed or self.takes:
             return
         self.hide()
-        plan, pager, gradients, _ = self.now()
+        plan, pager, gradients = self.now()
         if pager.is_running():
             raise AccessError(
                 "weights and gradients can be looked at between two passes through the "
@@ -142,7 +142,7 @@ class Viewer:
 
     @_disable_current_modes()
     def _bind_back(self, shown: frozenset[int], takes: bool) -> None:
-        _, pager, gradients, host_chunks = self.now()
+        _, pager, gradients = self.now()
         if takes:
             # nobody of the node looks any longer
             self.ranks.node_sum(torch.zeros(1))
@@ -153,8 +153,6 @@ class Viewer:
             gradients.hide()
             # each rank has taken its part of what all have written
             self.ranks.node_sum(torch.zeros(1))
-            for host in host_chunks:
-                host.adopt()
             pager.forget_all()
 
     def _after_backward(self) -> None:

@@ -1,14 +1,13 @@
 """What an optimizer step computes, moves and updates, in no order yet; seconds and bytes.
 
-Weights whose optimizer state is on the host are updated there (`HostWork`) or, as they are
-used next, on the device (`DeviceWork`).
+Weights whose optimizer state is on the host are updated on the device, as they are used
+next, or where several ranks each update a part, when the step is made; or on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..layout import main_chunk, padded_bytes, shard_bytes
 from ..types import (
@@ -49,107 +48,80 @@ class Traffic(NamedTuple):
     offload_s: float
 
 
-class HostWork(NamedTuple):
-    """Of one host-kept trained chunk: gradient bytes that leave in a micro-batch, and
-    seconds of the host to add them up, for their norm and for the update.
-
-    With several ranks `part_bytes` leave in the last micro-batch instead, after a
-    reduction, and `part_sum_s` is what the host adds then.
-    """
-
-    nbytes: int
-    first_sum_s: float
-    later_sum_s: float
-    norm_s: float
-    update_s: float
-    part_bytes: int
-    part_sum_s: float
-
-
-def host_work(chunk: Chunk, hardware: Hardware, workload: Workload) -> HostWork:
-    """What training a chunk costs each rank when its state is on the host."""
-    moved_s = 1 / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
-    mastered = chunk.payload_16_bit_bytes if workload.fp32_master else 0
-    own, masters = chunk.payload_bytes - mastered, 2 * mastered
-    updated = own + masters
-    # masters are rounded into the weights, clipping reads and writes gradients
-    moved = ADAM_MOVED_BYTES * updated + masters + mastered + 2 * updated
-    # a gradient without a master is copied straight into its buffer at first
-    first_sum_s = moved_s * (mastered + masters)
-    later_sum_s = moved_s * (own + mastered + 2 * updated)
-    part_sum_s, ranks = 0.0, workload.world.local_size
-    if workload.world.size > 1:
-        # until they are reduced, sums are as wide as the gradients
-        part_sum_s, first_sum_s = first_sum_s / ranks, 0.0
-        later_sum_s = 3 * moved_s * chunk.payload_bytes
-    return HostWork(
-        own + mastered,
-        first_sum_s,
-        later_sum_s,
-        updated / (hardware.norm_bytes_s * ranks),
-        moved_s * moved / ranks,
-        -(-chunk.payload_bytes // ranks),
-        part_sum_s,
-    )
-
-
-class DeviceWork(NamedTuple):
-    """Of one host-kept trained chunk that the device updates, with its number among the
-    paged ones, None if it stays.
+class TrainedWork(NamedTuple):
+    """Of one host-kept trained chunk, on each rank.
 
     Attributes:
-        nbytes: Gradients that leave in a micro-batch.
-        operand_bytes: Gradients and state that come for the update.
-        weight_bytes: Go home after it; so do `state_bytes`.
+        number: Among the paged ones, None if it stays.
+        nbytes: Gradients that leave in a micro-batch; of several ranks, in the last one,
+            what is reduced, of which `part_bytes` leave.
         sum_bytes: Come in each later micro-batch, to be added to.
         norm_s: Of the device, in the last micro-batch.
+        operand_bytes: Come to the device for the update: gradients and state, of several
+            ranks weights too.
+        weight_bytes: Go home after it; so do `state_bytes`.
+        update_s: Of the device, or of the host.
+        renew_bytes: Come after it, where weights stay on the device, and are gathered in
+            `gather_s`.
     """
 
     chunk: int
     number: int | None
     nbytes: int
+    part_bytes: int
+    sum_bytes: int
+    sum_s: float
+    norm_s: float
     operand_bytes: int
     weight_bytes: int
     state_bytes: int
-    sum_bytes: int
     update_s: float
-    sum_s: float
-    norm_s: float
+    renew_bytes: int
+    gather_s: float
 
 
-def device_work(
-    chunk: Chunk, number: int | None, trained: TrainedBytes, hardware: Hardware
-) -> DeviceWork:
-    """What training a chunk costs when its state is on the host and its update is not."""
-    state = trained.region[chunk.index] + trained.rests[chunk.index]
+def trained_work(
+    chunk: Chunk,
+    number: int | None,
+    trained: TrainedBytes,
+    hardware: Hardware,
+    renew_bytes: int,
+    gather_s: float,
+) -> TrainedWork:
+    """What training a chunk costs when its state is on the host."""
+    workload, index = trained.workload, chunk.index
+    ranks, several = workload.world.local_size, workload.world.size > 1
     # gradients as they add up
     main, own = main_chunk(chunk, trained.sums_fp32), chunk.payload_bytes
-    read = trained.state[chunk.index] + trained.rests[chunk.index]
-    return DeviceWork(
-        chunk.index,
+    state = trained.region[index] + trained.rests[index]
+    read = trained.state[index] + trained.rests[index]
+    operands, returned, back = main.nbytes + state, chunk.nbytes, state
+    if several:
+        operands += chunk.nbytes
+    update_s = update_seconds(own, read, hardware)
+    if workload.update is Update.HOST:
+        # masters are made of two halves and halved again, clipping reads and writes
+        updated = own + workload.fp32_master * chunk.payload_16_bit_bytes
+        moved = (ADAM_MOVED_BYTES + 2) * updated + 4 * trained.rests[index]
+        update_s = moved / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
+        operands = returned = back = 0
+    return TrainedWork(
+        index,
         number,
         main.payload_bytes,
-        main.nbytes + state,
-        chunk.nbytes,
-        state,
+        -(-main.payload_bytes // ranks),
         # weights outside blocks are tensors of their own, and come without gaps
         main.nbytes if chunk.pageable else main.payload_bytes,
-        update_seconds(own, read, hardware),
         # two are read, one is written
         3 * main.payload_bytes / hardware.memory_bytes_s,
-        norm_seconds(main.payload_bytes, hardware),
+        norm_seconds(main.payload_bytes, hardware) / ranks,
+        operands // ranks,
+        returned // ranks,
+        back // ranks,
+        update_s / ranks,
+        renew_bytes,
+        gather_s,
     )
-
-
-class HostUpdate(NamedTuple):
-    """Host update of one chunk; `number` among the paged ones, None if it stays. Then
-    `nbytes` are fetched for it, and gathered in `gather_s`."""
-
-    number: int | None
-    chunk: int
-    nbytes: int
-    gather_s: float
-    seconds: float
 
 
 class Demand:
@@ -168,7 +140,8 @@ class Demand:
         self._shards, world = plan.shards, workload.world
         self.overlaps = hardware.overlaps
         self.accumulation, self.reduces = workload.accumulation, world.size > 1
-        self.defers = workload.update is Update.DEVICE
+        self.on_host = workload.update is Update.HOST
+        self.defers = not self.on_host and not self.reduces
         # seconds per byte: of an all-gather's result, of sums over all ranks of which
         # each rank of a node gets a part; 0 where there is nobody to do it with
         inside, across = world.local_size > 1, world.num_nodes > 1
@@ -204,16 +177,13 @@ class Demand:
             for block in layout.blocks
         ]
         self.bounds = list(pairwise(accumulate(paging, initial=0)))
-        self.updates: list[HostUpdate] = []
-        self.norm_s = 0.0
         # of each block and last of what is outside them
-        self._works: list[list[HostWork]] = [[] for _ in range(len(layout.blocks) + 1)]
-        self._deferred: list[list[DeviceWork]] = [[] for _ in self._works]
+        works: list[list[TrainedWork]] = [[] for _ in range(len(layout.blocks) + 1)]
         trained = trained or TrainedBytes(layout, workload)
-        self._add_training(layout, plan, hardware, trained)
-        every: Sequence[Sequence[Any]] = self._deferred if self.defers else self._works
-        # `DeviceWork` if the device updates, else `HostWork`
-        *self.gradients, self.outside = every
+        self._add_training(layout, plan, hardware, trained, works)
+        *self.gradients, self.outside = works
+        # in the order of the next forward: outside the blocks first
+        self.works = [work for own in (self.outside, *self.gradients) for work in own]
         self._add_traffic(hardware)
 
     def _gather_s(self, chunk: Chunk) -> float:
@@ -221,30 +191,26 @@ class Demand:
         return padded_bytes(chunk, n) * self.gathering_s if n > 1 else 0.0
 
     def _add_training(
-        self, layout: Layout, plan: Plan, hardware: Hardware, trained: TrainedBytes
+        self,
+        layout: Layout,
+        plan: Plan,
+        hardware: Hardware,
+        trained: TrainedBytes,
+        works: list[list[TrainedWork]],
     ) -> None:
         """Gradients and updates: of the host, and what DDP reduces of the device's."""
         numbers = {index: number for number, index in enumerate(plan.paged)}
         on_device = [0] * len(layout.blocks) + [layout.fixed_trainable_bytes]
         for chunk in layout.chunks:
             at = -1 if chunk.block is None else chunk.block
-            number = numbers.get(chunk.index)
             if not chunk.trainable:
                 continue
             if not plan.placements[chunk.index].on_host:
                 on_device[at] += chunk.payload_bytes
-            elif self.defers:
-                deferred = device_work(chunk, number, trained, hardware)
-                self._deferred[at].append(deferred)
-            else:
-                work = host_work(chunk, hardware, trained.workload)
-                self._works[at].append(work)
-                self.norm_s += work.norm_s
-                fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
-                update = HostUpdate(number, chunk.index, *fetched, work.update_s)
-                self.updates.append(update)
-        # `Session` updates first what forward reads first: outside the blocks
-        self.updates.sort(key=lambda u: layout.chunks[u.chunk].block is not None)
+                continue
+            fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
+            number = numbers.get(chunk.index)
+            works[at].append(trained_work(chunk, number, trained, hardware, *fetched))
         # of DDP, when each block's backward is done
         *inside, outside = on_device
         each = outside / len(inside) if inside else 0.0
@@ -253,58 +219,62 @@ class Demand:
 
     def _add_traffic(self, hardware: Hardware) -> None:
         """What forward and backward fetch and send, and how often."""
-        stale = {u.number for u in self.updates if u.number is not None}
+        works, queued = self.works, [] if self.defers else self.works
+        stale = {work.number for work in queued if work.number is not None}
         kept = range(min(self.num_slots, self.num_chunks))
         self.missing_later = list(range(len(kept), self.num_chunks))
         self.missing_first = [c for c in kept if c in stale] + self.missing_later
         self.missing_backward = list(range(self.num_chunks - len(kept)))
-        refreshed = sum(u.nbytes for u in self.updates if u.number is None)
+        renewed = sum(work.renew_bytes for work in queued if work.number is None)
         out, back = sum(self.moved.out), sum(self.moved.back)
-        works = [work for works in self._works for work in works]
-        deferred = [work for works in self._deferred for work in works]
-        gradients = sum(w.nbytes for w in works) + sum(w.nbytes for w in deferred)
+        gradients = sum(work.nbytes for work in works)
         parts = sum(work.part_bytes for work in works)
-        operands = sum(work.operand_bytes for work in deferred)
-        self.returned_bytes = sum(w.weight_bytes + w.state_bytes for w in deferred)
+        sums = sum(work.sum_bytes for work in works)
+        operands = sum(work.operand_bytes for work in works)
+        self.returned_bytes = sum(w.weight_bytes + w.state_bytes for w in works)
 
         def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
             return _traffic(fetch_bytes, offload_bytes, hardware)
 
         again = self.accumulation - 1
-        home = out + self.returned_bytes
-        self.first = phase(self.missing_first, refreshed + operands, home)
+        # of updates that are not deferred, alone
+        self.update = _traffic(operands, self.returned_bytes, hardware)
+        home = out + self.returned_bytes * self.defers
+        brought = operands if self.defers else renewed
+        self.first = phase(self.missing_first, brought, home)
         self.later = phase(self.missing_later, 0, out)
-        self.backward = self.last = phase(self.missing_backward, back, gradients)
-        # of one micro-batch that is unlike the others: of several ranks the last one,
-        # in which what earlier ones have added up comes back, else the first
-        odd, others = self.backward, self.backward
+        self.backward = phase(self.missing_backward, back, gradients)
+        self.adding = phase(self.missing_backward, back + sums, gradients)
+        # in the last micro-batch of several ranks only parts leave
+        sums = sums if again else 0
+        self.last = self.adding if again else self.backward
         if self.reduces:
-            sums = gradients if again else 0
-            odd = self.last = phase(self.missing_backward, back + sums, parts)
-        elif self.defers:
-            sums = sum(work.sum_bytes for work in deferred)
-            others = phase(self.missing_backward, back + sums, gradients)
-        self.adding = others
-        passes = [self.first, odd, *again * (self.later, others)]
+            self.last = phase(self.missing_backward, back + sums, parts)
+        passes = [self.first, *again * (self.later,), self.last]
+        passes += [self.backward, *(again - 1) * (self.adding,)][:again]
+        passes += [] if self.defers else [self.update]
         fetched = sum(traffic.fetch_bytes for traffic in passes)
         offloaded = sum(traffic.offload_bytes for traffic in passes)
-        self.least_s = self._least_s(passes, deferred)
+        self.least_s = self._least_s(passes)
         # without swapped activations
         self.fetched_bytes = fetched - self.accumulation * back
         offloaded -= self.accumulation * out
         self.offloaded_bytes = offloaded - self.returned_bytes
 
-    def _least_s(self, passes: list[Traffic], deferred: list[DeviceWork]) -> float:
+    def _least_s(self, passes: list[Traffic]) -> float:
         """The step is not shorter: compute, with the copies in whose time it has nothing
         else to do, and copies each way."""
         again = self.accumulation - 1
         micro_batch_s = sum(self.forward_s) + sum(self.backward_s) + self.outside_s
         compute_s = self.update_s + self.accumulation * micro_batch_s
-        compute_s += sum(w.update_s + w.norm_s + again * w.sum_s for w in deferred)
-        compute_s += self.first.fetch_s * sum(
-            work.operand_bytes for work in self._deferred[-1]
-        )
+        compute_s += sum(again * work.sum_s for work in self.works)
+        if not self.on_host:
+            compute_s += sum(work.update_s for work in self.works)
+        if self.defers:
+            compute_s += self.first.fetch_s * sum(w.operand_bytes for w in self.outside)
+        if not self.reduces:
+            compute_s += sum(work.norm_s for work in self.works)
         return max(
             compute_s,
             sum(traffic.fetch_bytes * traffic.fetch_s for traffic in passes),

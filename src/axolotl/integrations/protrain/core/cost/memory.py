@@ -86,10 +86,6 @@ class DeviceEstimate:
     def terms(self) -> dict[str, int]:
         """The peak by term."""
         states, peak = self.states, self.peak
-        of_ranks = {
-            "gradient buckets": states.buckets,
-            "reduction buffers": states.reduction,
-        }
         return {
             "fixed weights": states.fixed,
             "adapters": states.adapters,
@@ -97,7 +93,7 @@ class DeviceEstimate:
             "host-state weights": states.host_state,
             "slots": states.slots,
             **({"update operands": peak.operands} if peak.operands else {}),
-            **{name: nbytes for name, nbytes in of_ranks.items() if nbytes},
+            **({"gradient buckets": states.buckets} if states.buckets else {}),
             "optimizer state": peak.moments,
             "gradients": peak.gradients,
             "saved activations": peak.activations,
@@ -287,13 +283,12 @@ class MemoryModel:
     ) -> None:
         self.layout, self.trace = layout, trace
         self.workload, self.hardware = workload, hardware
-        several = workload.world.size > 1
-        # a copy that runs at once leaves no gradient behind on the device, nor does
-        # a reduction, which packs them first
-        at_once = not hardware.overlaps or (several and workload.accumulation == 1)
-        self._in_flight = 0 if at_once else IN_FLIGHT
+        # a copy that runs at once leaves no gradient behind on the device
+        self._in_flight = IN_FLIGHT if hardware.overlaps else 0
         self._trained = trained = TrainedBytes(layout, workload)
-        self._deferred = workload.update is Update.DEVICE
+        on_device = workload.update is Update.DEVICE
+        self._deferred = on_device and workload.world.size == 1
+        self._queued = on_device and workload.world.size > 1
         # by segment, of each chunk, None for weights that never move
         self._gradients: list[dict[int | None, int]] = []
         for segment in trace.segments:
@@ -303,7 +298,7 @@ class MemoryModel:
             self._gradients.append(made)
         # what sums in fp32 of those of a chunk have more
         self._wider = [
-            chunk.payload_16_bit_bytes if trained.splits and trained.sums_fp32 else 0
+            chunk.payload_16_bit_bytes if trained.sums_fp32 else 0
             for chunk in layout.chunks
         ]
         self.activations = lru_cache(maxsize=None)(
@@ -318,7 +313,7 @@ class MemoryModel:
         return Parameters(
             states.weights + states.moments + states.operands,
             states.gradients,
-            self._update_bytes(states.gradients),
+            self._update_bytes(states.gradients, placements),
             self._deferred_updates(placements),
             *self._gradient_walk(placements),
         )
@@ -363,7 +358,7 @@ class MemoryModel:
         chunks = [chunk.nbytes for chunk in layout.chunks]
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes + sum(chunks)
         save = self._states_of(plan).gradients
-        if self._trained.splits and workload.saves_state:
+        if workload.fp32_master and workload.saves_state:
             # a checkpoint has whole masters
             on_host = (c for c in layout.chunks if c.trainable)
             save += 2 * sum(chunk.payload_16_bit_bytes for chunk in on_host)
@@ -419,25 +414,34 @@ class MemoryModel:
         highest = [0] * len(self.trace.segments)
         if not self._deferred:
             return highest
-        trained = self._trained
-        outside, of_block = [0], {}
+        outside, of_block = self._updates_on_top(placements)
+        for index, segment in enumerate(self.trace.segments):
+            if not segment.backward and segment.block is not None:
+                highest[index] = of_block.get(segment.block, 0)
+        highest[0] = max(highest[0], outside)
+        return highest
+
+    def _updates_on_top(
+        self, placements: tuple[Placement, ...]
+    ) -> tuple[int, dict[int, int]]:
+        """What updates of host-kept chunks take on top of the staging: outside blocks,
+        which have none, and of each block."""
+        trained, overlaps = self._trained, self.hardware.overlaps
+        outside: list[int] = []
+        of_block: dict[int, int] = {}
         for chunk, placement in zip(self.layout.chunks, placements, strict=True):
             if not chunk.trainable or not placement.on_host:
                 continue
             nbytes = trained.update[chunk.index]
-            if not chunk.pageable:
+            if chunk.block is None:
                 outside.append(nbytes + trained.operands[chunk.index])
                 continue
             # the first update makes the state beside the staging, where that of the
             # chunks before it has not yet left
-            made = trained.state[chunk.index] if self.hardware.overlaps else 0
+            made = trained.state[chunk.index] if overlaps else 0
             of_block[chunk.block] = nbytes + made
-        for index, segment in enumerate(self.trace.segments):
-            if not segment.backward and segment.block is not None:
-                highest[index] = of_block.get(segment.block, 0)
-        at_once = IN_FLIGHT if self.hardware.overlaps else 1
-        highest[0] = max(highest[0], sum(sorted(outside)[-at_once:]))
-        return highest
+        at_once = IN_FLIGHT if overlaps else 1
+        return sum(sorted(outside)[-at_once:]), of_block
 
     def _states(
         self, placements: tuple[Placement, ...], n_buffer: int, shards: int
@@ -447,13 +451,19 @@ class MemoryModel:
     def _states_of(self, plan: Plan) -> StateBytes:
         return self._states(plan.placements, plan.n_buffer, plan.shards)
 
-    def _update_bytes(self, gradients: int) -> int:
-        """What the update takes of the device, which has so many bytes of gradients."""
+    def _update_bytes(self, gradients: int, placements: tuple[Placement, ...]) -> int:
+        """What the update takes of the device, which has so many bytes of gradients, and
+        after it those that are queued."""
+        queued = 0
+        if self._queued:
+            outside, of_block = self._updates_on_top(placements)
+            queued = max(outside, *of_block.values(), 0)
         if not gradients:
-            return 0
+            return queued
         w, segments = self.workload, self.trace.segments
         largest = max((n for s in segments for _name, n in s.gradients), default=0)
-        return round(w.update_copies * gradients + w.update_parameter_copies * largest)
+        whole = round(w.update_copies * gradients + w.update_parameter_copies * largest)
+        return max(whole, queued)
 
     @cached_property
     def _inference_bytes(self) -> int:
@@ -501,7 +511,7 @@ class MemoryModel:
             yield point(label, phase, gradients, live, 0)
             label = ", ".join(filter(None, (label, segment.peak_operator)))
             yield point(label, phase, gradients, live, highest - live)
-        update = self._update_bytes(states.gradients)
+        update = self._update_bytes(states.gradients, plan.placements)
         yield point("update", "update", states.gradients, curve.after, update)
         if self.workload.eval_ratio:
             yield point("evaluation", "evaluation", 0, 0, self._inference_bytes)

@@ -14,9 +14,10 @@ from ..layout import (
     aligned,
     main_chunk,
     padded_bytes,
-    reduce_bytes,
     rest_chunk,
     slot_bytes,
+    span_bytes,
+    spans,
 )
 from ..layout.shards import PAGE_BYTES
 from ..types import (
@@ -29,6 +30,7 @@ from ..types import (
     Placement,
     Update,
     Workload,
+    sums_in_fp32,
 )
 
 
@@ -43,29 +45,32 @@ class TrainedBytes:
 
     def __init__(self, layout: Layout, workload: Workload) -> None:
         self.layout, self.workload = layout, workload
-        self.splits = workload.fp32_master and workload.update is Update.DEVICE
-        """Masters are what weights lack of them."""
-        self.sums_fp32 = workload.fp32_master and (
-            workload.accumulation > 1 or not self.splits
+        self.sums_fp32 = sums_in_fp32(
+            workload.fp32_master,
+            workload.accumulation > 1,
+            workload.world,
+            workload.update,
         )
         """Gradients with masters add up in fp32."""
 
     @cached_property
-    def tensors(self) -> list[tuple[int, ...]]:
-        """The tensors of their optimizer state."""
+    def _states(self) -> list[list[tuple[int, ...]]]:
+        """Bytes of the tensors of the state of each tensor of each chunk."""
         known = self.workload.state_bytes
         return [
-            sum(
-                (
-                    adamw_bytes(spec.nbytes) if known is None else known[spec.name]
-                    for spec in main_chunk(chunk, self.workload.fp32_master).tensors
-                ),
-                (),
-            )
+            [
+                adamw_bytes(spec.nbytes) if known is None else known[spec.name]
+                for spec in main_chunk(chunk, self.workload.fp32_master).tensors
+            ]
             if chunk.trainable
-            else ()
+            else []
             for chunk in self.layout.chunks
         ]
+
+    @cached_property
+    def tensors(self) -> list[tuple[int, ...]]:
+        """The tensors of their optimizer state."""
+        return [sum(own, ()) for own in self._states]
 
     @cached_property
     def state(self) -> list[int]:
@@ -102,21 +107,42 @@ class TrainedBytes:
     def rests(self) -> list[int]:
         """What masters have beyond their weights."""
         return [
-            rest_chunk(chunk).nbytes if chunk.trainable and self.splits else 0
+            rest_chunk(chunk).nbytes
+            if chunk.trainable and self.workload.fp32_master
+            else 0
             for chunk in self.layout.chunks
         ]
 
     @cached_property
     def operands(self) -> list[int]:
-        """Gradients, masters and state as they lie beside the weights for an update."""
-        return [
-            sum(map(aligned, (main_chunk(chunk, self.sums_fp32).nbytes, rest, region)))
-            if chunk.trainable
-            else 0
-            for chunk, rest, region in zip(
-                self.layout.chunks, self.rests, self.region, strict=True
-            )
-        ]
+        """What comes beside the weights at once: gradients, masters and state for an
+        update, of several ranks with the weights of the largest span; or sums."""
+        size = self.workload.world.local_size
+        trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
+        found = [0] * len(self.layout.chunks)
+        for chunk, own in zip(trained, spans(trained, size), strict=True):
+            sums = main_chunk(chunk, self.sums_fp32)
+            if self.workload.accumulation > 1:
+                found[chunk.index] = aligned(sums.nbytes)
+            if self.workload.update is Update.DEVICE:
+                most = max(self._operands(chunk, sums, span) for span in own)
+                found[chunk.index] = max(found[chunk.index], most)
+        return found
+
+    def _operands(self, chunk: Chunk, sums: Chunk, span: range) -> int:
+        """Of a span of a chunk for its update."""
+        w, states = self.workload, self._states[chunk.index]
+        region = sum(
+            aligned(nbytes, STATE_ALIGNMENT_BYTES)
+            for index in span
+            for nbytes in states[index]
+        )
+        parts = [span_bytes(sums, span)]
+        if w.fp32_master:
+            parts.append(span_bytes(rest_chunk(chunk), span))
+        if w.world.size > 1:
+            parts.append(span_bytes(chunk, span))
+        return aligned(region) + sum(aligned(p.stop - p.start) for p in parts)
 
     @cached_property
     def update(self) -> list[int]:
@@ -128,25 +154,15 @@ class TrainedBytes:
 
     def _update(self, chunk: Chunk) -> int:
         w = self.workload
+        if w.update is Update.HOST:
+            return 0
         single = max(t.nbytes for t in main_chunk(chunk, w.fp32_master).tensors)
-        if not self.splits:
+        if not w.fp32_master:
             whole = w.update_copies * chunk.payload_bytes
             return round(whole + w.update_parameter_copies * single)
         # master by master, with its gradient in fp32 until it is split
         copies = (not self.sums_fp32) + w.update_copies + w.update_parameter_copies
         return single + max(round(copies * single), min(single, 4 * SPLIT_NUMEL))
-
-    @cached_property
-    def packed(self) -> list[int]:
-        """Gradients while they are reduced; nothing with one rank."""
-        workload = self.workload
-        if workload.world.size == 1:
-            return [0] * len(self.layout.chunks)
-        given = workload.world.local_size, workload.fp32_master
-        return [
-            reduce_bytes(chunk, *given) if chunk.trainable else 0
-            for chunk in self.layout.chunks
-        ]
 
 
 @dataclass(frozen=True)
@@ -159,12 +175,11 @@ class StateBytes:
         resident: Weights of resident chunks.
         host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
-        operands: Two buffers for gradients and optimizer state of blocks that come
-            from the host, to be updated or to be added to.
+        operands: Two buffers for what comes from the host, to be updated or to be added
+            to: gradients and optimizer state of blocks, of several ranks weights too.
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
         buckets: Copy of `gradients` that DDP reduces, there from the start.
-        reduction: Buffers in which gradients for the host are reduced.
     """
 
     fixed: int
@@ -176,13 +191,12 @@ class StateBytes:
     moments: int
     gradients: int
     buckets: int
-    reduction: int
 
     @property
     def weights(self) -> int:
         """What is there from opening to closing, before any step."""
         placed = self.fixed + self.adapters + self.resident + self.host_state
-        return placed + self.slots + self.buckets + self.reduction
+        return placed + self.slots + self.buckets
 
 
 def state_bytes(
@@ -208,32 +222,21 @@ def state_bytes(
             host_state += padded_bytes(chunk, shards)
         if chunk.trainable:
             leaving.append(chunk)
-    reduction = operands = 0
-    if workload.world.size > 1 and leaving:
-        reduction = IN_FLIGHT * max(trained.packed[chunk.index] for chunk in leaving)
-        if workload.accumulation > 1:
-            # the sums of earlier micro-batches come back from the host
-            reduction += max(_sum_bytes(chunk, workload) for chunk in leaving)
-    if workload.update is Update.DEVICE:
-        largest = max(
-            (trained.operands[c.index] for c in leaving if c.pageable), default=0
-        )
-        if not largest and workload.accumulation > 1:
-            # sums outside blocks come back through buffers of their own then
-            whole = max((chunk.payload_bytes for chunk in leaving), default=0)
-            largest = aligned(min(whole, SUM_PIECE_BYTES))
-        operands = IN_FLIGHT * largest
+    largest = max((trained.operands[c.index] for c in leaving if c.pageable), default=0)
+    if not largest and workload.accumulation > 1:
+        # sums outside blocks come back through buffers of their own then
+        whole = max((chunk.payload_bytes for chunk in leaving), default=0)
+        largest = aligned(min(whole, SUM_PIECE_BYTES))
     return StateBytes(
         fixed=layout.fixed_frozen_bytes,
         adapters=layout.fixed_trainable_bytes,
         resident=resident,
         host_state=host_state,
         slots=sum(slot_bytes(layout, placements, n_buffer, shards)),
-        operands=operands,
+        operands=IN_FLIGHT * largest,
         moments=moments,
         gradients=trained_bytes,
         buckets=trained_bytes if workload.world.size > 1 else 0,
-        reduction=reduction,
     )
 
 
@@ -245,10 +248,8 @@ class HostBytes:
         arena: Weights of every chunk that is kept there.
         gradients: Their gradients, in fp32 where there are masters, unless a rank
             alone does not accumulate; with several ranks that do also the sums of each.
-        masters: fp32 masters, or what weights lack of them.
+        masters: What fp32 masters have beyond their weights.
         moments: Optimizer state of what has it on the host, or in managed memory.
-        staging: Buffers in which gradients of later micro-batches land, where the host
-            adds them.
         swapped: Saved tensors of swapped blocks.
         loader: Batches that wait in the dataloader.
     """
@@ -257,7 +258,6 @@ class HostBytes:
     gradients: int
     masters: int
     moments: int
-    staging: int
     swapped: int = 0
     loader: int = 0
 
@@ -274,33 +274,20 @@ def host_state_bytes(
     ranks, several = workload.world.local_size, workload.world.size > 1
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
-    mastered = workload.fp32_master * sum(c.payload_16_bit_bytes for c in trained)
-    masters = 2 * mastered
-    gradients = sum(chunk.payload_bytes for chunk in trained)
-    gradients += held.sums_fp32 * mastered
-    if held.splits:
-        masters = sum(held.rests[chunk.index] for chunk in trained)
-    largest = max((chunk.nbytes for chunk in trained), default=0)
+    gradients = sum(
+        main_chunk(chunk, held.sums_fp32).payload_bytes for chunk in trained
+    )
     # several ranks map it, each chunk from a page of its own
     alignment = PAGE_BYTES if several else ALIGNMENT_BYTES
-    sums = 0
     if several and workload.accumulation > 1:
-        sums = ranks * sum(_sum_bytes(chunk, workload) for chunk in trained)
-    moments, staging = 2 * gradients, ranks * IN_FLIGHT * largest
-    if workload.update is Update.DEVICE:
-        moments, staging = sum(held.region[chunk.index] for chunk in trained), 0
+        # sums of each, and their average
+        gradients += ranks * gradients
     managed = sum(workload.managed_bytes.values())
     managed -= sum(held.managed[chunk.index] for chunk in trained)
     return HostBytes(
         arena=sum(aligned(padded_bytes(c, shards), alignment) for c in kept),
-        gradients=gradients + sums,
-        masters=masters,
-        moments=moments + ranks * managed,
-        staging=staging,
+        gradients=gradients,
+        masters=sum(held.rests[chunk.index] for chunk in trained),
+        moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,
         loader=ranks * workload.loader_bytes,
     )
-
-
-def _sum_bytes(chunk: Chunk, workload: Workload) -> int:
-    """Sums of micro-batches on one rank, in fp32 where there are masters."""
-    return chunk.nbytes + workload.fp32_master * chunk.payload_16_bit_bytes

@@ -3,8 +3,8 @@
 Four lanes work side by side: compute, copies to the device, copies from it, and the one
 host thread; with several ranks their collectives are a fifth, and all ranks take the
 same time. The calling thread queues their work and sometimes waits; every rule for
-who waits for whom is that of `Pager`, `Slot`, `GradientOffload`, `HostAdamW`,
-`DeferredUpdates`, `DeviceSums` and `Session`. At the update every lane is idle and the
+who waits for whom is that of `Pager`, `Slot`, `GradientOffload`, `GradientReduction`,
+`DeferredUpdates`, `QueuedUpdates`, `Staging` and `Session`. At the update every lane is idle and the
 slots hold the chunks that forward begins with, so one step, from update to update, is the
 period of the training.
 
@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from ..types import (
     IN_FLIGHT,
@@ -35,15 +34,7 @@ from ..types import (
     Work,
     Workload,
 )
-from .demand import (
-    COMMUNICATE,
-    Demand,
-    DeviceWork,
-    HostUpdate,
-    HostWork,
-    Traffic,
-    update_seconds,
-)
+from .demand import COMMUNICATE, Demand, Traffic, TrainedWork, update_seconds
 
 LANES = ("compute", "fetch", "offload", "host")
 COMPUTE_BOUND_SHARE = 0.01
@@ -137,8 +128,8 @@ def simulate(d: Demand) -> StepTime:
     step = DeferredStep(d) if d.defers else Step(d)
     step.update()
     before: list[float] = []
-    # the last micro-batch of several ranks, or with norms, is unlike the others
-    alike = d.accumulation - (d.reduces or d.defers)
+    # the last one takes norms, or reduces
+    alike = d.accumulation - 1
     for number in range(alike):
         started, sums = step.issued, (dict(step.exposed), dict(step.busy))
         step.forward(first=number == 0)
@@ -185,24 +176,35 @@ class Step:
         self._free = dict.fromkeys(lanes, 0.0)
         self._cause = "host"
         self._updated = [0.0] * demand.num_chunks
-        self._stale: list[tuple[HostUpdate, float]] = []
+        self._stale: list[tuple[TrainedWork, float]] = []
         self._arrival = [0.0] * demand.num_chunks
         self._last_use = [0.0] * demand.num_slots
         self._sent = [0.0] * demand.num_slots
         self._gone = 0.0
         self._in_flight: deque[float] = deque()
-        self._staging = deque([0.0] * IN_FLIGHT)
-        self._packed = deque([0.0] * IN_FLIGHT)
+        # when what is in a buffer is there, by its chunk, and when the others are free
+        self._staged: dict[int, float] = {}
+        self._room = deque([0.0] * IN_FLIGHT)
+        self._landing = "host" if demand.on_host else "offload"
 
     def update(self) -> None:
-        """`PagedAdamW.step`: the device's part, then one host update after another."""
-        self._run(self._demand.update_s)
-        for update in self._demand.updates:
-            done = self._queue("host", update.seconds)
-            if update.number is None:
-                self._stale.append((update, done))
+        """`QueuedUpdates`: the device's part, then one chunk after another."""
+        d = self._demand
+        self._run(d.update_s)
+        for work in d.works:
+            if d.on_host:
+                done = self._queue("host", work.update_s)
             else:
-                self._updated[update.number] = done
+                seconds = work.operand_bytes * d.update.fetch_s
+                self._await(self._queue("fetch", seconds, self._room.popleft()))
+                self._run(work.update_s)
+                home = work.weight_bytes + work.state_bytes
+                done = self._queue("offload", home * d.update.offload_s, self.now)
+                self._room.append(done)
+            if work.number is None:
+                self._stale.append((work, done))
+            else:
+                self._updated[work.number] = done
 
     def forward(self, first: bool) -> None:
         """Forward of one micro-batch and what runs outside the blocks."""
@@ -212,7 +214,7 @@ class Step:
         self._enter(traffic)
         for block, (start, stop) in enumerate(d.bounds):
             while missing and missing[-1] < stop:
-                self._block(self._updated[missing[-1]], "host")
+                self._block(self._updated[missing[-1]], self._landing)
                 self._fetch_chunk(missing.pop())
             self._await_chunks(start, stop)
             self._opened(block)
@@ -238,11 +240,13 @@ class Step:
         """
         d = self._demand
         reduced = last and d.reduces
-        self._traffic = d.last if reduced else d.backward if first else d.adding
-        send: Callable[[Any], None] = partial(self._send, first=first, last=last)
+        self._traffic = d.last if last else d.backward if first else d.adding
+        send: Callable[[TrainedWork], None] = partial(
+            self._send, first=first, last=last
+        )
         if reduced:
             self._drain()
-            send = self._reduce
+            send = partial(self._reduce, first=first)
         missing = d.missing_backward[:]
         for gradients in d.outside[1:]:
             send(gradients)
@@ -273,23 +277,19 @@ class Step:
         self.issued = self.now
 
     def settle(self) -> None:
-        """`GradientOffload.settle` and the norm; the next update follows."""
+        """`Gradients.settle`; the next update follows."""
         self._block(self._free[COMMUNICATE], COMMUNICATE)
         self._drain()
-        if self._demand.norm_s:
-            self._block(self._queue("host", self._demand.norm_s), "host")
         self._run(0.0)
 
     def _drain(self) -> None:
         """Wait until the host has all gradients that were sent."""
         while self._in_flight:
             self._block(self._in_flight.popleft(), "offload")
-        for done in self._staging:
-            self._block(done, "host")
 
     def offsets(self) -> list[float]:
         """How far each clock is ahead of the calling thread between micro-batches."""
-        clocks = (*self._free.values(), *self._in_flight, *self._staging, *self._sent)
+        clocks = (*self._free.values(), *self._in_flight, *self._room, *self._sent)
         return [max(0.0, clock - self.issued) for clock in clocks]
 
     def repeat(self, times: int, started: float, *before: Mapping[str, float]) -> None:
@@ -340,16 +340,35 @@ class Step:
 
     def _enter(self, traffic: Traffic) -> None:
         """`Session.ready`: weights that stay on the device."""
-        for update, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
-            self._block(done, "host")
-            self._refresh(update.nbytes * traffic.fetch_s, update.gather_s)
+        for work, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
+            self._block(done, self._landing)
+            self._refresh(work.renew_bytes * traffic.fetch_s, work.gather_s)
         self._stale = []
 
     def _opened(self, block: int) -> None:
         """A block's window has opened in forward."""
 
     def _reach(self, block: int, first: bool) -> None:
-        """Backward has come to a block."""
+        """`GradientOffload.reach`: the sums of this block and the one before it."""
+        if not first:
+            for at in range(block, max(block - 2, -1), -1):
+                for work in self._demand.gradients[at]:
+                    if work.chunk not in self._staged:
+                        self._stage(work, work.sum_bytes)
+
+    def _stage(self, work: TrainedWork, nbytes: int) -> bool:
+        """Fetch what an update or a sum needs, if a buffer is free."""
+        if not self._room:
+            return False
+        seconds = nbytes * self._traffic.fetch_s
+        arrival = self._queue("fetch", seconds, self._room.popleft())
+        self._staged[work.chunk] = arrival
+        return True
+
+    def _take(self, work: TrainedWork, nbytes: int) -> float:
+        if work.chunk not in self._staged:
+            self._stage(work, nbytes)
+        return self._staged.pop(work.chunk)
 
     def _refresh(self, seconds: float, gather_s: float) -> None:
         """A copy to the device on compute; it takes the link from other fetches."""
@@ -384,51 +403,41 @@ class Step:
             return self._queue("fetch", nbytes * self._traffic.fetch_s, self.now)
         return 0.0
 
-    def _send(self, gradients: Any, first: bool, last: bool) -> None:
-        """`GradientOffload._send` of a chunk."""
-        work: HostWork = gradients
-        sum_s = work.first_sum_s if first else work.later_sum_s
-        arrived = self._leave(work.nbytes, bool(sum_s))
-        if sum_s:
-            self._staging.append(self._queue("host", sum_s, arrived))
+    def _send(self, work: TrainedWork, first: bool, last: bool) -> None:
+        """`GradientOffload.take` of each gradient of a chunk, which then leaves."""
+        self._add(work, first)
+        if last:
+            self._run(work.norm_s)
+        self._leave(work.nbytes, self.now)
 
-    def _leave(self, nbytes: int, staged: bool = False) -> float:
+    def _add(self, work: TrainedWork, first: bool) -> None:
+        if not first:
+            self._await(self._take(work, work.sum_bytes))
+            self._run(work.sum_s)
+            self._room.append(self.now)
+
+    def _leave(self, nbytes: int, ready: float) -> None:
         """Gradients are sent once there is room for them on the way."""
         if len(self._in_flight) == IN_FLIGHT:
             self._block(self._in_flight.popleft(), "offload")
-        if staged:
-            self._block(self._staging.popleft(), "host")
         seconds = nbytes * self._traffic.offload_s
-        self._in_flight.append(self._queue("offload", seconds, self.now))
-        return self._in_flight[-1]
+        self._in_flight.append(self._queue("offload", seconds, ready))
 
-    def _reduce(self, gradients: HostWork) -> None:
-        """Sums come, all is packed on compute, reduced, and the own part leaves."""
-        d, traffic = self._demand, self._traffic
-        if d.accumulation > 1:
-            # one buffer for them: compute has just read those before
-            seconds = gradients.nbytes * traffic.fetch_s
-            self._await(self._queue("fetch", seconds, self.now))
-        self._await(self._packed.popleft(), COMMUNICATE)
-        scatter_s = gradients.nbytes * d.scatter_s
-        reduced = self._queue(COMMUNICATE, scatter_s, self.now)
-        seconds = gradients.part_bytes * traffic.offload_s
-        arrived = self._queue("offload", seconds, max(self.now, reduced))
-        self._packed.append(arrived)
-        self._staging.append(self._queue("host", gradients.part_sum_s, arrived))
+    def _reduce(self, work: TrainedWork, first: bool) -> None:
+        """Gradients are reduced, and the own part leaves."""
+        self._add(work, first)
+        seconds = work.nbytes * self._demand.scatter_s
+        reduced = self._queue(COMMUNICATE, seconds, self.now)
+        self._leave(work.part_bytes, max(self.now, reduced + work.norm_s))
 
 
 class DeferredStep(Step):
-    """The same where the device updates what has its state on the host: `DeferredUpdates`,
-    `DeviceSums` and `Staging`."""
+    """The same where updates wait until weights are used: `DeferredUpdates`."""
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
-        self._pending: deque[DeviceWork] = deque()
-        self._noted: Sequence[DeviceWork] = ()
-        # when what is in a buffer is there, by its chunk, and when the others are free
-        self._staged: dict[int, float] = {}
-        self._room = deque([0.0] * IN_FLIGHT)
+        self._pending: deque[TrainedWork] = deque()
+        self._noted: Sequence[TrainedWork] = ()
         self._leaving: deque[float] = deque()
 
     def update(self) -> None:
@@ -438,10 +447,6 @@ class DeferredStep(Step):
         self._pending.extend(chain.from_iterable(d.gradients))
         self._noted = d.outside
         self._fetch_operands()
-
-    def offsets(self) -> list[float]:
-        ahead = (max(0.0, free - self.issued) for free in self._room)
-        return [*super().offsets(), *ahead]
 
     def _enter(self, traffic: Traffic) -> None:
         """Weights outside blocks are updated one after the other, in memory that is
@@ -455,11 +460,13 @@ class DeferredStep(Step):
     def _opened(self, block: int) -> None:
         if not self._pending:
             return
-        for work in self._demand.gradients[block]:
-            self._room.append(self._update(self._pending.popleft(), self._take(work)))
+        for _work in self._demand.gradients[block]:
+            work = self._pending.popleft()
+            there = self._take(work, work.operand_bytes)
+            self._room.append(self._update(work, there))
         self._fetch_operands()
 
-    def _update(self, work: DeviceWork, there: float = 0.0) -> float:
+    def _update(self, work: TrainedWork, there: float = 0.0) -> float:
         """Returns when all is at home."""
         self._await(there)
         self._run(work.update_s)
@@ -476,43 +483,9 @@ class DeferredStep(Step):
     def _fetch_operands(self) -> None:
         """`DeferredUpdates.fetch_ahead`: as many as there is room for."""
         for work in self._pending:
-            if work.chunk not in self._staged and not self._stage(work):
+            staged = work.chunk in self._staged
+            if not staged and not self._stage(work, work.operand_bytes):
                 return
-
-    def _reach(self, block: int, first: bool) -> None:
-        """`DeviceSums.reach`: the sums of this block and the one before it."""
-        if not first:
-            for at in range(block, max(block - 2, -1), -1):
-                for work in self._demand.gradients[at]:
-                    if work.chunk not in self._staged:
-                        self._stage(work)
-
-    def _stage(self, work: DeviceWork) -> bool:
-        """Fetch what an update or a sum needs, if a buffer is free."""
-        if not self._room:
-            return False
-        updates = bool(self._pending)
-        nbytes = work.operand_bytes if updates else work.sum_bytes
-        seconds = nbytes * self._traffic.fetch_s
-        arrival = self._queue("fetch", seconds, self._room.popleft())
-        self._staged[work.chunk] = arrival
-        return True
-
-    def _take(self, work: DeviceWork) -> float:
-        if work.chunk not in self._staged:
-            self._stage(work)
-        return self._staged.pop(work.chunk)
-
-    def _send(self, gradients: Any, first: bool, last: bool) -> None:
-        """`DeviceSums.take` of each gradient of a chunk, which then leaves."""
-        work: DeviceWork = gradients
-        if not first:
-            self._await(self._take(work))
-            self._run(work.sum_s)
-            self._room.append(self.now)
-        if last:
-            self._run(work.norm_s)
-        self._leave(work.nbytes)
 
 
 def _close(ours: list[float], theirs: list[float], scale: float) -> bool:

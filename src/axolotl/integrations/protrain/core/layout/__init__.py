@@ -3,14 +3,12 @@
 from .blocks import find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
 from .shards import (
-    Piece,
-    Reduction,
     main_chunk,
     padded_bytes,
-    reduce_bytes,
-    reductions,
     rest_chunk,
     shard_bytes,
+    span_bytes,
+    spans,
 )
 from .slots import (
     Direction,

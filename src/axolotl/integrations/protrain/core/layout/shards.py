@@ -1,15 +1,15 @@
-"""How the ranks of a node divide a chunk: by bytes for fetches, by tensor for updates.
+"""How the ranks of a node divide chunks: by bytes for fetches, by tensor for updates.
 
-Shard r of N is the r-th of N equal ranges of the chunk's bytes; the last one ends beyond
-the chunk where N does not divide it. A rank updates the elements of its own shard. For
-the reduction all gradients of one dtype are laid out shard by shard, back to back, each
-shard padded to the longest, so that one reduce-scatter gives every rank its own.
+Shard r of N is the r-th of N equal ranges of a chunk's bytes; the last one ends beyond
+the chunk where N does not divide it. A rank updates whole tensors, consecutive ones of
+each chunk: optimizers look at whole tensors, and so do norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -18,55 +18,6 @@ from .chunks import aligned
 
 PAGE_BYTES = 4096
 """Shards begin on pages of their own: a rank page-locks no memory of another."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of one tensor of a chunk, all in one shard.
-
-    Attributes:
-        tensor: Index in `Chunk.tensors`.
-        start: First element, counted row by row.
-        stop: The one after the last.
-        position: First element in the `Reduction` of its dtype.
-    """
-
-    tensor: int
-    start: int
-    stop: int
-    position: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """Gradients of one dtype of a chunk, laid out for a reduce-scatter.
-
-    Attributes:
-        dtype: In which gradients are summed.
-        part_numel: Elements that each rank receives, padding included.
-        pieces: For each rank those of its shard.
-    """
-
-    dtype: torch.dtype
-    part_numel: int
-    pieces: tuple[tuple[Piece, ...], ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole, on every rank."""
-        return self.part_numel * len(self.pieces)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def part_bytes(self) -> int:
-        return self.part_numel * self.dtype.itemsize
 
 
 def shard_bytes(chunk: Chunk, ranks: int) -> int:
@@ -109,45 +60,39 @@ def rest_chunk(chunk: Chunk) -> Chunk:
     return replace(chunk, tensors=tuple(specs), nbytes=end)
 
 
-def reductions(
-    chunk: Chunk, ranks: int, fp32_master: bool = False
-) -> tuple[Reduction, ...]:
-    """How the gradients of a chunk are reduced, one for each dtype of its main parameters."""
-    mains = main_chunk(chunk, fp32_master).tensors
-    members: dict[torch.dtype, list[int]] = {}
-    for index, main in enumerate(mains):
-        members.setdefault(main.dtype, []).append(index)
-    return tuple(
-        _reduction(chunk, dtype, indices, ranks) for dtype, indices in members.items()
-    )
+def spans(chunks: Sequence[Chunk], ranks: int) -> list[tuple[range, ...]]:
+    """For each chunk the indices of the tensors that each rank of a node updates.
+
+    Chunks are cut where parts come closest to equal bytes; who has less so far takes the
+    larger part, so that shares even out over all chunks.
+    """
+    done, found = [0] * ranks, []
+    for chunk in chunks:
+        starts = [*(spec.offset for spec in chunk.tensors), chunk.nbytes]
+        goals = [chunk.nbytes * number / ranks for number in range(1, ranks)]
+        inner = [
+            min(
+                range(len(starts)),
+                key=[abs(start - goal) for start in starts].__getitem__,
+            )
+            for goal in goals
+        ]
+        cuts = [0, *inner, len(chunk.tensors)]
+        parts = [range(*pair) for pair in pairwise(cuts)]
+        parts.sort(key=lambda part: starts[part.start] - starts[part.stop])
+        own = [range(0)] * ranks
+        for rank, part in zip(
+            sorted(range(ranks), key=done.__getitem__), parts, strict=True
+        ):
+            own[rank] = part
+            done[rank] += starts[part.stop] - starts[part.start]
+        found.append(tuple(own))
+    return found
 
 
-def reduce_bytes(chunk: Chunk, ranks: int, fp32_master: bool = False) -> int:
-    """Bytes of the gradients of a chunk, laid out for their reductions."""
-    laid_out = reductions(chunk, ranks, fp32_master)
-    return sum(aligned(reduction.nbytes) for reduction in laid_out)
-
-
-def _reduction(
-    chunk: Chunk, dtype: torch.dtype, members: Iterable[int], ranks: int
-) -> Reduction:
-    size = shard_bytes(chunk, ranks)
-    # by rank, at positions in its part
-    found: list[list[Piece]] = [[] for _ in range(ranks)]
-    ends = [0] * ranks
-    for index in members:
-        spec = chunk.tensors[index]
-        itemsize = spec.dtype.itemsize
-        first, last = spec.offset // size, (spec.offset + spec.nbytes - 1) // size
-        for rank in range(first, last + 1):
-            # shards begin on pages and tensors at multiples of the alignment
-            start = max(rank * size - spec.offset, 0) // itemsize
-            stop = min((rank + 1) * size - spec.offset, spec.nbytes) // itemsize
-            found[rank].append(Piece(index, start, stop, ends[rank]))
-            ends[rank] += stop - start
-    part = max(ends)
-    pieces = [
-        tuple(replace(piece, position=rank * part + piece.position) for piece in own)
-        for rank, own in enumerate(found)
-    ]
-    return Reduction(dtype, part, tuple(pieces))
+def span_bytes(chunk: Chunk, span: range) -> slice:
+    """Where consecutive tensors of a chunk lie in its bytes."""
+    if not span:
+        return slice(0, 0)
+    first, last = chunk.tensors[span[0]], chunk.tensors[span[-1]]
+    return slice(first.offset, last.offset + last.nbytes)

@@ -1,11 +1,10 @@
 """Exact updates of parameters whose state is on the host."""
 
-from .deferred import DeferredUpdates, Surroundings, kind_of
-from .device_sums import DeviceSums
+from .deferred import DeferredUpdates
 from .gradients import GradientOffload, Gradients
-from .host_adamw import HostAdamW, optimizer_bytes
 from .host_chunks import HostChunk, HostMemory
-from .optimizer import PagedAdamW
+from .noted_updates import NotedUpdates, Surroundings, kind_of
+from .queued import QueuedUpdates
 from .reduction import GradientReduction
 from .states import state_bytes
 from .updates import Updates

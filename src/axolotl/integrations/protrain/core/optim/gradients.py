@@ -1,4 +1,4 @@
-"""Send the gradients of host-kept chunks to the host and add them up there.
+"""Send the gradients of host-kept chunks to the host, where sums of them rest.
 
 Counted by post-accumulate hooks, never by module backward hooks: those fire before
 leaf gradients are there. Once a chunk's last gradient is, all of them are copied; the
@@ -6,39 +6,39 @@ device tensors are held until the copy's event, and at most two chunks are in fl
 
 # Note [Sums of micro-batches]
 
-Sums keep the order of the micro-batches, which fixes their last bit. The first gradient
-lands in the buffer of the sum itself, where dtypes agree; a later one lands in a staging
-buffer and is added on the host thread, which works in order. A parameter whose gradient of
-the micro-batch before still waits for its chunk sends that one first. What never arrives,
-because the loss does not depend on it, stays without a sum, so AdamW skips it as in the
-plain run; what has arrived goes when backward has come past the block.
+The first micro-batch sends its gradients as they are. In later ones the sum so far comes
+back through `Staging`, a block ahead, is added to the new gradient, in place, which is what
+autograd does without paging, and the result leaves. The norm of each is taken as it passes,
+by the kernel that the plain run takes. What lies outside blocks comes back in pieces, when
+its gradient is there. A parameter whose gradient of the micro-batch before still waits for
+its chunk sends that one first. What never arrives, because the loss does not depend on it,
+stays without a sum, so the optimizer skips it as in the plain run; what has arrived goes
+when backward has come past the block.
 
-A rank alone lets them land where the update reads them and packs nothing. Several ranks
-reduce shards of them in a fixed order, which is another pass over the bytes, with buffers
-on the device (`GradientReduction`): two strategies with one face, `Gradients`, because
-each would only skip the other's steps.
+A rank alone lets them land where the update reads them. Of several ranks each does so
+until the last micro-batch, in which they are averaged (`GradientReduction`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..runtime import Device, HostTask, HostWorker, Removable, host_buffer
+from ..runtime import Device, HostWorker, Removable, Source, Staging
 from ..runtime.device import Event
-from ..types import IN_FLIGHT, Counters
-from .host_chunks import GradientSums, HostChunk, tensor_in
+from ..types import IN_FLIGHT, SUM_PIECE_BYTES, Counters
+from .host_chunks import HostChunk
 from .stand_ins import ShownGradients
+from .sums import GradientSums
 
 
 class Gradients:
-    """Brings gradients of host chunks to where the host optimizer reads them."""
+    """Brings gradients of host chunks to where the update reads them."""
 
     host_bytes = 0
     """Page-locked, beside what the chunks have."""
@@ -65,16 +65,11 @@ class Gradients:
         for shown in self._shown:
             shown.hide()
 
-    def take_back(
-        self, pending: Callable[[int], bool], wait: Callable[[int], None]
-    ) -> None:
-        """Take over what `.grad` was set to meanwhile, after `settle`.
-
-        `pending` says whether a chunk waits for its update, `wait` returns after it.
-        """
+    def take_back(self, wait: Callable[[int], None]) -> None:
+        """Take over what `.grad` was set to meanwhile, after `settle`; `wait` returns
+        once a chunk is no longer waiting for its update."""
         for shown in self._shown:
-            index = shown.host.chunk.index
-            shown.take_back(pending(index), partial(wait, index))
+            shown.take_back(partial(wait, shown.host.chunk.index))
 
     def spend(self) -> None:
         """A step ends."""
@@ -100,11 +95,7 @@ class Gradients:
         """Forget what has not been sent; return once nothing is on its way."""
 
     def close(self) -> None:
-        """Release gradients and memory; no copy may be in flight.
-
-        Raises:
-            Exception: What the sum of a gradient raised, unless `settle` has.
-        """
+        """Release gradients and memory; no copy may be in flight."""
 
     def _hook(
         self,
@@ -155,26 +146,32 @@ class Gradients:
 
 
 class GradientOffload(Gradients):
-    """`Gradients` of a rank alone; see Note [Sums of micro-batches]."""
+    """`Gradients` of a rank alone; see Note [Sums of micro-batches].
+
+    Args:
+        worker: Has updates on the host, which still may read where gradients land.
+        staging: Through which sums come back.
+    """
 
     def __init__(
-        self, device: Device, worker: HostWorker, counters: Counters | None = None
+        self,
+        device: Device,
+        worker: HostWorker,
+        staging: Staging,
+        counters: Counters | None = None,
     ) -> None:
         super().__init__()
-        self._device, self._worker = device, worker
+        self._device, self._worker, self._staging = device, worker, staging
         self._counters = counters or Counters()
         self._expected: list[GradientSums] = []
         self._of_block: dict[int | None, list[GradientSums]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
-        self._staging: list[Tensor] = []
-        self._staging_users: list[HostTask[None] | None] = [None] * IN_FLIGHT
-        self._next_staging = 0
+        self._synchronises = True
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         handles: list[Removable] = []
         for host in chunks:
             sums = host.sums
-            assert sums is not None
             self.expect(sums)
             take, drop = partial(self.take, sums), partial(self.drop, sums)
             handles += self._hook(host, take, drop, self.settle)
@@ -185,10 +182,18 @@ class GradientOffload(Gradients):
         self._expected.append(sums)
         self._of_block.setdefault(sums.chunk.block, []).append(sums)
 
+    def begin_micro_batch(self, synchronises: bool) -> None:
+        self._synchronises = synchronises
+
+    def reach(self, block: int) -> None:
+        self._ahead(block)
+        self._ahead(block - 1)
+
     def left(self, block: int) -> None:
         # what has not arrived of it never will
         for sums in self._of_block.get(block, ()):
             self._send(sums)
+        self._ahead(block - 2)
 
     def retire(self) -> None:
         while self._in_flight and self._in_flight[0][0].query():
@@ -200,8 +205,6 @@ class GradientOffload(Gradients):
             self._send(sums)
         while self._in_flight:
             self._retire()
-        for slot in range(IN_FLIGHT):
-            self._wait_staging(slot)
 
     def discard(self) -> None:
         for sums in self._expected:
@@ -212,18 +215,17 @@ class GradientOffload(Gradients):
         self._in_flight.clear()
         for sums in self._expected:
             sums.arrived.clear()
-        with ExitStack() as rest:
-            while self._staging:
-                rest.callback(self._device.unpin, self._staging.pop())
-            for slot in range(IN_FLIGHT):
-                rest.callback(self._wait_staging, slot)
 
     def take(self, sums: GradientSums, index: int, gradient: Tensor) -> None:
         """A gradient of a micro-batch is there."""
-        self._device.writes((gradient,), self._device.compute)
         if index in sums.arrived:
             # the next micro-batch: sums keep the order of the plain run
             self._send(sums)
+        gradient = self.added(sums, index, gradient)
+        sums.norms.pop(index, None)
+        if self._synchronises:
+            sums.norms[index] = sums.norm(gradient)
+        self._device.writes((gradient,), self._device.compute)
         sums.arrived[index] = gradient
         if len(sums.arrived) == len(sums.chunk.tensors):
             self._send(sums)
@@ -234,54 +236,68 @@ class GradientOffload(Gradients):
             self.settle()
             sums.present.discard(index)
 
+    def added(self, sums: GradientSums, index: int, gradient: Tensor) -> Tensor:
+        """A gradient with the sum so far, in the dtype of that, which is spent then."""
+        gradient = gradient.to(sums.total(index).dtype)
+        if index not in sums.present:
+            return gradient
+        # on the host it is old from now on
+        sums.present.discard(index)
+        compute = self._device.compute
+        if sums.chunk.pageable:
+            memory = self._staging.take(_key(sums), [_source(sums)])
+            own = sums.within(memory, index)
+            gradient.add_(own)
+            self._device.reads((own,), compute)
+            self._device.writes((gradient,), compute)
+            return gradient
+        flat = gradient.contiguous().view(-1)
+        for piece in flat.split(self._piece_bytes() // flat.element_size()):
+            first = (piece.data_ptr() - flat.data_ptr(), piece.nbytes)
+            where = sums.memory[first[0] : sum(first)]
+            key = *_key(sums), first[0]
+            memory = self._staging.take(key, [Source(where, sums.sent)])
+            piece.add_(memory[: piece.nbytes].view(piece.dtype))
+            self._device.reads((memory,), compute)
+            self._staging.give_back(key)
+        self._device.writes((flat,), compute)
+        return flat.view(gradient.shape)
+
+    def let_go(self, sums: GradientSums) -> None:
+        """What has come back of a chunk has been used."""
+        fetched = self._staging.give_back(_key(sums))
+        if fetched is not None:
+            # it has read what is overwritten next
+            self._device.offload.wait(fetched)
+
+    def _piece_bytes(self) -> int:
+        """In what sums outside of blocks come back: what the staging has for blocks."""
+        every = self._expected
+        of_blocks = [sums.memory.numel() for sums in every if sums.chunk.pageable]
+        return max(of_blocks, default=SUM_PIECE_BYTES)
+
     def _send(self, sums: GradientSums) -> None:
+        self.let_go(sums)
         gradients, sums.arrived = sums.arrived, {}
         if not gradients:
             return
+        self._worker.wait(sums.chunk.index)
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
         stream = self._device.offload
         stream.wait(self._device.compute.record())
-        staged: list[tuple[int, Tensor]] = []
-        slot, staging = 0, None
         for index, gradient in gradients.items():
-            buffer = sums.first_buffer(index, gradient.dtype)
-            if buffer is not None:
-                stream.copy(buffer, gradient)
-                sums.present.add(index)
-                continue
-            if staging is None:
-                slot, staging = self._claim_staging()
-            view = tensor_in(staging, sums.chunk.tensors[index])
-            stream.copy(view, gradient)
-            staged.append((index, view))
+            stream.copy(sums.total(index), gradient)
+            sums.present.add(index)
         event = sums.sent = stream.record()
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._in_flight.append((event, list(gradients.values())))
-        if staged:
-            work = partial(_add, event, sums, staged)
-            self._staging_users[slot] = self._worker.submit(work)
         self.retire()
 
-    def _claim_staging(self) -> tuple[int, Tensor]:
-        slot = self._next_staging
-        self._next_staging = (slot + 1) % IN_FLIGHT
-        if slot == len(self._staging):
-            # only runs that accumulate need them
-            buffer = host_buffer(max(sums.chunk.nbytes for sums in self._expected))
-            self._device.pin(buffer)
-            self._staging.append(buffer)
-        self._wait_staging(slot)
-        return slot, self._staging[slot]
-
-    def _wait_staging(self, slot: int) -> None:
-        """Return once nobody reads a staging buffer; raise the failure of a sum once."""
-        user = self._staging_users[slot]
-        if user is not None:
-            user.wait()
-            # forgotten only now: an interrupt must not free what is being read
-            self._staging_users[slot] = None
-            user.result()
+    def _ahead(self, block: int) -> None:
+        for sums in self._of_block.get(block, ()):
+            if sums.present:
+                self._staging.fetch(_key(sums), [_source(sums)])
 
     def _retire(self) -> None:
         event, _gradients = self._in_flight.popleft()
@@ -299,8 +315,9 @@ def _accumulates(param: Tensor) -> bool:
         return False
 
 
-def _add(event: Event, sums: GradientSums, staged: list[tuple[int, Tensor]]) -> None:
-    # the copy has a stream of its own; adding before its event reads old bytes
-    event.synchronize()
-    for index, gradient in staged:
-        sums.add(index, gradient)
+def _key(sums: GradientSums) -> tuple[str, int]:
+    return "sum", sums.chunk.index
+
+
+def _source(sums: GradientSums) -> Source:
+    return Source(sums.memory, sums.sent)

@@ -86,6 +86,7 @@ class Noted:
         plain: The optimizer as it is when the method is called.
         kind: Its class, without what was put in front of it.
         clip: How its gradients are still to be scaled.
+        fused: Use the kernels for CPU tensors, where there are some.
         method: `step`; or `train` or `eval`, by which schedule-free optimizers move
             weights between where they train and their mean.
     """
@@ -96,10 +97,14 @@ class Noted:
         kind: Any,
         clip: Clip | None = None,
         method: str = "step",
+        fused: bool = False,
     ) -> None:
         self._kind, self.clip, self.method = kind, clip, method
         self._attributes = {k: v for k, v in vars(plain).items() if k not in _NOT_NOTED}
         self._groups = [_by_value(group) for group in plain.param_groups]
+        for group in self._groups:
+            if fused and "fused" in group:
+                group.update(fused=True, foreach=False, capturable=False)
         every = [param for group in plain.param_groups for param in group["params"]]
         self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
         self._marks = {self._absent[p]: marks(plain.state.get(p, {})) for p in every}

@@ -16,30 +16,31 @@ Collectives are called by the thread that trains and by autograd's, never by the
 thread. On the CPU device they block, so their order is all that there is between ranks: no
 reduction of ours may wait for one of DDP's, or the other way round.
 
-# Note [Buffers of a reduction]
+# Note [Averages]
 
-`IN_FLIGHT` buffers take turns. Packing waits until the copy out of the buffer's last turn
-has ended, the collective for packing, the copy to the host for the collective. Averages
-arrive in shared memory that the last update of the chunk may still read on a rank that has
-not used the chunk since, so launching waits for that update first.
+A gradient is scaled and summed where autograd has made it, whole, and goes to the rank that
+updates the weight, which takes its norm as it passes. At most `IN_FLIGHT` chunks are under
+way. Averages arrive in shared memory that the last update of the chunk may still read on a
+rank that has not used the chunk since, so launching waits for that update first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from ..errors import AccessError
-from ..layout import aligned, main_chunk, reduce_bytes
-from ..runtime import Arena, Device, HostWorker, Ranks, Removable
+from ..layout import main_chunk
+from ..runtime import Arena, Device, HostWorker, Ranks, Removable, Staging
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, Counters
 from .gradients import GradientOffload, Gradients
-from .host_chunks import GradientSums, HostChunk, tensor_in
+from .host_chunks import HostChunk
+from .sums import GradientSums
 
 
 class GradientReduction(Gradients):
@@ -48,28 +49,27 @@ class GradientReduction(Gradients):
     Args:
         order: Indices of chunks in the order in which their gradients are done; empty
             for that of the layout.
-        fp32_master: Sums of 16-bit gradients are kept in fp32.
+        sums_fp32: Sums of 16-bit gradients are kept in fp32.
     """
 
     def __init__(
         self,
         device: Device,
         worker: HostWorker,
+        staging: Staging,
         ranks: Ranks,
         order: Sequence[int],
-        fp32_master: bool,
+        sums_fp32: bool,
         counters: Counters,
     ) -> None:
         super().__init__()
         self._device, self._worker, self._ranks = device, worker, ranks
-        self._order, self._fp32_master = order, fp32_master
+        self._order, self._sums_fp32 = order, sums_fp32
         self._counters = counters
-        self._offload = GradientOffload(device, worker, counters)
+        self._offload = GradientOffload(device, worker, staging, counters)
         self._waiting: list[_Waiting] = []
         self._first_of_block: dict[int, int] = {}
-        self._buffers: list[Tensor] = []
-        self._free: list[Event] = []
-        self._sums: Tensor | None = None
+        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._sums_arena = Arena()
         self._pinned: Tensor | None = None
         self._synchronises = True
@@ -77,33 +77,28 @@ class GradientReduction(Gradients):
         self._next = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
-        if not chunks:
-            return []
         chunks = sorted(chunks, key=self._turn)
         self._waiting = [_Waiting(host) for host in chunks]
+        handles: list[Removable] = []
         for number, waiting in enumerate(self._waiting):
             block = waiting.host.chunk.block
             if block is not None:
                 self._first_of_block.setdefault(block, number)
-        size = self._ranks.world.local_size
-        nbytes = max(reduce_bytes(h.chunk, size, self._fp32_master) for h in chunks)
-        for _ in range(IN_FLIGHT):
-            self._buffers.append(self._device.allocate(nbytes))
-            self._free.append(self._device.compute.record())
-        handles: list[Removable] = []
-        for waiting in self._waiting:
             take, drop = partial(self._take, waiting), partial(self._drop, waiting)
             handles += self._hook(waiting.host, take, drop, self._offload.settle)
         return handles
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         self._synchronises = synchronises
+        # norms are those of averages
+        self._offload.begin_micro_batch(False)
         if synchronises:
             self._due, self._ends, self._next = True, False, 0
             for waiting in self._waiting:
                 waiting.launched = False
 
     def reach(self, block: int) -> None:
+        self._offload.reach(block)
         # what follows the block in forward is done
         if not self._due or not self._waiting:
             return
@@ -115,8 +110,13 @@ class GradientReduction(Gradients):
         if block in self._first_of_block:
             self._launch_until(self._first_of_block[block])
 
+    def left(self, block: int) -> None:
+        self._offload.left(block)
+
     def retire(self) -> None:
         self._offload.retire()
+        while self._in_flight and self._in_flight[0][0].query():
+            self._retire()
 
     def settle(self) -> None:
         # all ranks call it at the same point of a step
@@ -125,8 +125,8 @@ class GradientReduction(Gradients):
             return
         self._launch_until(len(self._waiting))
         self._due = False
-        for event in self._free:
-            event.synchronize()
+        while self._in_flight:
+            self._retire()
         width = max(len(waiting.host.params) for waiting in self._waiting)
         flags = torch.zeros(len(self._waiting), width, dtype=torch.uint8)
         for row, waiting in zip(flags, self._waiting, strict=True):
@@ -138,7 +138,9 @@ class GradientReduction(Gradients):
         for row, waiting in zip(
             self._ranks.maximum(flags).tolist(), self._waiting, strict=True
         ):
-            waiting.host.used = {i for i, was_used in enumerate(row) if was_used}
+            present = waiting.host.sums.present
+            present.clear()
+            present.update(i for i, was_used in enumerate(row) if was_used)
         for shown in self._shown:
             shown.stand_in()
 
@@ -150,13 +152,12 @@ class GradientReduction(Gradients):
 
     def close(self) -> None:
         self._offload.close()
+        self._in_flight.clear()
         for waiting in self._waiting:
             waiting.forget()
         if self._pinned is not None:
             self._device.unpin(self._pinned)
-        for buffer in self._buffers:
-            self._device.free(buffer)
-        self._buffers, self._sums, self._pinned = [], None, None
+            self._pinned = None
 
     def _turn(self, host: HostChunk) -> tuple[int, ...]:
         """Backward's order: the plan's, else from the last block to the first, and then
@@ -180,35 +181,39 @@ class GradientReduction(Gradients):
                     "add the losses up, use gradient_accumulation_steps, or set "
                     "protrain_force_all_persistent: true."
                 )
+            earlier = waiting.host.earlier
+            if earlier is not None:
+                gradient = self._offload.added(earlier, index, gradient)
             self._device.writes((gradient,), self._device.compute)
             waiting.gradients[index] = gradient
             return
         if self._pinned is None:
             self._begin_sums()
-        assert waiting.sums is not None
-        self._offload.take(waiting.sums, index, gradient)
+        assert waiting.host.earlier is not None
+        self._offload.take(waiting.host.earlier, index, gradient)
 
     def _drop(self, waiting: _Waiting, index: int) -> None:
-        if waiting.sums is not None:
-            self._offload.drop(waiting.sums, index)
+        if waiting.host.earlier is not None:
+            self._offload.drop(waiting.host.earlier, index)
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
-        mains = [main_chunk(w.host.chunk, self._fp32_master) for w in self._waiting]
-        self._pinned = self._sums_arena.add(mains)
+        chunks = [waiting.host.chunk for waiting in self._waiting]
+        summed = [main_chunk(chunk, self._sums_fp32) for chunk in chunks]
+        self._pinned = self._sums_arena.add(summed)
         assert self._pinned is not None
         self._device.pin(self._pinned)
         self.host_bytes = self._sums_arena.nbytes
-        self._sums = self._device.allocate(max(main.nbytes for main in mains))
-        self._buffers.append(self._sums)
-        for waiting, main in zip(self._waiting, mains, strict=True):
-            buffers = [self._sums_arena.tensor(main.index, s) for s in main.tensors]
-            memory = self._sums_arena.chunk(main.index)
-            waiting.sums = GradientSums(
-                waiting.host.chunk, main, memory, buffers, self._device
+        for waiting, own in zip(self._waiting, summed, strict=True):
+            earlier = waiting.host.earlier = GradientSums(
+                waiting.host.chunk,
+                own,
+                self._sums_arena.chunk(own.index),
+                [self._sums_arena.tensor(own.index, spec) for spec in own.tensors],
+                self._device,
+                range(len(own.tensors)),
             )
-            waiting.host.sums = waiting.sums
-            self._offload.expect(waiting.sums)
+            self._offload.expect(earlier)
 
     def _launch_until(self, number: int) -> None:
         while self._next < number:
@@ -219,54 +224,53 @@ class GradientReduction(Gradients):
             self._next += 1
 
     def _launch(self, waiting: _Waiting) -> None:
-        device, turn = self._device, self._next % IN_FLIGHT
-        buffer, host = self._buffers[turn], waiting.host
-        # see Note [Buffers of a reduction]
+        """See Note [Averages]."""
+        device, host = self._device, waiting.host
         self._worker.wait(host.chunk.index)
-        sums = self._fetch_sums(waiting)
-        device.compute.wait(self._free[turn])
-        shares, start = [], 0
-        for reduction in host.reductions:
-            flat = buffer[start : start + reduction.nbytes].view(reduction.dtype)
-            shares.append(flat)
-            start += aligned(reduction.nbytes)
-            for piece in chain.from_iterable(reduction.pieces):
-                into = flat[piece.position : piece.position + piece.numel]
-                total = waiting.total(piece.tensor, sums)
-                if total is None:
-                    into.zero_()
-                else:
-                    own = total.reshape(-1)[piece.start : piece.stop]
-                    scale = 1.0 / self._ranks.world.size
-                    torch.mul(own.to(reduction.dtype), scale, out=into)
-        device.writes((buffer,), device.compute)
-        device.writes(sums.values(), device.compute)
-        waiting.drop()
-        waiting.launched = True
+        averages = self._scaled(waiting)
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._retire()
         communicate, offload = device.communicate, device.offload
         communicate.wait(device.compute.record())
-        parts = []
-        for flat, reduction in zip(shares, host.reductions, strict=True):
-            own = flat.view(len(reduction.pieces), -1)[self._ranks.local_rank]
-            parts.append(own)
-            communicate.call(partial(self._ranks.reduce_scatter, own, flat), (flat,))
+        for rank, span in enumerate(host.owners):
+            for index in span:
+                average = averages[index]
+                communicate.call(partial(self._ranks.reduce, average, rank), (average,))
+                if index in host.span:
+                    norm = partial(_take_norm, host.sums, index, average)
+                    communicate.call(norm, ())
         offload.wait(communicate.record())
-        for target, part in zip(host.parts, parts, strict=True):
-            offload.copy(target, part)
-            self._counters.offloaded_bytes += part.nbytes
-        self._free[turn] = offload.record()
+        for index in host.span:
+            offload.copy(host.sums.total(index), averages[index])
+            self._counters.offloaded_bytes += averages[index].nbytes
+        host.sums.sent = offload.record()
+        self._in_flight.append((host.sums.sent, averages))
+        self.retire()
 
-    def _fetch_sums(self, waiting: _Waiting) -> dict[int, Tensor]:
-        """Device tensors with the sums of earlier micro-batches, by parameter."""
-        if waiting.sums is None or not waiting.sums.present:
-            return {}
-        assert self._sums is not None
-        device, main = self._device, main_chunk(waiting.host.chunk, self._fp32_master)
-        device.fetch.wait(device.compute.record())
-        device.fetch.copy(self._sums[: main.nbytes], self._sums_arena.chunk(main.index))
-        device.compute.wait(device.fetch.record())
-        self._counters.fetched_bytes += main.nbytes
-        return {i: tensor_in(self._sums, main.tensors[i]) for i in waiting.sums.present}
+    def _scaled(self, waiting: _Waiting) -> list[Tensor]:
+        """This rank's part of the average of each gradient of a chunk."""
+        host, compute = waiting.host, self._device.compute
+        gradients, earlier = waiting.gradients, host.earlier
+        scaled = []
+        for index, param in enumerate(host.params):
+            own, dtype = gradients.pop(index, None), host.sums.total(index).dtype
+            if own is not None or (earlier is not None and index in earlier.present):
+                waiting.used.add(index)
+            if own is None:
+                own = torch.zeros(param.shape, dtype=dtype, device=param.device)
+                if earlier is not None:
+                    own = self._offload.added(earlier, index, own)
+            own = own.to(dtype).contiguous()
+            scaled.append(own.mul_(1.0 / self._ranks.world.size))
+        if earlier is not None:
+            self._offload.let_go(earlier)
+        self._device.writes(scaled, compute)
+        waiting.launched = True
+        return scaled
+
+    def _retire(self) -> None:
+        event, _averages = self._in_flight.popleft()
+        event.synchronize()
 
 
 class _Waiting:
@@ -276,29 +280,16 @@ class _Waiting:
     def __init__(self, host: HostChunk) -> None:
         self.host = host
         self.gradients: dict[int, Tensor] = {}
-        self.sums: GradientSums | None = None
         self.used: set[int] = set()
         self.launched = False
 
-    def total(self, index: int, sums: dict[int, Tensor]) -> Tensor | None:
-        """Gradient of a parameter over all micro-batches; None without any."""
-        earlier, last = sums.get(index), self.gradients.get(index)
-        if earlier is None:
-            return last
-        if last is not None and index not in self.used:
-            # once: a parameter may lie in several shards
-            earlier.add_(last)
-        self.used.add(index)
-        return earlier
-
-    def drop(self) -> None:
-        """It has been packed."""
-        self.used.update(self.gradients)
-        self.gradients.clear()
-        if self.sums is not None:
-            self.sums.present.clear()
-
     def forget(self) -> None:
         """Its gradients are not wanted."""
-        self.drop()
+        self.gradients.clear()
         self.used.clear()
+        if self.host.earlier is not None:
+            self.host.earlier.present.clear()
+
+
+def _take_norm(sums: GradientSums, index: int, average: Tensor) -> None:
+    sums.norms[index] = sums.norm(average)

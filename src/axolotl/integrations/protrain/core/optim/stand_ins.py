@@ -77,7 +77,7 @@ class ShownGradients:
 
     def stand_in(self) -> None:
         """All ranks have agreed on which parameters have a gradient."""
-        for index in self.host.used:
+        for index in self.host.sums.present:
             if self.host.params[index].grad is None:
                 self._spent.discard(index)
                 self.put(index)
@@ -104,20 +104,16 @@ class ShownGradients:
         self.require_unspent(index)
         param.grad = None
 
-    def take_back(self, pending: bool, wait: Callable[[], None]) -> None:
-        """Take over what `.grad` was set to, None included.
-
-        Args:
-            pending: The chunk waits for its update: backward has not come since.
-            wait: Returns once that has landed.
-        """
+    def take_back(self, wait: Callable[[], None]) -> None:
+        """Take over what `.grad` was set to, None included; `wait` returns once the last
+        update has landed."""
         for index, param in enumerate(self.host.params):
             if param.grad is not None and param.grad is not self.stand_ins[index]:
                 # the sum, whose place it takes, is being read
                 wait()
             self.hide_one(index)
-            if param.grad is None and not pending:
-                self.host.used.discard(index)
+            if param.grad is None:
+                self.host.sums.present.discard(index)
 
     def spend(self) -> None:
         """An update has what there is: on the host it is gone then."""
@@ -140,10 +136,9 @@ class ShownGradients:
         for index, param in enumerate(self.host.params):
             if param.grad is self.stand_ins[index]:
                 total = self.host.total(index)
-                if self.host.sums is not None:
-                    # it may be changed in place
-                    self.host.sums.norms.pop(index, None)
-                if not self.host.parts:
+                # it may be changed in place
+                self.host.sums.norms.pop(index, None)
+                if not self.host.shared:
                     total, self._lent[index] = _lend(total)
                 param.grad = None
                 # a copy, where the parameter is on the device or has a master
@@ -200,7 +195,7 @@ class ShownGradients:
             if not torch.equal(now, total.to(now.device, now.dtype)):
                 host.replace(index, now)
         elif not was_shown:
-            if host.sums is None or host.parts:
+            if host.shared:
                 raise AccessError(
                     f"{self.stand_ins[index].parameter_name}: its `.grad` was set where "
                     "the ranks have no gradients. Set it after backward."

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import aligned
-from ..runtime import Device, host_buffer
 from ..types import STATE_ALIGNMENT_BYTES
+from .state_memory import StateMemory
 
 Path = tuple[Any, ...]
 
@@ -158,21 +158,24 @@ class Change(NamedTuple):
 
 
 class HostedState:
-    """The state of a chunk's parameters, at rest in page-locked host memory.
+    """The state of parameters, at rest in host memory.
 
     Args:
         optimizer: Has it, by parameter.
-        params: The parameters of the chunk.
-        device: Where updates happen.
+        params: All of a chunk that are updated here.
+        torch_device: Where updates happen.
+        memory: Gives regions.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         params: Sequence[nn.Parameter],
-        device: Device,
+        torch_device: torch.device,
+        memory: StateMemory,
     ) -> None:
-        self._optimizer, self._params, self._device = optimizer, params, device
+        self._optimizer, self._params = optimizer, params
+        self._torch_device, self._memory = torch_device, memory
         self._rest = _Rest({}, torch.empty(0, dtype=torch.uint8))
         self._left: list[Tensor] = []
 
@@ -198,8 +201,8 @@ class HostedState:
 
         What it has made, or made larger, gets another region.
         """
-        on_device = self._device.torch_device
-        found = [x for x in self._leaves(shared) if x.tensor.device == on_device]
+        here = self._torch_device
+        found = [x for x in self._leaves(shared) if x.tensor.device == here]
         if {leaf.path: _kind(leaf.tensor) for leaf in found} != {
             path: place[1:] for path, place in self._rest.places.items()
         }:
@@ -233,7 +236,7 @@ class HostedState:
         self._left, self._rest = [], _Rest({}, torch.empty(0, dtype=torch.uint8))
         with ExitStack() as rest:
             for region in regions:
-                rest.callback(self._device.unpin, region)
+                rest.callback(self._memory.release, region)
 
     def _leaves(self, shared: Collection[int]) -> list[Leaf]:
         return [x for x in leaves(self._own()) if x.tensor.data_ptr() not in shared]
@@ -255,8 +258,7 @@ class HostedState:
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
         region = torch.empty(0, dtype=torch.uint8)
         if end:
-            region = host_buffer(end)
-            self._device.pin(region)
+            region = self._memory.take(end)
         copies = [
             # without the gaps of a view
             (places[leaf.path].on_host(region), leaf.tensor.clone())

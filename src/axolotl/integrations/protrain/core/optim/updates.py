@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +45,10 @@ class Updates:
 
     def flush(self) -> None:
         """Return once nothing is pending: the host's copy is the truth."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, which all ranks enter, the first of each node has the state of all."""
+        return nullcontext()
 
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""

@@ -35,10 +35,6 @@ ADAM_BYTES_S = 51.2e9 * 0.7 / ADAM_MOVED_BYTES
 """Assumed: fused torch AdamW, bound by two channels of DDR4-3200 (51.2 GB/s), of which
 it gets 0.7. Servers with more channels are faster. Ranks of one host share it."""
 
-NORM_BYTES_S = 4.6e9
-"""Measured on one core of an AMD EPYC, in bf16: torch takes norms of host tensors on one
-thread, whatever channels the memory has."""
-
 CONTEXT_BYTES = 500 << 20
 """Not measured: CUDA context of a process that runs torch."""
 KERNEL_BYTES = 200 << 20
@@ -180,7 +176,6 @@ def gpu_hardware(
         fetch_both_bytes_s=both,
         offload_both_bytes_s=both,
         adam_bytes_s=ADAM_BYTES_S / num_gpus,
-        norm_bytes_s=NORM_BYTES_S,
         link=link_name,
         gather_bytes_s=exchange,
         reduce_bytes_s=exchange,

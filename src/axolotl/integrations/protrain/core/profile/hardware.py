@@ -58,7 +58,7 @@ def measure_hardware(
     matmul: tuple[int, int, int] | None = None,
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Hardware:
-    """Measure copies, products, elementwise operators, launches, host AdamW and norms.
+    """Measure copies, products, elementwise operators, launches and host AdamW.
 
     On the CPU device copies run in turn with compute, so both ways together are as
     fast as each alone and nothing overlaps. fp32 products are timed as torch is set,
@@ -81,7 +81,7 @@ def measure_hardware(
         flops_32 = _matmul_rate(torch_device, size, torch.float32)
         memory_bytes_s = _elementwise_rate(torch_device, nbytes)
     kernel_s = _kernel_s(torch_device)
-    adam_bytes_s, norm_bytes_s = _host_rates(device, nbytes // 2, weight_dtype)
+    adam_bytes_s = _adam_rate(device, nbytes // 2, weight_dtype)
     if kind == "cuda":
         torch.cuda.empty_cache()
     return Hardware(
@@ -99,7 +99,6 @@ def measure_hardware(
         fetch_both_bytes_s=fetch_both,
         offload_both_bytes_s=offload_both,
         adam_bytes_s=adam_bytes_s,
-        norm_bytes_s=norm_bytes_s,
         overlaps=kind == "cuda",
     )
 
@@ -188,8 +187,9 @@ def measure_collectives(
 ) -> tuple[float, float, float]:
     """`gather_bytes_s`, `reduce_bytes_s` and `across_bytes_s` of a `Hardware`.
 
-    All ranks have to call it. Between nodes of several ranks only a reduce-scatter and
-    what follows it can be timed together: the first is taken for as fast as a gather.
+    All ranks have to call it. Between nodes of several ranks only reductions inside of
+    a node and what follows them can be timed together: the first are taken for as fast as
+    a gather.
     """
     world = ranks.world
     numel = _COPY_BYTES[torch_device.type] // 4 // world.local_size
@@ -205,7 +205,12 @@ def measure_collectives(
     if world.local_size > 1:
         gather_s = seconds(lambda: ranks.all_gather(whole, part))
         gather = whole.nbytes / gather_s
-    reduce_s = seconds(lambda: ranks.reduce_scatter(part, whole))
+
+    def reduce_parts() -> None:
+        for rank, own in enumerate(whole.split(numel)):
+            ranks.reduce(own, rank)
+
+    reduce_s = seconds(reduce_parts)
     if world.num_nodes > 1:
         across_s = max(reduce_s - gather_s, reduce_s / 10)
         across = part.nbytes / across_s
@@ -340,20 +345,14 @@ def _kernel_s(torch_device: torch.device) -> float:
         return median_s(torch_device, launch) / _NUM_KERNELS
 
 
-def _host_rates(device: Device, nbytes: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Of AdamW and of norms, on the thread that does them in training."""
+def _adam_rate(device: Device, nbytes: int, dtype: torch.dtype) -> float:
+    """On the thread that makes updates on the host."""
     weights = nn.Parameter(torch.full((nbytes // dtype.itemsize,), 0.5, dtype=dtype))
     weights.grad = torch.full_like(weights, 0.1)
     optimizer = torch.optim.AdamW([weights], fused=True)
     worker = HostWorker(device)
     try:
-        step_s, norm_s = (
-            worker.submit(partial(median_s, weights.device, work)).result()
-            for work in (
-                optimizer.step,
-                partial(torch.linalg.vector_norm, weights.grad),
-            )
-        )
-        return weights.nbytes / step_s, weights.nbytes / norm_s
+        step = partial(median_s, weights.device, optimizer.step)
+        return weights.nbytes / worker.submit(step).result()
     finally:
         worker.close()

@@ -162,29 +162,47 @@ def map_shared(nbytes: int, ranks: Ranks) -> tuple[mmap.mmap, int]:
     with ExitStack() as opened:
 
         def make() -> tuple[int, int]:
-            if not hasattr(os, "memfd_create"):
-                raise ConfigError(
-                    "protrain_auto_memory: memfd_create, by which ranks share host memory "
-                    "and what is written under masters is found, is not there on this "
-                    "system. Train with one process and protrain_fp32_master: false, or "
-                    "set protrain_force_all_persistent: true."
-                )
-            descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
+            descriptor = _make_file(nbytes)
             opened.callback(os.close, descriptor)
-            os.ftruncate(descriptor, nbytes)
             return os.getpid(), descriptor
 
         process, number = ranks.from_first_of_node(make)
 
         def map_it() -> tuple[mmap.mmap, int]:
-            own = _open(process, number) if ranks.local_rank else os.dup(number)
+            own = open_of(process, number) if ranks.local_rank else os.dup(number)
             return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED), own
 
         # the first rank keeps it open until the others have it
         return ranks.together(map_it)
 
 
-def _open(process: int, number: int) -> int:
+def map_file(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Zeros that other processes can map, and their file."""
+    descriptor = _make_file(nbytes)
+    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory, descriptor
+
+
+def _make_file(nbytes: int) -> int:
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError(
+            "protrain_auto_memory: memfd_create, by which ranks share host memory "
+            "and what is written under masters is found, is not there on this "
+            "system. Train with one process and protrain_fp32_master: false, or "
+            "set protrain_force_all_persistent: true."
+        )
+    descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def open_of(process: int, number: int) -> int:
+    """A descriptor of another process, as one of this process.
+
+    Raises:
+        ConfigError: The system does not let it.
+    """
     path = f"/proc/{process}/fd/{number}"
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -227,7 +227,9 @@ class CheckedDevice(Device):
 
     def thread(self) -> _Lane:
         """The lane of the calling thread."""
-        if torch._C._current_graph_task_id() != -1:
+        # threads that no one here has started (torch's, gloo's) act for the caller
+        foreign = threading.current_thread().name.startswith("Dummy-")
+        if foreign or torch._C._current_graph_task_id() != -1:
             return self._caller
         if not hasattr(self._local, "lane"):
             self._local.lane = _Lane(f"the thread {threading.current_thread().name}")

@@ -60,14 +60,14 @@ class Ranks:
         self.counters.gathered_bytes += whole.nbytes
         dist.all_gather_into_tensor(whole, part, group=self._node)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """Sum `whole` over all ranks; `part` is this rank's range of it, in place."""
+    def reduce(self, tensor: Tensor, local_rank: int) -> None:
+        """Sum over all ranks, in place, for that rank of each node; of use to no other."""
         self.counters.num_reduces += 1
-        self.counters.reduced_bytes += whole.nbytes
+        self.counters.reduced_bytes += tensor.nbytes
         if self.world.local_size > 1:
-            dist.reduce_scatter_tensor(part, whole, group=self._node)
-        if self.world.num_nodes > 1:
-            dist.all_reduce(part, group=self._across)
+            dist.reduce(tensor, dst=self._own_node[local_rank], group=self._node)
+        if self.world.num_nodes > 1 and self.local_rank == local_rank:
+            dist.all_reduce(tensor, group=self._across)
 
     # host memory
 
@@ -107,6 +107,12 @@ class Ranks:
         """The value of each rank, in their order."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def collect_on_node(self, value: Any) -> list[Any]:
+        """The value of each rank of the node, in their order."""
+        values: list[Any] = [None] * self.world.local_size
+        dist.all_gather_object(values, value, group=self._node_host)
         return values
 
     def from_first(self, make: Callable[[], Result]) -> Result:

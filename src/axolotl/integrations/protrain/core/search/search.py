@@ -119,7 +119,7 @@ class Search:
             for chunk in layout.chunks
         ]
         if memory.workload.update is Update.DEVICE:
-            self._update_s += sum(self._updates_s)
+            self._update_s += sum(self._updates_s) / memory.workload.world.local_size
             self._training = [
                 (
                     chunk.trainable * (region + chunk.nbytes) + again * leaves,

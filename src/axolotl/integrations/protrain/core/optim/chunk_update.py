@@ -1,0 +1,306 @@
+"""What a noted step changes of one chunk, and how it is made.
+
+# Note [An update that is interrupted]
+
+Nothing on the host changes before all of an update has been queued without an error. An
+error or Ctrl-C before that restores the structure of the state, which an optimizer changes
+as it goes, and gives the weights on the device up: the chunk is pending as before. After
+it `own.done` says that the device has the truth, and copying it home may be repeated. A
+signal handler that reads weights in the middle makes the update anew, from what the host
+has; the first one then refuses to go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import AccessError
+from ..runtime import Device, InBuffer, Source, Staging
+from ..runtime.device import Event
+from ..runtime.staging import parts
+from ..types import IN_FLIGHT
+from .host_chunks import HostChunk
+from .masters import join, split
+from .noted import Clip, Noted
+from .states import Change, HostedState, leaves, structure
+from .sums import tensor_in
+
+
+class InMemory(Protocol):
+    """The weights of a chunk where they compute: all of it in a buffer, uint8."""
+
+    buffer: Tensor
+
+    def changed(self) -> None:
+        """Compute has written them."""
+
+    def send_back(self) -> Event:
+        """Queue the way home of what compute has changed."""
+
+    def spoilt(self) -> None:
+        """They are not to be used: compute has changed some of them."""
+
+
+class ChunkUpdate:
+    """One chunk, or what this rank updates of it: its state, and the step it waits for.
+
+    Attributes:
+        params: Those of the span, by index.
+        mains: What is changed in place of each parameter.
+        noted: The step that is still to be made.
+        used: Indices of parameters that had a gradient then.
+        clip: By what the last step has scaled gradients that are unscaled on the host.
+        left: After the last copy home.
+    """
+
+    def __init__(
+        self, plain: torch.optim.Optimizer, host: HostChunk, state: HostedState
+    ) -> None:
+        self._plain = plain
+        self.host, self.state, self.sums = host, state, host.sums
+        self.key = "update", host.chunk.index
+        self.params = {index: host.params[index] for index in host.span}
+        self.mains = {
+            param: nn.Parameter(param.new_empty(0, dtype=host.main_dtype(index)))
+            for index, param in enumerate(host.params)
+        }
+        self.noted: Noted | None = None
+        self.used: tuple[int, ...] = ()
+        # what an update has left on the device, until it is on its way home
+        self.done: tuple[Change, InMemory, Clip | None] | None = None
+        # while an update is under way, what puts the state back to rest
+        self.undo: Callable[[], None] | None = None
+        self.clip: Clip | None = None
+        self.left: Event | None = None
+        self.attempt = object()
+
+    @property
+    def span_used(self) -> list[int]:
+        """Those of `used` that are updated here."""
+        return [index for index in self.used if index in self.params]
+
+    def sources(self, weights: bool = False) -> list[Source]:
+        """What an update reads beside the weights, or with them."""
+        masters, region = self.host.masters, self.state.region
+        travelling = [] if masters is None else [masters.memory]
+        if region.numel():
+            travelling.append(region)
+        changed = [Source(memory, self.left) for memory in travelling]
+        brought = [Source(self.host.weights, self.left)] if weights else []
+        return [Source(self.sums.memory, self.sums.sent), *changed, *brought]
+
+    def step(
+        self, noted: Noted, weights: Tensor, gradients: Tensor, rests: Tensor
+    ) -> None:
+        """Make a noted call, where its operands are: uint8, of the span.
+
+        All at once; masters, which take memory, one after the other.
+        """
+        try:
+            for mains in self._steps(noted, weights, gradients, rests):
+                noted.make(self._plain, mains)
+        finally:
+            for main in self.mains.values():
+                main.grad = None
+                main.data = main.new_empty(0)
+
+    def _steps(
+        self, noted: Noted, weights: Tensor, gradients: Tensor, rests: Tensor
+    ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        host, masters = self.host, self.host.masters
+        steps = noted.method == "step"
+        together = {}
+        for index in self.span_used if steps else self.params:
+            param = self.params[index]
+            main = self.mains[param]
+            weight = tensor_in(weights, host.chunk.tensors[index], host.start)
+            mastered = masters is not None and index in masters
+            rest = masters.within(rests, index) if masters and mastered else None
+            main.data = weight if rest is None else join(weight, rest)
+            if steps:
+                main.grad = self.sums.within(gradients, index).to(main.dtype)
+            if rest is None:
+                together[param] = main
+                continue
+            yield {param: main}
+            main.grad = None
+            split(main.data, weight, rest)
+            main.data = main.new_empty(0)
+        if together:
+            yield together
+
+    def remember(self) -> Callable[[], None]:
+        """What puts the state of a chunk back to what it is now, at rest."""
+        states = self._plain.state
+        before: dict[Tensor, Any] = {
+            p: states[p] for p in self.params.values() if p in states
+        }
+        bound = [(leaf, leaf.tensor) for leaf in leaves(before)]
+        rests = self.state.is_at_rest
+        kept = {
+            p: structure(s, lambda t: t if rests(t) else t.clone())
+            for p, s in before.items()
+        }
+
+        def undo() -> None:
+            for leaf, tensor in bound:
+                leaf.bind(tensor)
+            for param in self.params.values():
+                states.pop(param, None)
+            states.update(kept)
+
+        return undo
+
+
+class OnDevice:
+    """Makes noted steps on the device; see Note [An update that is interrupted].
+
+    Args:
+        staging: Through which gradients and states come, and weights from the host.
+        shared: Gives the addresses of what all parameters share with the optimizer.
+    """
+
+    def __init__(
+        self, device: Device, staging: Staging, shared: Callable[[], set[int]]
+    ) -> None:
+        self._device, self._staging, self._shared = device, staging, shared
+        self._leaving: deque[tuple[Event, Change]] = deque()
+
+    def fetch(self, own: ChunkUpdate, weights: bool = False) -> bool:
+        """Bring what an update reads, with its weights or without; False if there is no
+        room."""
+        return self._staging.fetch(own.key, own.sources(weights))
+
+    def make(self, own: ChunkUpdate, weights: InMemory | None = None) -> None:
+        """Make the step of a chunk, once; without `weights` they come from the host."""
+        device, noted = self._device, own.noted
+        assert noted is not None
+        if own.left is not None:
+            # the last way home may still read what is written now
+            device.compute.wait(own.left)
+        if own.undo is not None:
+            # an update under way has changed weights, state and operands
+            own.undo()
+            self._staging.give_back(own.key)
+            if weights is not None:
+                weights.spoilt()
+        keep, sources = own.host.chunk.pageable, own.sources(weights is None)
+        buffer = self._staging.take(own.key, sources, keep)
+        operands = parts(buffer, sources)
+        if weights is None:
+            home = own.host.weights
+            weights = InBuffer(device, operands.pop(), home, lambda: None)
+        own.attempt = attempt = object()
+        own.undo = undo = own.remember()
+        try:
+            change = self._step(own, noted, weights.buffer, operands)
+            if own.attempt is not attempt:
+                raise AccessError(
+                    "a signal handler has read weights in the middle of their update, "
+                    "and training cannot go on after it"
+                )
+            own.done = change, weights, noted.clip
+        except BaseException:
+            # an interrupt too; raised again as it is
+            if own.attempt is attempt:
+                undo()
+                own.undo = None
+            device.writes([buffer], device.compute)
+            self._staging.give_back(own.key)
+            weights.spoilt()
+            raise
+        device.writes([buffer], device.compute)
+        weights.changed()
+        self.send_home(own)
+
+    def send_home(self, own: ChunkUpdate) -> None:
+        """Queue the way home of what an update has left on the device."""
+        if own.done is None:
+            return
+        change, weights, clip = own.done
+        own.undo = None
+        own.state.take(change)
+        event = weights.send_back()
+        offload = self._device.offload
+        for target, source in change.copies:
+            offload.copy(target, source)
+        own.left = own.sums.sent = offload.record()
+        self._staging.give_back(own.key, [event, own.left])
+        # what an update has made stays until it has been copied
+        self._leaving.append((own.left, change))
+        while len(self._leaving) > IN_FLIGHT:
+            self._retire()
+        while self._leaving and self._leaving[0][0].query():
+            self._retire()
+        own.clip, own.noted, own.done = clip, None, None
+
+    def settle(self) -> None:
+        """Return once all of it is at home."""
+        while self._leaving:
+            self._retire()
+
+    def _retire(self) -> None:
+        event, _change = self._leaving.popleft()
+        event.synchronize()
+
+    def _step(
+        self, own: ChunkUpdate, noted: Noted, weights: Tensor, operands: list[Tensor]
+    ) -> Change:
+        masters = own.host.masters
+        gradients, *others = operands
+        rests = others.pop(0) if masters is not None else gradients
+        state = others[0] if others else None
+        with _updating(weights.device):
+            if state is not None:
+                own.state.to_device(state)
+            own.step(noted, weights, gradients, rests)
+            region = gradients if state is None else state
+            change = own.state.changed(region, self._shared())
+        if masters is not None:
+            change.copies.append((masters.memory, rests))
+        return change
+
+
+class OnHost:
+    """Makes them where all of it rests, on the thread that calls it."""
+
+    def __init__(self, device: Device, shared: Callable[[], set[int]]) -> None:
+        self._device, self._shared = device, shared
+
+    def make(self, own: ChunkUpdate, fetches: Event) -> None:
+        """Make the step of a chunk after `fetches`, which may be reading its weights."""
+        fetches.synchronize()
+        noted, own.noted = own.noted, None
+        # queued again by who came after an interrupt, it has been made
+        if noted is None:
+            return
+        host, state, masters = own.host, own.state, own.host.masters
+        rests = own.sums.memory if masters is None else masters.memory
+        changed = host.weights, own.sums.memory, rests, state.region
+        self._device.writes(changed)
+        # what it scales, it scales where that is read
+        with _updating(host.weights.device):
+            own.step(noted, host.weights, own.sums.memory, rests)
+            change = state.changed(state.region, self._shared())
+            for target, source in change.copies:
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+        state.take(change)
+        own.clip = None
+
+
+@contextmanager
+def _updating(device: torch.device) -> Iterator[None]:
+    """As `step` is called, whoever uses the weights that it changes."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

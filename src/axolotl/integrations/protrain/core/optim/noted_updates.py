@@ -1,0 +1,527 @@
+"""The plain optimizer, of which a step is noted first and made chunk by chunk later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partialmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import AccessError, ConfigError
+from ..runtime import Device, Ranks
+from ..runtime.device import Event
+from ..types import Chunk
+from .chunk_update import ChunkUpdate, InMemory
+from .gradients import Gradients
+from .host_chunks import MASTER_KEY, HostChunk, require_masters
+from .masters import Masters
+from .noted import Clip, Noted, marks, require_separable
+from .state_memory import StateMemory, unpack
+from .states import HostedState, Leaf, leaves
+from .sums import GradientSums
+from .updates import Updates
+
+
+class Surroundings(NamedTuple):
+    """What the owner of the weights does around updates.
+
+    Attributes:
+        beside: Gives the weights of a chunk in device memory where no pass reads them,
+            to be updated outside of passes; once the host's copy is there.
+        rewrites: The host's copy of some weights is about to be written.
+        hide: Nobody looks at gradients from here on.
+        show_again: A step is over: whoever looked may go on.
+    """
+
+    beside: Callable[[Chunk, Event | None], AbstractContextManager[InMemory]]
+    rewrites: Callable[[HostChunk], None]
+    hide: Callable[[], None]
+    show_again: Callable[[], None]
+
+
+class NotedUpdates(Updates):
+    """Notes steps, and knows everything of the weights that they will change; how and
+    when they are made is for others.
+
+    Args:
+        plain: The optimizer that the run would have used without paging.
+        names: Full name of each parameter, by `id(parameter)`.
+        around: What the owner of the weights does.
+        ranks: Those of the node, each with a span of every chunk.
+        on_host: Steps are made on the host.
+
+    Attributes:
+        kind: The class of `plain`.
+
+    Raises:
+        ConfigError: See `require_separable`.
+    """
+
+    def __init__(
+        self,
+        plain: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        device: Device,
+        around: Surroundings,
+        ranks: Ranks,
+        on_host: bool = False,
+    ) -> None:
+        require_separable(plain)
+        self.plain, self.kind = plain, type(plain)
+        self._names, self._device, self._around = names, device, around
+        self._ranks, self._on_host = ranks, on_host
+        self._memory = StateMemory(device, not on_host, ranks.world.local_size > 1)
+        self._all: list[ChunkUpdate] = []
+        self._own: dict[int, ChunkUpdate] = {}
+        self._clip: Clip | None = None
+        self._hidden: dict[Any, Any] = {}
+        # there may be state
+        self._stepped = False
+        # on one of several ranks, who has the state of all
+        self._gathered = ranks.world.local_size == 1
+
+    def note(self) -> None:
+        """A step has been noted."""
+        raise NotImplementedError
+
+    def pending(self, chunk: int) -> bool:
+        """Whether the last step of a chunk has not yet been made."""
+        raise NotImplementedError
+
+    def flush_chunk(self, chunk: int) -> None:
+        """Return once it has."""
+        raise NotImplementedError
+
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer to train with: `plain` itself, in front of its class another."""
+        name = f"Paged{self.kind.__name__}"
+        bases = (PagedOptimizer, self.kind)
+        switches = {
+            method: partialmethod(PagedOptimizer.switch, method)
+            for method in ("train", "eval")
+            if hasattr(self.kind, method)
+        }
+        self.plain.__class__ = type(name, bases, {"updates": self, **switches})
+        return self.plain
+
+    def take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
+        self._gradients = gradients
+        known = {id(own.host): own for own in self._all}
+        where = torch.device("cpu") if self._on_host else self._device.torch_device
+        for host in chunks:
+            if id(host) not in known:
+                params = [host.params[index] for index in host.span]
+                state = HostedState(self.plain, params, where, self._memory)
+                known[id(host)] = ChunkUpdate(self.plain, host, state)
+        before, self._all = {*map(id, self._all)}, [known[id(host)] for host in chunks]
+        self._own = {own.host.chunk.index: own for own in self._all}
+        self._places: dict[int, tuple[ChunkUpdate, int]] = {
+            id(param): (own, index)
+            for own in self._all
+            for index, param in enumerate(own.host.params)
+        }
+        self.adopt([own for own in self._all if id(own) not in before])
+
+    def adopt(self, chunks: Sequence[ChunkUpdate] | None = None) -> None:
+        """Bring state home that was made or loaded elsewhere, of all chunks or some."""
+        shared, groups = self._shared(), self._groups()
+        for own in self._all if chunks is None else chunks:
+            self._drop_others(own)
+
+            def stays(leaf: Leaf, own: ChunkUpdate = own) -> bool:
+                if self._on_host:
+                    return False
+                group = groups[id(own.host.params[own.host.span[leaf.path[0]]])]
+                # the rule of torch.optim.Optimizer.load_state_dict
+                on_device = group.get("fused") or group.get("capturable")
+                return leaf.key == "step" and not on_device
+
+            own.state.adopt(stays, shared)
+
+    # gradients
+
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> Tensor:
+        """As `Updates` has it; what is on the host is scaled as it is updated."""
+        if self._clip is not None:
+            # once more without a step: the second one sees what the first has scaled
+            self.settle_gradients()
+        self._settle()
+        self._share_norms()
+        norms, here = [], []
+        for param in parameters:
+            own, index = self._places.get(id(param), (None, 0))
+            if own is not None and index in own.sums.present:
+                norms.append(own.sums.norms[index])
+            elif own is None and param.grad is not None:
+                norms.append(torch.nn.utils.get_total_norm([param.grad]))
+                here.append(param)
+        # that of a number is the number: its order of dtypes is torch's affair
+        total_norm = torch.nn.utils.get_total_norm(norms)
+        if max_norm != float("inf"):
+            torch.nn.utils.clip_grads_with_norm_(here, max_norm, total_norm)
+            self._clip = (max_norm, total_norm)
+        return total_norm
+
+    def settle_gradients(self) -> None:
+        self._settle()
+        for own in self._all:
+            if self._clip is not None:
+                _clip(own, own.sums.present, self._clip)
+            if own.clip is not None and not self.pending(own.host.chunk.index):
+                # what the last step has used, while it is still there
+                _clip(own, set(own.used) - own.sums.present, own.clip)
+                own.clip = None
+        self._clip = None
+        # what other ranks have scaled is read next
+        self._ranks.node_sum(torch.zeros(1))
+
+    def forget_clip(self) -> None:
+        """Gradients that were to be scaled are gone."""
+        self._clip = None
+
+    def forget_gradients(self) -> None:
+        self._clip = None
+        for own in self._all:
+            own.sums.present.clear()
+            own.sums.norms.clear()
+
+    # steps
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the plain step, which must see only what it has to update now."""
+        stood: list[tuple[nn.Parameter, Tensor]] = []
+
+        def note(*_: Any) -> None:
+            # what is shown would be taken for what somebody has written after it
+            self._around.hide()
+            self._settle()
+            for own in self._all:
+                if own.noted is not None and own.sums.present:
+                    name = self._names[id(own.host.params[0])]
+                    raise AccessError(
+                        f"{name}: this weight has a gradient, but it has been used since "
+                        "the last step without a forward of the model that would have "
+                        "updated it. Call the model, not functions of its weights."
+                    )
+            self.flush()
+            noted = self._noted()
+            for own in self._all:
+                params = own.host.params
+                stood.extend((p, p.grad) for p in params if p.grad is not None)
+                for param in params:
+                    param.grad = None
+                self._hide_states(params)
+                self._stepped = True
+                if own.sums.present:
+                    own.used = tuple(sorted(own.sums.present))
+                    own.sums.present.clear()
+                    own.sums.norms.clear()
+                    own.noted = noted
+
+        # the last one: others may change groups and gradients
+        handle = self.plain.register_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self.show_states()
+            for param, stand_in in stood:
+                param.grad = stand_in
+            self._gradients.spend()
+        self.note()
+        self._around.show_again()
+
+    def switch(self, method: str) -> None:
+        """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
+        self.flush()
+        noted = Noted(self.plain, self.kind, method=method)
+        before = [dict(group) for group in self.plain.param_groups]
+        moved = self._all if self._stepped else []
+        for own in moved:
+            self._hide_states(own.host.params)
+        try:
+            getattr(self.kind, method)(self.plain)
+        finally:
+            self.show_states()
+        if before != [dict(group) for group in self.plain.param_groups]:
+            self.settle_gradients()
+            for own in moved:
+                own.noted = noted
+            self.flush()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the load of a state, which lands where the main parameters are then."""
+        self.flush()
+        mains = {p: main for own in self._all for p, main in own.mains.items()}
+        try:
+            for main in mains.values():
+                main.data = main.data.cpu()
+            self._exchange(mains)
+            yield
+        finally:
+            self._exchange({main: param for param, main in mains.items()})
+        self._stepped = True
+        self.adopt()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, which all ranks enter, the first of each node has the state of all
+        weights; the others may end sooner."""
+        self.flush()
+        if self._ranks.world.local_size == 1:
+            yield
+            return
+        params = {p: number for number, p in enumerate(_params(self.plain))}
+        own = {
+            params[p]: self.plain.state[p]
+            for update in self._all
+            for p in update.params.values()
+            if p in self.plain.state
+        }
+        every = self._ranks.collect_on_node(self._memory.pack(own))
+        was, self._gathered = self._gathered, True
+        others: dict[int, Any] = {}
+        if self._ranks.local_rank == 0:
+            for packed in every[1:]:
+                others.update(unpack(packed))
+        by_number = [*params]
+        before = {
+            p: self.plain.state.get(p) for p in map(by_number.__getitem__, others)
+        }
+        self.plain.state.update({by_number[n]: state for n, state in others.items()})
+        try:
+            yield
+        finally:
+            self._gathered = was
+            for param, state in before.items():
+                del self.plain.state[param]
+                if state is not None:
+                    self.plain.state[param] = state
+            # nobody changes what the first one reads
+            self._ranks.node_sum(torch.zeros(1))
+
+    def require_gathered(self) -> None:
+        """Raise AccessError where this rank has only a part of the state."""
+        if not self._gathered and any(self.plain.state.values()):
+            raise AccessError(
+                "optimizer: each rank has the state of the weights that it updates. Call "
+                "`state_dict` inside `with session.gathered_state():`, which all ranks "
+                "enter."
+            )
+
+    def add_masters(self, packed: dict[str, Any]) -> None:
+        """Complete what `state_dict` has made: each state has its master beside it."""
+        states = packed["state"]
+        for number, param in enumerate(_params(self.plain)):
+            masters, index = self._masters_of(param)
+            # one that was never updated is its weight
+            if masters is not None and (number in states or masters.any(index)):
+                state = states.get(number, {})
+                states[number] = {**state, MASTER_KEY: masters.join(index)}
+
+    def without_masters(
+        self, saved: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[nn.Parameter, Tensor]]:
+        """A state as the plain optimizer has it, and the masters in it.
+
+        Raises:
+            CheckpointError: It has masters and this run none, or the other way round.
+        """
+        states = {number: dict(state) for number, state in saved["state"].items()}
+        found: dict[nn.Parameter, Tensor] = {}
+        for number, param in enumerate(_params(self.plain)):
+            if number in states:
+                master = states[number].pop(MASTER_KEY, None)
+                has_master = self._masters_of(param)[0] is not None
+                require_masters(master is not None, has_master)
+                if master is not None:
+                    found[param] = master
+        return {**saved, "state": states}, found
+
+    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
+        """Overwrite masters, and weights with them; nothing is pending."""
+        for param, master in saved.items():
+            masters, index = self._masters_of(param)
+            assert masters is not None
+            own, _ = self._places[id(param)]
+            self._around.rewrites(own.host)
+            if index in own.params:
+                masters.load(index, master)
+        self._ranks.node_sum(torch.zeros(1))
+
+    def _masters_of(self, param: nn.Parameter) -> tuple[Masters | None, int]:
+        """Where the master of a parameter is, if it has one."""
+        own, index = self._places.get(id(param), (None, 0))
+        masters = None if own is None else own.host.masters
+        return (masters, index) if masters and index in masters else (None, 0)
+
+    def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
+        """Let groups and state be of other parameters."""
+        for group in self.plain.param_groups:
+            group["params"] = [other.get(p, p) for p in group["params"]]
+        for param in [p for p in self.plain.state if p in other]:
+            self.plain.state[other[param]] = self.plain.state.pop(param)
+
+    def order_states(self) -> None:
+        """Let them be in the order in which the plain run makes them."""
+        state = self.plain.state
+        every = [p for group in self.plain.param_groups for p in group["params"]]
+        state.update([(p, state.pop(p)) for p in every if p in state])
+
+    def close(self) -> None:
+        self.show_states()
+        self.order_states()
+        self.plain.__class__ = self.kind
+        with ExitStack() as rest:
+            for own in self._all:
+                rest.callback(own.state.release)
+
+    def host_bytes(self) -> int:
+        return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)
+
+    def _noted(self) -> Noted:
+        """The step that is being made now."""
+        clip, self._clip = self._clip, None
+        if not self._on_host:
+            return Noted(self.plain, self.kind, clip)
+        if clip is not None:
+            clip = clip[0], clip[1].cpu()
+        # how a device computes is its affair
+        fused = self._device.torch_device.type != "cpu"
+        # spares a pass over all gradients
+        return Noted(
+            self.plain, self.kind, clip if _scales(clip) else None, fused=fused
+        )
+
+    def _settle(self) -> None:
+        self._gradients.settle()
+        self._gradients.take_back(self.flush_chunk)
+
+    def _share_norms(self) -> None:
+        """Let all ranks know the norm of every gradient; see Note [Averages]."""
+        known: list[tuple[GradientSums, int]] = []
+        for own in self._all:
+            sums = own.sums
+            for index in sorted(sums.present):
+                known.append((sums, index))
+                if index in own.params and index not in sums.norms:
+                    # somebody has changed it on the host
+                    gradient = sums.total(index).to(self._device.torch_device)
+                    sums.norms[index] = sums.norm(gradient)
+        if self._ranks.world.local_size == 1 or not known:
+            return
+        of_others = torch.zeros(len(known), dtype=torch.float64)
+        for number, (sums, index) in enumerate(known):
+            if index in sums.norms:
+                of_others[number] = sums.norms[index]
+        for norm, (sums, index) in zip(
+            self._ranks.node_sum(of_others), known, strict=True
+        ):
+            if index not in sums.norms:
+                dtype = sums.norm(sums.total(index).new_empty(0)).dtype
+                sums.norms[index] = norm.to(self._device.torch_device, dtype)
+
+    def _drop_others(self, own: ChunkUpdate) -> None:
+        """Of weights that other ranks update keep what is no tensor."""
+        states = self.plain.state
+        for index, param in enumerate(own.host.params):
+            if index not in own.params and param in states:
+                states[param] = marks(states.pop(param))
+                if not states[param]:
+                    del states[param]
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        return {id(p): g for g in self.plain.param_groups for p in g["params"]}
+
+    def _shared(self) -> set[int]:
+        """Addresses of what all parameters share with the optimizer."""
+        apart = {"state", "param_groups", "defaults"}
+        common = {k: v for k, v in vars(self.plain).items() if k not in apart}
+        return {x.tensor.data_ptr() for x in leaves(common) if x.tensor.numel()}
+
+    def _hide_states(self, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            if param in self.plain.state:
+                self._hidden[param] = state = self.plain.state[param]
+                self.plain.state[param] = marks(state)
+
+    def show_states(self) -> None:
+        """A step that was being noted no longer hides what it is not to change."""
+        hidden, self._hidden = self._hidden, {}
+        self.plain.state.update(hidden)
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Put in front of the plain optimizer's class while its weights are paged."""
+
+    updates: ClassVar[NotedUpdates]
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ConfigError("optimizer: a closure cannot be called under paging")
+        with self.updates.noting():
+            return super().step()
+
+    # torch is not to call the hooks around this one, too
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def switch(self, method: str) -> None:
+        """What `train` and `eval` are, where the plain optimizer has them."""
+        self.updates.switch(method)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.updates.flush()
+        self.updates.require_gathered()
+        self.updates.order_states()
+        packed = super().state_dict()
+        self.updates.add_masters(packed)
+        return packed
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        others, masters = self.updates.without_masters(state_dict)
+        with self.updates.loading():
+            super().load_state_dict(others, *args, **kwargs)
+        self.updates.load_masters(masters)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        self.updates.forget_clip()
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class of an optimizer, without what is put in front of it here."""
+    if isinstance(optimizer, PagedOptimizer):
+        return optimizer.updates.kind
+    return type(optimizer)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _clip(own: ChunkUpdate, indices: Collection[int], clip: Clip) -> None:
+    sums, holders = own.sums, []
+    for index in indices:
+        sums.norms.pop(index, None)
+        if index not in own.params:
+            continue
+        holder = sums.total(index).detach()
+        holder.grad = sums.total(index)
+        holders.append(holder)
+    torch.nn.utils.clip_grads_with_norm_(holders, *clip)
+
+
+def _scales(clip: Clip | None) -> bool:
+    """Whether `clip_grads_with_norm_` changes anything, as it computes it."""
+    one = torch.ones(1)
+    one.grad = torch.ones(1)
+    if clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(one, *clip)
+    return bool(one.grad != 1)
