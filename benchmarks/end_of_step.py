@@ -4,17 +4,13 @@ A Llama from a configuration is trained several times in one process, in turns, 
 paged through two slots (embedding and head keep their state on the host):
 
   plain            torch's fused AdamW and `clip_grad_norm_`
-  host             `protrain_cpu_optimizer: torch`: norms one after the other, then AdamW
-                   on the host thread
-  host, parallel   the same with a norm as one task a tensor over all host threads; only
-  norms            here, for comparison
+  host             `protrain_cpu_optimizer: torch`: AdamW on the host thread
   deferred         the device updates, in the next forward
 
 A round is a forward after an update, a backward, both again with nothing pending, and the
 end of the step. The cost of the end is the time of clipping and `step`, until the host is
-done, and, paged, what the first forward takes longer than the second; for the deferred way,
-which takes norms while gradients pass, also what the last backward takes longer than the
-first. On the
+done, and, paged, what the first forward takes longer than the second, and, because norms
+are taken while gradients pass, what the last backward takes longer than the first. On the
 CPU device every copy is compute's to wait for: nothing of the deferred way hides, neither
 its copies nor its update; on a GPU they run beside blocks.
 
@@ -24,10 +20,7 @@ Ratios are within a round; medians with quartiles.
 from __future__ import annotations
 
 import copy
-import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -39,7 +32,6 @@ from tables import Page, environment, spread, write
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.optim import PagedAdamW
 from axolotl.integrations.protrain.core.runtime import open_device
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Session
@@ -64,9 +56,7 @@ class Round:
 class Way:
     """One model in training; `update` None trains it plainly."""
 
-    def __init__(
-        self, name: str, model: nn.Module, update: Update | None, parallel: bool
-    ) -> None:
+    def __init__(self, name: str, model: nn.Module, update: Update | None) -> None:
         self.name, self.session = name, None
         self._defers = update is Update.DEVICE
         self._model = model = copy.deepcopy(model)
@@ -81,9 +71,6 @@ class Way:
             plan = replace(plan, update=update)
             self.session = session = Session(model, layout, plan, opened)
             self._optimizer = session.wrap_optimizer(self._optimizer)
-        if parallel:
-            assert isinstance(self._optimizer, PagedAdamW)
-            self._optimizer._own_norms = parallel_norms(self._optimizer)  # type: ignore[method-assign]
 
     def round(self, tokens: Tensor) -> tuple[Round, float]:
         """And the loss."""
@@ -99,9 +86,7 @@ class Way:
         end_s = time.perf_counter() - start
         self._optimizer.zero_grad()
         if self.session is not None:
-            end_s += first - second
-        if self._defers:
-            end_s += late - early
+            end_s += first - second + late - early
         return Round(end_s, second + early), loss
 
     def _pass(self, tokens: Tensor, last: bool) -> tuple[float, float, float]:
@@ -120,36 +105,14 @@ class Way:
             self.session.close()
 
 
-def parallel_norms(optimizer: PagedAdamW) -> Callable[[], list[Tensor]]:
-    """In place of `PagedAdamW._own_norms`: each tensor's is a task."""
-    pool = ThreadPoolExecutor(os.cpu_count())
-
-    def own_norms() -> list[Tensor]:
-        found = []
-        for host in optimizer._chunks:
-            norms = torch.zeros(len(host.params), dtype=torch.float64)
-            tasks = {
-                index: pool.submit(torch.linalg.vector_norm, host.whole_gradient(index))
-                for index in host.used
-            }
-            found.append((norms, tasks))
-        for norms, tasks in found:
-            for index, task in tasks.items():
-                norms[index] = task.result()
-        return [norms for norms, _ in found]
-
-    return own_norms
-
-
 def measure(size: Size, dtype: torch.dtype, rounds: int) -> dict[str, list[Round]]:
     """All ways in turns, and whether their losses are equal."""
     model = size.model("full", torch.device("cpu")).to(dtype)
     with ExitStack() as undo:
         ways = [
-            Way("plain", model, None, False),
-            Way("host", model, Update.HOST, False),
-            Way("host, parallel norms", model, Update.HOST, True),
-            Way("deferred", model, Update.DEVICE, False),
+            Way("plain", model, None),
+            Way("host", model, Update.HOST),
+            Way("deferred", model, Update.DEVICE),
         ]
         for way in ways:
             undo.callback(way.close)

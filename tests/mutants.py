@@ -62,11 +62,11 @@ class Mutant(NamedTuple):
 
 SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
 UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
-GRADIENTS, ADAMW = "optim/gradients.py", "optim/host_adamw.py"
-OPTIMIZER = "optim/optimizer.py"
+GRADIENTS, NOTED = "optim/gradients.py", "optim/noted_updates.py"
+MAKING, QUEUED = "optim/chunk_update.py", "optim/queued.py"
 SESSION, VIEWING = "session.py", "viewing.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
-DEFERRING, SUMS = "optim/deferred.py", "optim/device_sums.py"
+DEFERRING = "optim/deferred.py"
 STAGING = "runtime/staging.py"
 CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
 CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
@@ -170,37 +170,10 @@ MUTANTS = (
         "        event, _gradients = self._in_flight.popleft()\n",
     ),
     Mutant(
-        "staged gradients are added before they have arrived",
-        GRADIENTS,
-        "    event.synchronize()\n    for index, gradient in staged:\n",
-        "    for index, gradient in staged:\n",
-    ),
-    Mutant(
-        "a staging buffer is filled again while it is added",
-        GRADIENTS,
-        "        self._wait_staging(slot)\n        return slot",
-        "        return slot",
-    ),
-    Mutant(
         "a step does not wait for gradients on their way",
         GRADIENTS,
         "        while self._in_flight:\n            self._retire()\n",
         "",
-    ),
-    Mutant(
-        "a step does not wait for sums on the host",
-        GRADIENTS,
-        "            self._retire()\n        for slot in range(IN_FLIGHT):\n"
-        "            self._wait_staging(slot)\n",
-        "            self._retire()\n",
-        ("test_races.py::test_settling_waits_for_sums_on_the_host",),
-    ),
-    Mutant(
-        "the host updates weights that are being fetched",
-        ADAMW,
-        "    fetches.synchronize()\n",
-        "",
-        SESSIONS,
     ),
     Mutant(
         "weights are refreshed before their update",
@@ -250,34 +223,6 @@ MUTANTS = (
         "            self._pager.forget(self._ring.numbers[index])\n",
         "            pass\n",
         SESSIONS,
-    ),
-    Mutant(
-        "the optimizer's state is read during updates",
-        OPTIMIZER,
-        "        self._worker.drain()\n        self._device.reads",
-        "        self._device.reads",
-        SESSIONS,
-    ),
-    Mutant(
-        "the optimizer's state is loaded during updates",
-        OPTIMIZER,
-        "        self._worker.drain()\n        # their moments",
-        "        # their moments",
-        ("test_races.py::test_loading_the_optimizer_waits_for_updates",),
-    ),
-    Mutant(
-        "norms are taken of gradients on their way",
-        OPTIMIZER,
-        "        self._settle()\n        self._apply_clipping()\n",
-        "        self._apply_clipping()\n",
-        SESSIONS,
-    ),
-    Mutant(
-        "a step without clipping does not settle",
-        OPTIMIZER,
-        "        self._settle()\n        hyperparameters",
-        "        hyperparameters",
-        (*SESSIONS, "test_optimizer.py"),
     ),
     Mutant(
         "saved tensors are sent before compute has made them",
@@ -375,13 +320,6 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
-        "gradients are packed into a buffer that is on its way",
-        REDUCTION,
-        "        device.compute.wait(self._free[turn])\n",
-        "",
-        RANKS,
-    ),
-    Mutant(
         "a reduction does not wait for its gradients",
         REDUCTION,
         "        communicate.wait(device.compute.record())\n",
@@ -396,30 +334,9 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
-        "sums of micro-batches come over those in use",
-        REDUCTION,
-        "        device.fetch.wait(device.compute.record())\n",
-        "",
-        RANKS,
-    ),
-    Mutant(
-        "sums of micro-batches are read before they come",
-        REDUCTION,
-        "        device.compute.wait(device.fetch.record())\n",
-        "",
-        RANKS,
-    ),
-    Mutant(
         "averages arrive over gradients of an update that runs",
         REDUCTION,
         "        self._worker.wait(host.chunk.index)\n",
-        "",
-        RANKS,
-    ),
-    Mutant(
-        "averages are used before they arrive",
-        REDUCTION,
-        "        for event in self._free:\n            event.synchronize()\n",
         "",
         RANKS,
     ),
@@ -587,7 +504,7 @@ MUTANTS = (
     Mutant(
         "a gradient that was set to None is updated with",
         STAND_INS,
-        "                self.host.used.discard(index)\n",
+        "                self.host.sums.present.discard(index)\n",
         "                pass\n",
         ACCESS,
     ),
@@ -599,13 +516,6 @@ MUTANTS = (
         ACCESS,
     ),
     Mutant(
-        "a gradient that was scaled before somebody looked is still applied",
-        HOST_CHUNKS,
-        "        for main in self.mains:\n            main.grad = None\n        for main, gradient",
-        "        for main, gradient",
-        ACCESS,
-    ),
-    Mutant(
         "a pass begins on weights that somebody has replaced",
         VIEWING,
         "            self.residence.verify()\n",
@@ -614,30 +524,9 @@ MUTANTS = (
     ),
     Mutant(
         "what is shown is taken for written after an update",
-        DEFERRING,
+        NOTED,
         "            self._around.hide()\n",
         "",
-        ACCESS,
-    ),
-    Mutant(
-        "slots keep what they held before somebody wrote",
-        VIEWING,
-        "                host.adopt()\n            pager.forget_all()\n",
-        "                host.adopt()\n",
-        ACCESS,
-    ),
-    Mutant(
-        "masters do not hear of what somebody wrote",
-        VIEWING,
-        "                host.adopt()\n",
-        "                pass\n",
-        ACCESS,
-    ),
-    Mutant(
-        "masters take rounded weights where nobody wrote",
-        HOST_CHUNKS,
-        "            written = main.to(weight.dtype) != weight\n",
-        "            written = weight == weight\n",
         ACCESS,
     ),
     Mutant(
@@ -812,21 +701,21 @@ MUTANTS = (
     ),
     Mutant(
         "a staging buffer is given back while its state leaves",
-        DEFERRING,
+        MAKING,
         "        self._staging.give_back(own.key, [event, own.left])\n",
         "        self._staging.give_back(own.key)\n",
         DEFERRED,
     ),
     Mutant(
         "a state that an update has made ends under its copy",
-        DEFERRING,
+        MAKING,
         "        self._leaving.append((own.left, change))\n",
         "",
         DEFERRED,
     ),
     Mutant(
         "a state that an update has made is let go of under its copy",
-        DEFERRING,
+        MAKING,
         "        event, _change = self._leaving.popleft()\n        event.synchronize()\n",
         "        event, _change = self._leaving.popleft()\n",
         DEFERRED,
@@ -840,30 +729,31 @@ MUTANTS = (
     ),
     Mutant(
         "an interrupted update leaves a half-made state",
-        DEFERRING,
+        MAKING,
         "            undo()\n",
         "",
         DEFERRED,
     ),
     Mutant(
         "an interrupted update leaves half-made weights",
-        DEFERRING,
+        MAKING,
         "            weights.spoilt()\n            raise\n",
         "            raise\n",
         DEFERRED,
     ),
     Mutant(
         "a handler's update begins with what is half made",
-        DEFERRING,
+        MAKING,
         "            own.undo()\n            self._staging.give_back(own.key)\n"
-        "            weights.spoilt()\n",
+        "            if weights is not None:\n"
+        "                weights.spoilt()\n",
         "            pass\n",
         DEFERRED,
     ),
     Mutant(
         "an update that is cut off on its way home is made again",
         DEFERRING,
-        "        for own in self._all:\n            self._send_home(own)\n",
+        "        for own in self._all:\n            self._on_device.send_home(own)\n",
         "        pass\n",
         DEFERRED,
     ),
@@ -876,14 +766,14 @@ MUTANTS = (
     ),
     Mutant(
         "a sum leaves over the one that is still coming",
-        SUMS,
+        GRADIENTS,
         "            self._device.offload.wait(fetched)\n",
         "            pass\n",
         DEFERRED,
     ),
     Mutant(
         "a sum comes before it has left",
-        SUMS,
+        GRADIENTS,
         "    return Source(sums.memory, sums.sent)\n",
         "    return Source(sums.memory, None)\n",
         DEFERRED,
@@ -915,6 +805,90 @@ MUTANTS = (
         "            self._pager.forget(number)\n",
         "            pass\n",
         DEFERRED,
+    ),
+    Mutant(
+        "the host updates weights that are being fetched",
+        MAKING,
+        "        fetches.synchronize()\n",
+        "",
+        SESSIONS,
+    ),
+    Mutant(
+        "the optimizer's state is read during updates",
+        NOTED,
+        "        self.updates.flush()\n        self.updates.require_gathered()\n",
+        "        self.updates.require_gathered()\n",
+        (*SESSIONS, *DEFERRED),
+    ),
+    Mutant(
+        "the optimizer's state is loaded during updates",
+        NOTED,
+        "        self.flush()\n        mains",
+        "        mains",
+        ("test_races.py::test_loading_the_optimizer_waits_for_updates",),
+    ),
+    Mutant(
+        "norms are taken of gradients on their way",
+        NOTED,
+        "        self._settle()\n        self._share_norms()\n",
+        "        self._share_norms()\n",
+        SESSIONS,
+    ),
+    Mutant(
+        "a step without clipping does not settle",
+        NOTED,
+        "            self._settle()\n            for own in self._all:\n                if own.noted",
+        "            for own in self._all:\n                if own.noted",
+        (*SESSIONS, "test_optimizer.py"),
+    ),
+    Mutant(
+        "averages are used before they arrive",
+        REDUCTION,
+        "        while self._in_flight:\n            self._retire()\n        width",
+        "        width",
+        RANKS,
+    ),
+    Mutant(
+        "weights are fetched before other ranks have updated theirs",
+        QUEUED,
+        "        return self._ranks.updated()\n",
+        "        return None\n",
+        RANKS,
+    ),
+    Mutant(
+        "weights count as updated on their way home",
+        QUEUED,
+        "        event.synchronize()\n",
+        "        pass\n",
+        RANKS,
+    ),
+    Mutant(
+        "the norm of another rank's gradient is left out",
+        NOTED,
+        "            self._ranks.node_sum(of_others), known, strict=True\n",
+        "            of_others, known, strict=True\n",
+        RANKS,
+    ),
+    Mutant(
+        "a rank saves the state of its own weights alone",
+        NOTED,
+        "        self.plain.state.update(others)\n",
+        "",
+        ("test_ranks.py::test_modes_and_numbers_of_ranks_continue_one_curve",),
+    ),
+    Mutant(
+        "slots keep what they held before somebody wrote",
+        VIEWING,
+        "            pager.forget_all()\n",
+        "",
+        ACCESS,
+    ),
+    Mutant(
+        "masters do not hear of what somebody wrote",
+        SESSION,
+        "                host.renew(where)\n",
+        "                pass\n",
+        ACCESS,
     ),
 )
 

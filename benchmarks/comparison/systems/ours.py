@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import TrainerState
 
 from axolotl.integrations.protrain.args import ProTrainArgs
-from axolotl.integrations.protrain.core.optim import PagedAdamW
 from axolotl.integrations.protrain.core.profile import measure_hardware
 from axolotl.integrations.protrain.core.types import Hardware
 from axolotl.integrations.protrain.run import TrainingRun
@@ -119,15 +118,11 @@ def open(setup: Setup) -> Training:
             "notes": report.notes,
         }
 
-    arithmetic = ""
-    if not setup.on_cpu and isinstance(optimizer, PagedAdamW):
-        arithmetic = "AdamW on the host rounds as a CPU does"
     return Training(
         step,
         args.model_dump(
             exclude_none=True, exclude_defaults=True, exclude={"protrain_cache_dir"}
         ),
-        arithmetic=arithmetic,
         peak_bytes=lambda: session.measured().device_peak_bytes,
         moved=moved,
         pinned_bytes=pinned_bytes if not setup.on_cpu else int,

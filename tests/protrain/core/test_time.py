@@ -22,7 +22,8 @@ from core_models import (
 )
 from hypothesis import given, settings, strategies as st
 
-from axolotl.integrations.protrain.core.cost.demand import host_work
+from axolotl.integrations.protrain.core.cost.demand import TrainedWork, trained_work
+from axolotl.integrations.protrain.core.cost.states import TrainedBytes
 from axolotl.integrations.protrain.core.cost.time import (
     COMMUNICATE,
     LANES,
@@ -109,21 +110,24 @@ class Case:
         )
         outside = t.outside_forward_s + t.outside_backward_s
         once = sum(t.forward_s) + sum(t.backward_s) + redone + outside
-        return t.update_s + self.accumulation * once + self.deferred_s()
+        return t.update_s + self.accumulation * once + self.trained_s()
 
-    def deferred_s(self) -> float:
+    def trained_s(self) -> float:
         """What the device does for weights with state on the host: for each byte of theirs
-        a norm, clipping, the update (7, with AdamW's numbers of steps) and sums."""
-        if self.update is Update.HOST:
-            return 0.0
-        chunks = [
-            chunk
-            for chunk, at in zip(self.layout.chunks, self.plan.placements, strict=True)
-            if chunk.trainable and at.on_host
-        ]
-        own = sum(chunk.payload_bytes for chunk in chunks)
-        steps = 2 * 4 * sum(len(chunk.tensors) for chunk in chunks)
-        moved = (1 + 2 + 7 + 3 * (self.accumulation - 1)) * own + steps
+        sums; a norm, clipping and the update (7, with AdamW's numbers of steps), shared
+        with the ranks of the node."""
+        again, moved = self.accumulation - 1, 0.0
+        ranks, device = self.world.local_size, self.update is Update.DEVICE
+        widens = again or self.world.size > 1 or not device
+        for chunk, at in zip(self.layout.chunks, self.plan.placements, strict=True):
+            if chunk.trainable and at.on_host:
+                own = chunk.payload_bytes
+                wide = self.fp32_master * chunk.payload_16_bit_bytes
+                moved += (1 / ranks + 3 * again) * (own + wide * bool(widens))
+                rests = sum(-(-17 * t.numel // 8) for t in chunk.tensors if t.is_16_bit)
+                state = 2 * (own + wide) + 4 * len(chunk.tensors)
+                state += self.fp32_master * rests
+                moved += device * (5 * own + 2 * state) / ranks
         return moved / self.hardware.memory_bytes_s
 
 
@@ -146,8 +150,6 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
     per_block = st.tuples(*[seconds] * num_blocks)
     rates = {name: draw(st.floats(0.5, 20)) for name in RATES}
     world, masters = draw(st.sampled_from(WORLDS)), draw(st.booleans())
-    # what the device computes for masters is not added up by hand here
-    update = st.sampled_from(Update) if world.size == 1 and not masters else None
     for way in ("fetch", "offload"):
         share = draw(st.floats(0.5, 1))
         rates[f"{way}_both_bytes_s"] = rates[f"{way}_bytes_s"] * share
@@ -171,7 +173,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
         masters,
         Moved(*[tuple(draw(st.integers(0, 100 * p.swaps)) for p in policies)] * 2),
         world,
-        draw(update) if update is not None else Update.HOST,
+        draw(st.sampled_from(Update)),
     )
 
 
@@ -412,22 +414,20 @@ def test_a_block_waits_for_its_copy_and_the_copy_for_the_slot() -> None:
     assert step.limiter == "fetch"
 
 
-CLIPPED = 9 / 7
-"""Rate of AdamW at which an fp32 weight is scaled and updated in 4 seconds, 9 bytes for
-each of its own; its norm takes `NORM_S`."""
-NORM_S = 4
+CLIPPED = {"adam_bytes_s": 9 / 7, "memory_bytes_s": math.inf}
+"""AdamW scales and updates an fp32 weight in 4 seconds, 9 bytes for each of its own; what
+the device does takes no time."""
 
 
 def test_a_fetch_waits_for_the_update_of_its_own_chunk_only() -> None:
     # updates end at 4, 8, 12; each fetch takes one second.
     # block 0 opens at 5, 1 at 9, 2 at 13 and ends at 14.
     # Backward: 2 ends at 15, 1 at 16; 0 was fetched meanwhile and ends at 17.
-    # Gradients leave from 15 to 18, a second each; the last arrives at 18. Their norm
-    # follows, for which the wait from 17 on counts
+    # Gradients leave from 15 to 18, a second each; the last arrives at 18
     four = dict.fromkeys(RATES[:4], 4)
-    step = by_hand([1] * 3, 2, 1, 1, True, adam_bytes_s=CLIPPED, **four).step()
-    assert step.total_s == pytest.approx(18 + 3 * NORM_S)
-    waited = {"fetch": 3, "offload": 0, "host": 8 + 1 + 3 * NORM_S}
+    step = by_hand([1] * 3, 2, 1, 1, True, **{**four, **CLIPPED}).step()
+    assert step.total_s == pytest.approx(18)
+    waited = {"fetch": 3, "offload": 1, "host": 8}
     assert step.exposed_s == pytest.approx(waited)
     assert step.limiter == "host"
 
@@ -436,7 +436,8 @@ def test_at_most_two_chunks_of_gradients_are_on_their_way() -> None:
     # all four slots hold their chunk again at 0; gradients take 4 seconds each, from 1;
     # the third is sent at 5 instead of 3, the fourth at 9
     instant = [name for name in RATES if not name.startswith("offload")]
-    case = by_hand([1] * 4, 4, 0, 1, True, **dict.fromkeys(instant, math.inf))
+    rates = dict.fromkeys([*instant, "memory_bytes_s"], math.inf)
+    case = by_hand([1] * 4, 4, 0, 1, True, **rates)
     step = case.step()
     assert step.total_s == 17
     assert step.exposed_s == {"fetch": 0, "offload": 13, "host": 0}
@@ -502,7 +503,7 @@ def of_ranks(
     return replace(case, plan=plan, world=world, accumulation=accumulation)
 
 
-INSTANT = dict.fromkeys(RATES, math.inf)
+INSTANT = dict.fromkeys([*RATES, "memory_bytes_s"], math.inf)
 
 
 def test_a_shard_is_fetched_and_then_gathered() -> None:
@@ -540,16 +541,27 @@ def test_gradients_are_reduced_before_a_part_of_them_leaves() -> None:
     assert single.total_s == 10 + 10 + 2 and single.offloaded_bytes == 2 * PAGE
 
 
-def test_sums_of_earlier_micro_batches_come_back_once() -> None:
+def test_sums_of_earlier_micro_batches_come_back_in_each_later_one() -> None:
     rates = INSTANT | {"fetch_bytes_s": PAGE / 2, "fetch_both_bytes_s": PAGE / 2}
-    for accumulation in (2, 5):
+    for accumulation in (1, 2, 5):
         step = of_ranks(World(2, 2), 1, accumulation, **rates).step()
-        # the update renews both chunks, and both sums come
-        assert step.fetched_bytes == 4 * PAGE
+        # the update renews both chunks
+        assert step.fetched_bytes == 2 * PAGE * accumulation
         # all but the last send whole chunks
         assert step.offloaded_bytes == 2 * PAGE * (accumulation - 1) + PAGE
-        assert step.total_s == 8
-    assert of_ranks(World(2, 2), **rates).step().fetched_bytes == 2 * PAGE
+        assert step.total_s == 4 * accumulation
+
+
+def test_ranks_update_their_share_on_the_device_and_fetch_all() -> None:
+    # operands of half a chunk, weights with them, are a page and 48 bytes of state each
+    case = replace(of_ranks(World(2, 2), **INSTANT), update=Update.DEVICE)
+    step = case.step()
+    own = PAGE // 2
+    state = 2 * PAGE + 16
+    assert step.fetched_bytes == 2 * (2 * own + state // 2) + 2 * PAGE
+    assert step.returned_bytes == 2 * (own + state // 2)
+    alone = replace(case, world=World()).step()
+    assert step.returned_bytes == alone.returned_bytes / 2
 
 
 def test_what_stays_on_the_device_is_reduced_beside_backward() -> None:
@@ -565,47 +577,42 @@ def test_what_stays_on_the_device_is_reduced_beside_backward() -> None:
     assert step.exposed_s["communicate"] == 7
 
 
+def work_of(case: Case, chunk: Chunk, ranks: int) -> TrainedWork:
+    world = World(ranks, ranks)
+    trained = TrainedBytes(case.layout, replace(case, world=world).workload())
+    return trained_work(chunk, None, trained, case.hardware, 0, 0)
+
+
 @given(cases(), st.sampled_from([2, 3, 8]))
 def test_more_ranks_of_a_node_have_less_to_update(case: Case, ranks: int) -> None:
-    trained = [chunk for chunk in case.layout.chunks if chunk.trainable]
-    for chunk in trained:
-        alone, together, more = (
-            host_work(
-                chunk,
-                case.hardware,
-                Workload(fp32_master=case.fp32_master, world=World(n, n)),
-            )
-            for n in (1, ranks, ranks + 1)
-        )
+    for chunk in filter(lambda chunk: chunk.trainable, case.layout.chunks):
+        alone, together, more = (work_of(case, chunk, n) for n in (1, ranks, ranks + 1))
         assert together.update_s == pytest.approx(alone.update_s / ranks)
-        assert more.update_s < together.update_s and more.norm_s < together.norm_s
-        assert more.part_bytes <= together.part_bytes < alone.nbytes + 1
+        assert more.update_s < together.update_s
+        assert more.part_bytes <= together.part_bytes <= together.nbytes
 
 
 @pytest.mark.parametrize(
-    ("dtype", "update", "first_sum", "later_sum", "clipping"),
+    ("dtype", "update"),
     [
-        # one weight of 4 bytes: 7 moved for each, 3 to add, 3 to take the norm and scale
-        (torch.float32, 28, 0, 12, 12),
-        # 2 bytes with a master of 4: it is rounded back, gradients are added to 4 bytes
-        (torch.bfloat16, 28 + 6, 6, 2 + 8, 12),
+        # one weight of 4 bytes: 7 moved for each, 2 to scale
+        (torch.float32, 36),
+        # 2 bytes with a master of 4, which comes from 3 more and leaves them
+        (torch.bfloat16, 36 + 4 * 3),
     ],
 )
-def test_host_work_takes_its_bytes(
-    dtype: torch.dtype, update: int, first_sum: int, later_sum: int, clipping: int
-) -> None:
+def test_an_update_on_the_host_takes_its_bytes(dtype: torch.dtype, update: int) -> None:
     case = by_hand([1], 1, 0, 0, True, adam_bytes_s=1 / 7)
     spec = replace(case.layout.chunks[0].tensors[0], dtype=dtype)
     chunk = replace(case.layout.chunks[0], tensors=(spec,), nbytes=spec.nbytes)
     layout = replace(case.layout, chunks=(chunk,))
     case = replace(case, layout=layout, fp32_master=True, accumulation=3)
-    host_s = update + first_sum + 2 * later_sum + clipping
-    assert case.step().busy_s["host"] == pytest.approx(host_s)
+    assert case.step().busy_s["host"] == pytest.approx(update)
 
 
 def outside_trained(accumulation: int = 1) -> Case:
     """A frozen resident block of 2 and 3 s; two host-state weights of 4 bytes outside."""
-    case = by_hand([1], 1, 2, 3, adam_bytes_s=CLIPPED)
+    case = by_hand([1], 1, 2, 3, **CLIPPED)
     chunks = [
         Chunk(c, None, True, (TensorSpec(f"p{c}", (1,), torch.float32, 0),), 4)
         for c in (1, 2)
@@ -625,26 +632,9 @@ def test_weights_that_stay_are_refreshed_before_forward() -> None:
     # updates end at 4 and 8, copies to the device at 8 and 12; forward ends at 24. The
     # second gradient leaves before the block's backward, the first after it, from 27
     step = outside_trained().step()
-    assert step.total_s == pytest.approx(24 + 3 + 4 + 1 + 2 * NORM_S)
-    waited = {"fetch": 8, "offload": 0, "host": 3 + 5 + 2 * NORM_S}
+    assert step.total_s == pytest.approx(24 + 3 + 4 + 1)
+    waited = {"fetch": 8, "offload": 5, "host": 3}
     assert step.exposed_s == pytest.approx(waited)
-
-
-def test_later_gradients_wait_for_a_staging_buffer() -> None:
-    # updates end at u, 2u, 3u, 4u, the first micro-batch at 4u + 33. In the second a
-    # sum takes 5 s: they end after 6 and 11 s; the third gradient, there after 3 s,
-    # waits until 6, so block 0 runs until 36 and its sum until 41
-    case = by_hand([1] * 4, 4, 0, 1, True, **dict.fromkeys(RATES, math.inf))
-    update_s = 15
-    case = replace(
-        case,
-        times=replace(case.times, backward_s=(30, 1, 1, 1)),
-        hardware=replace(case.hardware, adam_bytes_s=CLIPPED * 4 / update_s),
-        accumulation=2,
-    )
-    step = case.step()
-    assert step.total_s == pytest.approx(4 * update_s + 33 + 41)
-    assert step.exposed_s["host"] == pytest.approx(4 * update_s + 3 + 5)
 
 
 # Updates on the device, by hand: AdamW's state of an fp32 weight lies in 48 bytes, its two

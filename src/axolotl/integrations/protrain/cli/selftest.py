@@ -196,15 +196,13 @@ def _train(keys: Mapping[str, Any], output: Path) -> None:
 def _tolerance(raw: Mapping[str, Any], paged: Path) -> float:
     """Largest relative difference of a logged number.
 
-    None where the arithmetic is the same: always with frozen chunks, and on the CPU
-    device with adamw_torch_fused. Else a few roundings of the trained weights' dtype,
-    because host and device AdamW round apart.
+    None where the same device updates: only `protrain_cpu_optimizer` of a GPU lets
+    another one do it, which rounds apart by a few bits of the trained weights' dtype.
     """
     report = json.loads((paged / "protrain" / "report.json").read_text())
     trains_on_host = report["measured"]["offloaded_bytes"] > 0
-    same_adamw = raw.get("optimizer", "adamw_torch_fused") == "adamw_torch_fused"
-    same_adamw &= raw.get("protrain_cpu_optimizer", "torch") == "torch"
-    if not trains_on_host or (report["device"] == "cpu" and same_adamw):
+    by_host = trains_on_host and raw.get("protrain_cpu_optimizer") is not None
+    if report["device"] == "cpu" or not by_host:
         return 0.0
     return 1e-6 if raw.get("bf16") is False else 2.0**-7
 

@@ -443,11 +443,17 @@ class Session:
                 self._residence.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
-        given = self.device, self._worker, self._staging
         if self._ranks.world.size == 1:
-            return GradientOffload(*given, self.counters)
-        order, widens = self.plan.gradient_order, self._memory.sums_fp32
-        return GradientReduction(*given, self._ranks, order, widens, self.counters)
+            return GradientOffload(self.device, self._staging, self.counters)
+        return GradientReduction(
+            self.device,
+            self._worker,
+            self._staging,
+            self._ranks,
+            self.plan.gradient_order,
+            self._memory.sums_fp32,
+            self.counters,
+        )
 
     def _new_pager(self) -> Pager:
         return self._ring.pager(

@@ -268,13 +268,11 @@ class Demand:
         again = self.accumulation - 1
         micro_batch_s = sum(self.forward_s) + sum(self.backward_s) + self.outside_s
         compute_s = self.update_s + self.accumulation * micro_batch_s
-        compute_s += sum(again * work.sum_s for work in self.works)
+        compute_s += sum(again * work.sum_s + work.norm_s for work in self.works)
         if not self.on_host:
             compute_s += sum(work.update_s for work in self.works)
         if self.defers:
             compute_s += self.first.fetch_s * sum(w.operand_bytes for w in self.outside)
-        if not self.reduces:
-            compute_s += sum(work.norm_s for work in self.works)
         return max(
             compute_s,
             sum(traffic.fetch_bytes * traffic.fetch_s for traffic in passes),

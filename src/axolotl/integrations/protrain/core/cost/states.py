@@ -275,7 +275,7 @@ def host_state_bytes(
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
     gradients = sum(
-        main_chunk(chunk, held.sums_fp32).payload_bytes for chunk in trained
+        main_chunk(chunk, held.sums_fp32).nbytes for chunk in trained
     )
     # several ranks map it, each chunk from a page of its own
     alignment = PAGE_BYTES if several else ALIGNMENT_BYTES

@@ -424,11 +424,12 @@ class Step:
         self._in_flight.append(self._queue("offload", seconds, ready))
 
     def _reduce(self, work: TrainedWork, first: bool) -> None:
-        """Gradients are reduced, and the own part leaves."""
+        """Gradients are reduced, and the own part leaves; its norm is compute's."""
         self._add(work, first)
+        self._run(work.norm_s)
         seconds = work.nbytes * self._demand.scatter_s
         reduced = self._queue(COMMUNICATE, seconds, self.now)
-        self._leave(work.part_bytes, max(self.now, reduced + work.norm_s))
+        self._leave(work.part_bytes, max(self.now, reduced))
 
 
 class DeferredStep(Step):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..runtime import Device, HostWorker, Removable, Source, Staging
+from ..runtime import Device, Removable, Source, Staging
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, SUM_PIECE_BYTES, Counters
 from .host_chunks import HostChunk
@@ -149,19 +149,17 @@ class GradientOffload(Gradients):
     """`Gradients` of a rank alone; see Note [Sums of micro-batches].
 
     Args:
-        worker: Has updates on the host, which still may read where gradients land.
         staging: Through which sums come back.
     """
 
     def __init__(
         self,
         device: Device,
-        worker: HostWorker,
         staging: Staging,
         counters: Counters | None = None,
     ) -> None:
         super().__init__()
-        self._device, self._worker, self._staging = device, worker, staging
+        self._device, self._staging = device, staging
         self._counters = counters or Counters()
         self._expected: list[GradientSums] = []
         self._of_block: dict[int | None, list[GradientSums]] = {}
@@ -281,7 +279,6 @@ class GradientOffload(Gradients):
         gradients, sums.arrived = sums.arrived, {}
         if not gradients:
             return
-        self._worker.wait(sums.chunk.index)
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
         stream = self._device.offload

@@ -66,7 +66,7 @@ class GradientReduction(Gradients):
         self._device, self._worker, self._ranks = device, worker, ranks
         self._order, self._sums_fp32 = order, sums_fp32
         self._counters = counters
-        self._offload = GradientOffload(device, worker, staging, counters)
+        self._offload = GradientOffload(device, staging, counters)
         self._waiting: list[_Waiting] = []
         self._first_of_block: dict[int, int] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
