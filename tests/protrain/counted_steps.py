@@ -192,7 +192,8 @@ PORTIONS = {"none": 0.0, "half": 0.5, "all": 1.0}
 
 
 def peaks(step: Step) -> Peaks:
-    """Predict the peak, then train two steps and count it."""
+    """Predict the peak, then train three steps and count it: state that has been made in the
+    first comes to the device from the third on."""
     model = build(step)
     batch = random_batch(step)
     adapters = {
@@ -213,7 +214,7 @@ def peaks(step: Step) -> Peaks:
     )
     workload = Workload(accumulation=step.accumulation, fp32_master=step.fp32_master)
     estimate = MemoryModel(layout, traced.trace, workload, CPU).device(plan)
-    options = Options(fp32_master=step.fp32_master)
+    options = Options(fp32_master=step.fp32_master, accumulates=step.accumulation > 1)
     with closing(Session(model, layout, plan, CpuDevice(), options)) as session:
         counter = _count(step, session, batch)
     return Peaks(
@@ -230,9 +231,10 @@ def _count(step: Step, session: Session, batch: dict[str, Tensor]) -> Counter:
     optimizer = session.wrap_optimizer(torch.optim.AdamW(trained, fused=True))
     dtype = autocast_dtype(step)
     counter = Counter(model_bytes(model))
-    for _ in range(2):
+    for _ in range(3):
         with counter:
-            for _ in range(step.accumulation):
+            for number in range(step.accumulation):
+                session.begin_micro_batch(number == step.accumulation - 1)
                 with torch.autocast("cpu", dtype, enabled=dtype is not None):
                     outputs = model(**batch)
                 if dtype is not None:

@@ -369,7 +369,8 @@ def through_session(n_persist: int) -> Trace:
         scheduler.step()
         model.zero_grad()
     saved = optimizer.state_dict()
-    names = [n for group in saved["param_groups"] for n in group["param_names"]]
+    name_of = {id(param): name for name, param in model.named_parameters()}
+    names = [name_of[id(p)] for group in plain.param_groups for p in group["params"]]
     masters = {
         names[index]: state["master"].clone()
         for index, state in saved["state"].items()

@@ -31,20 +31,14 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.optim import (
-    GradientOffload,
-    HostChunk,
-    HostMemory,
-)
 from axolotl.integrations.protrain.core.runtime import (
-    Arena,
     CheckedDevice,
     CpuDevice,
     HostWorker,
     Slot,
 )
 from axolotl.integrations.protrain.core.session import Options, Session
-from axolotl.integrations.protrain.core.types import Chunk, TensorSpec, Update
+from axolotl.integrations.protrain.core.types import Update
 
 
 def bytes_of(value: int, size: int = 8) -> Tensor:
@@ -431,28 +425,6 @@ def test_loading_the_optimizer_waits_for_updates() -> None:
             losses[-1] += train(own, optimizer, data[2])
     assert losses[0] == losses[1]
     assert_same(weights(model), weights(plain))
-
-
-def test_settling_waits_for_sums_on_the_host() -> None:
-    device = checked()
-    spec = TensorSpec("w", (4,), torch.float32, 0)
-    chunk = Chunk(0, 0, True, (spec,), spec.nbytes)
-    param = nn.Parameter(torch.ones(4))
-    memory = HostMemory(Arena((chunk,)), device)
-    memory.add([chunk])
-    host = HostChunk(chunk, {"w": param}, memory)
-    worker, gate = HostWorker(device), threading.Event()
-    offload = GradientOffload(device, worker)
-    with closing(worker), closing(offload):
-        offload.attach([host])
-        worker.submit(lambda: gate.wait(20))
-        for _ in range(2):
-            (3 * param).sum().backward()
-        timer = threading.Timer(0.05, gate.set)
-        timer.start()
-        offload.settle()
-        assert host.gradients[0].tolist() == [6.0] * 4
-        timer.join()
 
 
 def test_zero_grad_forgets_what_is_not_sent_yet() -> None:

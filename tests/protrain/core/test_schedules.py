@@ -29,9 +29,10 @@ from axolotl.integrations.protrain.core.runtime import (
     HostWorker,
     Pager,
     Slot,
+    Staging,
     Swap,
 )
-from axolotl.integrations.protrain.core.types import Chunk, TensorSpec
+from axolotl.integrations.protrain.core.types import Chunk, Counters, TensorSpec
 
 FORWARD, BACKWARD, INFERENCE = Direction
 
@@ -93,7 +94,9 @@ class Schedules:
             self.device.pin(region)
         self._write_arena()
         self.worker = HostWorker(self.device)
-        self.offload = GradientOffload(self.device, self.worker)
+        self.offload = GradientOffload(self.device, Staging(self.device, Counters()))
+        # a norm is taken at once, of what a kernel fills later
+        self.offload.begin_micro_batch(False)
         self.hosts: list[Any] = [
             HostChunk(c, self.params, memory)  # type: ignore[arg-type]
             for c in trained
@@ -133,8 +136,8 @@ class Schedules:
         """Some steps, each with its micro-batches, updates and interludes."""
         try:
             for _ in range(self.draw.randint(1, 2)):
-                for _ in range(self.draw.randint(1, 2)):
-                    self.micro_batch()
+                for last in (False, True)[self.draw.randint(0, 1) :]:
+                    self.micro_batch(last)
                     self.interlude()
                 self.update()
                 self.interlude()
@@ -142,7 +145,8 @@ class Schedules:
             self.close()
         assert not self.wrong, self.wrong
 
-    def micro_batch(self) -> None:
+    def micro_batch(self, last: bool) -> None:
+        """Only the last one has gradients: sums are torch's own, which wait for nothing."""
         drop = self.draw.random() < 0.2
         blocks = [
             block
@@ -162,7 +166,7 @@ class Schedules:
             self.saved.clear()
             return
         for block in reversed(blocks):
-            self.backward(block)
+            self.backward(block, last)
 
     def interlude(self) -> None:
         act = self.draw.random()
@@ -184,7 +188,7 @@ class Schedules:
         self.launch(block)
         self.pager.close(block, direction)
 
-    def backward(self, block: int) -> None:
+    def backward(self, block: int, last: bool) -> None:
         before = self.pager.window
         self.pager.open(block, BACKWARD)
         if before is not None and before != block:
@@ -192,7 +196,7 @@ class Schedules:
         self.launch(block)
         self.read_saved(block)
         for host in self.hosts:
-            if host.chunk.block == block:
+            if host.chunk.block == block and last:
                 for spec in host.chunk.tensors:
                     # what the loss does not depend on never arrives
                     if self.draw.random() < 0.9:
@@ -256,25 +260,26 @@ class Schedules:
         for host in self.hosts:
             names = [s.name for s in host.chunk.tensors if s.name in self.sums]
             if names:
-                sums = [self.sums.pop(name) for name in names]
-                for name, total in zip(names, sums, strict=True):
+                sums = {name: self.sums.pop(name) for name in names}
+                for name, total in sums.items():
                     self.values[name] -= total
+                host.sums.present.clear()
                 self.pager.close_any()
                 self.pager.forget(host.chunk.index)
                 self.worker.submit(
                     self._task(host, fetches, sums), changes=host.chunk.index
                 )
 
-    def _task(self, host: HostChunk, fetches: Any, sums: list[float]) -> Any:
+    def _task(self, host: HostChunk, fetches: Any, sums: dict[str, float]) -> Any:
         def update() -> None:
             fetches.synchronize()
-            host.changes()
-            for gradient, total in zip(host.gradients, sums, strict=True):
-                if not bool((gradient == total).all()):
-                    self.wrong.append(f"a sum of {gradient.tolist()}, not {total}")
-            for main in host.with_gradients():
-                main.sub_(main.grad)
-            host.clear()
+            self.device.writes((host.weights, host.sums.memory))
+            for index, spec in enumerate(host.chunk.tensors):
+                if spec.name in sums:
+                    gradient, total = host.sums.total(index), sums[spec.name]
+                    if not bool((gradient == total).all()):
+                        self.wrong.append(f"a sum of {gradient.tolist()}, not {total}")
+                    self.arena.tensor(host.chunk.index, spec).sub_(gradient)
 
         return update
 

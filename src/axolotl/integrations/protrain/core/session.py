@@ -211,7 +211,11 @@ class Session:
         names = {id(p): name for name, p in self._params.items()}
         viewer = self._viewer
         around = Surroundings(
-            self._beside, self._before_update, viewer.hide, viewer.show_again
+            self._beside,
+            self._own_that_stay,
+            self._before_update,
+            viewer.hide,
+            viewer.show_again,
         )
         given = plain, names, self.device, around, self._ranks
         updates: NotedUpdates
@@ -556,6 +560,14 @@ class Session:
             self._ring.source(chunk.index),
             partial(self._residence.refresh, chunk, self._ring),
         )
+
+    def _own_that_stay(self, host: HostChunk) -> InBuffer | None:
+        """See `Surroundings`; refreshed before they are used, whatever becomes of them."""
+        if host.chunk.index in self._ring.numbers:
+            return None
+        own = slice(host.start, host.start + host.weights.numel())
+        buffer = self._residence.buffer_of(host.chunk)[own]
+        return InBuffer(self.device, buffer, host.weights, lambda: None)
 
     @contextmanager
     def _beside(self, chunk: Chunk, after: Event | None) -> Iterator[InBuffer]:

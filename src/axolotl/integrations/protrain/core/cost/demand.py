@@ -58,7 +58,7 @@ class TrainedWork(NamedTuple):
         sum_bytes: Come in each later micro-batch, to be added to.
         norm_s: Of the device, in the last micro-batch.
         operand_bytes: Come to the device for the update: gradients and state, of several
-            ranks weights too.
+            ranks paged weights too.
         weight_bytes: Go home after it; so do `state_bytes`.
         update_s: Of the device, or of the host.
         renew_bytes: Come after it, where weights stay on the device, and are gathered in
@@ -96,7 +96,7 @@ def trained_work(
     state = trained.region[index] + trained.rests[index]
     read = trained.state[index] + trained.rests[index]
     operands, returned, back = main.nbytes + state, chunk.nbytes, state
-    if several:
+    if several and number is not None:
         operands += chunk.nbytes
     update_s = update_seconds(own, read, hardware)
     if workload.update is Update.HOST:

@@ -116,7 +116,7 @@ class TrainedBytes:
     @cached_property
     def operands(self) -> list[int]:
         """What comes beside the weights at once: gradients, masters and state for an
-        update, of several ranks with the weights of the largest span; or sums."""
+        update, of several ranks with the paged weights of the largest span; or sums."""
         size = self.workload.world.local_size
         trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
         found = [0] * len(self.layout.chunks)
@@ -140,7 +140,7 @@ class TrainedBytes:
         parts = [span_bytes(sums, span)]
         if w.fp32_master:
             parts.append(span_bytes(rest_chunk(chunk), span))
-        if w.world.size > 1:
+        if w.world.size > 1 and chunk.pageable:
             parts.append(span_bytes(chunk, span))
         return aligned(region) + sum(aligned(p.stop - p.start) for p in parts)
 
@@ -274,9 +274,7 @@ def host_state_bytes(
     ranks, several = workload.world.local_size, workload.world.size > 1
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
-    gradients = sum(
-        main_chunk(chunk, held.sums_fp32).nbytes for chunk in trained
-    )
+    gradients = sum(main_chunk(chunk, held.sums_fp32).nbytes for chunk in trained)
     # several ranks map it, each chunk from a page of its own
     alignment = PAGE_BYTES if several else ALIGNMENT_BYTES
     if several and workload.accumulation > 1:

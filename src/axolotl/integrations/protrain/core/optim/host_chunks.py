@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..layout import main_chunk, rest_chunk, span_bytes, spans
-from ..runtime import Arena, Device, Ranks
+from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk
 from .masters import Masters
 from .sums import GradientSums
@@ -37,7 +37,7 @@ class HostMemory:
 
     weights: Arena
     device: Device
-    ranks: Ranks
+    ranks: Ranks = field(default_factory=Alone)
     masters: bool = False
     sums_fp32: bool = False
     spans: dict[int, tuple[range, ...]] = field(default_factory=dict)

@@ -40,12 +40,14 @@ class Surroundings(NamedTuple):
     Attributes:
         beside: Gives the weights of a chunk in device memory where no pass reads them,
             to be updated outside of passes; once the host's copy is there.
+        stays: Those that this rank updates of a chunk which is on the device, there.
         rewrites: The host's copy of some weights is about to be written.
         hide: Nobody looks at gradients from here on.
         show_again: A step is over: whoever looked may go on.
     """
 
     beside: Callable[[Chunk, Event | None], AbstractContextManager[InMemory]]
+    stays: Callable[[HostChunk], InMemory | None]
     rewrites: Callable[[HostChunk], None]
     hide: Callable[[], None]
     show_again: Callable[[], None]

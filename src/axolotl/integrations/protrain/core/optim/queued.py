@@ -42,7 +42,9 @@ class QueuedUpdates(NotedUpdates):
     def note(self) -> None:
         waiting = [own for own in self._all if own.noted is not None]
         ahead = deque(
-            own for own in waiting if own.host.chunk.pageable and own.span_used
+            own
+            for own in waiting
+            if own.span_used and self._around.stays(own.host) is None
         )
         for own in waiting:
             while (
@@ -84,7 +86,7 @@ class QueuedUpdates(NotedUpdates):
         else:
             self._worker.wait(index)
             if own.span_used:
-                self._with_device.make(own)
+                self._with_device.make(own, self._around.stays(own.host))
             own.noted = None
             land = partial(_wait, own.left)
         self._worker.submit(partial(self._land, land), changes=index)
