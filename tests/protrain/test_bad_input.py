@@ -201,8 +201,9 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 RATES_DECIDE: dict[str, Any] = {
     "protrain_auto_memory": True,
     "protrain_capacity_bytes": 700_000,
-    "protrain_cpu_capacity_bytes": 1_060_000,
+    "protrain_cpu_capacity_bytes": 986_000,
     "protrain_cpu_optimizer": "torch",
+    "gradient_accumulation_steps": 1,
 }
 """With a fast link two blocks would swap, for which the host has no room: one does."""
 PARTIAL = {"partial": 1, "partial_resident": 4}
