@@ -80,10 +80,12 @@ class ChunkUpdate:
         self.left: Event | None = None
         self.attempt = object()
 
-    @property
-    def span_used(self) -> list[int]:
-        """Those of `used` that are updated here."""
-        return [index for index in self.used if index in self.params]
+    def changes(self, noted: Noted | None) -> list[int]:
+        """Indices of parameters that a noted call changes here, if there is one."""
+        if noted is None:
+            return []
+        touched = self.used if noted.method == "step" else self.params
+        return [index for index in touched if index in self.params]
 
     def sources(self, weights: bool = False) -> list[Source]:
         """What an update reads beside the weights, or with them."""
@@ -116,7 +118,7 @@ class ChunkUpdate:
         host, masters = self.host, self.host.masters
         steps = noted.method == "step"
         together = {}
-        for index in self.span_used if steps else self.params:
+        for index in self.changes(noted):
             param = self.params[index]
             main = self.mains[param]
             weight = tensor_in(weights, host.chunk.tensors[index], host.start)

@@ -44,7 +44,7 @@ class QueuedUpdates(NotedUpdates):
         ahead = deque(
             own
             for own in waiting
-            if own.span_used and self._around.stays(own.host) is None
+            if own.changes(own.noted) and self._around.stays(own.host) is None
         )
         for own in waiting:
             while (
@@ -85,7 +85,7 @@ class QueuedUpdates(NotedUpdates):
             land = partial(self._with_host.make, own, fetches)
         else:
             self._worker.wait(index)
-            if own.span_used:
+            if own.changes(own.noted):
                 self._with_device.make(own, self._around.stays(own.host))
             own.noted = None
             land = partial(_wait, own.left)
