@@ -23,6 +23,7 @@ from axolotl_jobs import (
     pair,
     weight_differences,
 )
+from compatibility import state_differences
 from tiny_models import random_model
 from torch import nn
 
@@ -120,6 +121,40 @@ CLIPPED_FULL = pair("llama", ACCUMULATE, plan=PLANS["B-some"], num_ranks=RANKS)
 @pytest.mark.parametrize("jobs", [CLIPPED_FULL], ids=["full"])
 def test_clipping(run: Run, jobs: Pair) -> None:
     assert_equal(run(jobs.paged), run(jobs.plain))
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+OTHERS = {
+    name: pair(
+        "llama",
+        ACCUMULATE | SAVES,
+        {"optimizer": name, **keys},
+        plan=PLANS[plan],
+        num_ranks=RANKS,
+    )
+    for name, plan, keys in (
+        ("adamw_bnb_8bit", "C-all", BF16),
+        ("adafactor", "B-some", {}),
+        ("lion_8bit", "B-some", BF16),
+        ("schedule_free_adamw", "C-all", {}),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pytest.param(
+            jobs, id=name, marks=() if name == "adamw_bnb_8bit" else pytest.mark.full
+        )
+        for name, jobs in OTHERS.items()
+    ],
+)
+def test_optimizers(run: Run, jobs: Pair) -> None:
+    """And the first rank saves the state of all, as the plain one writes it."""
+    paged, plain = run(jobs.paged), run(jobs.plain)
+    assert_equal(paged, plain)
+    assert not state_differences(paged.output, plain.output)
 
 
 ODD_RANKS = (

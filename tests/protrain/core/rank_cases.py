@@ -141,6 +141,9 @@ def special() -> Iterator[Case]:
                 )
                 for name in ("amsgrad", "Adafactor", "AdamW8bit", "schedule-free")
             },
+            "host-skips": Case(
+                "", (), "stack", 2, 0.5, plan=(HOST,), slow=True, skips=(0, 3, 4, 5)
+            ),
             "host-8bit": Case("", (), "stack", plan=(HOST,), optimizer="AdamW8bit"),
         }.items():
             yield replace(case, name=f"{mode}-{name}")

@@ -197,10 +197,13 @@ class GradientOffload(Gradients):
         while self._in_flight and self._in_flight[0][0].query():
             self._retire()
 
-    def settle(self) -> None:
+    def send(self) -> None:
+        """Send what has arrived: parameters the loss does not depend on never do."""
         for sums in self._expected:
-            # parameters the loss does not depend on never arrive
             self._send(sums)
+
+    def settle(self) -> None:
+        self.send()
         while self._in_flight:
             self._retire()
 

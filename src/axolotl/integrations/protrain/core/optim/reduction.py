@@ -93,6 +93,8 @@ class GradientReduction(Gradients):
         # norms are those of averages
         self._offload.begin_micro_batch(False)
         if synchronises:
+            # or a gradient would be added to less than there is
+            self._offload.send()
             self._due, self._ends, self._next = True, False, 0
             for waiting in self._waiting:
                 waiting.launched = False
@@ -217,9 +219,6 @@ class GradientReduction(Gradients):
 
     def _launch_until(self, number: int) -> None:
         while self._next < number:
-            if not self._next:
-                # sums of earlier micro-batches, and no earlier
-                self._offload.settle()
             self._launch(self._waiting[self._next])
             self._next += 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import pickle
+import pickle  # nosec B403 - between ranks of one run
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -107,6 +107,6 @@ def unpack(packed: bytes) -> dict[int, Any]:
         )
         return flat.as_strided(lies.shape, lies.stride)
 
-    unpickler = pickle.Unpickler(io.BytesIO(packed))
+    unpickler = pickle.Unpickler(io.BytesIO(packed))  # nosec B301 - of another rank
     unpickler.persistent_load = load  # type: ignore[method-assign]
     return unpickler.load()
