@@ -81,6 +81,26 @@ INSIDE = ("Liger RMS norm", "Liger rope", "Liger GLU")
 TIED = ("Chunked cross entropy", "Liger fused linear cross entropy")
 """They read the head without calling it, tied or not."""
 
+ANSWERED: dict[str, dict[str, Any]] = {
+    "`gradient_checkpointing: offload`": {"gradient_checkpointing": "offload"},
+    **{
+        f"`activation_offloading: {str(value).lower()}`": {
+            "gradient_checkpointing": True,
+            "activation_offloading": value,
+        }
+        for value in (True, "legacy", "disk", "hidden_states")
+    },
+    "`selective_checkpointing`": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "selective_checkpointing": {"save": ["attention"]},
+    },
+    "`device_map: auto`": {"device_map": "auto"},
+    "`max_memory`": {"max_memory": {"cpu": "1GiB"}},
+    "`gpu_memory_limit`": {"gpu_memory_limit": 1, "protrain_capacity_bytes": None},
+}
+"""Keys that the plan answers; the plain run is without them."""
+
 PREFERENCES = (
     "the loss runs pairs of answers or a reference model, so a step needs more memory "
     "than its plan counts: measured 1.3 times for KTO, 2.0 for DPO, IPO and SimPO, 2.3 "
@@ -102,6 +122,16 @@ CELLS: tuple[Cell, ...] = (
         Cell("Compositions", row, "full, tied", pair("llama-tied", keys, plan=HALF))
         for row, keys in COMPOSED.items()
         if row in TIED
+    ),
+    *(
+        Cell(
+            "Keys that the plan answers",
+            row,
+            base,
+            pair("llama", keys, plan=HALF | more),
+        )
+        for row, more in ANSWERED.items()
+        for base, keys in BASES.items()
     ),
     *(
         Cell(

@@ -28,6 +28,7 @@ from axolotl.integrations.protrain.core.types import Knobs
 from axolotl.integrations.protrain.plugin import ProTrainPlugin
 from axolotl.integrations.protrain.refusals import (
     EXCLUDED,
+    PLACES,
     refusals,
 )
 
@@ -336,14 +337,6 @@ REFUSED_IN_AXOLOTL = [
     ("dp_shard_size", {"dp_shard_size": 2}),
     ("dp_replicate_size", {"dp_replicate_size": 2}),
     ("layer_offloading", {"layer_offloading": True}),
-    ("activation_offloading", {"activation_offloading": True}),
-    ("activation_offloading", {"activation_offloading": "legacy"}),
-    ("activation_offloading", {"activation_offloading": "disk"}),
-    ("activation_offloading", {"activation_offloading": "hidden_states"}),
-    ("gradient_checkpointing", {"gradient_checkpointing": "offload"}),
-    ("gradient_checkpointing", {"gradient_checkpointing": "offload_disk"}),
-    ("selective_checkpointing", {"selective_checkpointing": True}),
-    ("selective_checkpointing", {"selective_checkpointing": {"save": ["attention"]}}),
     ("tiled_mlp", {"tiled_mlp": True}),
     ("torch_compile", {"torch_compile": True}),
     ("fp8", {"fp8": True}),
@@ -364,10 +357,6 @@ REFUSED_IN_AXOLOTL = [
     ("nonexpert_quantization", {"nonexpert_quantization": "nf4"}),
     ("ple_cpu_offload", {**QLORA, "ple_cpu_offload": True}),
     ("lora_on_cpu", {**LORA, "lora_on_cpu": True}),
-    ("max_memory", {"max_memory": {0: "20GiB"}}),
-    ("gpu_memory_limit", {"gpu_memory_limit": 20}),
-    ("device_map", {"device_map": "auto"}),
-    ("device_map", {"device_map": {"": 0}}),
     ("relora", {**LORA, "relora": True, "jagged_restart_steps": 10}),
     ("use_ray", {"use_ray": True, "ray_num_workers": 2}),
     ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
@@ -392,7 +381,7 @@ REFUSED_AFTER_AXOLOTL = [
     ("context_parallel_size: 2` spreads", {"context_parallel_size": 2}),
     ("sequence_parallel_degree: 2` spreads", {"sequence_parallel_degree": 2}),
     ("expert_parallel_size: 2` spreads", {"expert_parallel_size": 2}),
-    ("fsdp` decides where weights live", {"fsdp": ["full_shard"]}),
+    ("Where weights live is ProTrain's task here", {"fsdp": ["full_shard"]}),
     ("nf4_backend: torchao` gives weights", {"nf4_backend": "torchao"}),
 ]
 OF_SOME_VERSIONS = {"fsdp", "nf4_backend"}
@@ -413,11 +402,11 @@ def test_refused(named, settings):
 @pytest.mark.parametrize(("said", "settings"), REFUSED_AFTER_AXOLOTL)
 def test_refused_where_axolotl_would_let_it_pass(said, settings):
     (line,) = refusals(settings)
-    assert line.startswith(f"`{said}")
+    assert line.lstrip("`").startswith(said)
 
 
 def test_every_row_of_the_tables_is_tried_and_names_a_real_field():
-    rows = {row.key for row in EXCLUDED}
+    rows = {row.key for row in EXCLUDED} | set(PLACES)
     assert rows - OF_SOME_VERSIONS <= set(Merged.model_fields)
     cases = REFUSED_IN_AXOLOTL + REFUSED_AFTER_AXOLOTL
     tried = {key for _, settings in cases for key in settings}
@@ -425,8 +414,48 @@ def test_every_row_of_the_tables_is_tried_and_names_a_real_field():
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    text = complaint(deepspeed="zero3.json", layer_offloading=True, optimizer="lomo")
-    assert len(text.splitlines()) == 4
+    fsdp = {"fsdp_config": {"offload_params": True}, "fsdp_version": 2}
+    text = complaint(**fsdp, layer_offloading=True, optimizer="lomo")
+    first, _, last = text.splitlines()
+    assert first.endswith(": `layer_offloading`, `fsdp_config`, `fsdp_version`.")
+    assert last.endswith("trains without ProTrain.")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": "offload"},
+        {"gradient_checkpointing": "offload_disk"},
+        *({"activation_offloading": v} for v in (True, "legacy", "hidden_states")),
+        {"selective_checkpointing": {"save": ["attention"]}},
+        {"device_map": "auto"},
+        {"device_map": {"": 0}},
+        {"max_memory": {0: "20GiB"}},
+    ],
+    ids=str,
+)
+def test_what_the_plan_answers_is_not_refused(settings):
+    assert validate(**settings).protrain_capacity_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes"),
+    [
+        ({"gpu_memory_limit": 20}, 20 * 2**30),
+        ({"gpu_memory_limit": "20GB"}, 20 * 10**9),
+        ({"gpu_memory_limit": 20, "protrain_capacity_bytes": 5}, 5),
+    ],
+)
+def test_the_memory_limit_is_the_budget(settings, num_bytes):
+    assert validate(**settings).protrain_capacity_bytes == num_bytes
+    off = validate(**settings, protrain_auto_memory=False)
+    assert off.protrain_capacity_bytes == settings.get("protrain_capacity_bytes")
+
+
+def test_a_memory_limit_that_is_no_number_of_bytes():
+    assert "`gpu_memory_limit`: 'most of it' is not" in complaint(
+        gpu_memory_limit="most of it"
+    )
 
 
 def test_full_precision_bf16_is_unknown_to_axolotl():

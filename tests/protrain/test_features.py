@@ -118,6 +118,24 @@ def test_feature(run: Run, trainings: Pair, without: Job) -> None:
     assert history_differences(plain.history, run(without).history, 0.0)
 
 
+OFFLOADS = pair(
+    "llama",
+    {"gradient_checkpointing": "offload", "gpu_memory_limit": 1},
+    plan=overrides(1, 2, 2, n_swap=1) | {"protrain_capacity_bytes": None},
+)
+
+
+@pytest.mark.parametrize("trainings", [OFFLOADS])
+def test_what_the_plan_answers_instead_is_said(run: Run, trainings: Pair) -> None:
+    report = run(trainings.paged).report
+    said = "`gradient_checkpointing: offload`, `gpu_memory_limit: 1`"
+    assert (
+        f"Taken over: {said}. 2 of {NUM_BLOCKS} blocks recompute, 1 swap."
+        in report["notes"]
+    )
+    assert report["device_bytes"]["budget"] == 2**30
+
+
 BEST = {
     **EVALUATE,
     "save_strategy": None,

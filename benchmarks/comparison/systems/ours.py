@@ -47,7 +47,7 @@ def open(setup: Setup) -> Training:
         **args.model_dump(exclude_none=True),
     )
     model = setup.model(HOST)
-    run = TrainingRun(cfg, False, get_logger(__name__))
+    run = TrainingRun(cfg, (), get_logger(__name__))
     run.open(model, setup.device, saves_optimizer=False)
     session, report = run.session, run.report
     assert session is not None and report is not None

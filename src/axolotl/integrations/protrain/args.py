@@ -2,8 +2,8 @@
 
 Axolotl adds :class:`ProTrainArgs` as one more base class of its own config, so the
 validator here sees every Axolotl field beside ours. Deprecated spellings are rewritten
-by then (``gradient_checkpointing: offload``); what depends on the run (``device_map``,
-the fp16 fallback, a quantised checkpoint, the ranks) is checked when the model loads.
+by then (``gradient_checkpointing: offload``); what depends on the run (the fp16 fallback,
+a quantised checkpoint, the ranks) is checked when the model loads.
 """
 
 import difflib
@@ -164,8 +164,8 @@ class ProTrainArgs(BaseModel):
     )
     protrain_capacity_bytes: Bytes | None = Field(
         default=None,
-        description="Device budget. Unset: what the device has free, less a reserve. "
-        "Required on a machine without an accelerator.",
+        description="Device budget. Unset: Axolotl's gpu_memory_limit, or what the "
+        "device has free, less a reserve. Required on a machine without an accelerator.",
     )
     protrain_cpu_capacity_bytes: Bytes | None = Field(
         default=None,
@@ -219,9 +219,19 @@ class ProTrainArgs(BaseModel):
         if problems:
             problems.append("`protrain_auto_memory: false` trains without ProTrain.")
             raise ConfigError("\n".join(problems))
+        # Written down, so that validating the validated config again agrees.
         if _force_flags(self):
-            # Written down, so that validating the validated config again agrees.
             self.protrain_auto_mode = False
+        limit = vars(self).get("gpu_memory_limit")
+        if limit is not None and self.protrain_capacity_bytes is None:
+            # Axolotl counts bare numbers in GiB
+            text = f"{limit}GiB" if isinstance(limit, int) else limit
+            try:
+                self.protrain_capacity_bytes = parse_bytes(text)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"`gpu_memory_limit`: {error}. Set `protrain_capacity_bytes`."
+                ) from None
         return self
 
 

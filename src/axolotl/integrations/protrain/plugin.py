@@ -16,6 +16,7 @@ from .before_loading import require_plan
 from .core.checkpoint import checkpoints, fault_of, require_whole, restore
 from .core.errors import ConfigError
 from .planning import missing_capacity
+from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class ProTrainPlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pages = self._recompute_all = False
+        self._pages = False
+        self._taken_over: list[str] = []
         self._is_listed = True
         self._run: TrainingRun | None = None
         self._loading = ExitStack()
@@ -49,6 +51,8 @@ class ProTrainPlugin(BasePlugin):
         self._share = None
         reject_unknown_keys(cfg)
         self._is_listed = lists_plugin(cfg.get("plugins"))
+        # as they are spelt, before validation and defaults
+        self._taken_over = [as_yaml(k, cfg[k]) for k in TAKEN_OVER if cfg.get(k)]
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
         # listed under another of its names it was loaded once more, and Axolotl would
@@ -83,9 +87,8 @@ class ProTrainPlugin(BasePlugin):
         _check_checkpoints(cfg)
         require_plan(cfg, _device(cfg), LOG)
         self._pages = True
+        cfg.update(dict.fromkeys(TAKEN_OVER), gradient_checkpointing=False)
         cfg.device_map = "cpu"
-        self._recompute_all = bool(cfg.gradient_checkpointing)
-        cfg.gradient_checkpointing = False
         # Axolotl 0.19 asks each item for `model_dump`: every key of its own mapping is
         # there, as None, so it calls that. Plain mappings it reads as it means to.
         if cfg.role_boundaries:
@@ -128,7 +131,7 @@ class ProTrainPlugin(BasePlugin):
         # imported here: the command line reads this module without a trainer
         from .trainer import page_trainer
 
-        self._run = TrainingRun(cfg, self._recompute_all, LOG, self._share)
+        self._run = TrainingRun(cfg, self._taken_over, LOG, self._share)
         page_trainer(trainer, self._run)
 
     def post_train(self, cfg: Any, model: Any) -> None:

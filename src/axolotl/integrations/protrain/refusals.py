@@ -18,10 +18,10 @@ class Refusal(NamedTuple):
 
     def message(self, value: object) -> str:
         """The line for the person: key and value, the reason, the way out."""
-        return f"{_as_yaml(self.key, value)} {self.why}. {self.way_out}."
+        return f"{as_yaml(self.key, value)} {self.why}. {self.way_out}."
 
 
-def _as_yaml(key: str, value: object) -> str:
+def as_yaml(key: str, value: object) -> str:
     """``key: value`` as in the YAML; mappings and lists are left out for length."""
     if isinstance(value, Enum):
         value = value.value
@@ -54,16 +54,20 @@ def _has_range(patterns: Iterable[str] | None) -> bool:
     return any(re.search(r".\[[0-9]*(:[0-9]*)?\]$", text) for text in patterns or ())
 
 
-_PLACES = "decides where weights live, which is ProTrain's task here"
 _PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
-_CAPACITY = "Use `protrain_capacity_bytes`"
 _QUANTISED = "gives weights of a kind that ProTrain cannot page"
 
+PLACES = (
+    "deepspeed fsdp fsdp_config layer_offloading lora_on_cpu ple_cpu_offload".split()
+)
+"""Keys that decide where weights live."""
+TAKEN_OVER = (
+    "gradient_checkpointing activation_offloading selective_checkpointing "
+    "device_map max_memory gpu_memory_limit".split()
+)
+"""Keys whose question the plan answers: what recomputes, what waits on the host."""
+
 EXCLUDED = (
-    *_each("deepspeed fsdp layer_offloading lora_on_cpu", _PLACES),
-    *_each("ple_cpu_offload", _PLACES),
-    *_each("fsdp_config device_map", _PLACES, when=_is_set),
-    *_each("max_memory gpu_memory_limit", _PLACES, _CAPACITY, when=_is_set),
     *_each("tensor_parallel_size context_parallel_size", _PARALLEL, when=_several),
     *_each("sequence_parallel_degree expert_parallel_size", _PARALLEL, when=_several),
     *_each("dp_shard_size dp_replicate_size", _PARALLEL, when=_several),
@@ -92,7 +96,6 @@ EXCLUDED = (
         "runs pairs of answers or a reference beside the one forward that a plan "
         "counts, and needs more memory, twice as much for most",
     ),
-    Refusal("selective_checkpointing", "recomputes by another rule than the plan"),
     Refusal("tiled_mlp", "runs backward several times in a block"),
     Refusal(
         "torch_compile",
@@ -108,11 +111,6 @@ EXCLUDED = (
         _one_of("all", "parameters"),
     ),
     Refusal("lisa_n_layers", "changes which blocks train during the run"),
-    Refusal(
-        "activation_offloading",
-        "would move paged weights as if they were activations",
-        "Remove it; where it comes from `gradient_checkpointing: offload`, use `true`",
-    ),
     Refusal(
         "fp16",
         "scales the loss and looks for overflow only in gradients on the device",
@@ -147,6 +145,10 @@ _INSEPARABLE = {
 """Optimizers whose update of a weight alone would not be that of the plain run."""
 
 
+def _places(key: str) -> bool:
+    return key in PLACES or key.startswith("fsdp_")
+
+
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     lines = [
@@ -154,6 +156,12 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         for row in EXCLUDED
         if row.key in settings and row.when(settings[row.key])
     ]
+    if any(settings.get(key) for key in PLACES):
+        placing = [f"`{k}`" for k, value in settings.items() if value and _places(k)]
+        lines.append(
+            "Where weights live is ProTrain's task here. Remove all that decides it: "
+            f"{', '.join(placing)}."
+        )
     optimizer = settings.get("optimizer") or HOST_OPTIMIZERS[0]
     trains_paged_weights = not (
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
@@ -169,13 +177,13 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     key = "protrain_cpu_optimizer"
     if trains_paged_weights and settings.get(key) and name not in HOST_OPTIMIZERS:
         lines.append(
-            f"{_as_yaml('optimizer', optimizer)} cannot update weights on the host, "
+            f"{as_yaml('optimizer', optimizer)} cannot update weights on the host, "
             f"which `{key}` asks for. Use {' or '.join(HOST_OPTIMIZERS)}, train an "
             f"adapter, or remove `{key}`."
         )
     if trains_paged_weights and name in _INSEPARABLE:
         lines.append(
-            f"{_as_yaml('optimizer', optimizer)} {_INSEPARABLE[name]}, and here a part of "
+            f"{as_yaml('optimizer', optimizer)} {_INSEPARABLE[name]}, and here a part of "
             "them is updated at a time. Use adamw_bnb_8bit, adafactor or another of those "
             "in the README, or train an adapter."
         )

@@ -78,7 +78,7 @@ class TrainingRun:
 
     Args:
         cfg: Axolotl's validated configuration.
-        recompute_all: The YAML asks for gradient checkpointing, which is taken over.
+        taken_over: Keys of the YAML, with their values, that the plan answers instead.
         log: Prints a line.
         share: What this rank has loaded of a base that a node's ranks quantise
             together; None for all of it.
@@ -90,7 +90,11 @@ class TrainingRun:
     """On disk; the last one, after training, has weights only."""
 
     def __init__(
-        self, cfg: Any, recompute_all: bool, log: Any, share: LoadShare | None = None
+        self,
+        cfg: Any,
+        taken_over: Sequence[str],
+        log: Any,
+        share: LoadShare | None = None,
     ) -> None:
         self.args = args_from(cfg)
         self.log = log
@@ -99,7 +103,7 @@ class TrainingRun:
         self.ranks: Ranks = Alone()
         self._cfg = cfg
         self._share = share
-        self._recompute_all = recompute_all
+        self._taken_over = taken_over
         self._output_dir = Path(cfg.output_dir)
         self._logged: dict[str, float] = {}
         self._looked_at: set[str] | None = None
@@ -347,10 +351,10 @@ class TrainingRun:
             filled = ", ".join(f"{k} {getattr(plan, k)}" for k in left_out)
             notes.append(f"Overrides completed with defaults: {filled}.")
             self.log.warning(notes[-1])
-        if self._recompute_all:
+        if self._taken_over:
             notes.append(
-                "gradient_checkpointing is taken over: "
-                f"{plan.n_checkpoint} of {len(plan.policies)} blocks recompute."
+                f"Taken over: {', '.join(self._taken_over)}. {plan.n_checkpoint} of "
+                f"{len(plan.policies)} blocks recompute, {plan.n_swap} swap."
             )
         effective = self._cfg.micro_batch_size * forecast.workload.accumulation
         if plan.paged and effective < 4:

@@ -46,6 +46,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..args import PLUGIN, lists_plugin
 from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..refusals import TAKEN_OVER
 from .batches import find_file
 from .fake_kernels import (
     FLASH_ATTENTION,
@@ -67,11 +68,6 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "tekken.json",
-)
-_POLICIES = (
-    "gradient_checkpointing",
-    "activation_offloading",
-    "selective_checkpointing",
 )
 _FILLERS = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")
 """What transformers does to weights that a checkpoint lacks; here these are all."""
@@ -301,7 +297,7 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
         gc.freeze()
         undo.callback(gc.unfreeze)
         # the trace shows what a block computes once; policies are the plan's affair
-        undo.enter_context(_keys(cfg, dict.fromkeys(_POLICIES)))
+        undo.enter_context(_keys(cfg, dict.fromkeys(TAKEN_OVER)))
         if cfg.peft_init_lora_weights:
             assumptions.append(
                 f"peft_init_lora_weights: {cfg.peft_init_lora_weights} needs weights; "
