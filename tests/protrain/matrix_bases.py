@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from axolotl_jobs import LORA, PAGED, job, overrides, pair
+from axolotl_jobs import LORA, PAGED, PROTRAIN, job, overrides, pair
 from matrix import Cell
 from tiny_models import NUM_BLOCKS
 
@@ -56,6 +56,7 @@ INT8 = (
     "that recompute or swap would free nothing, and its forward binds the weight anew."
 )
 
+KERNELS_PLUGIN = [PROTRAIN, "axolotl.integrations.kernels.KernelsPlugin"]
 _OTHERS = [
     Cell(
         table="Other bases",
@@ -88,6 +89,39 @@ _OTHERS = [
         "paged base is loaded to the host.",
         message="`quantize_moe_experts: true` only acts on weights loaded to a GPU",
     ),
+]
+
+_OTHERS.append(
+    Cell(
+        table="Other bases",
+        row="MXFP4 (`model_quantization_config: Mxfp4Config`)",
+        column="full",
+        refused=job("gpt_oss", PAGED, {"model_quantization_config": "Mxfp4Config"}),
+        reason="not tried",
+        message="`model_quantization_config: Mxfp4Config` gives weights of a kind",
+    )
+)
+NOT_TRIED = {
+    "gptq": "GPTQ keeps packed weights as buffers, which stay on the device, and its "
+    "kernels are for GPUs: not tried.",
+    "nvfp4_merge_aware": "Kernels for NVFP4 are for GPUs of the last generation: not "
+    "tried.",
+}
+_OTHERS += [
+    Cell(
+        table="Other bases",
+        row=f"`{key}`",
+        column="LoRA",
+        refused=job(
+            "llama",
+            LORA,
+            PAGED,
+            {key: True, "bf16": True, "use_sonicmoe": True, "plugins": KERNELS_PLUGIN},
+        ),
+        reason=reason,
+        message=f"`{key}: true` gives weights of a kind that ProTrain cannot page",
+    )
+    for key, reason in NOT_TRIED.items()
 ]
 
 CELLS = (*_QUANTISED, *_OTHERS)

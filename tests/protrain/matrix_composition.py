@@ -104,12 +104,45 @@ ANSWERED: dict[str, dict[str, Any]] = {
 PREFERENCES = (
     "the loss runs pairs of answers or a reference model, so a step needs more memory "
     "than its plan counts: measured 1.3 times for KTO, 2.0 for DPO, IPO and SimPO, 2.3 "
-    "for ORPO (all of them bit-equal to plain runs); GRPO was not tried"
+    "for ORPO (all of them bit-equal to plain runs); GRPO and EBFT were not tried"
 )
 COMPILED = (
     "Dynamo follows the forward into the hooks that page weights and stops there: of a "
     "four-block Llama it compiled three operators, all before the first block"
 )
+
+EXPERT_PARALLEL = "axolotl.integrations.expert_parallel.ExpertParallelPlugin"
+COMPRESSING = "switching_plugin.LLMCompressorPlugin"
+REFUSED: dict[str, tuple[Keys, str, str]] = {
+    "`expert_parallel_size`, `context_parallel_size`": (
+        {"plugins": [PROTRAIN, EXPERT_PARALLEL], "expert_parallel_size": 2},
+        "spreads the model over ranks in a way that ProTrain does not follow",
+        "ranks of one model exchange experts or keys inside of blocks, and a plan is of "
+        "a rank that has the whole model; only data parallel ranks are followed",
+    ),
+    "`fp8`": (
+        {"fp8": True},
+        "`fp8: true` replaces modules after ProTrain has laid them out",
+        "accelerate swaps linear layers when it prepares the model, after the hooks are "
+        "there; its kernels are for GPUs: not tried",
+    ),
+    "`qat`": (
+        {"qat": {"weight_dtype": "int8"}},
+        "`qat` gives weights of a kind that ProTrain cannot page",
+        "not tried",
+    ),
+    "`tiled_mlp`": (
+        {"tiled_mlp": True},
+        "`tiled_mlp: true` runs backward several times in a block",
+        "the window of a block closes with its first backward",
+    ),
+    "`use_ray`": (
+        {"use_ray": True, "ray_num_workers": 1},
+        "`use_ray: true` starts ranks in a way that ProTrain has not been tried with",
+        "not tried: a launcher of its own, which says otherwise which ranks share a node",
+    ),
+}
+"""Keys, part of the refusal, and the reason."""
 
 CELLS: tuple[Cell, ...] = (
     *(
@@ -144,6 +177,26 @@ CELLS: tuple[Cell, ...] = (
         )
         for objective in ("dpo", "ipo", "orpo", "simpo", "kto", "grpo")
         for base, keys in BASES.items()
+    ),
+    *(
+        Cell(
+            "Compositions",
+            row,
+            "LoRA",
+            refused=job("llama", LORA, PAGED, keys),
+            reason=reason,
+            message=message,
+        )
+        for row, (keys, message, reason) in REFUSED.items()
+    ),
+    Cell(
+        "Compositions",
+        "LLMCompressorPlugin",
+        "full",
+        refused=job("llama", PAGED, {"plugins": [PROTRAIN, COMPRESSING]}),
+        reason="it writes masked weights from inside of passes, when those of most "
+        "blocks are paged out",
+        message="LLMCompressorPlugin writes weights from inside of passes",
     ),
     Cell(
         "Compositions",

@@ -34,3 +34,7 @@ class _Switch(TrainerCallback):
         self, _args: Any, state: Any, _control: Any, model: Any, **_kwargs: Any
     ) -> None:
         model.set_adapter(SECOND if state.global_step % 2 else "default")
+
+
+class LLMCompressorPlugin(BasePlugin):
+    """Has the name of Axolotl's, which wants a package that is seldom installed."""

@@ -165,7 +165,11 @@ def _described(value: Any) -> Any:
     """What a forward can see of its arguments, small values included."""
     if isinstance(value, Tensor):
         known = value_of(value)
-        values = known.numpy(force=True).tobytes() if known is not None else None
+        # numpy has no bfloat16
+        flat = (
+            None if known is None else known.reshape(-1).contiguous().view(torch.uint8)
+        )
+        values = None if flat is None else flat.numpy(force=True).tobytes()
         shape, stride = value.shape, value.stride()
         return shape, stride, value.dtype, value.requires_grad, values
     if isinstance(value, (list, tuple)):
