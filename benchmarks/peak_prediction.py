@@ -24,6 +24,7 @@ PRECISIONS = {
     "lora": ("fp32", "bf16"),
     "full": ("fp32", "mixed", "pure"),
     "qlora": ("fp32", "bf16"),
+    "lora8": ("fp32", "bf16"),
 }
 PLANS = ("none", "half", "all")
 

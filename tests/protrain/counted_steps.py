@@ -35,6 +35,7 @@ from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Hardware, Placement, Workload
+from axolotl.integrations.protrain.offline.fake_kernels import fake_kernels
 
 CPU = Hardware(
     name="cpu",
@@ -124,7 +125,7 @@ class Step:
 
     Attributes:
         family: Of `tiny_models`, or t5.
-        method: lora, full or qlora.
+        method: lora, full, qlora, or lora8: LoRA on a base in 8 bits.
         rows: Of a micro-batch.
         length: Of a row.
         resident: Pageable chunks that stay on the device: none, half or all.
@@ -264,7 +265,8 @@ def trace(
             outputs = outputs_as_fp32(outputs)
         return outputs["loss"]
 
-    return trace_step(copied, find_blocks(copied), loss_of)
+    with fake_kernels("cpu"):
+        return trace_step(copied, find_blocks(copied), loss_of)
 
 
 def autocast_dtype(step: Step) -> torch.dtype | None:
@@ -286,8 +288,8 @@ def build(step: Step) -> Any:
     model.config.use_cache = False
     if step.precision in ("bf16", "pure"):
         model = model.to(torch.bfloat16)
-    if step.method == "qlora":
-        _quantise(model)
+    if step.method in ("qlora", "lora8"):
+        _quantise(model, in_8_bits=step.method == "lora8")
     if step.method != "full":
         adapter = LoraConfig(
             r=4, target_modules="all-linear", lora_dropout=step.dropout
@@ -313,12 +315,16 @@ def small_t5() -> Any:
     return T5ForConditionalGeneration(config)
 
 
-def _quantise(model: Any) -> None:
-    """Double quantised NF4 in the blocks, as bitsandbytes makes it."""
+def _quantise(model: Any, in_8_bits: bool) -> None:
+    """LLM.int8 or double quantised NF4 in the blocks, as bitsandbytes makes it."""
     for _, block in find_blocks(model):
         for name, linear in list(block.named_modules()):
             if not isinstance(linear, nn.Linear) or name.endswith(".wo"):
                 # T5 reads the dtype of wo, so transformers never quantises it
+                continue
+            if in_8_bits:
+                layer = as_linear_8_bit(linear)
+                block.set_submodule(name, layer)
                 continue
             layer = bnb.nn.Linear4bit(
                 linear.in_features,
@@ -335,4 +341,23 @@ def _quantise(model: Any) -> None:
             )
             layer.bias = linear.bias
             block.set_submodule(name, layer.to("cpu"))
-    model.is_loaded_in_4bit = True
+    setattr(model, "is_loaded_in_8bit" if in_8_bits else "is_loaded_in_4bit", True)
+
+
+def as_linear_8_bit(linear: nn.Linear) -> Any:
+    """The same layer in 8 bits, with the threshold that transformers sets."""
+    layer = bnb.nn.Linear8bitLt(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        has_fp16_weights=False,
+        threshold=6.0,
+        device="meta",
+    )
+    weight = linear.weight.data
+    layer.weight = bnb.nn.Int8Params(
+        weight, requires_grad=False, has_fp16_weights=False
+    )
+    layer.weight._quantize(weight.device)
+    layer.bias = linear.bias
+    return layer

@@ -51,10 +51,7 @@ EXPERTS_IN_4_BITS = {
     "lora_target_linear": False,
     "lora_target_modules": ["q_proj"],
 }
-INT8 = (
-    "LLM.int8 keeps the input of every layer outside of what autograd saves, so blocks "
-    "that recompute or swap would free nothing, and its forward binds the weight anew."
-)
+EVALUATED = {"gradient_accumulation_steps": 2, "val_set_size": 0.2, "eval_steps": 1}
 
 KERNELS_PLUGIN = [PROTRAIN, "axolotl.integrations.kernels.KernelsPlugin"]
 _OTHERS = [
@@ -64,21 +61,25 @@ _OTHERS = [
         column="QLoRA",
         trainings=pair("llama-nf4", QLORA, plan=overrides(0, 2)),
     ),
-    Cell(
-        table="Other bases",
-        row="8 bits (`load_in_8bit: true`)",
-        column="LoRA",
-        refused=job("llama", IN_8_BITS, PAGED),
-        reason=INT8,
-        message="`load_in_8bit: true` keeps the input of every layer",
+    *(
+        Cell(
+            table="Other bases",
+            row=f"8 bits (`load_in_8bit: true`){more}",
+            column="LoRA",
+            trainings=pair(family, IN_8_BITS | keys, plan=plan),
+        )
+        for more, family, keys, plan in (
+            ("", "llama", {}, overrides(0, 2)),
+            (", blocks recompute", "llama", {"bf16": False}, overrides(1, 2, 3)),
+            (", blocks swap", "qwen2", {}, overrides(0, 2, n_swap=4)),
+            (", accumulated and evaluated", "mistral", EVALUATED, overrides(0, 2, 2)),
+        )
     ),
     Cell(
         table="Other bases",
         row="8 bits on the disk",
         column="LoRA",
-        refused=job("llama-8bit", LORA, PAGED, {"bf16": True}),
-        reason=INT8,
-        message="models/llama-8bit holds weights quantised by bitsandbytes in 8 bits",
+        trainings=pair("llama-8bit", LORA, {"bf16": True}, plan=overrides(0, 2)),
     ),
     Cell(
         table="Other bases",

@@ -342,7 +342,6 @@ REFUSED_IN_AXOLOTL = [
     ("fp8", {"fp8": True}),
     ("fp16", {"fp16": True}),
     ("fp16", {"fp16": True, "bf16": "auto"}),
-    ("load_in_8bit", {**LORA, "load_in_8bit": True}),
     ("quantize_moe_experts", MOE_4BIT),
     ("gptq", {**LORA, "gptq": True}),
     ("model_quantization_config", {"model_quantization_config": "Mxfp4Config"}),
@@ -690,7 +689,6 @@ class TestThroughThePlugin:
         ("named", "settings"),
         [
             ("deepspeed", {"deepspeed": "zero3.json"}),
-            ("load_in_8bit", {**LORA, "load_in_8bit": True}),
             ("optimizer: lomo", {"optimizer": "lomo"}),
             ("torch_compile", {"torch_compile": "auto"}),
             ("protrain_capacity_bytes", {"protrain_capacity_bytes": "lots"}),

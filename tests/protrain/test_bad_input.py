@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides
+from axolotl_jobs import PROTRAIN, SEEDING, overrides
 from saving_jobs import (
     FLAT_MODEL,
     FLAT_WITHOUT_WEIGHTS,
@@ -78,18 +78,15 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "excluded": (
         {**ROOM, "layer_offloading": True, "torch_compile": True},
         [
-            "`layer_offloading: true` decides where weights live",
+            "Where weights live is ProTrain's task here. Remove all that decides it: "
+            "`layer_offloading`.",
             "`torch_compile: true` compiles nothing but what is before the first block",
             "`protrain_auto_memory: false` trains without ProTrain.",
         ],
     ),
     "fsdp": (
         {**ROOM, "fsdp_version": 2, "fsdp_config": {"offload_params": True}},
-        ["`fsdp_config` decides where weights live"],
-    ),
-    "8bit": (
-        {**LORA, **ROOM, "load_in_8bit": True},
-        ["`load_in_8bit: true` keeps the input of every layer"],
+        ["Remove all that decides it: `fsdp_config`, `fsdp_version`."],
     ),
     "two_modes": (
         {

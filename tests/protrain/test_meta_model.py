@@ -284,6 +284,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": LORA | UNFUSED,
     "dora": LORA | UNFUSED | {"peft_use_dora": True},
     "qlora": QLORA | UNFUSED,
+    "in_8_bits": LORA | UNFUSED | {"load_in_8bit": True},
     "qlora_dora": QLORA | UNFUSED | {"peft_use_dora": True},
     "saved_modules": LORA | UNFUSED | {"lora_modules_to_save": ["lm_head"]},
     "pissa": LORA | UNFUSED | {"peft_init_lora_weights": "pissa"},
@@ -545,6 +546,7 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dora": ("qwen3", LORA | {"peft_use_dora": True, "peft_use_rslora": True}),
     "qlora": ("llama", QLORA),
+    "in_8_bits": ("llama", LORA | {"load_in_8bit": True}),
     "qlora_gemma3": ("gemma3", QLORA),
     "qlora_flat": (
         "qwen3",
@@ -606,7 +608,6 @@ def test_a_configuration_alone_gives_the_same_model(
     [
         ({"sequence_len": "long"}, "sequence_len"),
         ({"rl": "dpo"}, "rl"),
-        ({"load_in_8bit": True, "adapter": "lora"} | UNFUSED, "load_in_8bit"),
         ({"plugins": ["axolotl.integrations.nothing.Plugin"]}, "plugins"),
         ({"adapter": "qlora", "load_in_4bit": False}, "load_in_4bit"),
     ],

@@ -47,6 +47,8 @@ EXACT = [
     replace(FULL, precision="mixed", resident="all"),
     replace(LLAMA, method="qlora"),
     replace(LLAMA, method="qlora", precision="bf16", recompute="all"),
+    replace(LLAMA, method="lora8", precision="bf16"),
+    replace(LLAMA, method="lora8", precision="bf16", resident="half", recompute="half"),
     # adapters
     replace(LLAMA, padding=5, dropout=0.1, precision="bf16"),
     # families
@@ -168,6 +170,9 @@ JOBS = {
         {"bf16": True, "gradient_accumulation_steps": 3},
     ),
     "qlora, bf16": job("llama", CHECKED, COUNTED, QLORA, PAGED, {"bf16": True}),
+    "in 8 bits": job(
+        "llama", CHECKED, COUNTED, LORA, HALF, {"bf16": True, "load_in_8bit": True}
+    ),
     "packed": job("llama", CHECKED, COUNTED, LORA, HALF, {"sample_packing": True}),
     "evaluated": job(
         "gemma3",

@@ -12,6 +12,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from core_models import batches, checked, host_weight, open_session
+from counted_steps import as_linear_8_bit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,13 +47,19 @@ FORMATS = {
     }
     for quant_type, nested in product(("nf4", "fp4"), (False, True))
 }
+FORMATS["int8"] = {"in_8_bits": True}
 DOUBLE = FORMATS["nf4-double"]
 
 
 def quantise(
-    linear: nn.Linear, storage: torch.dtype = torch.uint8, **quantised_as: Any
-) -> bnb.nn.Linear4bit:
-    """The same layer in 4 bits, computing in the dtype of `linear`."""
+    linear: nn.Linear,
+    storage: torch.dtype = torch.uint8,
+    in_8_bits: bool = False,
+    **quantised_as: Any,
+) -> Any:
+    """The same layer in few bits, computing in the dtype of `linear`."""
+    if in_8_bits:
+        return as_linear_8_bit(linear)
     layer = bnb.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -97,7 +104,8 @@ def quantised_llama(
     model.requires_grad_(False)
     if not adapter:
         return model
-    model.is_loaded_in_4bit = True
+    in_8_bits = "in_8_bits" in quantised_as
+    setattr(model, "is_loaded_in_8bit" if in_8_bits else "is_loaded_in_4bit", True)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     return get_peft_model(model, lora)
 
@@ -107,16 +115,20 @@ def adapters(model: nn.Module) -> set[str]:
 
 
 def linears(model: nn.Module) -> dict[str, Any]:
-    """Every 4-bit layer by name."""
+    """Every layer in few bits by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, bnb.nn.Linear4bit)
+        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)
     }
 
 
 def parts(layer: Any) -> dict[str, Tensor]:
     """Packed bytes and scales, named one by one: the code under test finds them."""
+    if isinstance(layer, bnb.nn.Linear8bitLt):
+        owner = layer.weight if layer.state.CB is None else layer.state
+        assert owner.CB.data_ptr() == layer.weight.data_ptr()
+        return {"weight": layer.weight.data, "scales": owner.SCB}
     state = layer.weight.quant_state
     found = {"weight": layer.weight.data, "absmax": state.absmax, "code": state.code}
     if state.nested:
@@ -199,7 +211,7 @@ GRID = list(
 
 
 def is_quick(plan: str, quantised_as: str, dtype: torch.dtype, recompute: bool) -> bool:
-    if quantised_as == "nf4-double":
+    if quantised_as in ("nf4-double", "int8"):
         return True
     return plan == "two slots" and (dtype is torch.bfloat16) is recompute
 
@@ -272,8 +284,9 @@ def test_a_chunk_holds_packed_bytes_and_scales(quantised_as: str) -> None:
     session.close()
 
 
-def test_nothing_of_a_paged_block_lies_outside_the_slots() -> None:
-    model = quantised_llama(**DOUBLE)
+@pytest.mark.parametrize("quantised_as", ["nf4-double", "int8"])
+def test_nothing_of_a_paged_block_lies_outside_the_slots(quantised_as: str) -> None:
+    model = quantised_llama(**FORMATS[quantised_as])
     # bitsandbytes itself keeps the one codebook of all double quantisations
     codebook = storage(bnb.functional.name2qmap["dynamic"])
     originals = [

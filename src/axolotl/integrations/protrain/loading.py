@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
 from .core.layout.tensors import bindings
 from .core.runtime import host_buffer, return_freed_memory
@@ -47,14 +47,23 @@ class LoadShare:
 def quantise_on(
     device: torch.device, share: LoadShare | None = None
 ) -> AbstractContextManager[Any]:
-    """Let transformers quantise to 4 bits on `device`, one weight at a time.
+    """Let transformers quantise to 4 or 8 bits on `device`, one weight at a time.
 
     A paged base loads to the host, where quantising takes a minute for a billion
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
-    `share` is this rank's part of the weights; None for all of them.
+    `share` is this rank's part of the weights in 4 bits; None for all of them.
     """
     plain: Any = Bnb4bitQuantize.convert
+    plain_8_bit: Any = Bnb8bitQuantize.convert
+
+    def convert_8_bit(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> Any:
+        there = {
+            name: (value[0] if isinstance(value, list) else value).to(device)
+            for name, value in input_dict.items()
+        }
+        quantised = plain_8_bit(self, there, **kwargs)
+        return {name: param.to("cpu") for name, param in quantised.items()}
 
     def convert(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         values = {
@@ -80,7 +89,10 @@ def quantise_on(
             return_freed_memory()
         return quantised
 
-    return patch.object(Bnb4bitQuantize, "convert", convert)
+    undo = ExitStack()
+    undo.enter_context(patch.object(Bnb4bitQuantize, "convert", convert))
+    undo.enter_context(patch.object(Bnb8bitQuantize, "convert", convert_8_bit))
+    return undo
 
 
 def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:

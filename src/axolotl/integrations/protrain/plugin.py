@@ -95,11 +95,11 @@ class ProTrainPlugin(BasePlugin):
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
 
     def pre_model_load(self, cfg: Any) -> None:
-        if self._pages and cfg.load_in_4bit:
+        if self._pages and (cfg.load_in_4bit or cfg.load_in_8bit):
             # imported here: the command line reads this module without transformers
             from .loading import LoadShare, quantise_on
 
-            if not any(cfg[key] for key in _READ_THE_BASE):
+            if cfg.load_in_4bit and not any(cfg[key] for key in _READ_THE_BASE):
                 num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._share = LoadShare(cfg.local_rank, num_local)
             self._loading.enter_context(quantise_on(_device(cfg), self._share))

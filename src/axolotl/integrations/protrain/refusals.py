@@ -77,12 +77,6 @@ EXCLUDED = (
         "Launch with torchrun or accelerate",
     ),
     Refusal(
-        "load_in_8bit",
-        "keeps the input of every layer where neither recompute nor swap frees it, and "
-        "binds each weight anew in forward",
-        "Use `load_in_4bit: true` with `adapter: qlora`, or no quantisation",
-    ),
-    Refusal(
         "quantize_moe_experts",
         "only acts on weights loaded to a GPU, and a paged base is loaded to the host",
     ),
@@ -191,18 +185,17 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_quantised(model: Any) -> None:
-    """Only bitsandbytes' 4-bit weights keep all their bytes where they can be moved."""
+    """Only of bitsandbytes' weights is it known where all their bytes are."""
     config = getattr(model, "config", None)
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
         return
     settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    if settings.get("load_in_4bit"):
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return
     method = settings.get("quant_method")
     raise ConfigError(
         f"base_model: {getattr(config, 'name_or_path', '')} holds weights quantised by "
-        f"{getattr(method, 'value', method)}{' in 8 bits' if settings.get('load_in_8bit') else ''}, which cannot "
-        "be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
+        f"{getattr(method, 'value', method)}, which cannot be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
         "qlora` makes it small."
     )

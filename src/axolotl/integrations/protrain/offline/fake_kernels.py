@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
+from bitsandbytes.autograd._functions import MatMul8bitFp
 from torch import Tensor
 
 PLANNED_ATTENTION = "protrain_planning"
@@ -28,12 +29,13 @@ FLASH_ATTENTION = "flash_attention_2"
 def fake_kernels(target: str) -> Iterator[list[str]]:
     """Let a model that was patched for `target` run forward and backward on meta.
 
-    Yields one line for each kind of kernel that was replaced, complete at the end. All
-    kernels of the target "cpu" run on meta as they are.
+    Yields one line for each kind of kernel that was replaced, complete at the end.
+    Kernels of the target "cpu" run on meta as they are.
     """
     used: list[str] = []
     if target != "cuda":
-        yield used
+        with patch.object(bnb, "matmul", _matmul_on_cpu):
+            yield used
         return
     with (
         registered_attention(),
@@ -42,9 +44,12 @@ def fake_kernels(target: str) -> Iterator[list[str]]:
         patch.object(torch, "equal", _equal),
         ExitStack() as undo,
     ):
-        if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-            packet = torch.ops.bitsandbytes.gemm_4bit
-            undo.enter_context(patch.object(packet, "default", _gemm_4bit))
+        ops = torch.ops.bitsandbytes
+        if hasattr(ops, "gemm_4bit"):
+            undo.enter_context(patch.object(ops.gemm_4bit, "default", _gemm_4bit))
+        quantise = ops.int8_vectorwise_quant
+        undo.enter_context(patch.object(quantise, "default", _int8_quant))
+        undo.enter_context(patch.object(ops, "int8_mixed_scaled_mm", _int8_mixed))
         yield used
 
 
@@ -173,6 +178,40 @@ def _gemm_4bit(
         packed, absmax, blocksize, quant_type, shape, rows.dtype
     )
     return torch.nn.functional.linear(rows, weight, bias)
+
+
+def _int8_quant(
+    rows: Tensor, threshold: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Which columns are outliers depends on values: none are taken to be."""
+    scales = rows.new_empty(rows.shape[:-1].numel(), dtype=torch.float32)
+    packed = torch.empty_like(rows, dtype=torch.int8)
+    if threshold == 0.0:
+        return packed, scales, None
+    _outliers = rows.abs() >= threshold
+    return packed, scales, rows.new_empty(0, dtype=torch.int64)
+
+
+def _int8_mixed(
+    rows: Tensor, packed_rows: Tensor, packed: Tensor, *_others: Any
+) -> tuple[Tensor, Tensor]:
+    """What bitsandbytes' composite operator calls; its shape rule makes the output only."""
+    sums = torch.ops.bitsandbytes.int8_linear_matmul(packed_rows, packed)
+    # a bias is added in place
+    output = torch.empty_like(sums, dtype=torch.float16)
+    return output.to(rows.dtype), rows.new_empty(0)
+
+
+def _matmul_on_cpu(
+    rows: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    state: Any = None,
+    threshold: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """What `bitsandbytes.matmul` chooses by the device of the rows, in training."""
+    return MatMul8bitFp.apply(rows, weight, out, bias, state)
 
 
 def quantisation_tables_apart() -> AbstractContextManager[Any]:

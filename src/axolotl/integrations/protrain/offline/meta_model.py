@@ -38,7 +38,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -206,10 +206,6 @@ def _validated(config: Path, target: str) -> DictDefault:
     if cfg.rl:
         raise ConfigError(
             f"rl: {cfg.rl} cannot be planned; only supervised fine-tuning can."
-        )
-    if cfg.load_in_8bit:
-        raise ConfigError(
-            "load_in_8bit: cannot be planned. Use load_in_4bit: true, or no quantisation."
         )
     return cfg
 
@@ -457,19 +453,19 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _quantize(model: Any) -> None:
-    """Give 4-bit layers the packed weights and quantisation state of a loaded model."""
+    """Give layers in few bits the weights and quantisation state of a loaded model."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return
     config = quantizer.quantization_config
-    if not getattr(config, "load_in_4bit", False):
+    if not isinstance(config, BitsAndBytesConfig):
         raise ConfigError(
             f"base_model: quantised by {config.quant_method}, which cannot be planned. "
-            "Only load_in_4bit: true can."
+            "Only load_in_4bit and load_in_8bit can."
         )
     with quantisation_tables_apart():
         for module in model.modules():
-            if isinstance(module, bnb.nn.Linear4bit):
+            if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
                 weight: Any = module.weight
                 weight._quantize(_META)
 

@@ -8,7 +8,13 @@ from torch import nn
 
 from ..types import Block, Chunk, Layout, TensorSpec
 from .blocks import find_blocks
-from .tensors import Binding, beside_quantised, bindings, check_quantised
+from .tensors import (
+    Binding,
+    beside_quantised,
+    bindings,
+    check_quantised,
+    own_8_bit_states,
+)
 
 ALIGNMENT_BYTES = 256
 """What matrix libraries look at when they choose a kernel by the address of a weight:
@@ -43,6 +49,7 @@ def build_layout(
     """
     found = dict(find_blocks(model))
     # walked once: a walk over a large model takes as long as the rest
+    own_8_bit_states(model)
     named = dict(model.named_parameters())
     inside = {name: list(found[name].parameters()) for name in order or found}
     check_quantised(named)

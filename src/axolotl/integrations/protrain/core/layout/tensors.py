@@ -1,20 +1,25 @@
 """Tensors behind a parameter, and tensors inside arguments and outputs of modules.
 
-Behind a parameter are its data and what a 4-bit weight is read with.
+Behind a parameter are its data and what a weight in few bits is read with.
 
 bitsandbytes packs a 4-bit weight into the data of a `Params4bit` and keeps the scales
 in `param.quant_state`: a plain object whose attributes are numbers, tensors (`absmax`,
 `code`, `offset`) and, after double quantisation, one more object of its own class
 (`state2`). Kernels read those attributes at each call, in backward too, so binding
-them once to a slot is enough. This module is the only place that knows the structure.
+them once to a slot is enough. Of a weight in 8 bits (LLM.int8) the layer has the scales
+(`SCB`) in its `state`, and there the data once more (`CB`), to which each forward binds the
+parameter: `own_8_bit_states` lets the parameter name that object as its quant state. This
+module is the only place that knows the structure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import LayoutError
@@ -22,6 +27,9 @@ from ..errors import LayoutError
 _STATE = "quant_state"
 _REPACKED = "packing_format_for_cpu"
 _MAY_REPACK = "support_avx512bf16_for_cpu"
+_IN_8_BITS = "init_8bit_state"
+_DATA = "CB"
+_OF_LAST_INPUT = "idx"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +52,33 @@ class Binding:
     def bind(self, tensor: Tensor) -> None:
         """Let the owner read `tensor` from here on."""
         setattr(self.owner, self.attribute, tensor)
+        if (again := data_again(self)) is not None:
+            setattr(again, _DATA, tensor)
+
+
+def data_again(binding: Binding) -> Any:
+    """What holds the data of a weight in 8 bits a second time, as `CB`; or None."""
+    state = getattr(binding.owner, _STATE, None)
+    return state if hasattr(state, _DATA) and binding.attribute == "data" else None
+
+
+def own_8_bit_states(model: nn.Module) -> None:
+    """Let weights in 8 bits name what their layers read as their quant state.
+
+    As from their first forward on the layer is its only owner.
+    """
+    for layer in _in_8_bits(model):
+        if layer.weight.CB is not None:
+            layer.init_8bit_state()
+        setattr(layer.weight, _STATE, layer.state)
+
+
+def _in_8_bits(model: nn.Module) -> list[Any]:
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, _IN_8_BITS) and module.weight.dtype == torch.int8
+    ]
 
 
 def is_quantised(param: nn.Parameter) -> bool:
@@ -69,6 +104,7 @@ def parameter_name(binding: str) -> str:
 
 def model_bindings(model: nn.Module) -> dict[str, Binding]:
     """Everything that parameters of `model` hold, by name; tied ones once."""
+    own_8_bit_states(model)
     return {
         binding.name: binding
         for name, param in model.named_parameters()
@@ -130,22 +166,32 @@ def may_repack(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if getattr(m, _MAY_REPACK, False)]
 
 
-def hold_packing(model: nn.Module) -> list[nn.Module]:
-    """Keep bitsandbytes from repacking weights on the CPU; return whom it concerns."""
-    held = may_repack(model)
-    for module in held:
+def hold_quantised(model: nn.Module) -> ExitStack:
+    """Keep bitsandbytes from what a session cannot follow, until the stack is closed.
+
+    It does not repack weights on the CPU, and layers in 8 bits do not keep their inputs
+    for the gradient of a weight that has none, where no saved-tensor hook would see them.
+    """
+    undo = ExitStack()
+    for module in may_repack(model):
         setattr(module, _MAY_REPACK, False)
-    return held
+        undo.callback(setattr, module, _MAY_REPACK, True)
+    for layer in _in_8_bits(model):
+        undo.callback(layer.register_forward_hook(_forget_input).remove)
+    return undo
 
 
-def release_packing(held: Iterable[nn.Module]) -> None:
-    """Undo `hold_packing`."""
-    for module in held:
-        setattr(module, _MAY_REPACK, True)
+def _forget_input(_layer: nn.Module, _args: Any, output: Tensor) -> None:
+    node: Any = output.grad_fn
+    # backward of no rows asks for their shape
+    if node is not None and output.numel():
+        node.A, node.tensors = None, (None, None, None)
 
 
 def _side_tensors(path: str, state: object) -> Iterator[Binding]:
     for attribute, value in vars(state).items():
+        if attribute in (_DATA, _OF_LAST_INPUT):
+            continue
         if isinstance(value, Tensor):
             yield Binding(f"{path}.{attribute}", state, attribute)
         elif isinstance(value, type(state)):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layout.tensors import map_tensors, tensors_in
+from ..layout.tensors import map_tensors, model_bindings, tensors_in
 from .hardware import elapsed_s
 
 INPUT_SCALE = 0.02
@@ -145,7 +145,7 @@ def measure_blocks(
     """
 
     def measure(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
-        here = block if device.type == "cpu" else copy.deepcopy(block).to(device)
+        here = block if device.type == "cpu" else _copy_on(device, block)
         times = time_block(here, sample, device, autocast_dtype)
         return asdict(BlockSeconds(*times))
 
@@ -160,6 +160,15 @@ def measure_blocks(
             known[text] = value["forward_s"], value["backward_s"]
         times[index] = known[text]
     return times
+
+
+def _copy_on(device: torch.device, block: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(block)
+    for binding in model_bindings(copied).values():
+        binding.bind(binding.tensor.to(device))
+    for buffer in copied.buffers():
+        buffer.data = buffer.data.to(device)
+    return copied
 
 
 def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:

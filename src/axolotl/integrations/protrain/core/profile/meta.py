@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
-from ..layout.tensors import bindings, map_tensors, tensors_in
+from ..layout.tensors import (
+    bindings,
+    data_again,
+    map_tensors,
+    own_8_bit_states,
+    tensors_in,
+)
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -43,6 +49,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Hooks, patched methods and buffers come along; parameters keep class, dtype,
     strides, `requires_grad` and being shared, quantised ones their quant state.
     """
+    own_8_bit_states(model)
     memo: dict[int, Any] = {}
     copies = []
     for name, param in model.named_parameters():
@@ -55,6 +62,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
         memo.update(
             (id(binding.tensor), empty_like(binding.tensor)) for binding in side
         )
+        if (again := data_again(data)) is not None:
+            memo[id(again.CB)] = copied.data
         copies.append((param, copied))
     for param, copied in copies:
         # the module that owns a quantised weight is among these

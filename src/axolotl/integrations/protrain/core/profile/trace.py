@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..layout.tensors import map_tensors, tensors_in
+from ..layout.tensors import hold_quantised, map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta
@@ -77,7 +77,7 @@ def trace_step(
     """
     recorder = _Recorder(model, blocks)
     try:
-        with recorder.recording(), autocast_on_meta():
+        with recorder.recording(), autocast_on_meta(), hold_quantised(model):
             loss = loss_of()
             recorder.begin(_Open(None, backward=True))
             loss.backward()

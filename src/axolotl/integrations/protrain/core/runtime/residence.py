@@ -25,6 +25,7 @@ version than it left refuses to go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,9 @@ from torch import Tensor, nn
 from ..errors import AccessError
 from ..layout.tensors import (
     Binding,
-    hold_packing,
+    hold_quantised,
     model_bindings,
     parameter_name,
-    release_packing,
 )
 from ..types import Chunk, Counters, TensorSpec
 from .arena import Arena, return_freed_memory
@@ -91,7 +91,7 @@ class Residence:
         self._places: dict[str, Tensor] = {}
         self._known: dict[str, tuple[nn.Parameter, int, int]] = {}
         self._shown: Arena | None = None
-        self._held: list[nn.Module] | None = None
+        self._held: ExitStack | None = None
         self._state_handles: list[Removable] = []
 
     def move_in(
@@ -105,7 +105,7 @@ class Residence:
                 become views of: a slot, or memory of its own.
         """
         if self._held is None:
-            self._held = hold_packing(self._model)
+            self._held = hold_quantised(self._model)
             self._place_others({s.name for chunk in chunks for s in chunk.tensors})
         for chunk in chunks:
             self._move_chunk(chunk, buffer_of)
@@ -232,8 +232,8 @@ class Residence:
             binding.bind(binding.tensor.cpu())
         for buffer in self._model.buffers():
             buffer.data = buffer.data.cpu()
-        release_packing(self._held or [])
-        self._held = []
+        if self._held is not None:
+            self._held.close()
 
     def detach_state(self) -> None:
         """Readers of the state find it without being told: everything has moved out."""
