@@ -111,6 +111,14 @@ COMPILED = (
     "four-block Llama it compiled three operators, all before the first block"
 )
 
+INT4: Keys = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}
+QAT: dict[str, Keys] = {
+    "`qat`, int4 weights, int8 activations": INT4,
+    "`qat` after two steps": INT4 | {"fake_quant_after_n_steps": 2},
+    "`qat`, ternary weights": {"weight_dtype": "ternary"},
+}
+NVFP4 = {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4", "group_size": 16}
+
 EXPERT_PARALLEL = "axolotl.integrations.expert_parallel.ExpertParallelPlugin"
 COMPRESSING = "switching_plugin.LLMCompressorPlugin"
 REFUSED: dict[str, tuple[Keys, str, str]] = {
@@ -125,11 +133,6 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
         "`fp8: true` replaces modules after ProTrain has laid them out",
         "accelerate swaps linear layers when it prepares the model, after the hooks are "
         "there; its kernels are for GPUs: not tried",
-    ),
-    "`qat`": (
-        {"qat": {"weight_dtype": "int8"}},
-        "`qat` gives weights of a kind that ProTrain cannot page",
-        "not tried",
     ),
     "`tiled_mlp`": (
         {"tiled_mlp": True},
@@ -188,6 +191,27 @@ CELLS: tuple[Cell, ...] = (
             message=message,
         )
         for row, (keys, message, reason) in REFUSED.items()
+    ),
+    *(
+        Cell(
+            "Compositions",
+            row,
+            base,
+            pair("llama-wide", keys | {"qat": qat, "bf16": True}, plan=HALF),
+        )
+        for row, qat in QAT.items()
+        for base, keys in BASES.items()
+        if base == "full" or qat is INT4
+    ),
+    Cell(
+        "Compositions",
+        "`qat`, NVFP4",
+        "full",
+        refused=job("llama-wide", {"qat": NVFP4, "bf16": True}),
+        reason="torchao has no such fake quantisation without the GPUs that compute so: "
+        "the plain run ends so too",
+        message="Unexpected base config: NVFP4WeightOnlyConfig",
+        called="CUDA only",
     ),
     Cell(
         "Compositions",

@@ -361,7 +361,6 @@ REFUSED_IN_AXOLOTL = [
     ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
     ("wandb_watch: all", {"wandb_watch": "all"}),
     ("wandb_watch: parameters", {"wandb_watch": "parameters"}),
-    ("qat", {"qat": {"weight_dtype": "int8"}}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["model.embed_tokens[:100]"]}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["lm_head", "^emb$[5:]"]}),
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),

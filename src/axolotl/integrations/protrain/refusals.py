@@ -80,7 +80,7 @@ EXCLUDED = (
         "quantize_moe_experts",
         "only acts on weights loaded to a GPU, and a paged base is loaded to the host",
     ),
-    *_each("gptq qat use_onebitllms nvfp4_merge_aware", _QUANTISED),
+    *_each("gptq use_onebitllms nvfp4_merge_aware", _QUANTISED),
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", _QUANTISED),
     *_each("nonexpert_quantization", _QUANTISED, when=_one_of("fp8_blockwise", "nf4")),
     Refusal("model_quantization_config", _QUANTISED, when=_is_set),
