@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from axolotl_jobs import LORA, PAGED, PROTRAIN, job, overrides, pair
+from axolotl_jobs import LORA, PAGED, PROTRAIN, SEEDING, job, overrides, pair
 from matrix import Cell
 from tiny_models import NUM_BLOCKS
 
@@ -45,11 +45,14 @@ _QUANTISED = [
 ]
 
 IN_8_BITS = {**LORA, "bf16": True, "load_in_8bit": True}
-EXPERTS_IN_4_BITS = {
-    **QLORA,
-    "quantize_moe_experts": True,
-    "lora_target_linear": False,
-    "lora_target_modules": ["q_proj"],
+ON_ATTENTION = {"lora_target_linear": False, "lora_target_modules": ["q_proj"]}
+ON_EXPERTS = {
+    "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+}
+QUANTISED_ELSEWHERE = {
+    # without a GPU a plain run does not even load
+    "quantize_moe_experts": None,
+    "plugins": [PROTRAIN, SEEDING, "experts_plugin.ExpertsPlugin"],
 }
 EVALUATED = {"gradient_accumulation_steps": 2, "val_set_size": 0.2, "eval_steps": 1}
 
@@ -81,14 +84,39 @@ _OTHERS = [
         column="LoRA",
         trainings=pair("llama-8bit", LORA, {"bf16": True}, plan=overrides(0, 2)),
     ),
+    *(
+        Cell(
+            table="Other bases",
+            row=f"Experts too (`quantize_moe_experts: true`), {more}",
+            column="QLoRA",
+            trainings=pair(
+                family,
+                QLORA | ON_ATTENTION | keys | {"quantize_moe_experts": True},
+                plan=overrides(0, 2, num_redone),
+                plain=QUANTISED_ELSEWHERE,
+            ),
+        )
+        for more, family, keys, num_redone in (
+            ("Mixtral", "mixtral", {}, 0),
+            ("Qwen3-MoE", "qwen3_moe", {}, 2),
+            ("adapters on experts", "mixtral", ON_EXPERTS, 0),
+            (
+                "adapters on experts, blocks recompute",
+                "qwen3_moe",
+                ON_EXPERTS,
+                4,
+            ),
+        )
+    ),
     Cell(
         table="Other bases",
-        row="Experts in 4 bits (`quantize_moe_experts: true`)",
-        column="QLoRA",
-        refused=job("mixtral", EXPERTS_IN_4_BITS, PAGED),
-        reason="Axolotl quantises experts only while they are loaded to a GPU, and a "
-        "paged base is loaded to the host.",
-        message="`quantize_moe_experts: true` only acts on weights loaded to a GPU",
+        row="Experts too (`quantize_moe_experts: true`), 8 bits",
+        column="LoRA",
+        refused=job("mixtral", IN_8_BITS, ON_ATTENTION, QUANTISED_ELSEWHERE),
+        reason="bitsandbytes' kernel for the host takes two dimensions, the GPU's three: "
+        "the plain run ends so too",
+        message="The size of tensor a (112) must match the size of tensor b (40)",
+        called="CUDA only",
     ),
 ]
 

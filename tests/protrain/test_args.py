@@ -326,7 +326,6 @@ def test_reading_axolotl_fields_raises_no_deprecation_warning():
 
 # ---------------------------------------------------------------- refused combinations
 
-MOE_4BIT = {**QLORA, "quantize_moe_experts": True}
 NVFP4 = {**LORA, "lora_mlp_kernel": None, "use_sonicmoe": True}
 
 REFUSED_IN_AXOLOTL = [
@@ -342,7 +341,6 @@ REFUSED_IN_AXOLOTL = [
     ("fp8", {"fp8": True}),
     ("fp16", {"fp16": True}),
     ("fp16", {"fp16": True, "bf16": "auto"}),
-    ("quantize_moe_experts", MOE_4BIT),
     ("gptq", {**LORA, "gptq": True}),
     ("model_quantization_config", {"model_quantization_config": "Mxfp4Config"}),
     (

@@ -173,6 +173,20 @@ JOBS = {
     "in 8 bits": job(
         "llama", CHECKED, COUNTED, LORA, HALF, {"bf16": True, "load_in_8bit": True}
     ),
+    "experts in 4 bits": job(
+        "mixtral",
+        CHECKED,
+        COUNTED,
+        QLORA,
+        HALF,
+        {
+            "bf16": True,
+            "quantize_moe_experts": True,
+            "lora_target_linear": False,
+            "lora_target_modules": ["q_proj"],
+            "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
+    ),
     "packed": job("llama", CHECKED, COUNTED, LORA, HALF, {"sample_packing": True}),
     "evaluated": job(
         "gemma3",

@@ -8,10 +8,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from axolotl.monkeypatch import moe_quant
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
+from transformers import core_model_loading
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
-from .core.layout.tensors import bindings
+from .core.layout.tensors import bindings, own_quant_states
 from .core.runtime import host_buffer, return_freed_memory
 from .offline.fake_kernels import quantisation_tables_apart
 
@@ -45,14 +48,15 @@ class LoadShare:
 
 
 def quantise_on(
-    device: torch.device, share: LoadShare | None = None
+    device: torch.device, share: LoadShare | None = None, experts: bool = False
 ) -> AbstractContextManager[Any]:
     """Let transformers quantise to 4 or 8 bits on `device`, one weight at a time.
 
     A paged base loads to the host, where quantising takes a minute for a billion
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
-    `share` is this rank's part of the weights in 4 bits; None for all of them.
+    `share` is this rank's part of the weights in 4 bits, None for all of them; with
+    `experts` weights of all experts of a block are quantised too.
     """
     plain: Any = Bnb4bitQuantize.convert
     plain_8_bit: Any = Bnb8bitQuantize.convert
@@ -89,10 +93,50 @@ def quantise_on(
             return_freed_memory()
         return quantised
 
+    set_plain: Any = core_model_loading.set_param_for_module
+
+    def set_param(model: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        set_plain(model, name, value, *args, **kwargs)
+        if experts and is_of_experts(name, value):
+            model.get_parameter(name).data = value.to(device)
+            unpacked = quantise_experts(model, name)
+            own_quant_states(unpacked)
+            for binding in bindings("", unpacked.original):
+                binding.bind(binding.tensor.cpu())
+            unpacked.cpu()
+            return_freed_memory()
+
     undo = ExitStack()
     undo.enter_context(patch.object(Bnb4bitQuantize, "convert", convert))
     undo.enter_context(patch.object(Bnb8bitQuantize, "convert", convert_8_bit))
+    undo.enter_context(
+        patch.object(core_model_loading, "set_param_for_module", set_param)
+    )
     return undo
+
+
+def is_of_experts(name: str, weight: torch.Tensor) -> bool:
+    """Whether Axolotl's `quantize_moe_experts` is about a weight."""
+    return weight.ndim >= 3 and "expert" in name.lower()
+
+
+def quantise_experts(model: nn.Module, name: str) -> Any:
+    """Give a weight of all experts the packed form that Axolotl gives it on a GPU.
+
+    In 4 or 8 bits, as the YAML says. Returns what unpacks it for the module.
+    """
+    path, _, own = name.rpartition(".")
+    module, state = model.get_submodule(path), moe_quant._moe_load_state
+    # the order in which PEFT will wrap them
+    order: Any = state["expert_param_order"]
+    order.setdefault(path, list(module._parameters))
+    if state["mode"] == "4bit":
+        form = {key: state[key] for key in ("compress_statistics", "quant_type")}
+        replace_parameter_4bit(module, own, **form)
+    else:
+        moe_quant.replace_parameter_8bit(module, own)
+    state["count"] += 1
+    return module.get_submodule(f"parametrizations.{own}")
 
 
 def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:

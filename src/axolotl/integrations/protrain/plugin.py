@@ -102,7 +102,8 @@ class ProTrainPlugin(BasePlugin):
             if cfg.load_in_4bit and not any(cfg[key] for key in _READ_THE_BASE):
                 num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._share = LoadShare(cfg.local_rank, num_local)
-            self._loading.enter_context(quantise_on(_device(cfg), self._share))
+            experts = bool(cfg.quantize_moe_experts)
+            self._loading.enter_context(quantise_on(_device(cfg), self._share, experts))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()

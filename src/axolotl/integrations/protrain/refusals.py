@@ -76,10 +76,6 @@ EXCLUDED = (
         "starts ranks in a way that ProTrain has not been tried with",
         "Launch with torchrun or accelerate",
     ),
-    Refusal(
-        "quantize_moe_experts",
-        "only acts on weights loaded to a GPU, and a paged base is loaded to the host",
-    ),
     *_each("gptq use_onebitllms nvfp4_merge_aware", _QUANTISED),
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", _QUANTISED),
     *_each("nonexpert_quantization", _QUANTISED, when=_one_of("fp8_blockwise", "nf4")),

@@ -46,6 +46,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..args import PLUGIN, lists_plugin
 from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..loading import is_of_experts, quantise_experts
 from ..refusals import TAKEN_OVER
 from .batches import find_file
 from .fake_kernels import (
@@ -425,6 +426,11 @@ class _Loader(ModelLoader):
             )
         _keep_in_fp32(model, self.cfg.torch_dtype)
         _quantize(model)
+        if self.cfg.quantize_moe_experts:
+            with quantisation_tables_apart():
+                for name, param in list(model.named_parameters()):
+                    if is_of_experts(name, param):
+                        quantise_experts(model, name)
         return model
 
     def _reinitialize_classification_head(self) -> None:

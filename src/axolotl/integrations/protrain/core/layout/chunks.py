@@ -13,7 +13,7 @@ from .tensors import (
     beside_quantised,
     bindings,
     check_quantised,
-    own_8_bit_states,
+    own_quant_states,
 )
 
 ALIGNMENT_BYTES = 256
@@ -49,7 +49,7 @@ def build_layout(
     """
     found = dict(find_blocks(model))
     # walked once: a walk over a large model takes as long as the rest
-    own_8_bit_states(model)
+    own_quant_states(model)
     named = dict(model.named_parameters())
     inside = {name: list(found[name].parameters()) for name in order or found}
     check_quantised(named)

@@ -8,8 +8,9 @@ in `param.quant_state`: a plain object whose attributes are numbers, tensors (`a
 (`state2`). Kernels read those attributes at each call, in backward too, so binding
 them once to a slot is enough. Of a weight in 8 bits (LLM.int8) the layer has the scales
 (`SCB`) in its `state`, and there the data once more (`CB`), to which each forward binds the
-parameter: `own_8_bit_states` lets the parameter name that object as its quant state. This
-module is the only place that knows the structure.
+parameter. Of experts in 4 bits the parametrization that unpacks them has the quant state.
+`own_quant_states` lets parameters name these objects as their own. This module is the only
+place that knows the structure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import LayoutError
 
@@ -62,11 +64,14 @@ def data_again(binding: Binding) -> Any:
     return state if hasattr(state, _DATA) and binding.attribute == "data" else None
 
 
-def own_8_bit_states(model: nn.Module) -> None:
-    """Let weights in 8 bits name what their layers read as their quant state.
+def own_quant_states(model: nn.Module) -> None:
+    """Let weights in 8 bits, and experts in 4, name what they are read with.
 
-    As from their first forward on the layer is its only owner.
+    As from its first forward on a layer in 8 bits is the only owner of that.
     """
+    for unpacked in model.modules():
+        if isinstance(unpacked, ParametrizationList) and hasattr(unpacked[0], _STATE):
+            setattr(unpacked.original, _STATE, getattr(unpacked[0], _STATE))
     for layer in _in_8_bits(model):
         if layer.weight.CB is not None:
             layer.init_8bit_state()
@@ -104,7 +109,7 @@ def parameter_name(binding: str) -> str:
 
 def model_bindings(model: nn.Module) -> dict[str, Binding]:
     """Everything that parameters of `model` hold, by name; tied ones once."""
-    own_8_bit_states(model)
+    own_quant_states(model)
     return {
         binding.name: binding
         for name, param in model.named_parameters()

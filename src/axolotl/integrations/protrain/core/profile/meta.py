@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
@@ -25,7 +26,7 @@ from ..layout.tensors import (
     bindings,
     data_again,
     map_tensors,
-    own_8_bit_states,
+    own_quant_states,
     tensors_in,
 )
 
@@ -49,7 +50,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Hooks, patched methods and buffers come along; parameters keep class, dtype,
     strides, `requires_grad` and being shared, quantised ones their quant state.
     """
-    own_8_bit_states(model)
+    own_quant_states(model)
     memo: dict[int, Any] = {}
     copies = []
     for name, param in model.named_parameters():
@@ -68,7 +69,19 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for param, copied in copies:
         # the module that owns a quantised weight is among these
         vars(copied).update(copy.deepcopy(vars(param), memo))
-    return copy.deepcopy(model, memo)
+    copied_model = copy.deepcopy(model, memo)
+    for module in copied_model.modules():
+        if parametrize.is_parametrized(module):
+            _own_properties(module)
+    return copied_model
+
+
+def _own_properties(module: Any) -> None:
+    """A copy's parametrized tensors are cached under the id of the module it is of."""
+    module.__class__ = module.__class__.__bases__[0]
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
 
 
 def empty_like(tensor: Tensor) -> Tensor:
