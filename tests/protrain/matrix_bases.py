@@ -120,16 +120,32 @@ _OTHERS = [
     ),
 ]
 
-_OTHERS.append(
+MXFP4 = {"model_quantization_config": "Mxfp4Config", "attn_implementation": "eager"}
+DEQUANTISED = MXFP4 | {"model_quantization_config_kwargs": {"dequantize": True}}
+_OTHERS += [
+    *(
+        Cell(
+            table="Other bases",
+            row="MXFP4 (`model_quantization_config: Mxfp4Config`), dequantised",
+            column=column,
+            trainings=pair(
+                "gpt_oss-mxfp4", DEQUANTISED | keys, plan=overrides(0, 2, 2)
+            ),
+        )
+        for column, keys in {
+            "full": {"bf16": True},
+            "LoRA": LORA | {"bf16": True} | ON_ATTENTION,
+        }.items()
+    ),
     Cell(
         table="Other bases",
         row="MXFP4 (`model_quantization_config: Mxfp4Config`)",
-        column="full",
-        refused=job("gpt_oss", PAGED, {"model_quantization_config": "Mxfp4Config"}),
-        reason="not tried",
+        column="LoRA",
+        refused=job("gpt_oss-mxfp4", PAGED, LORA, MXFP4),
+        reason="The tensors that its kernels for GPUs read are not parameters: not tried.",
         message="`model_quantization_config: Mxfp4Config` gives weights of a kind",
-    )
-)
+    ),
+]
 NOT_TRIED = {
     "gptq": "GPTQ keeps packed weights as buffers, which stay on the device, and its "
     "kernels are for GPUs: not tried.",

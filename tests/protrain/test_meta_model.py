@@ -547,6 +547,14 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("qwen3", LORA | {"peft_use_dora": True, "peft_use_rslora": True}),
     "qlora": ("llama", QLORA),
     "in_8_bits": ("llama", LORA | {"load_in_8bit": True}),
+    "dequantised": (
+        "gpt_oss-mxfp4",
+        {
+            "attn_implementation": "eager",
+            "model_quantization_config": "Mxfp4Config",
+            "model_quantization_config_kwargs": {"dequantize": True},
+        },
+    ),
     "qlora_gemma3": ("gemma3", QLORA),
     "qlora_flat": (
         "qwen3",

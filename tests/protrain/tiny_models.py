@@ -325,6 +325,14 @@ _QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families whose weights bitsandbytes has quantised before they were saved."""
 
+
+def _gpt_oss_wide() -> Any:
+    # as many columns as a block of MXFP4 has
+    config = _other("gpt_oss")
+    config.update({"hidden_size": 64, "intermediate_size": 32})
+    return config
+
+
 _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
@@ -336,6 +344,7 @@ _ALL = {
     "llama-wide": partial(
         _llama, hidden_size=64, intermediate_size=128, num_attention_heads=2
     ),
+    "gpt_oss-mxfp4": _gpt_oss_wide,
     "qwen3-steps": _qwen3,
     **{f"{name}-vision": partial(_vision, name) for name in _VISION},
 }
@@ -365,6 +374,8 @@ def build_model(root: Path, family: str) -> None:
         else:
             model = random_model(family)
         model.save_pretrained(folder)
+        if family.endswith("-mxfp4"):
+            _pack_experts(folder)
         if family in _PROCESSORS:
             _PROCESSORS[family]().save_pretrained(folder)
 
@@ -381,6 +392,23 @@ def _quantised_model(root: Path, family: str, settings: dict[str, Any]) -> Any:
         quantization_config=BitsAndBytesConfig(**settings),
         device_map={"": "cpu"},
     )
+
+
+def _pack_experts(folder: Path) -> None:
+    """Random experts in MXFP4 in place of a saved gpt-oss's, as its authors publish it."""
+    from safetensors.torch import load_file, save_file
+
+    file, config = folder / "model.safetensors", folder / "config.json"
+    weights = load_file(file)
+    for name in [name for name in weights if name.endswith("_proj")]:
+        experts, rows, columns = weights.pop(name).shape
+        shape = (experts, columns, rows // 32, 16)
+        weights[f"{name}_blocks"] = torch.randint(256, shape, dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.full(shape[:-1], 121, dtype=torch.uint8)
+    save_file(weights, file, {"format": "pt"})
+    settings = json.loads(config.read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    config.write_text(json.dumps(settings))
 
 
 def random_model(family: str) -> Any:

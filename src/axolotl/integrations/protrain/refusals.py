@@ -79,7 +79,12 @@ EXCLUDED = (
     *_each("gptq use_onebitllms nvfp4_merge_aware", _QUANTISED),
     *_each("gemma4_fp8_nonexpert gemma4_nf4_nonexpert", _QUANTISED),
     *_each("nonexpert_quantization", _QUANTISED, when=_one_of("fp8_blockwise", "nf4")),
-    Refusal("model_quantization_config", _QUANTISED, when=_is_set),
+    Refusal(
+        "model_quantization_config",
+        _QUANTISED,
+        "Add `model_quantization_config_kwargs: {dequantize: true}`",
+        _is_set,
+    ),
     Refusal("nf4_backend", _QUANTISED, when=_one_of("torchao")),
     Refusal(
         "rl",
@@ -141,6 +146,9 @@ def _places(key: str) -> bool:
 
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
+    if (settings.get("model_quantization_config_kwargs") or {}).get("dequantize"):
+        # plain weights once they are loaded
+        settings = {**settings, "model_quantization_config": None}
     lines = [
         row.message(settings[row.key])
         for row in EXCLUDED
