@@ -57,6 +57,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "Two adapters, one trains": _with("SecondAdapterPlugin"),
     "Two adapters, switched each step": _with("SwitchingPlugin") | {"max_steps": 5},
 }
+RELORA = {
+    "relora": True,
+    "jagged_restart_steps": 2,
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
+RESET = {"relora_prune_method": "reset", "optimizer": "adamw_torch"}
 EXPERTS = {
     "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 }
@@ -104,11 +112,13 @@ CELLS = (
         for name, family in {"Mixtral": "mixtral", "Qwen3-MoE": "qwen3_moe"}.items()
         for column in BASES
     ),
+    _cell("ReLoRA (`relora`)", "LoRA", "llama", RELORA | {"bf16": False}),
+    _cell("ReLoRA, adapters begin anew", "LoRA", "llama", RELORA | RESET),
     _refused(
         "ReLoRA (`relora`)",
-        "LoRA",
-        job("llama", BASES["LoRA"], PAGED, {"relora": True, "jagged_restart_steps": 2}),
-        "It merges adapters into weights that may be paged out.",
-        "`relora: true` merges adapters into weights that may be paged out",
+        "QLoRA",
+        job("llama", BASES["QLoRA"], PAGED, RELORA),
+        "At each restart it quantises weights anew: other tensors than those laid out.",
+        "`relora: true` quantises weights anew at each restart",
     ),
 )

@@ -354,7 +354,7 @@ REFUSED_IN_AXOLOTL = [
     ("nonexpert_quantization", {"nonexpert_quantization": "nf4"}),
     ("ple_cpu_offload", {**QLORA, "ple_cpu_offload": True}),
     ("lora_on_cpu", {**LORA, "lora_on_cpu": True}),
-    ("relora", {**LORA, "relora": True, "jagged_restart_steps": 10}),
+    ("relora", {**QLORA, "relora": True, "jagged_restart_steps": 10}),
     ("use_ray", {"use_ray": True, "ray_num_workers": 2}),
     ("lisa_n_layers", {"lisa_n_layers": 2, "lisa_step_interval": 20}),
     ("wandb_watch: all", {"wandb_watch": "all"}),

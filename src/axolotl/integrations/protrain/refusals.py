@@ -91,14 +91,13 @@ EXCLUDED = (
         "runs pairs of answers or a reference beside the one forward that a plan "
         "counts, and needs more memory, twice as much for most",
     ),
-    Refusal("tiled_mlp", "runs backward several times in a block"),
     Refusal(
         "torch_compile",
         "compiles nothing but what is before the first block: it stops at the hooks "
         "that page weights",
     ),
+    Refusal("tiled_mlp", "runs backward several times in a block"),
     Refusal("fp8", "replaces modules after ProTrain has laid them out"),
-    Refusal("relora", "merges adapters into weights that may be paged out"),
     Refusal(
         "wandb_watch",
         "reads weights after each forward, when those of most blocks are paged out",
@@ -159,6 +158,13 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         lines.append(
             "Where weights live is ProTrain's task here. Remove all that decides it: "
             f"{', '.join(placing)}."
+        )
+    if settings.get("relora") and (
+        settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    ):
+        lines.append(
+            "`relora: true` quantises weights anew at each restart, in a form that "
+            "ProTrain has not laid out. Use it without load_in_4bit and load_in_8bit."
         )
     optimizer = settings.get("optimizer") or HOST_OPTIMIZERS[0]
     trains_paged_weights = not (

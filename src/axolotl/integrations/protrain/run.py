@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _BLIND = ("transformers", "axolotl")
 """Packages whose callbacks look at no weights; others that do are refused."""
-_SEEING = "axolotl.integrations.grokfast"
+_SEEING = ("axolotl.integrations.grokfast", "axolotl.monkeypatch.relora")
 NOT_REPACKED = (
     "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
     "(AVX512-BF16) and trains without their gradients from then on. It does not in "
