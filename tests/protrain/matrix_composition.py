@@ -96,6 +96,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
         "selective_checkpointing": {"save": ["attention"]},
     },
     "`device_map: auto`": {"device_map": "auto"},
+    "`auto_find_batch_size`": {"auto_find_batch_size": True},
     "`max_memory`": {"max_memory": {"cpu": "1GiB"}},
     "`gpu_memory_limit`": {"gpu_memory_limit": 1, "protrain_capacity_bytes": None},
 }
@@ -137,7 +138,20 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
     "`tiled_mlp`": (
         {"tiled_mlp": True},
         "`tiled_mlp: true` runs backward several times in a block",
-        "the window of a block closes with its first backward",
+        "its backward adds the `.grad` of the MLP's weights up itself, part by part, while "
+        "gradients leave for the host: tried, a full fine-tune ends with the error that "
+        "names the first one",
+    ),
+    "`fp16`": (
+        {"fp16": True, "bf16": False},
+        "`fp16: true` scales the loss and looks for overflow only in gradients on the",
+        "before each update the scaler looks at the gradients of all weights, and it is "
+        "for GPUs only: not tried",
+    ),
+    "LISA (`lisa_n_layers`)": (
+        {"lisa_n_layers": 2, "lisa_step_interval": 2},
+        "`lisa_n_layers: 2` changes which blocks train during the run",
+        "what trains decides which chunk a weight is in, and where its state is",
     ),
     "`use_ray`": (
         {"use_ray": True, "ray_num_workers": 1},

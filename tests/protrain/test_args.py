@@ -364,7 +364,6 @@ REFUSED_IN_AXOLOTL = [
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
     ("rl: dpo", {"rl": "dpo"}),
     ("rl: orpo", {"rl": "orpo"}),
-    ("auto_find_batch_size", {"auto_find_batch_size": True}),
     ("optimizer: lomo", {"optimizer": "lomo"}),
     ("optimizer: apollo_adamw_layerwise", {"optimizer": "apollo_adamw_layerwise"}),
     ("optimizer: q_galore_adamw8bit", {"optimizer": "q_galore_adamw8bit"}),
@@ -427,6 +426,7 @@ def test_all_that_is_wrong_is_said_at_once():
         {"device_map": "auto"},
         {"device_map": {"": 0}},
         {"max_memory": {0: "20GiB"}},
+        {"auto_find_batch_size": True},
     ],
     ids=str,
 )

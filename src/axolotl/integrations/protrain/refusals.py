@@ -63,9 +63,9 @@ PLACES = (
 """Keys that decide where weights live."""
 TAKEN_OVER = (
     "gradient_checkpointing activation_offloading selective_checkpointing "
-    "device_map max_memory gpu_memory_limit".split()
+    "device_map max_memory gpu_memory_limit auto_find_batch_size".split()
 )
-"""Keys whose question the plan answers: what recomputes, what waits on the host."""
+"""Keys whose question the plan answers: what recomputes, waits on the host, and fits."""
 
 EXCLUDED = (
     *_each("tensor_parallel_size context_parallel_size", _PARALLEL, when=_several),
@@ -115,11 +115,6 @@ EXCLUDED = (
         "has a range such as `name[:100]`, which masks gradients where they are not",
         "Name whole parameters",
         _has_range,
-    ),
-    Refusal(
-        "auto_find_batch_size",
-        "would retry with a batch that the plan was not made for",
-        "Set `micro_batch_size`",
     ),
 )
 HOST_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
