@@ -102,6 +102,13 @@ def test_paged_weights(run: Run, jobs: Pair) -> None:
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 QUANTISED = {
     "qlora": pair("llama", QLORA, plan=PLANS["C-some"], num_ranks=RANKS),
+    "8_bits": pair(
+        "llama",
+        LORA,
+        {"load_in_8bit": True},
+        plan=PLANS["C-some"],
+        num_ranks=RANKS,
+    ),
     "dora": pair(
         "llama", QLORA, {"peft_use_dora": True}, plan=PLANS["B-some"], num_ranks=RANKS
     ),
