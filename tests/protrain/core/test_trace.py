@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axolotl.integrations.protrain.core.cost import MemoryModel
-from axolotl.integrations.protrain.core.errors import TraceError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
@@ -569,23 +568,37 @@ def test_small_integers_are_known(ask: Callable[[Tensor, Tensor], Tensor]) -> No
     assert real == traced
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda _tokens, x: x * x.max().item(),
-        lambda _tokens, x: x[x > 0],
-        lambda _tokens, x: x if x.sum() > 0 else -x,
-        lambda _tokens, x: x[:, : int(x.argmax()) + 1],
-        lambda _tokens, x: torch.tensor(x.tolist(), requires_grad=True),
-    ],
-    ids=["item", "mask", "branch", "argmax", "list"],
-)
-def test_a_value_of_the_weights_is_not_known(ask: Any) -> None:
+def routed(_tokens: Tensor, x: Tensor) -> Tensor:
+    """Rows by expert, their numbers from a mask that was written through a view."""
+    rows = x.flatten(0, 1)
+    chosen = torch.zeros(len(rows), 5, dtype=torch.long, device=x.device)
+    chosen[:, 1:].scatter_(1, rows.topk(2).indices, 1)
+    sizes = chosen.sum(0).tolist()
+    assert sizes[0] == 0 and min(sizes[1:]) > 0
+    return torch.cat(rows.repeat(2, 1).split(sizes))
+
+
+def branching(_tokens: Tensor, x: Tensor) -> Tensor:
+    x = x if x.sum() > 0 else -x
+    return x[:, : int(x.argmax()) + 1] * x.max().item() + sum(x.flatten().tolist())
+
+
+@pytest.mark.parametrize("ask", [routed, branching, lambda _tokens, x: x[x > 0]])
+def test_a_value_of_the_weights_is_drawn(ask: Any) -> None:
     copied = meta_copy(Asks(ask))
-    before = state_of(copied)
-    with pytest.raises(TraceError, match="depends on its weights"):
+    before, rng = state_of(copied), torch.get_rng_state()
+    first, second = (
         trace_step(copied, find_blocks(copied), lambda: emulated(copied))
-    assert state_of(copied) == before
+        for _ in range(2)
+    )
+    assert first.drew and first.trace == second.trace
+    assert state_of(copied) == before and torch.equal(rng, torch.get_rng_state())
+
+
+def test_what_no_weight_decides_is_not_drawn() -> None:
+    copied = meta_copy(Asks(by_unique))
+    traced = trace_step(copied, find_blocks(copied), lambda: emulated(copied))
+    assert not traced.drew
 
 
 # autocast and attention

@@ -170,6 +170,11 @@ def _traced(
             f"the vision tower could not be traced ({error}); {reserved} it"
         )
         traced = profile.trace_step(model, blocks, partial(_loss, model, target, text))
+    if traced.drew:
+        assumptions.append(
+            "the model reads values that depend on its weights, for example how many "
+            "tokens an expert gets: drawn at random, as random weights give them"
+        )
     if traced.uncounted:
         assumptions.append(
             f"{', '.join(traced.uncounted)}: nobody knows how many operations these "

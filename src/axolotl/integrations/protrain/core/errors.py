@@ -52,7 +52,7 @@ class LayoutError(ProTrainError):
 
 
 class TraceError(ProTrainError):
-    """The model asks for values that only a run with weights can give."""
+    """The model cannot be run without weights."""
 
 
 class CheckpointError(ProTrainError):

@@ -159,7 +159,7 @@ class Emulation(TorchFunctionMode):
             # made on the CPU first, its values remain known
             return func(*args, **{**kwargs, "device": "cpu"}).to(_META)
         if name == "tolist" and self._on_meta(args):
-            return known(args[0], name).tolist()
+            return known(args[0]).tolist()
         if name == "dropout" and self._cuda and self._on_meta(args):
             return _fused_dropout(*args, **kwargs)
         return func(*args, **kwargs)

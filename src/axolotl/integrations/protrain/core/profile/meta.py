@@ -1,19 +1,23 @@
-"""Run a model without weights: tensors on the meta device, small integers real.
+"""Run a model without weights: tensors on the meta device, values found when read.
 
-Note [Small integers are known]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Shapes decide what a model does, except where it looks at token ids, masks or grid
-sizes. Those are small, so each integer tensor on meta carries a real one along, and an
-operator all of whose tensors are known runs twice: on meta, where the trace sees it,
-and on the real values. What has a shape that depends on values (`nonzero`, an index by
-a mask) runs on these alone. A value that depends on weights is not known: reading it
-ends the trace, because whatever is made up for it would be another model.
+Note [Values]
+~~~~~~~~~~~~~
+Shapes decide what a model does, except where it looks at token ids, masks or grid sizes,
+or asks a router which experts it chose. So each tensor that an operator makes on meta
+knows how it was made, and when somebody reads it, or when a shape depends on it
+(`nonzero`, an index by a mask), the operators before it run on real values. What nobody
+can know without weights is drawn: the outcome of a matrix product, and of whatever reads
+a parameter, is normally distributed, as random weights would have it. That costs the
+router, not the block, and what follows from one drawn value agrees with it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import TraceError
 from ..layout.tensors import (
     bindings,
     data_again,
@@ -29,12 +32,13 @@ from ..layout.tensors import (
     own_quant_states,
     tensors_in,
 )
+from .operators import multiplies
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
 
 KNOWN_NUMEL = 1 << 20
-"""Integer and boolean tensors up to this size keep their values."""
+"""Integer and boolean tensors up to this size tell one call of a block from another."""
 
 _CHECKS = (
     _aten._assert_async.default,
@@ -92,7 +96,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 class MetaMode(TorchDispatchMode):
-    """Lets CPU tensors meet meta tensors, and answers questions about small values.
+    """Lets CPU tensors meet meta tensors, and answers questions about values.
 
     Subclasses watch the operators by overriding `ran`.
     """
@@ -101,6 +105,12 @@ class MetaMode(TorchDispatchMode):
         super().__init__()
         self._shapes: dict[Any, tuple[bool, list[Any]]] = {}
         self._in_place: set[Any] = set()
+        self._seeded = _NOISE.manual_seed(0).get_state()
+
+    @property
+    def drew(self) -> bool:
+        """Whether anybody read what depends on weights."""
+        return not torch.equal(_NOISE.get_state(), self._seeded)
 
     def ran(self, func: Any, args: Any, output: Any) -> None:
         """Called after each operator that ran on the meta device."""
@@ -113,23 +123,30 @@ class MetaMode(TorchDispatchMode):
         if kwargs:
             tensors += tensors_in(kwargs.values())
         on_meta = [t for t in tensors if t.device == _META]
-        if not on_meta:
-            return self._make(func, args, kwargs, moved=tensors)
+        device = kwargs.get("device")
+        goes_there = device is not None and torch.device(device) == _META
+        if not on_meta and not goes_there:
+            with suppress(NotImplementedError):
+                return func(*args, **kwargs)
         if func in _CHECKS:
             return None
         if func in _READS:
-            return func(*map_tensors(args, lambda t: known(t, func)))
-        values = _known_values(tensors)
-        if func is _aten._to_copy.default and _leaves_meta(kwargs):
+            return func(*map_tensors(args, known))
+        if func is _aten._to_copy.default and device is not None:
             kwargs = {**kwargs, "device": _META}
-        if values is not None and func not in _RANDOM:
-            return self._carry(func, args, kwargs, values)
-        if func is _aten.index.Tensor:
-            args = (args[0], _as_positions(args[1]), *args[2:])
-        if len(on_meta) != len(tensors):
-            args, kwargs = _to_meta(args), _to_meta(kwargs)
-        output = self._run(func, args, kwargs, tensors)
-        self.ran(func, args, output)
+        later = _Later(func, args, kwargs)
+        if func in _BY_VALUE:
+            output = map_tensors(later.outcome(), empty_like)
+        else:
+            if func is _aten.index.Tensor:
+                args = (args[0], _as_positions(args[1]), *args[2:])
+            if len(on_meta) < len(tensors) and (on_meta or not goes_there):
+                args, kwargs = _to_meta(args), _to_meta(kwargs)
+            output = self._run(func, args, kwargs, tensors)
+        later.attach(output)
+        if on_meta or not tensors:
+            # what was moved is on the device already in a real run
+            self.ran(func, args, output)
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -167,35 +184,6 @@ class MetaMode(TorchDispatchMode):
                 self._shapes[key] = type(output) is tuple, made
         return output
 
-    def _make(self, func: Any, args: Any, kwargs: Any, moved: list[Tensor]) -> Any:
-        """A factory or a copy on to the meta device; integers keep their values."""
-        output = func(*args, **kwargs)
-        device = kwargs.get("device")
-        if device is None or torch.device(device) != _META:
-            return output
-        has_values = func not in _RANDOM and func not in _EMPTY
-        if has_values and isinstance(output, Tensor) and _is_small_integer(output):
-            _know(output, func(*args, **{**kwargs, "device": "cpu"}))
-        if not moved:
-            # what was moved is on the device already in a real run
-            self.ran(func, args, output)
-        return output
-
-    def _carry(self, func: Any, args: Any, kwargs: Any, known: dict[int, Any]) -> Any:
-        """An operator all of whose tensors have known values."""
-        if func in _BY_VALUE:
-            return _as_meta(func(*_replace(args, known), **_replace(kwargs, known)))
-        output = func(*_to_meta(args), **_to_meta(kwargs))
-        outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
-        if all(_is_small_integer(t) for t in outputs):
-            on_cpu = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
-            real = func(*_replace(args, known), **_replace(on_cpu, known))
-            reals = [real] if isinstance(real, Tensor) else list(tensors_in(real))
-            for tensor, value in zip(outputs, reals, strict=True):
-                _know(tensor, value)
-        self.ran(func, args, output)
-        return output
-
 
 _RANDOM = {
     _aten.bernoulli_.float,
@@ -205,11 +193,24 @@ _RANDOM = {
     _aten.randperm.default,
     _aten.multinomial.default,
 }
-_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
+_FACTORIES = {
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+}
+_EMPTY = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.set_.source_Storage_storage_offset,
+}
 # what these give has a shape that depends on values
 _BY_VALUE = {
     _aten.nonzero.default,
-    _aten.index.Tensor,
     _aten._unique2.default,
     _aten.unique_consecutive.default,
     _aten.unique_dim.default,
@@ -217,67 +218,144 @@ _BY_VALUE = {
     _aten.masked_select.default,
     _aten.bincount.default,
 }
+_NOISE = torch.Generator()
 
 
-def known(tensor: Tensor, reader: object) -> Tensor:
-    """The real values of a tensor.
+@dataclass(eq=False)
+class _Value:
+    """What a tensor on the meta device stands for; `drawn` if that depends on weights."""
 
-    Raises:
-        TraceError: They depend on weights.
-    """
-    value = value_of(tensor)
-    if value is None:
-        raise TraceError(
-            f"the model reads a value ({reader}) that depends on its weights, so it "
-            "cannot be planned without running it."
-        )
-    return value
+    find: Callable[[], Tensor]
+    drawn: bool
+
+
+def known(tensor: Tensor) -> Tensor:
+    """The values of a tensor, drawn where they depend on weights."""
+    return _value(tensor).find()
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
-    """The real values of a tensor, if they are known."""
+    """The values of a small integer tensor that does not depend on weights."""
     if tensor.device != _META:
         return tensor
-    return getattr(tensor, "_known_value", None)
+    if tensor.numel() > KNOWN_NUMEL or tensor.is_floating_point():
+        return None
+    value = _value(tensor)
+    return None if value.drawn or tensor.is_complex() else value.find()
 
 
-def _know(tensor: Tensor, value: Tensor) -> None:
-    tensor._known_value = value  # type: ignore[attr-defined]
+def _value(tensor: Tensor) -> _Value:
+    if tensor.device != _META:
+        return _Value(lambda: tensor, drawn=False)
+    base = getattr(tensor._base, "_value", None)
+    if base is not None:
+        # the base knows of writes through other views
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return _Value(lambda: base.find().as_strided(*place), base.drawn)
+    found = getattr(tensor, "_value", None)
+    if found is None:
+        found = tensor._value = _unknown(tensor)  # type: ignore[attr-defined]
+    return found
 
 
-def _is_small_integer(tensor: Tensor) -> bool:
-    return (
-        tensor.numel() <= KNOWN_NUMEL
-        and not tensor.is_floating_point()
-        and not tensor.is_complex()
-    )
+def _unknown(tensor: Tensor) -> _Value:
+    return _Value(cache(partial(_draw, tensor.shape, tensor.dtype)), drawn=True)
 
 
-def _known_values(tensors: Iterable[Tensor]) -> dict[int, Tensor] | None:
-    """Values by `id` if all are known integers, else None."""
-    known = {}
-    for tensor in tensors:
-        value = value_of(tensor)
-        if value is None or not _is_small_integer(tensor):
-            return None
-        known[id(tensor)] = value
-    return known
+def _draw(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.empty(shape).normal_(generator=_NOISE).to(dtype)
+
+
+class _Later:
+    """One call of an operator, made on real values if somebody asks."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self._func, self._drawn = func, func in _RANDOM
+        self._reads_weights = func in _EMPTY or multiplies(func)
+        self._inputs: Any = None
+        if not self._reads_weights:
+            self._inputs = map_tensors((args, kwargs), self._take)
+        self._outcome: Any = None
+
+    def _take(self, tensor: Tensor) -> _Value | Tensor:
+        if isinstance(tensor, nn.Parameter):
+            self._reads_weights = True
+            return tensor
+        value = _value(tensor)
+        self._drawn |= value.drawn and self._func not in _FACTORIES
+        return value
+
+    def outcome(self) -> Any:
+        """What it gives on real values."""
+        if self._outcome is None:
+            self._outcome = self._run()
+            self._inputs = None
+        return self._outcome
+
+    def _run(self) -> Any:
+        func, mutable = self._func, self._func._schema.is_mutable
+
+        def found(value: _Value) -> Tensor:
+            # others may have read it before it was changed
+            return value.find().clone() if mutable else value.find()
+
+        args, kwargs = map_tensors(self._inputs, found, _Value)
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError:
+                # CPU kernels take fewer types than those of a GPU
+                return func(*map_tensors(args, Tensor.double), **kwargs)
+
+    def attach(self, output: Any) -> None:
+        """Tell tensors on meta how to find their values."""
+        if self._reads_weights and not self._func._schema.is_mutable:
+            return
+        for number, tensor in enumerate(tensors_in(output)):
+            find = partial(self._find, number, tensor.stride(), tensor.dtype)
+            value = _Value(find, self._drawn)
+            if self._reads_weights:
+                value = _unknown(tensor)
+            base = tensor._base
+            if base is None:
+                tensor._value = value  # type: ignore[attr-defined]
+            else:
+                base._value = _written(base, tensor, value)  # type: ignore[attr-defined]
+
+    def _find(self, number: int, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        outcome = self.outcome()
+        real = list(tensors_in(outcome))[number]
+        if self._func.is_view or (real.stride(), real.dtype) == (stride, dtype):
+            return real
+        return torch.empty_strided(real.shape, stride, dtype=dtype).copy_(real)
+
+
+def _written(base: Tensor, view: Tensor, value: _Value) -> _Value:
+    """What `base` stands for when a view of it has become `value`."""
+    before, place = _value(base), (view.shape, view.stride(), view.storage_offset())
+
+    @cache
+    def find() -> Tensor:
+        whole = before.find().clone()
+        whole.as_strided(*place).copy_(value.find())
+        return whole
+
+    return _Value(find, before.drawn or value.drawn)
 
 
 def _as_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Boolean masks of known values as positions: their number is a shape."""
+    """Boolean masks as positions: their number is a shape."""
     positions: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             positions.append(index)
-            continue
-        value = value_of(index)
-        if value is None:
-            raise TraceError(
-                "the model selects with a mask that depends on its weights, so the "
-                "size of what it selects is not known without running it."
-            )
-        positions += [p.to(_META) for p in value.nonzero(as_tuple=True)]
+        else:
+            positions += [p.to(_META) for p in known(index).nonzero(as_tuple=True)]
     return positions
 
 
@@ -291,24 +369,5 @@ def _signature(value: Any) -> Any:
     return value, type(value)
 
 
-def _leaves_meta(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device) != _META
-
-
 def _to_meta(value: Any) -> Any:
     return map_tensors(value, lambda t: t if t.device == _META else t.to(_META))
-
-
-def _replace(value: Any, known: dict[int, Any]) -> Any:
-    return map_tensors(value, lambda t: known[id(t)])
-
-
-def _as_meta(value: Any) -> Any:
-    def carry(real: Tensor) -> Tensor:
-        tensor = real.to(_META)
-        if _is_small_integer(tensor):
-            _know(tensor, real)
-        return tensor
-
-    return map_tensors(value, carry)

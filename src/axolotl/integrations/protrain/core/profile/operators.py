@@ -7,6 +7,7 @@ that torch forgets and those that count rows otherwise stand in the table below.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,6 +81,15 @@ def work_of(
         return Work(moved_bytes=2 * written, num_kernels=1)
     moved = written + sum(tensor.nbytes for tensor in read)
     return Work(moved_bytes=moved, num_kernels=1)
+
+
+@cache
+def multiplies(func: Any) -> bool:
+    """Whether an operator is a product of matrices, or one of another library."""
+    packet = func._overloadpacket
+    name = packet._qualified_op_name
+    counted = _COUNTED_AS.get(packet, packet) in flop_registry
+    return counted or name in _PRODUCTS or not name.startswith(("aten::", "prims::"))
 
 
 def may_multiply(func: Any) -> bool:

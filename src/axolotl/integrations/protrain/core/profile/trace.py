@@ -53,11 +53,13 @@ class TracedStep:
 
     `uncounted` names operators that take weights and may multiply them, and of which
     nobody knows how many operations they do: they count as the bytes they move.
+    `drew` says that the model read values that depend on weights: Note [Values].
     """
 
     trace: Trace
     samples: Mapping[int, BlockSample]
     uncounted: tuple[str, ...] = ()
+    drew: bool = False
 
 
 def trace_step(
@@ -73,7 +75,7 @@ def trace_step(
         loss_of: Runs the forward and returns the loss.
 
     Raises:
-        TraceError: The model asks for values that only real weights give.
+        TraceError: It does what the meta device cannot.
     """
     recorder = _Recorder(model, blocks)
     try:
@@ -444,7 +446,7 @@ class _Recorder(MetaMode):
             blocks=tuple(self._blocks[index][0] for index in order),
         )
         samples = {number[old]: sample for old, sample in self._samples.items()}
-        return TracedStep(trace, samples, tuple(self._uncounted))
+        return TracedStep(trace, samples, tuple(self._uncounted), self.drew)
 
     def _fill_in(self, segments: Sequence[_Open]) -> None:
         """Give skipped blocks what the block of their kind has shown."""
