@@ -86,6 +86,32 @@ class ChainModel(nn.Module):
         return x.square().sum()
 
 
+class Reversed(torch.autograd.Function):
+    """Blocks without a graph; its own backward runs their parts again, one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers, ctx.inputs = layers, [x]
+        for layer in layers:
+            ctx.inputs.append(layer(ctx.inputs[-1]))
+        return ctx.inputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        for layer, x in zip(ctx.layers[::-1], ctx.inputs[-2::-1], strict=True):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                torch.tanh(layer.inner(torch.tanh(layer.inner(x)))).backward(gradient)
+            gradient = x.grad
+        return gradient, None
+
+
+class ReversedModel(ChainModel):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return Reversed.apply(x, self.layers).square().sum()
+
+
 class NestedModel(nn.Module):
     """Two lists whose children call each other."""
 
@@ -147,6 +173,12 @@ def test_a_tensor_that_blocks_hand_on(n_buffer: int, n_checkpoint: int) -> None:
 def test_a_block_that_returns_its_input(n_buffer: int, identity: int) -> None:
     torch.manual_seed(0)
     assert equals_plain(ChainModel(identity), n_buffer, 0)
+
+
+@pytest.mark.parametrize("n_buffer", [1, 2])
+def test_a_backward_that_runs_parts_of_blocks_again(n_buffer: int) -> None:
+    torch.manual_seed(0)
+    assert equals_plain(ReversedModel(identity=-1), n_buffer, NUM_BLOCKS)
 
 
 def test_a_block_inside_another_block_is_refused() -> None:

@@ -123,9 +123,11 @@ def attach_block(
                 left(before)
 
     entered = 0
+    parts = _Parts(lambda: pager.open(index, Direction.BACKWARD))
 
-    def before_forward(_module: nn.Module, _args: Any) -> None:
+    def before_forward(module: nn.Module, _args: Any) -> None:
         nonlocal entered
+        parts.watch(module)
         pager.open(index, _direction())
         entered = torch.autograd._get_sequence_nr()
 
@@ -149,7 +151,31 @@ def attach_block(
         block.register_forward_pre_hook(Hook(before_forward, copying), prepend=True),
         # always_call: an exception in the block must not leave its window open
         block.register_forward_hook(Hook(after_forward), always_call=True),
+        parts,
     ]
+
+
+class _Parts:
+    """Opens the window of a block of which a model's own backward runs parts (Reformer)."""
+
+    def __init__(self, open_backward: Callable[[], None]) -> None:
+        self._open = open_backward
+        self._handles: list[Removable] = []
+
+    def watch(self, block: nn.Module) -> None:
+        """Begin with a training forward that leaves no graph."""
+        if block.training and not torch.is_grad_enabled() and not self._handles:
+            hook = Hook(self._before)
+            parts = block.children()
+            self._handles += [p.register_forward_pre_hook(hook) for p in parts]
+
+    def _before(self, _part: nn.Module, _args: Any) -> None:
+        if _inside_backward():
+            self._open()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _require_first_order(index: int, pager: Pager) -> None:
