@@ -19,7 +19,7 @@ export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev install-bench demo demo-2 test test-full \
-	matrix mutants chaos lint format bench compare clean
+	matrix mutants chaos sweep lint format bench compare clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -61,6 +61,9 @@ mutants: install ## take each wait and release away: a test must notice
 
 chaos: install ## attack trainings in every way and write docs/reliability.md
 	@$(BIN)/python tests/protrain/chaos.py
+
+sweep: install ## train every model type of transformers and write docs/models.md
+	@$(BIN)/python tests/protrain/sweep.py
 
 lint: install-dev ## ruff, mypy, bandit: nothing is changed
 	@status=0; \

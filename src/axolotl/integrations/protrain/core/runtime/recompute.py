@@ -16,7 +16,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from .hooks import AroundForward
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
 """What transformers calls the argument that a block writes its keys and values to."""
 
 
