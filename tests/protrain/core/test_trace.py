@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from core_models import CPU, batches, freeze, hook_counts, stack
+from core_models import CPU, Stack, batches, freeze, hook_counts, stack
 from tiny_models import FAMILIES, random_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,10 +46,8 @@ def run_trace(
 ) -> TracedStep:
     """With `every_block`, those of a kind that has run before run too."""
 
-    def repeats(
-        blocks: Any, skipped: Callable[[int, int], None]
-    ) -> AbstractContextManager[None]:
-        return skipping_repeats(() if every_block else blocks, skipped)
+    def repeats(blocks: Any, *told: Callable) -> AbstractContextManager[None]:
+        return skipping_repeats(() if every_block else blocks, *told)
 
     with mock.patch.object(trace_module, "skipping_repeats", repeats):
         return trace_step(copied, find_blocks(copied), loss_of)
@@ -227,6 +225,20 @@ def test_repeats_of_plain_modules(recurring: bool) -> None:
     model = stack(num_layers=5, inner=[32, 32, 48, 32, 32])
     if recurring:
         freeze(model, ["extra"])
+    assert_same_trace(trace_stack(model), trace_stack(model, every_block=True))
+
+
+class TwoRounds(Stack):
+    """Only the second round through its layers has a graph, as in HRM."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            super().forward(tokens)
+        return super().forward(tokens)
+
+
+def test_a_round_without_a_graph_is_of_another_kind() -> None:
+    model = TwoRounds()
     assert_same_trace(trace_stack(model), trace_stack(model, every_block=True))
 
 

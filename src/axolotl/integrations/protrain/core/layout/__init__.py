@@ -1,6 +1,6 @@
 """Parameters into chunks: find the blocks, lay their parameters out, count the slots."""
 
-from .blocks import find_blocks, has_vision_tower
+from .blocks import CACHES, find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
 from .shards import (
     main_chunk,

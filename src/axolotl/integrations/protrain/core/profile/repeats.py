@@ -34,14 +34,16 @@ _META = torch.device("meta")
 
 @contextmanager
 def skipping_repeats(
-    blocks: Sequence[tuple[str, nn.Module]], skipped: Callable[[int, int], None]
+    blocks: Sequence[tuple[str, nn.Module]],
+    running: Callable[[], Any],
+    skipped: Callable[[Any], None],
 ) -> Iterator[None]:
     """Inside, forwards of blocks whose kind has run before are stood in for.
 
-    `skipped` is told, inside the forward of a block that is skipped, its number and that
-    of the block that ran in its place.
+    `skipped` is called inside the forward of a block that is skipped, with what
+    `running` returned inside the one that ran in its place.
     """
-    known: dict[Any, tuple[int, Any]] = {}
+    known: dict[Any, tuple[Any, Any]] = {}
     lists = [name.rpartition(".")[0] for name, _ in blocks]
     # the next one reads its output otherwise than a block would
     last = {lists.index(name) + lists.count(name) - 1 for name in lists}
@@ -54,10 +56,11 @@ def skipping_repeats(
             kind = (static, _described((args, kwargs)), torch.is_grad_enabled())
             ran = known.get(kind)
             if ran is None or index in last:
+                run = running()
                 output = inner(*args, **kwargs)
-                known.setdefault(kind, (index, _form(output, inputs)))
+                known.setdefault(kind, (run, _form(output, inputs)))
                 return output
-            skipped(index, ran[0])
+            skipped(ran[0])
             return _output(ran[1], inputs)
 
         return forward

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
+from ..layout import CACHES
 from ..layout.tensors import hold_quantised, map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
@@ -239,7 +240,6 @@ class _Recorder(MetaMode):
         self._segments = [self._now]
         # in the order of first use
         self._samples: dict[int, BlockSample] = {}
-        self._forwards: dict[int, _Open] = {}
         self._copies: list[tuple[_Open, _Open]] = []
         self._busy = False
 
@@ -248,7 +248,7 @@ class _Recorder(MetaMode):
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(skipping_repeats(self._blocks, self._skipped))
+            enter(skipping_repeats(self._blocks, lambda: self._now, self._skipped))
             for index, (_name, block) in enumerate(self._blocks):
                 before = partial(self._before, index)
                 enter(
@@ -366,7 +366,8 @@ class _Recorder(MetaMode):
         self._entered = torch.autograd._get_sequence_nr()
         if index not in self._samples:
             self._busy = True
-            self._samples[index] = BlockSample(_detached(args), _detached(kwargs))
+            given = {**kwargs, **dict.fromkeys(CACHES & kwargs.keys())}
+            self._samples[index] = BlockSample(_detached(args), _detached(given))
             self._busy = False
         by_position = {id(arg) for arg in args if isinstance(arg, Tensor)}
         nested = [arg for arg in args if not isinstance(arg, Tensor)]
@@ -391,8 +392,6 @@ class _Recorder(MetaMode):
     def _after(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
         self._settle()
         forward = self._now
-        # a skipped block ran in the place of the first of its kind
-        self._forwards.setdefault(index, forward)
         for tensor in tensors_in(output):
             forward.outputs.append(self._record_of(tensor))
             node = tensor.grad_fn
@@ -409,8 +408,8 @@ class _Recorder(MetaMode):
         if self._now.block == index:
             self.begin(_Open(None, backward=True))
 
-    def _skipped(self, index: int, ran: int) -> None:
-        self._copies.append((self._now, self._forwards[ran]))
+    def _skipped(self, ran: _Open) -> None:
+        self._copies.append((self._now, ran))
 
     def _arrived(self, name: str, param: Tensor) -> None:
         gradient, param.grad = param.grad, None

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from ..layout import CACHES
 from .hooks import AroundForward
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
-"""What transformers calls the argument that a block writes its keys and values to."""
 
 
 class Recompute(AroundForward):
@@ -44,7 +42,7 @@ class Recompute(AroundForward):
     ) -> Generator[Any, None, None]:
         if self._recomputing.set or not torch.is_grad_enabled():
             return
-        caches = [name for name in _CACHES if kwargs.get(name) is not None]
+        caches = [name for name in CACHES if kwargs.get(name) is not None]
         if caches and not block.training:
             # generation needs it; the block keeps its tensors
             return
