@@ -85,6 +85,17 @@ TEXT_MODELS = {
     "Falcon-H1 (hybrid)": Row("falcon_h1", adapters=STATE_SPACE, columns=UNQUANTISED),
     "LFM2 (hybrid)": Row("lfm2"),
     "Mamba-2": Row("mamba2", EAGER, STATE_SPACE),
+    "Aria (experts)": Row("aria_text"),
+    # with adapters a plain run fails too: it adds to frozen embeddings in place
+    "BLT": Row("blt", columns=("full",)),
+    # PEFT does not know its grouped linear layers
+    "DeepSeek-V4 (experts)": Row("deepseek_v4", EAGER, columns=("full",)),
+    "JetMoE (experts)": Row("jetmoe"),
+    "MiniMax (hybrid)": Row("minimax"),
+    "Nemotron-H (hybrid)": Row("nemotron_h", adapters=STATE_SPACE),
+    "RecurrentGemma (hybrid)": Row("recurrent_gemma"),
+    "XLM": Row("xlm", EAGER),
+    "Zamba 2 (hybrid)": Row("zamba2", adapters=STATE_SPACE),
     "T5 (encoder and decoder)": Row("t5-seq2seq", SEQ2SEQ, T5_PARTS),
     "BART (encoder and decoder)": Row("bart-seq2seq", SEQ2SEQ, BART_PARTS),
 }

@@ -60,8 +60,14 @@ _FACTS: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
     "chameleon": {"vocabulary_map": {"<image>": 300}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"] * 2}},
+    "mistral4": {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
     "falcon_h1": {"mamba_d_head": 16},
-    "granite4_vision": {"text_config": {"model_type": "granite"}},
+    "granite4_vision": {
+        "text_config": {"model_type": "granite"},
+        "deepstack_layer_map": [[1, 0], [2, 1]],
+        "downsample_rate": "1/2",
+    },
     "paddleocr_vl": {"text_config": {"rope_parameters": _ROPE | _MROPE}},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
@@ -101,9 +107,7 @@ def _shrunk(config: PretrainedConfig, facts: Mapping[str, Any]) -> dict[str, Any
             changed[name] = (list(dict.fromkeys(value)) * NUM_BLOCKS)[:NUM_BLOCKS]
         elif type(value) is int and re.fullmatch(_TOKENS, name):
             changed[name] = value if value < 8 else next(tokens)
-        elif (type(value) is int and value > 1) or (
-            value is None and re.fullmatch(_UNSET, name)
-        ):
+        elif type(value) is int or (value is None and re.fullmatch(_UNSET, name)):
             found = (size for form, size in _SIZES if re.fullmatch(form, name))
             size = next(found, value)
             changed[name] = size if value is None else min(size, value)

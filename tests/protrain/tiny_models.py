@@ -312,6 +312,25 @@ def _bart() -> Any:
     return BartConfig(**_TOKENS, d_model=36, max_position_embeddings=256, **stacks)
 
 
+def _by_rule(model_type: str) -> Any:
+    from shrunk_models import shrunk_config
+
+    return shrunk_config(model_type)
+
+
+_BY_RULE = (
+    "aria_text",
+    "blt",
+    "deepseek_v4",
+    "jetmoe",
+    "minimax",
+    "nemotron_h",
+    "recurrent_gemma",
+    "xlm",
+    "zamba2",
+)
+"""Families of odd structure, as `make sweep` trains them."""
+
 _QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-nf4": (
         "llama",
@@ -337,6 +356,7 @@ _ALL = {
     **FAMILIES,
     SKIPPING: _opt_skipping_layers,
     **{name: partial(_other, name) for name in _OTHER},
+    **{name: partial(_by_rule, name) for name in _BY_RULE},
     "bart-seq2seq": _bart,
     "t5-seq2seq": _t5,
     "llama-reward": partial(_llama, num_labels=1),
