@@ -228,17 +228,21 @@ def test_repeats_of_plain_modules(recurring: bool) -> None:
     assert_same_trace(trace_stack(model), trace_stack(model, every_block=True))
 
 
-class TwoRounds(Stack):
-    """Only the second round through its layers has a graph, as in HRM."""
+class Rounds(Stack):
+    """More than one round through its layers, the first without a graph, as in HRM."""
+
+    num_rounds = 1
 
     def forward(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             super().forward(tokens)
-        return super().forward(tokens)
+        return sum(super(Rounds, self).forward(tokens) for _ in range(self.num_rounds))
 
 
-def test_a_round_without_a_graph_is_of_another_kind() -> None:
-    model = TwoRounds()
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_rounds_through_the_same_blocks(num_rounds: int) -> None:
+    model = Rounds()
+    model.num_rounds = num_rounds
     assert_same_trace(trace_stack(model), trace_stack(model, every_block=True))
 
 

@@ -80,11 +80,11 @@ def trace_step(
     """
     recorder = _Recorder(model, blocks)
     try:
-        with recorder.recording(), autocast_on_meta(), hold_quantised(model):
-            loss = loss_of()
-            recorder.begin(_Open(None, backward=True))
-            loss.backward()
-            del loss
+        recorder.record(loss_of)
+        if recorder.recurs:
+            # gradients of a block wait for all of its rounds: each has to run
+            recorder = _Recorder(model, blocks, skips=False)
+            recorder.record(loss_of)
     except (NotImplementedError, RuntimeError) as error:
         # what torch raises for an operator that has no shape rule, or a wrong shape
         raise TraceError(
@@ -221,11 +221,15 @@ class _Recorder(MetaMode):
     """Follows storages; the running segment is that of the last hook that fired."""
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        skips: bool = True,
     ) -> None:
         super().__init__()
         self._model = model
         self._blocks = blocks
+        self._alike = blocks if skips else ()
         self._lists = [name.rpartition(".")[0] for name, _ in blocks]
         self._weights = {
             param.untyped_storage()._cdata
@@ -243,12 +247,26 @@ class _Recorder(MetaMode):
         self._copies: list[tuple[_Open, _Open]] = []
         self._busy = False
 
+    def record(self, loss_of: Callable[[], Tensor]) -> None:
+        """Run a micro-batch."""
+        with self._recording(), autocast_on_meta(), hold_quantised(self._model):
+            loss = loss_of()
+            self.begin(_Open(None, backward=True))
+            loss.backward()
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a block went backward more than once, and any was skipped."""
+        undone = Counter(s.block for s in self._segments if s.backward)
+        undone[None] = 0
+        return bool(self._copies) and max(undone.values()) > 1
+
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[None]:
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(skipping_repeats(self._blocks, lambda: self._now, self._skipped))
+            enter(skipping_repeats(self._alike, lambda: self._now, self._skipped))
             for index, (_name, block) in enumerate(self._blocks):
                 before = partial(self._before, index)
                 enter(
