@@ -183,12 +183,12 @@ def sweep(family: str, say: Callable[[str], None]) -> None:
     """Say the name of each stage when it begins; what it raises is the outcome."""
     say("built")
     model = model_of(family)
-    say("trains")
+    say("trained")
     kinds = KINDS if family in IMAGES else ("text",)
     kind = next((kind for kind in kinds if trains(model, kind)), "text")
     if kind != "text":
         say("images")
-        say("trains")
+        say("trained")
     plain, data = copy.deepcopy(model), batches(model, kind)
     numbers = train(plain, data, None)
     assert all(map(math.isfinite, numbers)), f"not finite: {numbers}"
@@ -220,13 +220,17 @@ class Outcome:
 
     family: str
     stages: list[str]
-    error: str = ""
+    error: str
 
-    def of(self, stage: str) -> str:
-        """Whether a stage ended well; empty if it was not reached."""
-        if stage not in self.stages:
-            return ""
-        return "no" if self.error and self.stages[-1] == stage else "yes"
+    @property
+    def trains(self) -> bool:
+        """Without paging."""
+        return "traced" in self.stages
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.family} not {self.stages[-1]}: {self.error}"
+        return f"{self.family} exact{' with images' * ('images' in self.stages)}"
 
 
 def outcome(family: str, limit_s: float) -> Outcome:
@@ -235,7 +239,7 @@ def outcome(family: str, limit_s: float) -> Outcome:
     process = CONTEXT.Process(target=child, args=(family, theirs))
     process.start()
     theirs.close()
-    stages: list[str] = []
+    stages = ["started"]
     end = time.monotonic() + limit_s
     error = f"no answer in {limit_s:.0f} s"
     try:
@@ -257,40 +261,32 @@ HEADER = """\
 # Model families
 
 Written by `make sweep`: do not edit. Every model type that transformers {transformers}
-registers for causal language models or for images with text, shrunk by rule to some
-thousand parameters, with torch {torch} on the CPU device: {steps} steps of AdamW with
-clipping, plain and paged with two slots, keeping what blocks save and recomputing all of
-them. Paged and recomputed mean that losses, grad norms and weights are those of the
-plain run, bit for bit.
-
-{counts}
-
+registers for causal language models or for images with text, in a configuration of its
+own defaults that a rule has shrunk, with torch {torch} on the CPU device: {steps} steps
+of AdamW with clipping, plain and paged with two slots. *Exact*: losses, grad norms and
+weights are those of the plain run, bit for bit, with blocks that keep what they save and
+with blocks that recompute all of it.
 """
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
-    """A table with a row for each model type, and why some end early."""
-    trained = [o for o in outcomes if o.of("trains") == "yes"]
-    exact = [o for o in trained if not o.error]
-    counts = (
-        f"Of {len(outcomes)} types {len(trained)} train plainly, "
-        f"{len(exact)} of them are exact both ways."
-    )
+    """Which are exact, and what became of the others."""
     versions = {name: version(name) for name in ("transformers", "torch")}
-    lines = [
-        "| model type | images | trains | traced | paged | recomputed |",
-        "|---" * 6 + "|",
-    ]
-    notes = []
-    for o in outcomes:
-        note = ""
-        if o.error:
-            notes.append(f"{len(notes) + 1}. {o.error}")
-            note = f" [{len(notes)}]"
-        cells = [o.of(s) for s in ("images", "trains", "traced", "paged", "recomputed")]
-        lines.append(f"| {o.family}{note} | {' | '.join(cells)} |")
-    text = HEADER.format(**versions, steps=NUM_STEPS, counts=counts)
-    return text + "\n".join([*lines, "", *notes, ""])
+    parts = [HEADER.format(**versions, steps=NUM_STEPS)]
+    exact = [o for o in outcomes if not o.error]
+    for title, with_images in (("Exact", False), ("Exact, with images", True)):
+        names = [o.family for o in exact if ("images" in o.stages) == with_images]
+        text = textwrap.fill(", ".join(names), 88, break_on_hyphens=False)
+        parts.append(f"## {title}: {len(names)}\n\n{text}\n")
+    for title, trains_ in (("Fails paged", True), ("No plain run either", False)):
+        others = [o for o in outcomes if o.error and o.trains == trains_]
+        lines = [
+            f"| {o.family} | {o.stages[-1]} | {textwrap.shorten(o.error, 160)} |\n"
+            for o in others
+        ]
+        table = "| model type | not | why |\n| --- | --- | --- |\n" if lines else ""
+        parts.append(f"## {title}: {len(others)}\n\n{table}{''.join(lines)}")
+    return "\n".join(parts)
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -311,13 +307,10 @@ def main() -> int:
         families = args.families or sorted({*TEXT, *IMAGES})
         for found in pool.map(partial(outcome, limit_s=args.limit), families):
             outcomes.append(found)
-            stage = found.stages[-1] if found.stages else "start"
-            images = " with images" * ("images" in found.stages)
-            told = f"{stage}: {found.error}" if found.error else f"exact{images}"
-            print(found.family, told, flush=True)
+            print(found, flush=True)
     if not args.families:
         DOCUMENT.write_text(document(outcomes))
-    failed = [o.family for o in outcomes if o.of("trains") == "yes" and o.error]
+    failed = [o.family for o in outcomes if o.trains and o.error]
     print(f"{len(failed)} of {len(outcomes)} train plainly and fail", *failed)
     return 1 if failed else 0
 
