@@ -821,11 +821,11 @@ MUTANTS = (
         ("test_races.py::test_loading_the_optimizer_waits_for_updates",),
     ),
     Mutant(
-        "norms are taken of gradients on their way",
+        "norms leave out gradients that other ranks still add to",
         NOTED,
         "        self._settle()\n        self._share_norms()\n",
         "        self._share_norms()\n",
-        SESSIONS,
+        RANKS,
     ),
     Mutant(
         "a step without clipping does not settle",
