@@ -6,6 +6,7 @@ the worst of all ranks.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -70,6 +71,7 @@ class Case:
         absent: Whether each rank begins with some of the quantised weights only.
         looks: Whether somebody reads and writes weights and gradients in each step.
         optimizer: A key of test_deferred.OPTIMIZERS; empty for AdamW.
+        resumes: Whether it begins with what a plain run has left.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Case:
     num_clips: int = 1
     looks: bool = False
     optimizer: str = ""
+    resumes: bool = False
 
     @property
     def mode(self) -> str:
@@ -144,6 +147,9 @@ def special() -> Iterator[Case]:
             "host-skips": Case(
                 "", (), "stack", 2, 0.5, plan=(HOST,), slow=True, skips=(0, 3, 4, 5)
             ),
+            "resumes": Case(
+                "", (), "stack", plan=state, optimizer="schedule-free", resumes=True
+            ),
             "host-8bit": Case("", (), "stack", plan=(HOST,), optimizer="AdamW8bit"),
         }.items():
             yield replace(case, name=f"{mode}-{name}")
@@ -166,7 +172,12 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train both ways and compare; the same on every rank."""
     plain = _model(case)
     net = _wrap(case, plain, frozenset())
-    theirs = _train(case, plain, net, _optimizer(case, plain), None)
+    their_optimizer = _optimizer(case, plain)
+    saved: Any = None
+    if case.resumes:
+        _train(case, plain, net, their_optimizer, None)
+        saved = copy.deepcopy((plain.state_dict(), their_optimizer.state_dict()))
+    theirs = _train(case, plain, net, their_optimizer, None)
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     layout = build_layout(model, keep if case.trained else ())
@@ -178,6 +189,9 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)
     optimizer = session.wrap_optimizer(_optimizer(case, model))
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
     net = _wrap(case, model, session.host_kept)
     # the last rank is behind with its shards
     behind_s = 0.02 if case.slow and ranks.rank == ranks.world.size - 1 else 0.0

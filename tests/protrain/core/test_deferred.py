@@ -387,6 +387,65 @@ def drops_gradients(run: Run) -> Any:
     return numbers
 
 
+def clips_each_micro_batch(run: Run) -> Any:
+    """What is added to a sum is not to be scaled by what was before it."""
+    numbers = []
+    for number in (3, 4):
+        numbers += [*run.backward(number), run.clip(0.05)]
+    numbers += run.backward(5)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return numbers
+
+
+def sets_gradients_after_clipping(run: Run) -> Any:
+    numbers = [*run.backward(4), run.clip(0.01)]
+    for weight in (run.model.layers[1].up.weight, run.model.head.weight):
+        weight.grad = torch.ones_like(weight)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return numbers
+
+
+def drops_clipped_gradients_of_the_model(run: Run) -> Any:
+    numbers = [*run.backward(4), run.clip(0.01)]
+    run.model.zero_grad()
+    numbers += run.backward(3)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return numbers
+
+
+def looks_at_used_gradients(run: Run) -> Any:
+    """As a callback does in on_optimizer_step."""
+    numbers = [*run.backward(4), run.clip(0.01)]
+    run.optimizer.step()
+    with run.session.weights() if run.session else nullcontext():
+        found = [p.grad.clone() for p in run.model.parameters()]
+    run.optimizer.zero_grad()
+    return [*numbers, *found]
+
+
+def regroups(run: Run) -> Any:
+    """The step before goes by the groups that it was made with."""
+    few, many = run.optimizer.param_groups
+    few["params"].insert(0, many["params"].pop())
+    numbers = run.step(4)
+    many["params"].append(few["params"].pop(0))
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    numbers += run.step(3)
+    run.optimizer.param_groups.pop()
+    return numbers
+
+
+def replaces_states(run: Run) -> Any:
+    with run.session.weights() if run.session else nullcontext():
+        for state in run.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.clone().mul_(2)
+
+
 def drops_one_gradient(run: Run) -> Any:
     numbers = run.backward(4)
     run.model.layers[1].up.weight.grad = None
@@ -416,6 +475,12 @@ ACTS = [
     trains_under_autocast,
     drops_gradients,
     drops_one_gradient,
+    clips_each_micro_batch,
+    sets_gradients_after_clipping,
+    drops_clipped_gradients_of_the_model,
+    looks_at_used_gradients,
+    regroups,
+    replaces_states,
 ]
 KINDS = ["fused", "tensor lr", "momentum", "AdamW8bit", "relative Adafactor", "NAdam"]
 
@@ -439,7 +504,8 @@ def play(
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_after_a_step(act: Callable[[Run], Any]) -> None:
-    play([steps, act, steps, act, steps_without_clipping], "fused", MIXED)
+    for plan in (MIXED, PAGED):
+        play([steps, act, steps, act, steps_without_clipping], "fused", plan)
 
 
 def play_at_random(seed: int) -> None:
@@ -486,6 +552,7 @@ class AtLine:
     """Raises at a line of a deferred update, the `nth` that runs inside; counts them."""
 
     FILES = (
+        "optim/chunk_update.py",
         "optim/deferred.py",
         "optim/masters.py",
         "optim/states.py",
@@ -649,13 +716,13 @@ def test_a_staging_buffer_that_is_too_small_goes_after_its_copy() -> None:
     staging.close()
 
 
-def test_a_weight_that_is_used_without_its_model_is_named() -> None:
+@pytest.mark.parametrize("update", Update)
+def test_a_weight_that_is_used_without_its_model_is_named(update: Update) -> None:
     """Its gradient would take the place of one that waits for its update."""
     model = stack()
-    session = open_session(model, n_buffer=2, outside=HOST_STATE)
+    session = open_session(model, n_buffer=2, outside=HOST_STATE, update=update)
     optimizer = session.wrap_optimizer(adamw(model))
     train(model, optimizer, [batches(1)], session)
-    model.head.weight.square().sum().backward()
     with pytest.raises(AccessError, match="head.weight: this weight has a gradient"):
-        optimizer.step()
+        model.head.weight.square().sum().backward()
     session.close()

@@ -214,6 +214,7 @@ class Session:
             self._beside,
             self._own_that_stay,
             self._before_update,
+            self._stale.__contains__,
             viewer.hide,
             viewer.show_again,
         )
@@ -519,10 +520,9 @@ class Session:
     def _settle_all(self) -> None:
         """Return once weights and gradients are what is read next, on all ranks."""
         self._gradients.settle()
-        self._updates.settle_gradients()
         self._pager.close_any()
         self._worker.drain()
-        self._updates.flush()
+        self._updates.settle_gradients()
         self.ready()
         # copies to slots read what may be written now
         self.device.synchronize()

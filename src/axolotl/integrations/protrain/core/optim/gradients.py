@@ -45,6 +45,8 @@ class Gradients:
 
     def __init__(self) -> None:
         self._shown: list[ShownGradients] = []
+        self.arrives: Callable[[int], None] = lambda chunk: None
+        """Called before a gradient of a chunk is there, or the sum so far is fetched."""
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         """Hook every parameter of the chunks, whose state is on the host."""
@@ -129,6 +131,7 @@ class Gradients:
                 backward = torch._C._current_graph_task_id()
                 accumulates = _accumulates(param)
             if accumulates:
+                self.arrives(host.chunk.index)
                 shown.make_room(index, settle, drop)
 
         def after(index: int, param: Tensor) -> None:
@@ -297,6 +300,7 @@ class GradientOffload(Gradients):
     def _ahead(self, block: int) -> None:
         for sums in self._of_block.get(block, ()):
             if sums.present:
+                self.arrives(sums.chunk.index)
                 self._staging.fetch(_key(sums), [_source(sums)])
 
     def _retire(self) -> None:

@@ -105,7 +105,8 @@ class Noted:
         for group in self._groups:
             if fused and "fused" in group:
                 group.update(fused=True, foreach=False, capturable=False)
-        every = [param for group in plain.param_groups for param in group["params"]]
+        self._params = [[*group["params"]] for group in plain.param_groups]
+        every = [param for params in self._params for param in params]
         self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
         self._marks = {self._absent[p]: marks(plain.state.get(p, {})) for p in every}
 
@@ -131,8 +132,8 @@ class Noted:
         here = {**self._absent, **mains}
         ghost.param_groups = [
             # by value again: some count in place
-            {**_by_value(noted), "params": [here[param] for param in group["params"]]}
-            for noted, group in zip(self._groups, plain.param_groups, strict=True)
+            {**_by_value(noted), "params": [here[param] for param in params]}
+            for noted, params in zip(self._groups, self._params, strict=True)
         ]
         if self.method == "step" and any(
             base.__module__ == _BITSANDBYTES for base in self._kind.__mro__
@@ -143,9 +144,9 @@ class Noted:
         for param, main in mains.items():
             if main in ghost.state:
                 plain.state[param] = ghost.state[main]
-        for noted, ours, group in zip(
-            self._groups, ghost.param_groups, plain.param_groups, strict=True
-        ):
+        # further groups may have come since
+        every = zip(self._groups, ghost.param_groups, plain.param_groups, strict=False)
+        for noted, ours, group in every:
             changed = {k: ours[k] for k, v in noted.items() if ours[k] is not v}
             group.update((k, v) for k, v in changed.items() if group[k] is noted[k])
 

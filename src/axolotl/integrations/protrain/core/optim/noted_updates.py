@@ -42,6 +42,7 @@ class Surroundings(NamedTuple):
             to be updated outside of passes; once the host's copy is there.
         stays: Those that this rank updates of a chunk which is on the device, there.
         rewrites: The host's copy of some weights is about to be written.
+        stale: Whether the device's copy of a chunk that stays there is older than it.
         hide: Nobody looks at gradients from here on.
         show_again: A step is over: whoever looked may go on.
     """
@@ -49,6 +50,7 @@ class Surroundings(NamedTuple):
     beside: Callable[[Chunk, Event | None], AbstractContextManager[InMemory]]
     stays: Callable[[HostChunk], InMemory | None]
     rewrites: Callable[[HostChunk], None]
+    stale: Callable[[int], bool]
     hide: Callable[[], None]
     show_again: Callable[[], None]
 
@@ -99,7 +101,7 @@ class NotedUpdates(Updates):
         raise NotImplementedError
 
     def pending(self, chunk: int) -> bool:
-        """Whether the last step of a chunk has not yet been made."""
+        """Whether the last step of a chunk has not yet reached who uses it."""
         raise NotImplementedError
 
     def flush_chunk(self, chunk: int) -> None:
@@ -119,7 +121,7 @@ class NotedUpdates(Updates):
         return self.plain
 
     def take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
-        self._gradients = gradients
+        self._gradients, gradients.arrives = gradients, self._arrives
         known = {id(own.host): own for own in self._all}
         where = torch.device("cpu") if self._on_host else self._device.torch_device
         for host in chunks:
@@ -179,17 +181,39 @@ class NotedUpdates(Updates):
         return total_norm
 
     def settle_gradients(self) -> None:
+        self.flush()
         self._settle()
+        self._scale()
         for own in self._all:
-            if self._clip is not None:
-                _clip(own, own.sums.present, self._clip)
-            if own.clip is not None and not self.pending(own.host.chunk.index):
+            if own.clip is not None:
                 # what the last step has used, while it is still there
                 _clip(own, set(own.used) - own.sums.present, own.clip)
                 own.clip = None
-        self._clip = None
         # what other ranks have scaled is read next
         self._ranks.node_sum(torch.zeros(1))
+
+    def _scale(self) -> None:
+        """Scale on the host what was to be scaled by the update."""
+        if self._clip is not None:
+            for own in self._all:
+                _clip(own, own.sums.present, self._clip)
+            self._clip = None
+
+    def _arrives(self, chunk: int) -> None:
+        """A gradient comes in backward, and finds those so far as the plain run has them."""
+        if self.pending(chunk):
+            name = self._names[id(self._own[chunk].host.params[0])]
+            raise AccessError(
+                f"{name}: this weight has a gradient, but it has been used since the last "
+                "step without a forward of the model that would have updated it. Call the "
+                "model, not functions of its weights."
+            )
+        self._scale()
+
+    def _replaced(self, chunk: int) -> None:
+        """Somebody has set a gradient, which is not to be scaled by what was before."""
+        self.flush_chunk(chunk)
+        self._scale()
 
     def forget_clip(self) -> None:
         """Gradients that were to be scaled are gone."""
@@ -212,14 +236,6 @@ class NotedUpdates(Updates):
             # what is shown would be taken for what somebody has written after it
             self._around.hide()
             self._settle()
-            for own in self._all:
-                if own.noted is not None and own.sums.present:
-                    name = self._names[id(own.host.params[0])]
-                    raise AccessError(
-                        f"{name}: this weight has a gradient, but it has been used since "
-                        "the last step without a forward of the model that would have "
-                        "updated it. Call the model, not functions of its weights."
-                    )
             self.flush()
             noted, self._stepped = self._noted(), True
             for own in self._all:
@@ -408,7 +424,7 @@ class NotedUpdates(Updates):
 
     def _settle(self) -> None:
         self._gradients.settle()
-        self._gradients.take_back(self.flush_chunk)
+        self._gradients.take_back(self._replaced)
 
     def _share_norms(self) -> None:
         """Let all ranks know the norm of every gradient; see Note [The norm of all gradients]."""

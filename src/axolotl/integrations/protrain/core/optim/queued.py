@@ -54,7 +54,7 @@ class QueuedUpdates(NotedUpdates):
             self._queue(own)
 
     def pending(self, chunk: int) -> bool:
-        return self._worker.pending(chunk)
+        return self._worker.pending(chunk) or self._around.stale(chunk)
 
     def finish(self) -> None:
         for own in self._all:
@@ -72,10 +72,6 @@ class QueuedUpdates(NotedUpdates):
                     self._queue(own)
         self._worker.drain()
         self._with_device.settle()
-
-    def settle_gradients(self) -> None:
-        self.flush()
-        super().settle_gradients()
 
     def _queue(self, own: ChunkUpdate) -> None:
         self.show_states()

@@ -194,7 +194,14 @@ class HostedState:
 
     def to_device(self, buffer: Tensor) -> None:
         """Bind what travels to its copy in a device buffer."""
-        self._bind(lambda place: place.within(buffer))
+        for leaf in leaves(self._own()):
+            place = self._rest.places.get(leaf.path)
+            if place is not None:
+                here = place.within(buffer)
+                if not self.is_at_rest(leaf.tensor):
+                    # somebody has put it there since
+                    here.copy_(leaf.tensor)
+                leaf.bind(here)
 
     def changed(self, buffer: Tensor, shared: Collection[int]) -> Change:
         """What an update in `buffer` has changed; what it replaced is put there, too.
