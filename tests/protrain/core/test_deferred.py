@@ -10,6 +10,7 @@ import copy
 import io
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from types import FrameType
@@ -446,6 +447,23 @@ def replaces_states(run: Run) -> Any:
                     state[key] = value.clone().mul_(2)
 
 
+def changes_states(run: Run) -> Any:
+    """Without asking for anything to be made first."""
+    found = []
+    for param in run.model.parameters():
+        for value in run.optimizer.state[param].values():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                found.append(value.clone())
+                value.div_(
+                    2, rounding_mode=None if value.is_floating_point() else "floor"
+                )
+    return found
+
+
+def forgets_states(run: Run) -> Any:
+    run.optimizer.state = defaultdict(dict)
+
+
 def drops_one_gradient(run: Run) -> Any:
     numbers = run.backward(4)
     run.model.layers[1].up.weight.grad = None
@@ -481,6 +499,8 @@ ACTS = [
     looks_at_used_gradients,
     regroups,
     replaces_states,
+    changes_states,
+    forgets_states,
 ]
 KINDS = ["fused", "tensor lr", "momentum", "AdamW8bit", "relative Adafactor", "NAdam"]
 

@@ -352,7 +352,9 @@ class Session:
         """Device bytes of optimizer state now; looks at each tensor of it."""
         host = {id(p) for host in self._host_chunks for p in host.params}
         # a copy: the host thread may add to it
-        state = dict(self._optimizer.state) if self._optimizer is not None else {}
+        state = (
+            {**vars(self._optimizer)["state"]} if self._optimizer is not None else {}
+        )
         return state_bytes({p: own for p, own in state.items() if id(p) not in host})
 
     @property

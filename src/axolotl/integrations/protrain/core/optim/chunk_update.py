@@ -27,7 +27,7 @@ from ..runtime.staging import parts
 from ..types import IN_FLIGHT
 from .host_chunks import HostChunk
 from .masters import join, split
-from .noted import Clip, Noted
+from .noted import Clip, Noted, states_of
 from .states import Change, HostedState, leaves, structure
 from .sums import tensor_in
 
@@ -139,7 +139,7 @@ class ChunkUpdate:
 
     def remember(self) -> Callable[[], None]:
         """What puts the state of a chunk back to what it is now, at rest."""
-        states = self._plain.state
+        states = states_of(self._plain)
         before: dict[Tensor, Any] = {
             p: states[p] for p in self.params.values() if p in states
         }

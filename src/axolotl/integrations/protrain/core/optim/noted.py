@@ -108,7 +108,8 @@ class Noted:
         self._params = [[*group["params"]] for group in plain.param_groups]
         every = [param for params in self._params for param in params]
         self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
-        self._marks = {self._absent[p]: marks(plain.state.get(p, {})) for p in every}
+        states = states_of(plain)
+        self._marks = {self._absent[p]: marks(states.get(p, {})) for p in every}
 
     def make(
         self,
@@ -125,9 +126,10 @@ class Noted:
         if self.clip is not None:
             used = [main for main in mains.values() if main.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(used, *self.clip)
+        states = states_of(plain)
         ghost: Any = object.__new__(self._kind)
         vars(ghost).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
-        known = {m: plain.state[p] for p, m in mains.items() if p in plain.state}
+        known = {m: states[p] for p, m in mains.items() if p in states}
         ghost.state = defaultdict(dict, {**self._marks, **known})
         here = {**self._absent, **mains}
         ghost.param_groups = [
@@ -143,12 +145,17 @@ class Noted:
             _without_hooks(getattr(self._kind, self.method))(ghost)
         for param, main in mains.items():
             if main in ghost.state:
-                plain.state[param] = ghost.state[main]
+                states[param] = ghost.state[main]
         # further groups may have come since
         every = zip(self._groups, ghost.param_groups, plain.param_groups, strict=False)
         for noted, ours, group in every:
             changed = {k: ours[k] for k, v in noted.items() if ours[k] is not v}
             group.update((k, v) for k, v in changed.items() if group[k] is noted[k])
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What `state` is, as it is now: steps may be pending."""
+    return vars(optimizer)["state"]
 
 
 def marks(state: Mapping[str, Any]) -> dict[str, Any]:

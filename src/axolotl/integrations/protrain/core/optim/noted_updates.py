@@ -27,7 +27,7 @@ from .chunk_update import ChunkUpdate, InMemory
 from .gradients import Gradients
 from .host_chunks import MASTER_KEY, HostChunk, require_masters
 from .masters import Masters
-from .noted import Clip, Noted, marks, require_separable
+from .noted import Clip, Noted, marks, require_separable, states_of
 from .state_memory import StateMemory, unpack
 from .states import HostedState, Leaf, leaves
 from .sums import GradientSums
@@ -92,9 +92,13 @@ class NotedUpdates(Updates):
         self._clip: Clip | None = None
         self._hidden: dict[Any, Any] = {}
         # there may be state
-        self._stepped = False
+        self._stepped = self._noting = False
         # on one of several ranks, who has the state of all
         self._gathered = ranks.world.local_size == 1
+
+    @property
+    def _states(self) -> dict[Any, Any]:
+        return states_of(self.plain)
 
     def note(self) -> None:
         """A step has been noted."""
@@ -252,9 +256,11 @@ class NotedUpdates(Updates):
 
         # the last one: others may change groups and gradients
         handle = self.plain.register_step_pre_hook(note)
+        self._noting = True
         try:
             yield
         finally:
+            self._noting = False
             handle.remove()
             self.show_states()
             for param, stand_in in stood:
@@ -262,6 +268,11 @@ class NotedUpdates(Updates):
             self._gradients.spend()
         self.note()
         self._around.show_again()
+
+    def complete_states(self) -> None:
+        """Somebody is about to read or change them, unless it is the step itself."""
+        if not self._noting:
+            self.flush()
 
     def switch(self, method: str) -> None:
         """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
@@ -306,10 +317,10 @@ class NotedUpdates(Updates):
             return
         params = {p: number for number, p in enumerate(_params(self.plain))}
         own = {
-            params[p]: self.plain.state[p]
+            params[p]: self._states[p]
             for update in self._all
             for p in update.params.values()
-            if p in self.plain.state
+            if p in self._states
         }
         every = self._ranks.collect_on_node(self._memory.pack(own))
         self._gathered = self._ranks.local_rank == 0
@@ -317,21 +328,21 @@ class NotedUpdates(Updates):
         others: dict[Tensor, Any] = {}
         for packed in every[1:] if self._gathered else ():
             others.update((by_number[n], own) for n, own in unpack(packed).items())
-        before = {p: self.plain.state[p] for p in others if p in self.plain.state}
-        self.plain.state.update(others)
+        before = {p: self._states[p] for p in others if p in self._states}
+        self._states.update(others)
         try:
             yield
         finally:
             self._gathered = False
             for param in others:
-                self.plain.state.pop(param, None)
-            self.plain.state.update(before)
+                self._states.pop(param, None)
+            self._states.update(before)
             # nobody changes what the first one reads
             self._ranks.node_sum(torch.zeros(1))
 
     def require_gathered(self) -> None:
         """Raise AccessError where this rank has only a part of the state."""
-        if not self._gathered and any(self.plain.state.values()):
+        if not self._gathered and any(self._states.values()):
             raise AccessError(
                 "optimizer: each rank has the state of the weights that it updates. Call "
                 "`state_dict` inside `with session.gathered_state():`, which all ranks "
@@ -388,12 +399,12 @@ class NotedUpdates(Updates):
         """Let groups and state be of other parameters."""
         for group in self.plain.param_groups:
             group["params"] = [other.get(p, p) for p in group["params"]]
-        for param in [p for p in self.plain.state if p in other]:
-            self.plain.state[other[param]] = self.plain.state.pop(param)
+        for param in [p for p in self._states if p in other]:
+            self._states[other[param]] = self._states.pop(param)
 
     def order_states(self) -> None:
         """Let them be in the order in which the plain run makes them."""
-        state = self.plain.state
+        state = self._states
         every = [p for group in self.plain.param_groups for p in group["params"]]
         state.update([(p, state.pop(p)) for p in every if p in state])
 
@@ -452,7 +463,7 @@ class NotedUpdates(Updates):
 
     def _drop_others(self, own: ChunkUpdate) -> None:
         """Of weights that other ranks update keep what is no tensor."""
-        states = self.plain.state
+        states = self._states
         for index, param in enumerate(own.host.params):
             if index not in own.params and param in states:
                 states[param] = marks(states.pop(param))
@@ -470,20 +481,32 @@ class NotedUpdates(Updates):
 
     def _hide_states(self, params: Sequence[nn.Parameter]) -> None:
         for param in params:
-            if param in self.plain.state:
-                self._hidden[param] = state = self.plain.state[param]
-                self.plain.state[param] = marks(state)
+            if param in self._states:
+                self._hidden[param] = state = self._states[param]
+                self._states[param] = marks(state)
 
     def show_states(self) -> None:
         """A step that was being noted no longer hides what it is not to change."""
-        hidden, self._hidden = self._hidden, {}
-        self.plain.state.update(hidden)
+        self._states.update(self._hidden)
+        # not before: an interrupt in between would lose them
+        self._hidden = {}
 
 
 class PagedOptimizer(torch.optim.Optimizer):
     """Put in front of the plain optimizer's class while its weights are paged."""
 
     updates: ClassVar[NotedUpdates]
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Any, Any]:
+        """That of every parameter, once nothing is pending."""
+        self.updates.complete_states()
+        return states_of(self)
+
+    @state.setter
+    def state(self, states: dict[Any, Any]) -> None:
+        self.updates.complete_states()
+        vars(self)["state"] = states
 
     def step(self, closure: Any = None) -> Any:
         if closure is not None:

@@ -249,7 +249,7 @@ class HostedState:
         return [x for x in leaves(self._own()) if x.tensor.data_ptr() not in shared]
 
     def _own(self) -> dict[int, Any]:
-        states, pairs = self._optimizer.state, enumerate(self._params)
+        states, pairs = vars(self._optimizer)["state"], enumerate(self._params)
         return {n: states[p] for n, p in pairs if p in states}
 
     def _bind(self, tensor_at: Callable[[_Place], Tensor]) -> None:
