@@ -865,7 +865,7 @@ MUTANTS = (
     Mutant(
         "a rank saves the state of its own weights alone",
         NOTED,
-        "        self.plain.state.update(others)\n",
+        "        self._states.update(others)\n",
         "",
         ("test_ranks.py::test_modes_and_numbers_of_ranks_continue_one_curve",),
     ),
