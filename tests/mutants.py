@@ -525,7 +525,7 @@ MUTANTS = (
     Mutant(
         "somebody looks while updates are queued",
         SESSION,
-        "        self._worker.drain()\n        self._updates.flush()\n"
+        "        self._worker.drain()\n        self._updates.settle_gradients()\n"
         "        self.ready()\n        # copies to slots",
         "        # copies to slots",
         ACCESS,
@@ -830,8 +830,8 @@ MUTANTS = (
     Mutant(
         "a step without clipping does not settle",
         NOTED,
-        "            self._settle()\n            for own in self._all:\n                if own.noted",
-        "            for own in self._all:\n                if own.noted",
+        "            self._settle()\n            self.flush()\n",
+        "            self.flush()\n",
         (*SESSIONS, "test_optimizer.py"),
     ),
     Mutant(
