@@ -87,8 +87,18 @@ def found(
 
 
 PAIRS = covering([tuple(case.name.split("-")) for case in grid()])
+RACING = ("slow", "skips", "looks", "mixed", "host-state")
 QUICK = {
-    2: {*map("-".join, PAIRS), *(case.name for case in special())},
+    2: {
+        *map("-".join, PAIRS),
+        # what fetches may race with in both modes that page, the others in turns
+        *(f"{mode}-{name}" for name in RACING for mode in "BC"),
+        *(
+            f"{'BC'[number % 2]}-{name}"
+            for number, name in enumerate(dict.fromkeys(c.name[2:] for c in special()))
+        ),
+        "B-host-skips",
+    },
     4: {"B-full-3-clip", "C-skips", "C-mixed"},
 }
 GRID = [
