@@ -184,8 +184,8 @@ class DryRun:
         if self._num_gpus > 1:
             yield (
                 f"{self._num_gpus} GPUs on one host, each on a link of its own "
-                "(--link names the narrower one where they share it); AdamW on the host "
-                "shares its memory"
+                "(--link names the narrower one where they share it); AdamW on the "
+                "host, where it is asked for, shares its memory"
             )
 
     def _alternatives(

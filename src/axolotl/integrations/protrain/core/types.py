@@ -435,7 +435,7 @@ class Hardware:
         link: Name of the link between host and device, if known.
         gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
             each rank; 0 with one rank.
-        reduce_bytes_s: Reduce-scatter between them: bytes of the input on each rank.
+        reduce_bytes_s: Reductions to one after the other of them: bytes on each rank.
         across_bytes_s: All-reduce between nodes, bytes of its input; 0 with one node.
     """
 

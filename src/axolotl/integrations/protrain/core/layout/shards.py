@@ -17,7 +17,7 @@ from ..types import Chunk
 from .chunks import aligned
 
 PAGE_BYTES = 4096
-"""Shards begin on pages of their own: a rank page-locks no memory of another."""
+"""Shards begin on pages of their own: of what is frozen a rank page-locks its own alone."""
 
 
 def shard_bytes(chunk: Chunk, ranks: int) -> int:

@@ -1,7 +1,7 @@
-"""One background thread for host work on chunks: gradient sums and optimizer updates.
+"""One background thread for updates of chunks: it makes them, or waits until they landed.
 
 Work runs in the order it was queued. A failed update is raised on the caller's thread
-by the next wait for its chunk or by `drain`, a failed sum by its task.
+by the next wait for its chunk or by `drain`, other work by its task.
 """
 
 from __future__ import annotations
