@@ -224,10 +224,10 @@ class Result:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """What was saved at the end: the model, or the adapter alone."""
+        """What was saved at the end: the model, the adapter alone, or both."""
         names = ("model.safetensors", "adapter_model.safetensors")
-        (path,) = (self.output / n for n in names if (self.output / n).exists())
-        return load_file(path)
+        paths = [self.output / n for n in names if (self.output / n).exists()]
+        return {k: v for path in paths for k, v in load_file(path).items()}
 
 
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss")

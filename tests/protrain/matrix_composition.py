@@ -16,6 +16,7 @@ from axolotl_jobs import (
     pair,
 )
 from matrix import Cell
+from tiny_models import ANSWERS
 
 Keys = dict[str, Any]
 
@@ -47,8 +48,7 @@ PROMPTED: Keys = {
     "sequence_len": 256,
 }
 
-RL: Keys = {"remove_unused_columns": False}
-
+QLORA: Keys = {**LORA, "adapter": "qlora", "load_in_4bit": True, "bf16": True}
 BASES: dict[str, Keys] = {"full": {}, "LoRA": LORA}
 COMPOSED: dict[str, Keys] = {
     "NEFTune": {"neftune_noise_alpha": 5},
@@ -102,10 +102,40 @@ ANSWERED: dict[str, dict[str, Any]] = {
 }
 """Keys that the plan answers; the plain run is without them."""
 
-PREFERENCES = (
-    "the loss runs pairs of answers or a reference model, so a step needs more memory "
-    "than its plan counts: measured 1.3 times for KTO, 2.0 for DPO, IPO and SimPO, 2.3 "
-    "for ORPO (all of them bit-equal to plain runs); GRPO and EBFT were not tried"
+PREFERENCES: Keys = {
+    "datasets": [
+        {
+            "path": str(ANSWERS),
+            "ds_type": "json",
+            "split": "train",
+            "type": {"field_prompt": "prompt"},
+        }
+    ],
+    "sequence_len": 128,
+    "remove_unused_columns": False,
+}
+"""Pairs of answers for most, single ones for KTO."""
+OBJECTIVES: dict[str, Keys] = {
+    "dpo": {},
+    "ipo": {},
+    "orpo": {},
+    "simpo": {"simpo_gamma": 0.5},
+    "kto": {},
+}
+PREFERRED = {
+    f"rl: {name}": PREFERENCES
+    | {"rl": name, "dataset_prepared_path": f"prepared-{name}"}
+    | keys
+    for name, keys in OBJECTIVES.items()
+}
+GENERATES: dict[str, Keys] = {
+    "grpo": {},
+    "gdpo": {},
+    "ebft": {"ebft": {"mode": "structured"}},
+}
+GENERATING = (
+    "answers are generated between two passes, with caches of keys and values, or by a "
+    "vLLM server that is sent the weights: memory and reads that no plan counts. Not tried"
 )
 COMPILED = (
     "Dynamo follows the forward into the hooks that page weights and stops there: of a "
@@ -153,6 +183,13 @@ REFUSED: dict[str, tuple[Keys, str, str]] = {
         "`lisa_n_layers: 2` changes which blocks train during the run",
         "what trains decides which chunk a weight is in, and where its state is",
     ),
+    "`precompute_ref_log_probs`": (
+        {"rl": "dpo", "precompute_ref_log_probs": True},
+        "`precompute_ref_log_probs: true` runs the model before training begins",
+        "the trainer runs the whole model where it was loaded, on the host, while it is "
+        "built; on the CPU device that gives the bits of the plain run, on a GPU the batch "
+        "is elsewhere",
+    ),
     "`use_ray`": (
         {"use_ray": True, "ray_num_workers": 1},
         "`use_ray: true` starts ranks in a way that ProTrain has not been tried with",
@@ -184,16 +221,20 @@ CELLS: tuple[Cell, ...] = (
         for base, keys in BASES.items()
     ),
     *(
+        Cell("Preference training", row, base, pair("llama", keys, more, plan=HALF))
+        for row, more in PREFERRED.items()
+        for base, keys in (*BASES.items(), ("QLoRA", QLORA))
+    ),
+    *(
         Cell(
-            "Compositions",
+            "Preference training",
             f"rl: {objective}",
-            base,
-            refused=job("llama", keys, PAGED, RL, {"rl": objective}),
-            reason=PREFERENCES,
-            message=f"`rl: {objective}` runs pairs of answers",
+            "LoRA",
+            refused=job("llama", LORA, PAGED, {"rl": objective}, keys),
+            reason=GENERATING,
+            message=f"`rl: {objective}` generates answers",
         )
-        for objective in ("dpo", "ipo", "orpo", "simpo", "kto", "grpo")
-        for base, keys in BASES.items()
+        for objective, keys in GENERATES.items()
     ),
     *(
         Cell(

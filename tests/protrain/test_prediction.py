@@ -13,6 +13,7 @@ import pytest
 from axolotl_jobs import BASE, LORA, PAGED as CHECKED, Job, Result, job, overrides
 from counted_steps import Peaks, Step, peaks
 from counting_plugin import COUNTED_FILE
+from matrix_composition import PREFERRED
 from tiny_models import NUM_BLOCKS
 
 from axolotl.integrations.protrain.core.types import Placement
@@ -187,6 +188,16 @@ JOBS = {
             "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         },
     ),
+    "dpo, accumulated": job(
+        "llama",
+        CHECKED,
+        COUNTED,
+        LORA,
+        HALF,
+        PREFERRED["rl: dpo"] | {"bf16": True, "gradient_accumulation_steps": 3},
+    ),
+    "orpo, full": job("qwen3", CHECKED, COUNTED, HALF, PREFERRED["rl: orpo"]),
+    "kto": job("llama", CHECKED, COUNTED, LORA, RECOMPUTED, PREFERRED["rl: kto"]),
     "packed": job("llama", CHECKED, COUNTED, LORA, HALF, {"sample_packing": True}),
     "evaluated": job(
         "gemma3",

@@ -25,6 +25,7 @@ TOKENIZER = Path("tokenizer")
 DATA = Path("data.jsonl")
 CHATS = Path("chats.jsonl")
 PREFERENCES = Path("preferences.jsonl")
+ANSWERS = Path("answers.jsonl")
 STEPS = Path("steps.jsonl")
 MODELS = Path("models")
 
@@ -513,6 +514,7 @@ def build_inputs(root: Path) -> None:
     _write_rows(root / CHATS, _chats(root, chance, words))
     _write_rows(root / PREFERENCES, [_preference(chance, words) for _ in range(24)])
     _write_rows(root / STEPS, [_judged_steps(chance, words) for _ in range(24)])
+    _write_rows(root / ANSWERS, [_answers(chance, n) for n in range(24)])
     _write_rows(root / DATA, rows)
 
 
@@ -526,6 +528,19 @@ def _judged_steps(chance: random.Random, words: list[str]) -> dict[str, Any]:
         "prompt": " ".join(chance.choices(words, k=3)),
         "completions": [" ".join(chance.choices(words, k=2)) for _ in range(3)],
         "labels": chance.choices([True, False], k=3),
+    }
+
+
+def _answers(chance: random.Random, number: int) -> dict[str, Any]:
+    """Two answers, and one of them to be judged; in most batches one is the longest."""
+    words = "page slot host copy".split()
+    prompt, chosen, rejected = (
+        " ".join(chance.choices(words, k=k)) for k in (2, 6, 3 + number % 4)
+    )
+    pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return pair | {
+        "completion": chosen if number % 4 else rejected,
+        "label": number % 2 == 0,
     }
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import platform
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,9 @@ from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, refuse_quantised
 from .report.forecast import format_bytes
+
+if TYPE_CHECKING:
+    from .objective import Objective
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,9 @@ def subject_of(
     device_type: str,
     world: World = ALONE,
     real: nn.Module | None = None,
+    objective: Objective | None = None,
 ) -> Subject:
-    """Trace the largest micro-batch that the YAML allows.
+    """Trace the largest micro-batch that the YAML, or the data, allow.
 
     Args:
         cfg: Axolotl's validated configuration.
@@ -81,6 +87,7 @@ def subject_of(
         device_type: "cuda" or "cpu".
         world: Who trains together.
         real: The same with weights, to be laid out: a bias may be cast in the trace.
+        objective: Of a trainer whose loss is more than one forward.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -88,12 +95,17 @@ def subject_of(
     """
     args = args_from(cfg)
     _require_training(cfg, model)
+    if cfg.rl and objective is None:
+        raise ConfigError(
+            f"rl: {getattr(cfg.rl, 'value', cfg.rl)} is planned from its trainer's loss, "
+            "which is there only when training begins."
+        )
     assumptions: list[str] = []
-    batch = sample_batch(cfg, model, assumptions)
+    batch = objective.batch if objective else sample_batch(cfg, model, assumptions)
     make_experts_traceable(model, assumptions)
     target = profile.Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
-        traced, headroom = _traced(model, batch, target, args, assumptions)
+        traced, headroom = _traced(model, batch, target, args, assumptions, objective)
     laid_out = model if real is None else real
     layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
@@ -147,18 +159,27 @@ _IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_
 
 def _traced(
     model: nn.Module,
-    batch: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
     target: profile.Target,
     args: ProTrainArgs,
     assumptions: list[str],
+    objective: Objective | None,
 ) -> tuple[profile.TracedStep, int]:
     """A step, with text alone where a vision tower cannot be traced, and its headroom."""
-    blocks = find_blocks(model)
+    others = objective.others if objective else {}
+
+    def trace(batch: Mapping[str, Any]) -> profile.TracedStep:
+        loss_of = partial(
+            objective.loss if objective else _loss_of_output, model, batch
+        )
+        loss = partial(_loss, (model, *others.values()), target, loss_of)
+        return profile.trace_step(model, find_blocks(model), loss)
+
     text = {name: value for name, value in batch.items() if name not in _IMAGES}
     headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
     reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
     try:
-        traced = profile.trace_step(model, blocks, partial(_loss, model, target, batch))
+        traced = trace(batch)
         if len(text) < len(batch):
             headroom = 0
         elif has_vision_tower(model):
@@ -169,7 +190,17 @@ def _traced(
         assumptions.append(
             f"the vision tower could not be traced ({error}); {reserved} it"
         )
-        traced = profile.trace_step(model, blocks, partial(_loss, model, target, text))
+        traced = trace(text)
+    for name, other in others.items():
+        nbytes = sum(param.nbytes for param in other.parameters())
+        assumptions.append(f"{name}: {format_bytes(nbytes)} that stay on the device")
+        # without a limit the device was asked what it has left
+        headroom += nbytes if args.protrain_capacity_bytes is not None else 0
+    _note_unknowns(traced, assumptions)
+    return traced, headroom
+
+
+def _note_unknowns(traced: profile.TracedStep, assumptions: list[str]) -> None:
     if traced.drew:
         assumptions.append(
             "the model reads values that depend on its weights, for example how many "
@@ -180,24 +211,30 @@ def _traced(
             f"{', '.join(traced.uncounted)}: nobody knows how many operations these "
             "take, so their time is that of the bytes they move"
         )
-    return traced, headroom
+
+
+def _loss_of_output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    outputs = model(**batch)
+    # the loss of a reward model is made of its few logits
+    return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
 
 def _loss(
-    model: nn.Module, target: profile.Target, batch: Mapping[str, Tensor]
+    models: Sequence[nn.Module], target: profile.Target, loss_of: Callable[[], Tensor]
 ) -> Tensor:
+    """What a loss asks of its models, which run as accelerate prepares them."""
+    emulation = profile.Emulation(replace(target, autocast_dtype=None))
     try:
-        with profile.Emulation(target):
-            outputs = model(**batch)
+        with emulation, ExitStack() as undo:
+            for model in models:
+                forward = emulation.prepared(model.forward, target.autocast_dtype)
+                undo.enter_context(patch.object(model, "forward", forward))
+            return loss_of()
     except FOREIGN_ERRORS as error:
         raise TraceError(
-            f"{type(model).__name__} does not run without weights: "
+            f"{type(models[0]).__name__} does not run without weights: "
             f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         ) from error
-    if target.autocast_dtype is not None:
-        outputs = profile.outputs_as_fp32(outputs)
-    # the loss of a reward model is made of its few logits
-    return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:
@@ -215,7 +252,7 @@ def _workload(
     cfg: Any,
     args: ProTrainArgs,
     model: nn.Module,
-    batch: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
     device_type: str,
     world: World,
     assumptions: list[str],
@@ -229,10 +266,11 @@ def _workload(
     optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
     micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
+    tensors = {k: value for k, value in batch.items() if isinstance(value, Tensor)}
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
     return Workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
-        tokens=batch["input_ids"].numel(),
+        tokens=sum(t.numel() for k, t in tensors.items() if k.endswith("input_ids")),
         fp32_master=args.protrain_fp32_master,
         saves_state=args.protrain_save_optimizer_state and cfg.save_strategy != "no",
         update=Update.HOST if on_host else Update.DEVICE,
@@ -242,7 +280,7 @@ def _workload(
         update_copies=optimizer.update_copies,
         update_parameter_copies=optimizer.update_parameter_copies,
         eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
-        loader_bytes=(1 + waiting) * sum(t.nbytes for t in batch.values()),
+        loader_bytes=(1 + waiting) * sum(t.nbytes for t in tensors.values()),
         world=world,
     )
 
@@ -345,6 +383,7 @@ def plan_here(
     device: torch.device,
     ranks: Ranks,
     absent: frozenset[str],
+    objective: Objective | None = None,
 ) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
@@ -354,6 +393,7 @@ def plan_here(
         device: Where to train it.
         ranks: Who trains together.
         absent: Names of weights that this rank has in name only.
+        objective: Of a trainer whose loss is more than one forward.
 
     Returns:
         The forecast; what makes a smaller plan, if alone; assumptions; a hash of plan
@@ -370,7 +410,7 @@ def plan_here(
 
     def plan() -> tuple[Forecast, Planner | None, list[str]]:
         subject = subject_of(
-            cfg, profile.meta_copy(model), device.type, world, real=model
+            cfg, profile.meta_copy(model), device.type, world, model, objective
         )
         subject = subject.loaded_with(mapped)
         measured = _measured(cfg, model, subject, device)

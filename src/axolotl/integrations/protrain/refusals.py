@@ -88,8 +88,14 @@ EXCLUDED = (
     Refusal("nf4_backend", _QUANTISED, when=_one_of("torchao")),
     Refusal(
         "rl",
-        "runs pairs of answers or a reference beside the one forward that a plan "
-        "counts, and needs more memory, twice as much for most",
+        "generates answers inside of steps, block by block and with caches of keys, "
+        "which no plan counts",
+        "Use dpo, ipo, orpo, kto or simpo",
+        _one_of("grpo", "gdpo", "ebft"),
+    ),
+    Refusal(
+        "precompute_ref_log_probs",
+        "runs the model before training begins, when it is on the host",
     ),
     Refusal(
         "torch_compile",

@@ -36,6 +36,7 @@ from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
     from .loading import LoadShare
+    from .objective import Objective
 
 _BLIND = ("transformers", "axolotl")
 """Packages whose callbacks look at no weights; others that do are refused."""
@@ -111,7 +112,11 @@ class TrainingRun:
         self._undo = ExitStack()
 
     def open(
-        self, model: nn.Module, device: torch.device, saves_optimizer: bool
+        self,
+        model: nn.Module,
+        device: torch.device,
+        saves_optimizer: bool,
+        objective: Objective | None = None,
     ) -> None:
         """Plan for `model` and move it to train on `device`.
 
@@ -119,6 +124,7 @@ class TrainingRun:
             model: Not wrapped, on the host, `requires_grad` final.
             device: Where to train it.
             saves_optimizer: Checkpoints with optimizer state will be written.
+            objective: Of a trainer whose loss is more than one forward.
 
         Raises:
             ProTrainError: It cannot be trained so, or not twice with one trainer.
@@ -133,7 +139,7 @@ class TrainingRun:
             self.ranks = Ranks(device.type)
         absent = self._share.absent(model) if self._share else frozenset()
         forecast, planner, notes, self._plan_hash = plan_here(
-            self._cfg, model, device, self.ranks, absent
+            self._cfg, model, device, self.ranks, absent, objective
         )
         adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
         nbytes = partial(checkpoint_bytes, forecast.layout, adapter)

@@ -28,6 +28,7 @@ from .core.checkpoint import (
     staged,
 )
 from .data_parallel import reduced_by_ddp, without_ddp
+from .objective import objective_of
 from .run import TrainingRun
 
 
@@ -73,11 +74,14 @@ class ProTrainTrainerMixin(_Mixed):
         finally:
             self.protrain.close(failed)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
         model: Any = self.model
+        # as each step does: what looked at a reference before may have left it in eval
+        model.train()
         saves = self.args.save_strategy != "no" and not self.args.save_only_model
-        self.protrain.open(model, self.args.device, saves_optimizer=saves)
+        objective = objective_of(cast(Any, self), loader)
+        self.protrain.open(model, self.args.device, saves, objective)
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
             undo.enter_context(
@@ -86,7 +90,7 @@ class ProTrainTrainerMixin(_Mixed):
             several = self.protrain.ranks.world.size > 1
             if several and not reduced_by_ddp(model):
                 undo.enter_context(without_ddp(self.accelerator, model))
-            return super()._prepare_for_training(*args, **kwargs)
+            return super()._prepare_for_training(max_steps, loader, *args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         # some make their state at once, which belongs where the weights are

@@ -194,7 +194,10 @@ def walk(trace: Trace, policies: tuple[Policy, ...], overlaps: bool) -> Activati
             home[block] += nbytes
     *start, after, _ = accumulate(change)
     first, later = [], []
-    redone = {s.block: s.redone_peak_bytes for s in trace.segments if not s.backward}
+    redone: dict[int | None, int] = defaultdict(int)
+    for part in trace.segments:
+        if not part.backward:
+            redone[part.block] = max(redone[part.block], part.redone_peak_bytes)
     for live, more, part in zip(start, again, trace.segments, strict=False):
         policy = _KEEP if part.block is None else policies[part.block]
         rise, piled = _rise(part, policy, overlaps)
@@ -417,7 +420,7 @@ class MemoryModel:
         outside, of_block = self._updates_on_top(placements)
         for index, segment in enumerate(self.trace.segments):
             if not segment.backward and segment.block is not None:
-                highest[index] = of_block.get(segment.block, 0)
+                highest[index] = of_block.pop(segment.block, 0)
         highest[0] = max(highest[0], outside)
         return highest
 

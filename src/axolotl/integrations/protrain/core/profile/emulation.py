@@ -16,10 +16,10 @@ that Python calls them. Casts inside the backward of custom functions are not em
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from types import FunctionType
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -135,6 +135,22 @@ class Emulation(TorchFunctionMode):
             yield
         finally:
             self._dtype = before
+
+    def prepared(
+        self, forward: Callable[..., Any], dtype: torch.dtype | None
+    ) -> Callable[..., Any]:
+        """As accelerate does it: a region around it, outputs in fp32; none for None."""
+        if dtype is None:
+            return forward
+
+        @wraps(forward)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            with self.region(dtype, True):
+                outputs = forward(*args, **kwargs)
+            self._cast.clear()
+            return outputs_as_fp32(outputs)
+
+        return in_region
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -131,7 +131,7 @@ class MetaMode(TorchDispatchMode):
         if func in _CHECKS:
             return None
         if func in _READS:
-            return func(*map_tensors(args, known))
+            return _read(func, args)
         if func is _aten._to_copy.default and device is not None:
             kwargs = {**kwargs, "device": _META}
         later = _Later(func, args, kwargs)
@@ -232,6 +232,14 @@ class _Value:
 def known(tensor: Tensor) -> Tensor:
     """The values of a tensor, drawn where they depend on weights."""
     return _value(tensor).find()
+
+
+def _read(func: Any, args: Any) -> Any:
+    """A number; 1.0 for a float that depends on weights: no shape follows from a metric,
+    and to draw it may take all logits."""
+    if func is _READS[0] and args[0].is_floating_point() and _value(args[0]).drawn:
+        return 1.0
+    return func(*map_tensors(args, known))
 
 
 def value_of(tensor: Tensor) -> Tensor | None:

@@ -1,0 +1,119 @@
+"""What a trainer computes in a micro-batch: its own loss, on a batch of its collator.
+
+Preference training runs pairs of answers, and the model again as its own reference or
+another one beside it; distillation compares with a teacher's logits. All of that is in
+the trainer's `compute_loss`, so that is what a trace runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from axolotl.core.trainers.base import AxolotlTrainer
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from .core.profile import meta_copy
+
+_META = torch.device("meta")
+_PLAIN = (Trainer.compute_loss, AxolotlTrainer.compute_loss)
+"""One forward of the model, whose output has the loss."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A trainer's loss.
+
+    Attributes:
+        batch: The largest that its collator makes, on the host.
+        others: Models that it holds beside the one that trains, by attribute, on the meta
+            device.
+    """
+
+    batch: Mapping[str, Any]
+    others: Mapping[str, nn.Module]
+    _trainer: Trainer
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Of a batch, by a copy of the model on the meta device; changes nothing."""
+        stand_in: Any = object.__new__(type(self._trainer))
+        for name, value in vars(self._trainer).items():
+            setattr(stand_in, name, _own_containers(value))
+        accelerator = copy.copy(self._trainer.accelerator)
+        accelerator.__class__ = _Alone
+        models = {"model": model, "model_wrapped": model, **self.others}
+        vars(stand_in).update(models, accelerator=accelerator)
+        moved = {
+            key: value.to(_META) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+        with torch.random.fork_rng(devices=[]):
+            return stand_in.compute_loss(model, moved)
+
+
+def objective_of(trainer: Trainer, loader: DataLoader) -> Objective | None:
+    """That of a trainer which computes more than one forward, else None."""
+    if type(trainer).compute_loss in _PLAIN or getattr(
+        trainer.args, "sample_packing", False
+    ):
+        return None
+    rows = _longest_rows(loader.dataset, trainer.args.train_batch_size)
+    batch = loader.collate_fn(rows)
+    for name, value in batch.items():
+        if name.endswith("attention_mask"):
+            # rows differ in length, for which models build a mask
+            value[-1, -1] = 0
+    others = {
+        name: meta_copy(value)
+        for name, value in vars(trainer).items()
+        if hasattr(value, "config")
+        and isinstance(value, nn.Module)
+        and name not in ("model", "model_wrapped")
+    }
+    return Objective(batch, others, trainer)
+
+
+def _longest_rows(dataset: Any, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows, each list the longest of its column where all columns are there."""
+    rows = [dict(row) for row in islice(dataset, num_rows)]
+    for name, value in rows[0].items() if isinstance(dataset, Dataset) else ():
+        if isinstance(value, list):
+            column = dataset.data.column(name)
+            lengths = [chunk.value_lengths() for chunk in column.chunks]
+            longest = column[int(np.concatenate(lengths).argmax())].as_py()
+            for row in rows:
+                row[name] = longest
+    return rows
+
+
+def _own_containers(value: Any) -> Any:
+    """Metrics are appended to lists in mappings; what is in these is shared."""
+    if isinstance(value, dict):
+        own = copy.copy(value)
+        own.update((key, _own_containers(item)) for key, item in value.items())
+        return own
+    return list(value) if isinstance(value, list) else value
+
+
+class _Alone(Accelerator):
+    """One rank: the others take no part in a trace."""
+
+    device = _META
+
+    def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, *_: Any, **__: Any) -> Any:
+        return input_data
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        return tensor
