@@ -608,6 +608,23 @@ def test_a_configuration_alone_gives_the_same_model(
     assert parts_of(alone.model) == parts_of(load_meta_model(config, "cuda").model)
 
 
+def test_a_preference_is_a_pair_and_its_reference(tmp_path: Path) -> None:
+    """Two rows for each pair, as long as the YAML allows, and the model twice."""
+    build_inputs(tmp_path)
+    keys = LORA | {"rl": "dpo", "tokenizer_config": str(tmp_path / TOKENIZER)}
+    meta = meta_model_of(tmp_path, "llama", keys)
+    longer = {"sequence_len": 2 * meta.cfg.sequence_len}
+    for change in ({}, longer, {"micro_batch_size": 3}):
+        with meta.changed(change):
+            objective = meta.objective()
+            assert objective is not None
+            shape = 2 * meta.cfg.micro_batch_size, meta.cfg.sequence_len
+            assert objective.batch["input_ids"].shape == shape
+    subject = subject_of(meta.cfg, meta.model, "cuda", objective=meta.objective())
+    passes = [s.backward for s in subject.traced.trace.segments if s.block == 0]
+    assert passes == [False, False, True]
+
+
 # --------------------------------------------------------------------- refusals
 
 

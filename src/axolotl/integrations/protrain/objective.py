@@ -8,9 +8,10 @@ the trainer's `compute_loss`, so that is what a trace runs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ from accelerate import Accelerator
 from axolotl.core.trainers.base import AxolotlTrainer
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from .core.profile import meta_copy
 
+Collate = Callable[[list[dict[str, Any]]], Any]
 _META = torch.device("meta")
 _PLAIN = (Trainer.compute_loss, AxolotlTrainer.compute_loss)
 """One forward of the model, whose output has the loss."""
@@ -60,15 +61,26 @@ class Objective:
             return stand_in.compute_loss(model, moved)
 
 
-def objective_of(trainer: Trainer, loader: DataLoader) -> Objective | None:
-    """That of a trainer which computes more than one forward, else None."""
+def objective_of(
+    trainer: Trainer, dataset: Any, collate: Collate, length: int | None = None
+) -> Objective | None:
+    """That of a trainer which computes more than one forward, else None.
+
+    Args:
+        trainer: About to train.
+        dataset: What `collate` takes rows of.
+        collate: Makes a batch.
+        length: Of all rows; None for that of the longest.
+    """
     if type(trainer).compute_loss in _PLAIN or getattr(
         trainer.args, "sample_packing", False
     ):
         return None
-    rows = _longest_rows(loader.dataset, trainer.args.train_batch_size)
-    batch = loader.collate_fn(rows)
+    batch = collate(_longest_rows(dataset, trainer.args.train_batch_size))
     for name, value in batch.items():
+        if length is not None and isinstance(value, Tensor) and value.ndim == 2:
+            times = math.ceil(length / value.shape[1])
+            batch[name] = value = value.repeat(1, times)[:, :length]
         if name.endswith("attention_mask"):
             # rows differ in length, for which models build a mask
             value[-1, -1] = 0
@@ -84,7 +96,7 @@ def objective_of(trainer: Trainer, loader: DataLoader) -> Objective | None:
 
 def _longest_rows(dataset: Any, num_rows: int) -> list[dict[str, Any]]:
     """The first rows, each list the longest of its column where all columns are there."""
-    rows = [dict(row) for row in islice(dataset, num_rows)]
+    rows = [dict(row) for row in islice(cycle(dataset), num_rows)]
     for name, value in rows[0].items() if isinstance(dataset, Dataset) else ():
         if isinstance(value, list):
             column = dataset.data.column(name)

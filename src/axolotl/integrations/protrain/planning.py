@@ -97,11 +97,21 @@ def subject_of(
     _require_training(cfg, model)
     if cfg.rl and objective is None:
         raise ConfigError(
-            f"rl: {getattr(cfg.rl, 'value', cfg.rl)} is planned from its trainer's loss, "
-            "which is there only when training begins."
+            f"rl: {getattr(cfg.rl, 'value', cfg.rl)} is planned from its trainer's loss "
+            "on its data, which is there when training begins."
         )
     assumptions: list[str] = []
-    batch = objective.batch if objective else sample_batch(cfg, model, assumptions)
+    batch: Mapping[str, Any]
+    if objective is None:
+        batch = sample_batch(cfg, model, assumptions)
+    else:
+        batch = objective.batch
+        shapes = (
+            f"{name} {' x '.join(map(str, value.shape))}"
+            for name, value in batch.items()
+            if name.endswith("input_ids")
+        )
+        assumptions.append(f"the trainer's own loss, of {', '.join(shapes)} tokens")
     make_experts_traceable(model, assumptions)
     target = profile.Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:

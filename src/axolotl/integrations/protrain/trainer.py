@@ -80,7 +80,7 @@ class ProTrainTrainerMixin(_Mixed):
         # as each step does: what looked at a reference before may have left it in eval
         model.train()
         saves = self.args.save_strategy != "no" and not self.args.save_only_model
-        objective = objective_of(cast(Any, self), loader)
+        objective = objective_of(cast(Any, self), loader.dataset, loader.collate_fn)
         self.protrain.open(model, self.args.device, saves, objective)
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state

@@ -300,7 +300,13 @@ class DryRun:
     def _traced(self, **change: int) -> Subject:
         world = World(self._num_gpus, self._num_gpus)
         with self._meta.changed(change):
-            subject = subject_of(self._cfg, self._meta.model, self._device_type, world)
+            subject = subject_of(
+                self._cfg,
+                self._meta.model,
+                self._device_type,
+                world,
+                objective=self._meta.objective(),
+            )
         if change and "lora_r" not in change:
             # bitsandbytes casts biases while they run: one model, one layout
             subject = replace(subject, layout=self._subject().layout)

@@ -17,13 +17,15 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
 import transformers
 import yaml
+from accelerate import Accelerator
 from axolotl.integrations.base import PluginManager
 from axolotl.loaders.model import ModelLoader
 from axolotl.loaders.patch_manager import PatchManager
@@ -34,11 +36,12 @@ from axolotl.telemetry.manager import TelemetryManager
 from axolotl.utils.config import normalize_config, prepare_plugins, validate_config
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
+from datasets import Dataset
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -46,6 +49,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..args import PLUGIN, lists_plugin
 from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..core.profile import meta_copy
 from ..loading import is_of_experts, quantise_experts
 from ..refusals import TAKEN_OVER
 from .batches import find_file
@@ -57,6 +61,9 @@ from .fake_kernels import (
     quantisation_tables_apart,
     registered_attention,
 )
+
+if TYPE_CHECKING:
+    from ..objective import Objective
 
 _META = torch.device("meta")
 
@@ -83,11 +90,25 @@ class MetaModel:
         model: In training mode, on the meta device; `requires_grad` final; nothing
             recomputes its activations. Runs under `fake_kernels`.
         assumptions: What was not known, and what was taken instead.
+        trainer: Of an `rl`, whose loss is traced.
     """
 
     cfg: DictDefault
     model: nn.Module
     assumptions: list[str]
+    trainer: Trainer | None = None
+
+    def objective(self) -> Objective | None:
+        """The loss of the trainer, on rows of `sequence_len`; None for one forward."""
+        if self.trainer is None:
+            return None
+        # imported here: training has this module in a dry run that knows no trainer
+        from ..objective import objective_of
+
+        cfg, trainer = self.cfg, self.trainer
+        trainer.args.per_device_train_batch_size = cfg.micro_batch_size
+        dataset, collate = trainer.train_dataset, trainer.data_collator
+        return objective_of(trainer, dataset, collate, cfg.sequence_len)
 
     @contextlib.contextmanager
     def changed(self, change: Mapping[str, int]) -> Iterator[None]:
@@ -114,11 +135,12 @@ def load_meta_model(config: Path, target: str) -> MetaModel:
         patch.object(manager, "plugins", type(manager.plugins)()),
         patch.object(manager, "_cfg", None),
     ):
-        return meta_model_of(_validated(config, target), target)
+        return meta_model_of(_validated(config, target), target, trains=True)
 
 
-def meta_model_of(cfg: DictDefault, target: str) -> MetaModel:
-    """The same from Axolotl's configuration, validated for `target`.
+def meta_model_of(cfg: DictDefault, target: str, trains: bool = False) -> MetaModel:
+    """The same from Axolotl's configuration, validated for `target`; the trainer of an
+    `rl` only where it `trains`.
 
     Patches what Axolotl patches for such a model: a process builds one.
 
@@ -127,7 +149,13 @@ def meta_model_of(cfg: DictDefault, target: str) -> MetaModel:
     """
     assumptions: list[str] = []
     with _offline():
-        return MetaModel(cfg, _built(cfg, target, assumptions), assumptions)
+        tokenizer = _tokenizer(cfg, assumptions)
+        model, adapter = _built(cfg, tokenizer, target, assumptions)
+        if not (cfg.rl and trains):
+            return MetaModel(cfg, model, assumptions)
+        trainer = _preference_trainer(cfg, model, tokenizer, adapter)
+        wrapped: Any = trainer.model
+        return MetaModel(cfg, wrapped.train(), assumptions, trainer)
 
 
 @contextlib.contextmanager
@@ -204,10 +232,6 @@ def _validated(config: Path, target: str) -> DictDefault:
     except (StrictDataclassError, ArithmeticError) as error:
         # a configuration's class checks itself while it reads the file
         raise _gives_no_model(cfg, error) from error
-    if cfg.rl:
-        raise ConfigError(
-            f"rl: {cfg.rl} cannot be planned; only supervised fine-tuning can."
-        )
     return cfg
 
 
@@ -286,8 +310,10 @@ class _Vocabulary:
         return self._size
 
 
-def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
-    tokenizer = _tokenizer(cfg, assumptions)
+def _built(
+    cfg: DictDefault, tokenizer: Any, target: str, assumptions: list[str]
+) -> tuple[nn.Module, Any]:
+    """The model, and the adapter's configuration."""
     loader = _Loader(cfg, tokenizer, target, assumptions)
     with contextlib.ExitStack() as undo:
         # Axolotl collects garbage three times; the imported modules are none
@@ -302,7 +328,7 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
             )
             undo.enter_context(_keys(cfg, {"peft_init_lora_weights": None}))
         try:
-            model, _ = loader.load()
+            model, adapter = loader.load()
         except ConfigError:
             raise
         except (ValueError, ImportError, NotImplementedError) as error:
@@ -314,7 +340,51 @@ def _built(cfg: DictDefault, target: str, assumptions: list[str]) -> nn.Module:
         freeze_layers_except(model, cfg.unfrozen_parameters)
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
-    return model.train()
+    return model.train(), adapter
+
+
+def _preference_trainer(
+    cfg: DictDefault, model: nn.Module, tokenizer: Any, adapter: Any
+) -> Trainer:
+    """As Axolotl builds it, for two made-up rows."""
+    # imported here: what plugins add to arguments is merged when it is first imported
+    from axolotl.core.builders import HFRLTrainerBuilder
+    from trl.trainer import dpo_trainer, kto_trainer
+
+    if isinstance(tokenizer, _Vocabulary):
+        raise ConfigError(
+            f"tokenizer_config: rl: {cfg.rl.value} needs a tokenizer to be planned, and "
+            f"{cfg.tokenizer_config} has none."
+        )
+    text = dict.fromkeys(("prompt", "chosen", "rejected", "completion"), "a b ")
+    builder = HFRLTrainerBuilder(cfg, model, tokenizer)
+    builder.train_dataset = Dataset.from_list(
+        [text | {"label": n} for n in (True, False)]
+    )
+    builder.peft_config = adapter
+    arguments = {"use_cpu": True}
+
+    def reference(*_args: Any, **_kwargs: Any) -> nn.Module:
+        return meta_copy(model)
+
+    manager = PluginManager.get_instance()
+    with (
+        TemporaryDirectory() as folder,
+        _keys(cfg, {"output_dir": folder, "tf32": None, "dataset_num_proc": None}),
+        patch.object(manager, "get_training_args", lambda _cfg: arguments),
+        patch.object(TrainingArguments, "place_model_on_device", False),
+        patch.object(Accelerator, "prepare_model", lambda _self, model, **_: model),
+        # the reference of a full fine-tune
+        patch.object(dpo_trainer, "create_model_from_path", reference),
+        patch.object(kto_trainer, "create_model_from_path", reference),
+        _META,
+    ):
+        try:
+            return builder.build(1)
+        except FOREIGN_ERRORS as error:
+            raise ConfigError(
+                f"rl: {cfg.rl.value}: its trainer cannot be built: {_line(error)}"
+            ) from error
 
 
 def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
