@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from axolotl_jobs import BASE, LORA, PAGED, PROTRAIN, overrides
+from axolotl_jobs import BASE, LORA, PAGED, PROTRAIN, Job, Result, overrides, pair
 from fork_server import ENVIRONMENT
 from safetensors.torch import load_file, save_file
 from tiny_models import build_inputs, build_model, model_path
@@ -23,6 +24,7 @@ from axolotl.integrations.protrain.core.errors import ProTrainError
 
 COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
 STEPS = 2
+PAIR = pair("llama", LORA, {"max_steps": STEPS}, plan=overrides(1, 2))
 
 
 def write_config(root: Path, name: str, **settings: Any) -> Path:
@@ -64,13 +66,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ended(root: Path) -> subprocess.CompletedProcess[str]:
-    """One self-test of a LoRA; its runs stay under `kept`."""
-    return selftest(write_config(root, "lora"), "--keep", "kept", "--steps", str(STEPS))
-
-
-def test_equal_runs_pass(root: Path, ended: subprocess.CompletedProcess[str]) -> None:
+@pytest.mark.full
+def test_equal_runs_pass(root: Path) -> None:
+    """The command itself, which trains a LoRA twice; its runs stay under `kept`."""
+    config = write_config(root, "lora")
+    ended = selftest(config, "--keep", "kept", "--steps", str(STEPS))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"PASSED: {STEPS} steps, difference allowed: none" in ended.stdout
     report = json.loads((root / "kept/paged/protrain/report.json").read_text())
@@ -79,13 +79,19 @@ def test_equal_runs_pass(root: Path, ended: subprocess.CompletedProcess[str]) ->
 
 
 @pytest.fixture
-def runs(
-    root: Path, ended: subprocess.CompletedProcess[str], tmp_path: Path
-) -> tuple[Path, Path]:
-    """Copies of both outputs, to be tampered with."""
-    assert ended.returncode == 0
-    shutil.copytree(root / "kept", tmp_path / "kept")
-    return tmp_path / "kept/paged", tmp_path / "kept/plain"
+def runs(run: Callable[[Job], Result], tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of the outputs of a paged and a plain run, to be tampered with."""
+    copies = tmp_path / "paged", tmp_path / "plain"
+    for trained, copy in zip(PAIR.jobs, copies, strict=True):
+        result = run(trained)
+        assert not result.error, result.error
+        shutil.copytree(result.output, copy)
+        (copy / LOG_FILE).write_text(json.dumps(result.history))
+    return copies
+
+
+def test_equal_outputs_are_equal(runs: tuple[Path, Path]) -> None:
+    assert compare(*runs, tolerance=0.0).passed
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,17 @@ def test_knobs_by_hand(case: Case, data: st.DataObject) -> None:
     with pytest.raises(BudgetError, match="the plan of the overrides needs"):
         short.by_hand(knobs)
     assert short.asked(knobs).n_checkpoint == recomputed
-    for impossible in (replace(knobs, n_persist=-1), replace(knobs, n_buffer=1)):
-        with pytest.raises(ConfigError, match="legal range 0 to"):
+    blocks, chunks = len(case.layout.blocks), len(case.layout.pageable)
+    for impossible, key, highest in (
+        (replace(knobs, n_persist=-1), "n_persist", chunks),
+        (replace(knobs, n_persist=chunks + 1), "n_persist", chunks),
+        (replace(knobs, n_buffer=1), "n_buffer", 0),
+        (replace(knobs, n_checkpoint=blocks + 1), "n_checkpoint", blocks),
+    ):
+        message = f"protrain_{key}_override: .*legal range 0 to {highest}\\b"
+        with pytest.raises(ConfigError, match=message):
             short.by_hand(impossible)
-        with pytest.raises(ConfigError, match="legal range 0 to"):
+        with pytest.raises(ConfigError, match=message):
             short.asked(impossible)
 
 
