@@ -37,6 +37,7 @@ PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 SEEDING = "seeding_plugin.SeedingPlugin"
 TORCH_KERNELS = "torch_kernels_plugin.TorchKernelsPlugin"
 LIGER = "axolotl.integrations.liger.LigerPlugin"
+DISTILLING = "axolotl.integrations.kd.KDPlugin"
 BASE: dict[str, Any] = {
     "plugins": [PROTRAIN, SEEDING],
     # the plugin is listed in plain runs too: Axolotl merges what plugins add to its
@@ -140,6 +141,11 @@ class Job:
     def interpreted(self) -> bool:
         """Whether kernels for Triton run, without a GPU."""
         return LIGER in self.settings["plugins"]
+
+    @property
+    def distils(self) -> bool:
+        """Whether it has arguments that a process knows whose first job has them."""
+        return DISTILLING in self.settings["plugins"]
 
     def but(self, *settings: Mapping[str, Any]) -> Job:
         """The same training with other keys."""
@@ -365,12 +371,13 @@ class Workers:
         return self._tasks[wanted.name]
 
     def _serve(self) -> None:
-        groups: dict[tuple[int, bool], list[Worker]] = {}
+        groups: dict[tuple[int, bool, bool], list[Worker]] = {}
         while True:
             task = self._queue.get()
             if task.job is None:
                 return
-            kind = size, interpreted = task.job.num_ranks, task.job.interpreted
+            size, interpreted = task.job.num_ranks, task.job.interpreted
+            kind = size, interpreted, task.job.distils
             group = groups.get(kind, [])
             if not group or any(process.poll() is not None for process in group):
                 for process in group:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from axolotl_jobs import (
+    BASE,
+    DISTILLING,
     LIGER,
     LORA,
     PAGED,
@@ -16,7 +18,7 @@ from axolotl_jobs import (
     pair,
 )
 from matrix import Cell
-from tiny_models import ANSWERS
+from tiny_models import ANSWERS, TAUGHT
 
 Keys = dict[str, Any]
 
@@ -128,6 +130,31 @@ PREFERRED = {
     | keys
     for name, keys in OBJECTIVES.items()
 }
+OWN_LOSS: dict[str, Keys] = {
+    "`trainer_cls` with two forwards": {"trainer_cls": "own_trainer.Consistent"},
+    "`kd_trainer` (distillation)": {
+        "plugins": [*BASE["plugins"], DISTILLING],
+        "kd_trainer": True,
+        "kd_ce_alpha": 0.1,
+        "kd_alpha": 0.9,
+        "kd_temperature": 1.0,
+        "chat_template": "chatml",
+        "datasets": [
+            {
+                "path": str(TAUGHT),
+                "ds_type": "json",
+                "split": "train",
+                "type": "axolotl.integrations.kd.chat_template",
+                "field_messages": "messages",
+                "logprobs_field": "logprobs",
+            }
+        ],
+        "dataset_prepared_path": "prepared-taught",
+        "remove_unused_columns": False,
+        "sequence_len": 256,
+    },
+}
+"""Trainers whose loss is more than the model's."""
 GENERATES: dict[str, Keys] = {
     "grpo": {},
     "gdpo": {},
@@ -221,13 +248,28 @@ CELLS: tuple[Cell, ...] = (
         for base, keys in BASES.items()
     ),
     *(
-        Cell("Preference training", row, base, pair("llama", keys, more, plan=HALF))
+        Cell(
+            "Trainers with a loss of their own",
+            row,
+            base,
+            pair("llama", keys, more, plan=HALF),
+        )
         for row, more in PREFERRED.items()
         for base, keys in (*BASES.items(), ("QLoRA", QLORA))
     ),
     *(
         Cell(
-            "Preference training",
+            "Trainers with a loss of their own",
+            row,
+            base,
+            pair("llama", keys, more, plan=HALF),
+        )
+        for row, more in OWN_LOSS.items()
+        for base, keys in BASES.items()
+    ),
+    *(
+        Cell(
+            "Trainers with a loss of their own",
             f"rl: {objective}",
             "LoRA",
             refused=job("llama", LORA, PAGED, {"rl": objective}, keys),

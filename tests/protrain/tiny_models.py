@@ -27,6 +27,7 @@ CHATS = Path("chats.jsonl")
 PREFERENCES = Path("preferences.jsonl")
 ANSWERS = Path("answers.jsonl")
 STEPS = Path("steps.jsonl")
+TAUGHT = Path("taught.jsonl")
 MODELS = Path("models")
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1}
@@ -515,6 +516,7 @@ def build_inputs(root: Path) -> None:
     _write_rows(root / PREFERENCES, [_preference(chance, words) for _ in range(24)])
     _write_rows(root / STEPS, [_judged_steps(chance, words) for _ in range(24)])
     _write_rows(root / ANSWERS, [_answers(chance, n) for n in range(24)])
+    _write_rows(root / TAUGHT, [_taught(chance, words) for _ in range(24)])
     _write_rows(root / DATA, rows)
 
 
@@ -541,6 +543,20 @@ def _answers(chance: random.Random, number: int) -> dict[str, Any]:
     return pair | {
         "completion": chosen if number % 4 else rejected,
         "label": number % 2 == 0,
+    }
+
+
+def _taught(chance: random.Random, words: list[str]) -> dict[str, Any]:
+    """A chat with the four best tokens of a teacher for each of its last tokens."""
+    user, assistant = (" ".join(chance.choices(words, k=k)) for k in (2, 4))
+    tokens = range(5, VOCABULARY)
+    return {
+        "messages": [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": assistant},
+        ],
+        "target_token_ids": [chance.sample(tokens, 4) for _ in range(6)],
+        "logprobs": [[-0.5, -1.5, -2.5, -3.5]] * 6,
     }
 
 

@@ -885,3 +885,50 @@ def test_a_region_on_meta_is_one_of_the_emulation(
         with torch.autocast("cpu", BF16):
             assert (torch.ones(4, 4) @ torch.ones(4, 4)).dtype is BF16
     assert torch.autocast is torch_own
+
+
+class Chunked(nn.Module):
+    """A loss with gradients of its own, compiled, as chunked losses have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = stack()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.body.embed(tokens)
+        for block in self.body.layers:
+            hidden = block(hidden)
+        # what layers that are skipped at random draw
+        assert torch.rand([]) < 2
+
+        def loss_of(hidden: Tensor) -> Tensor:
+            return hidden.square().sum()
+
+        @torch.compile(backend="eager")
+        def gradient_and_loss(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.func.grad_and_value(loss_of)(hidden)
+
+        return _Given.apply(hidden, *gradient_and_loss(hidden.detach()))
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0], None, None
+
+
+def test_a_loss_with_its_own_gradient_is_traced_and_draws_nothing() -> None:
+    copied = meta_copy(Chunked()).train()
+    before = torch.get_rng_state()
+    step = trace_step(
+        copied, find_blocks(copied), lambda: copied(batches(1)[0].to("meta"))
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    assert sum(segment.backward for segment in step.trace.segments) > 1
+    kept = sum(life.nbytes for life in step.trace.lifetimes if life.saves)
+    assert kept > 0

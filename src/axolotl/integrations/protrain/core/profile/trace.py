@@ -29,13 +29,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 
 from ..errors import TraceError
 from ..layout import CACHES
@@ -68,7 +70,8 @@ def trace_step(
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
 ) -> TracedStep:
-    """Run `loss_of` and its backward on a model without weights.
+    """Run `loss_of` and its backward on a model without weights; draws no random number
+    that training would have drawn.
 
     Args:
         model: On the meta device, `requires_grad` final, nothing recomputed.
@@ -80,11 +83,12 @@ def trace_step(
     """
     recorder = _Recorder(model, blocks)
     try:
-        recorder.record(loss_of)
-        if recorder.recurs:
-            # gradients of a block wait for all of its rounds: each has to run
-            recorder = _Recorder(model, blocks, skips=False)
+        with torch.random.fork_rng(devices=[]):
             recorder.record(loss_of)
+            if recorder.recurs:
+                # gradients of a block wait for all of its rounds: each has to run
+                recorder = _Recorder(model, blocks, skips=False)
+                recorder.record(loss_of)
     except (NotImplementedError, RuntimeError) as error:
         # what torch raises for an operator that has no shape rule, or a wrong shape
         raise TraceError(
@@ -176,6 +180,22 @@ class _Open:
         )
 
 
+@contextmanager
+def _unhooked(
+    saving: graph.saved_tensors_hooks,
+    disable: Callable[[str], AbstractContextManager[None]],
+    message: str,
+) -> Iterator[None]:
+    """Inside a gradient of torch.func (chunked losses), where hooks are refused: what it
+    saves is gone when it ends."""
+    saving.__exit__()
+    try:
+        with disable(message):
+            yield
+    finally:
+        saving.__enter__()
+
+
 class _End(weakref.ref):
     """Of a followed storage, or of the stand-in that `holder` saves for it."""
 
@@ -263,7 +283,7 @@ class _Recorder(MetaMode):
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        saving = graph.saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(skipping_repeats(self._alike, lambda: self._now, self._skipped))
@@ -280,7 +300,11 @@ class _Recorder(MetaMode):
                     arrived = partial(self._arrived, name)
                     enter(param.register_post_accumulate_grad_hook(arrived))
             enter(self)
+            # what a model compiles takes no more memory than what it compiles from
+            enter(torch.compiler.set_stance("force_eager"))
             enter(saving)
+            disable = partial(_unhooked, saving, graph.disable_saved_tensors_hooks)
+            enter(patch.object(graph, "disable_saved_tensors_hooks", disable))
             yield
 
     def begin(self, segment: _Open) -> None:
