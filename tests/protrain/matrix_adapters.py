@@ -48,7 +48,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "Trained MLPs (`lora_modules_to_save`)": MLP,
     "`peft_trainable_token_indices`": {"peft_trainable_token_indices": [5, 70]},
     "Trained norms (`unfrozen_parameters`)": {
-        "unfrozen_parameters": ["lora_", "input_layernorm"]
+        "unfrozen_parameters": [
+            "base_model.model.model.layers.[0-9].[a-z_.]+lora_",
+            "base_model.model.model.layers.[0-9].input_layernorm",
+        ]
     },
     "PiSSA (`peft_init_lora_weights: pissa`)": {"peft_init_lora_weights": "pissa"},
     "OLoRA (`peft_init_lora_weights: olora`)": {"peft_init_lora_weights": "olora"},
