@@ -543,16 +543,14 @@ class Session:
                 self._swap.open_backward(block)
             return
         for index in self.layout.blocks[block].chunks:
-            self._update(self.layout.chunks[index])
+            self._updates.use(index, partial(self._where, self.layout.chunks[index]))
         self._updates.fetch_ahead(block + 1)
 
-    def _update(self, chunk: Chunk) -> None:
-        """Make the noted step of a chunk that is about to be used, if there is one."""
-        if self._updates.is_pending(chunk.index):
-            assert isinstance(self._updates, DeferredUpdates)
-            slot, home = self._ring.slot_of(chunk.index), self._ring.source(chunk.index)
-            weights = InSlot(slot, home) if slot else self._stays(chunk)
-            self._updates.update(chunk.index, weights)
+    def _where(self, chunk: Chunk) -> InSlot | InBuffer:
+        """Where the weights of a chunk are that is in use."""
+        slot = self._ring.slot_of(chunk.index)
+        source = self._ring.source(chunk.index)
+        return InSlot(slot, source) if slot else self._stays(chunk)
 
     def _stays(self, chunk: Chunk) -> InBuffer:
         """Where the weights of a chunk are that do not leave the device."""
@@ -602,7 +600,7 @@ class Session:
         self._updates.fetch_ahead(0)
         for chunk in self.layout.chunks:
             if not chunk.pageable:
-                self._update(chunk)
+                self._updates.use(chunk.index, partial(self._where, chunk))
         # or gradients would stay on the device until backward sends the next ones
         self._gradients.retire()
         self.ready()

@@ -16,6 +16,7 @@ processor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..runtime import Staging
@@ -48,11 +49,9 @@ class DeferredUpdates(NotedUpdates):
         own = self._own.get(chunk)
         return own is not None and own.noted is not None
 
-    is_pending = pending
-
-    def update(self, chunk: int, weights: InMemory) -> None:
-        """A pending chunk is about to be used: make its noted step."""
-        self._make(self._own[chunk], weights)
+    def use(self, chunk: int, weights: Callable[[], InMemory]) -> None:
+        if self.pending(chunk):
+            self._make(self._own[chunk], weights())
 
     def finish(self) -> None:
         for own in self._all:

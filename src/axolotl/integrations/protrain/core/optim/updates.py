@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,9 +33,8 @@ class Updates:
     def forget_gradients(self) -> None:
         """Nothing is left of the gradients since the last update."""
 
-    def is_pending(self, chunk: int) -> bool:
-        """Whether a chunk has to be updated before it is used."""
-        return False
+    def use(self, chunk: int, weights: Callable[[], Any]) -> None:
+        """A chunk is about to be used where `weights` says: make its noted step."""
 
     def fetch_ahead(self, block: int) -> None:
         """Bring what the next updates read, from a block on, as far as there is room."""
