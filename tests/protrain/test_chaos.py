@@ -7,14 +7,11 @@ from chaos import ATTACKS, DOCUMENT, Attack, Chaos, render
 
 QUICK = {
     "Struck at a moment/kill -9, save/0",
-    "Struck at a moment/SIGINT, rotation/0",
     "Disk full in a save/before a write/12",
     "Damaged checkpoints/optimizer.pt: moments of another shape",
     "Damaged checkpoints/optimizer.pt of the newest: truncated",
-    "Damaged cache files/'fast' for each value",
     "Callbacks, hooks and trainers/norms of weights in every event/full",
     "Callbacks, hooks and trainers/p.data.mul_/full",
-    "Callbacks, hooks and trainers/gradients clipped by value/full",
 }
 
 

@@ -85,6 +85,14 @@ FULL: dict[str, Settings] = {
     "weight_decay": {"weight_decay": 0.5},
     "weight_decay_none": {"weight_decay": 0.0},
 }
+SELDOM = {
+    "embedding_lr_scale",
+    "packing_and_evaluation",
+    "scheduler_linear",
+    "scheduler_one_cycle",
+    "weight_decay_none",
+}
+"""Near enough to another one that the whole set alone tries them."""
 ADAPTER: dict[str, Settings] = {
     "bf16": {"bf16": True},
     "evaluation": EVALUATE,
@@ -104,6 +112,7 @@ def features(plan: Settings) -> list[Any]:
             pair("llama", base, settings, plan=plan),
             job("llama", base),
             id=f"{kind}-{name}",
+            marks=pytest.mark.full if name in SELDOM else (),
         )
         for kind, (base, table) in tables.items()
         for name, settings in table.items()

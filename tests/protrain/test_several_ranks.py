@@ -244,14 +244,20 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(KEPT[k], id=k) for k in KEPT])
+KEPT_CASES = [
+    pytest.param(jobs, id=kind, marks=pytest.mark.full if kind == "adapter" else ())
+    for kind, jobs in KEPT.items()
+]
+
+
+@pytest.mark.parametrize("jobs", KEPT_CASES)
 def test_evaluation_and_the_best_of_its_checkpoints(run: Run, jobs: Pair) -> None:
     paged, plain = run(jobs.paged), run(jobs.plain)
     assert_equal(paged, plain)
     assert any("eval_loss" in entry for entry in paged.history)
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(KEPT[k], id=k) for k in KEPT])
+@pytest.mark.parametrize("jobs", KEPT_CASES)
 def test_resume(run: Run, jobs: Pair) -> None:
     """From its own second step and a plain run's it ends as if it had not stopped.
 

@@ -99,7 +99,7 @@ QUICK = {
         ),
         "B-host-skips",
     },
-    4: {"B-full-3-clip", "C-skips", "C-mixed"},
+    4: {"C-mixed"},
 }
 GRID = [
     pytest.param(ranks, case, marks=[] if case in QUICK[ranks] else pytest.mark.full)
