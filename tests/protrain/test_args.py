@@ -364,6 +364,7 @@ REFUSED_IN_AXOLOTL = [
     ("unfrozen_parameters", {"unfrozen_parameters": ["embed_tokens.weight$[7]"]}),
     ("rl: grpo", {"rl": "grpo"}),
     ("rl: ebft", {"rl": "ebft", "ebft": {"mode": "structured"}}),
+    ("precompute_ref_log_probs", {"rl": "dpo", "precompute_ref_log_probs": True}),
     ("optimizer: lomo", {"optimizer": "lomo"}),
     ("optimizer: apollo_adamw_layerwise", {"optimizer": "apollo_adamw_layerwise"}),
     ("optimizer: q_galore_adamw8bit", {"optimizer": "q_galore_adamw8bit"}),
@@ -727,4 +728,4 @@ class TestThroughThePlugin:
         module = PLUGIN.replace(".ProTrain", ".plugin.ProTrain")
         assert self.load(plugins=[module, PLUGIN]).protrain_auto_memory is True
         plugins = PluginManager.get_instance().plugins.values()
-        assert [type(plugin) for plugin in plugins] == [ProTrainPlugin]
+        assert [type(plugin) for plugin in plugins].count(ProTrainPlugin) == 1

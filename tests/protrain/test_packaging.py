@@ -18,6 +18,7 @@ import click
 import pytest
 
 from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.versions import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
@@ -73,6 +74,16 @@ def test_wheel_has_the_licence(wheel: ZipFile) -> None:
     licence = wheel.read(metadata_folder(wheel) + "licenses/LICENSE")
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert metadata(wheel)["License-Expression"] == "Apache-2.0"
+
+
+def test_wheel_asks_for_the_versions_that_errors_name(wheel: ZipFile) -> None:
+    needed = [
+        line.replace(" ", "") for line in metadata(wheel).get_all("Requires-Dist")
+    ]
+    for name, allowed in SUPPORTED.items():
+        (line,) = (n for n in needed if re.match(rf"{name}[<>]", n))
+        ranges = line.removeprefix(name).split(",")
+        assert sorted(ranges) == sorted(allowed.split(","))
 
 
 def test_wheel_has_the_command_and_the_plugin(wheel: ZipFile) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 
 from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
@@ -18,6 +18,7 @@ from .core.errors import ConfigError
 from .planning import missing_capacity
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
+from .versions import forget_other_names, require_internals
 
 if TYPE_CHECKING:
     from .loading import LoadShare
@@ -55,15 +56,9 @@ class ProTrainPlugin(BasePlugin):
         self._taken_over = [as_yaml(k, cfg[k]) for k in TAKEN_OVER if cfg.get(k)]
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
-        # listed under another of its names it was loaded once more, and Axolotl would
-        # take the keys of both; a new dict, because 0.19 is going through this one
-        manager = PluginManager.get_instance()
-        if self in manager.plugins.values():
-            manager.plugins = type(manager.plugins)(
-                (name, plugin)
-                for name, plugin in manager.plugins.items()
-                if plugin is self or type(plugin) is not type(self)
-            )
+        if cfg.get("protrain_auto_memory", True):
+            require_internals()
+        forget_other_names(self)
 
     def get_input_args(self) -> str:
         return f"{ProTrainArgs.__module__}.{ProTrainArgs.__qualname__}"
@@ -89,7 +84,7 @@ class ProTrainPlugin(BasePlugin):
         self._pages = True
         cfg.update(dict.fromkeys(TAKEN_OVER), gradient_checkpointing=False)
         cfg.device_map = "cpu"
-        # Axolotl 0.19 asks each item for `model_dump`: every key of its own mapping is
+        # Axolotl asks each item for `model_dump`: every key of its own mapping is
         # there, as None, so it calls that. Plain mappings it reads as it means to.
         if cfg.role_boundaries:
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]

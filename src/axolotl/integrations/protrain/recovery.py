@@ -25,6 +25,7 @@ from .core.planner import Planner
 from .core.runtime import asked_bytes
 from .report.forecast import format_bytes
 from .report.run import RunReport
+from .versions import COUNTERS
 
 if TYPE_CHECKING:
     from .run import TrainingRun
@@ -225,15 +226,11 @@ class Recovery(StepRecovery):
         )
 
 
-_COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
-"""What Axolotl counts as it computes losses: in the state, from 0.20 on beside it."""
-
-
 def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Callable[[], None]]:
     """Put random numbers and counters back to what they are now."""
 
     def recount(owner: Any, before: dict[str, Any]) -> None:
-        for name in _COUNTERS:
+        for name in COUNTERS:
             vars(owner).pop(name, None)
         vars(owner).update(deepcopy(before))
 
@@ -246,6 +243,6 @@ def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Callable[[],
         own = torch.cuda.get_rng_state(device)
         rewinds.append(partial(torch.cuda.set_rng_state, own, device))
     for owner in (trainer, trainer.state) if trainer else ():
-        counted = {name: vars(owner)[name] for name in _COUNTERS if name in vars(owner)}
+        counted = {name: vars(owner)[name] for name in COUNTERS if name in vars(owner)}
         rewinds.append(partial(recount, owner, deepcopy(counted)))
     return rewinds

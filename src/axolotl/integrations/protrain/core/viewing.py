@@ -20,12 +20,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _python_dispatch
 
 from .errors import AccessError
 from .optim import Gradients
 from .runtime import Pager, Ranks, Residence
 from .types import Plan
+
+
+@contextmanager
+def _not_counted() -> Iterator[None]:
+    """What is copied to be shown is no work of the device."""
+    with _python_dispatch._disable_current_modes():
+        yield
 
 
 @dataclass
@@ -113,8 +120,7 @@ class Viewer:
                 )
         self._show(together=self.ranks.world.size == 1)
 
-    # what is copied to be shown is no work of the device
-    @_disable_current_modes()
+    @_not_counted()
     def _show(self, together: bool = True) -> None:
         """Not `together`, other ranks do not come to what all have to do."""
         if self.closed or self.takes:
@@ -140,7 +146,7 @@ class Viewer:
         if together:
             gradients.show()
 
-    @_disable_current_modes()
+    @_not_counted()
     def _bind_back(self, shown: frozenset[int], takes: bool) -> None:
         _, pager, gradients = self.now()
         if takes:

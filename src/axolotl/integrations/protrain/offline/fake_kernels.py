@@ -45,8 +45,7 @@ def fake_kernels(target: str) -> Iterator[list[str]]:
         ExitStack() as undo,
     ):
         ops = torch.ops.bitsandbytes
-        if hasattr(ops, "gemm_4bit"):
-            undo.enter_context(patch.object(ops.gemm_4bit, "default", _gemm_4bit))
+        undo.enter_context(patch.object(ops.gemm_4bit, "default", _gemm_4bit))
         quantise = ops.int8_vectorwise_quant
         undo.enter_context(patch.object(quantise, "default", _int8_quant))
         undo.enter_context(patch.object(ops, "int8_mixed_scaled_mm", _int8_mixed))

@@ -33,7 +33,7 @@ from axolotl.loaders.tokenizer import load_tokenizer
 from axolotl.loaders.utils import load_model_config
 from axolotl.monkeypatch.attention import sdpa_varlen
 from axolotl.telemetry.manager import TelemetryManager
-from axolotl.utils.config import normalize_config, prepare_plugins, validate_config
+from axolotl.utils.config import normalize_config, validate_config
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
 from datasets import Dataset
@@ -52,6 +52,7 @@ from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.profile import meta_copy
 from ..loading import is_of_experts, quantise_experts
 from ..refusals import TAKEN_OVER
+from ..versions import import_plugins
 from .batches import find_file
 from .fake_kernels import (
     FLASH_ATTENTION,
@@ -219,7 +220,7 @@ def _validated(config: Path, target: str) -> DictDefault:
     }
     environment = {"torch_version": torch.__version__.split("+", maxsplit=1)[0]}
     try:
-        _prepare_plugins(cfg)
+        import_plugins(cfg)
         cfg = validate_config(cfg, capabilities, environment)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
@@ -233,20 +234,6 @@ def _validated(config: Path, target: str) -> DictDefault:
         # a configuration's class checks itself while it reads the file
         raise _gives_no_model(cfg, error) from error
     return cfg
-
-
-def _prepare_plugins(cfg: DictDefault) -> None:
-    """Axolotl 0.19 goes on without a plugin that it cannot import, later ones raise."""
-    error = None
-    # of two names for this plugin it is the dict of before that has both
-    registered = PluginManager.get_instance().plugins
-    try:
-        prepare_plugins(cfg)
-    except ImportError as raised:
-        error = raised
-    for name in cfg.plugins or ():
-        if name.replace(":", ".") not in registered:
-            raise ConfigError(f"plugins: {name} cannot be imported here.") from error
 
 
 def _check_base_model(cfg: DictDefault) -> None:

@@ -47,7 +47,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import RaceError
@@ -412,7 +412,7 @@ class _CheckedStream:
 
     def _queue(self, act: Callable[..., None], *args: Any) -> None:
         # its operators have been checked
-        with _disable_current_modes():
+        with _python_dispatch._disable_current_modes():
             act(*args)
 
 
@@ -432,7 +432,7 @@ class _CheckedEvent:
         return done
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(_python_dispatch.TorchDispatchMode):
     """Looks at the memory of every operator, on autograd's threads too."""
 
     def __init__(self, device: CheckedDevice) -> None:

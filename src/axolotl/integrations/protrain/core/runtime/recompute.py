@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils import checkpoint
 
 from ..layout import CACHES
 from .hooks import AroundForward
@@ -58,14 +58,14 @@ class Recompute(AroundForward):
             def run(_on_device: Tensor, **kwargs: Any) -> Any:
                 return block(*saved.restore(), **kwargs)
 
-        checkpoint = _checkpoint_without_reentrant_generator(
+        checkpointed = checkpoint._checkpoint_without_reentrant_generator(
             run, True, self._contexts, "default", False, True, *args, **kwargs
         )
-        with closing(checkpoint):
-            next(checkpoint)
+        with closing(checkpointed):
+            next(checkpointed)
             yield given, kwargs
             # its last part leaves the saved-tensor context
-            next(checkpoint, None)
+            next(checkpointed, None)
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), self._recomputing

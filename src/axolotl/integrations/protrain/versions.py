@@ -1,0 +1,165 @@
+"""What is used of other packages beyond what they promise, and where versions differ.
+
+All of it is looked for when the plugin is registered: a version that has moved something
+is named before anything is loaded, not in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import version
+from operator import attrgetter
+from typing import Any
+
+from axolotl.integrations.base import PluginManager
+from axolotl.utils.config import prepare_plugins
+
+from .core.errors import ConfigError
+
+SUPPORTED = {"axolotl": ">=0.19,<0.22", "torch": ">=2.11,<2.14"}
+"""As pyproject.toml has it; Axolotl pins the exact versions of the others."""
+
+NAMES = {
+    "torch": "_fused_sdp_choice",
+    "torch:Tensor": "_base _make_subclass _make_wrapper_subclass "
+    "_post_accumulate_grad_hooks _version",
+    "torch:UntypedStorage": "_cdata",
+    "torch:ops.aten.add": "_qualified_op_name",
+    "torch:ops.aten.add.default": "_overloadpacket _schema",
+    "torch._C": "_RestorePythonTLSSnapshot _current_graph_task_id "
+    "_will_engine_execute_node",
+    "torch.autograd": "_get_sequence_nr",
+    "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",
+    "torch.autograd:Variable._execution_engine": "queue_callback",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._pytree": "tree_leaves",
+    "axolotl.loaders.model:ModelLoader": "_apply_pre_model_load_setup _build_model "
+    "_configure_experts_implementation _load_adapters "
+    "_reinitialize_classification_head _set_attention_config",
+    "axolotl.loaders.patch_manager:PatchManager": "_apply_flash_attention_patches "
+    "_apply_sageattn_patches _apply_sdpa_varlen_patch",
+    "axolotl.monkeypatch.attention.sdpa_varlen": "patch_sdpa_varlen",
+    "axolotl.monkeypatch.moe_quant": "_moe_load_state",
+    "bitsandbytes.nn:Int8Params": "_quantize",
+    "bitsandbytes.nn:Params4bit": "_quantize",
+    "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
+    "transformers:PreTrainedModel": "_get_dtype_plan _initialize_missing_keys "
+    "_move_missing_keys_from_meta_to_device",
+    "transformers.core_model_loading": "build_glob_alternation",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS": "_global_mapping",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS": "_global_mapping",
+    "transformers.models.auto.auto_factory": "_get_model_class",
+}
+"""What must be there, by its owner. What Axolotl imports later is not asked for."""
+
+PARAMETERS = {
+    "torch.nn.utils.parametrize:_inject_new_class": "module",
+    "torch.nn.utils.parametrize:_inject_property": "module tensor_name",
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator": "fn "
+    "preserve_rng_state context_fn determinism_check debug early_stop",
+    "accelerate:Accelerator.prepare_model": "self model device_placement evaluation_mode",
+    "axolotl.loaders.model:ModelLoader._load_model_from_pretrained": "self "
+    "model_loader_class",
+    "axolotl.monkeypatch.moe_quant:replace_parameter_8bit": "module param_name",
+    "bitsandbytes.nn.parametrize:replace_parameter_4bit": "module param_name "
+    "compress_statistics quant_type",
+    "transformers:Trainer._clip_grad_norm": "self model",
+    "transformers:Trainer._get_grad_norm": "self model grad_norm",
+    "transformers:Trainer._get_output_dir": "self trial",
+    "transformers:Trainer._load_best_model": "self",
+    "transformers:Trainer._load_optimizer_and_scheduler": "self checkpoint",
+    "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader",
+    "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
+    "transformers:Trainer._save_checkpoint": "self model trial",
+    "transformers.core_model_loading:set_param_for_module": "model target_name "
+    "param_value",
+    "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert": "self input_dict",
+    "transformers.integrations.bitsandbytes:Bnb8bitQuantize.convert": "self input_dict",
+    "transformers.trainer_callback:CallbackHandler.call_event": "self event",
+    "transformers.trainer_utils:rotate_checkpoints": "output_dir save_total_limit "
+    "best_model_checkpoint use_mtime",
+}
+"""What is called or overridden, with its first parameters in their order."""
+
+COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
+"""What Axolotl counts as it computes losses: in the state, from 0.21 on beside it."""
+
+
+def require_internals() -> None:
+    """Refuse versions in which something that ProTrain uses is missing or another.
+
+    Raises:
+        ConfigError: Names what, the versions here and those it works with.
+    """
+    if missing := list(_missing()):
+        allowed = " and ".join(f"{name}{range_}" for name, range_ in SUPPORTED.items())
+        here = ", ".join(f"{n} {version(n)}" for n in (*SUPPORTED, "transformers"))
+        raise ConfigError(
+            f"plugins: ProTrain does not find what it uses in {here}: "
+            f"{'; '.join(missing)}. It works with {allowed}. Install one of these, or "
+            "set `protrain_auto_memory: false` to train without it."
+        )
+
+
+def _missing() -> Iterator[str]:
+    for owner, names in NAMES.items():
+        for name in names.split():
+            path = f"{owner}{'.' if ':' in owner else ':'}{name}"
+            if _found(path) is None:
+                yield path.replace(":", ".")
+    for path, names in PARAMETERS.items():
+        spoken, wanted = path.replace(":", "."), names.split()
+        if (found := _found(path)) is None:
+            yield spoken
+            continue
+        given = list(inspect.signature(found).parameters.values())[: len(wanted)]
+        # what takes anything is a wrapper that another package has put there
+        if any(param.kind is param.VAR_POSITIONAL for param in given):
+            continue
+        if [param.name for param in given] != wanted:
+            yield f"{spoken}({', '.join(wanted)})"
+
+
+def _found(path: str) -> Any:
+    """What is at ``module:attribute.attribute``; None if nothing is."""
+    module, _, attributes = path.partition(":")
+    try:
+        return attrgetter(attributes)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+def import_plugins(cfg: Any) -> None:
+    """Register the plugins of a YAML: 0.19 and 0.20 go on without one that they cannot
+    import.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    error = None
+    # of two names for this plugin it is the dict of before that has both
+    registered = PluginManager.get_instance().plugins
+    try:
+        prepare_plugins(cfg)
+    except ImportError as raised:
+        error = raised
+    for name in cfg.plugins or ():
+        if name.replace(":", ".") not in registered:
+            raise ConfigError(f"plugins: {name} cannot be imported here.") from error
+
+
+def forget_other_names(plugin: Any) -> None:
+    """Leave one of the plugins of a class that a YAML lists under several names.
+
+    Axolotl would take the keys of all of them.
+    """
+    manager = PluginManager.get_instance()
+    if plugin in manager.plugins.values():
+        # a new dict, because 0.19 and 0.20 are going through this one
+        manager.plugins = type(manager.plugins)(
+            (name, known)
+            for name, known in manager.plugins.items()
+            if known is plugin or type(known) is not type(plugin)
+        )
