@@ -289,7 +289,8 @@ def test_switched_off_it_says_so_and_nothing_else(jobs: Jobs) -> None:
 
 def test_switched_off_it_changes_nothing(jobs: Jobs) -> None:
     off, absent = jobs["off"].finished, jobs["absent"].finished
-    assert "protrain" not in absent.log
+    # from 0.21 on Axolotl itself says that it loads every plugin that is installed
+    assert not re.search(r"\[axolotl\.integrations\.protrain|protrain/", absent.log)
     assert off.history == absent.history
     assert difference(weights(off.folder), weights(absent.folder)) is None
     assert tree(off.folder) == tree(absent.folder)

@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 from axolotl_jobs import BASE, LORA, PAGED as CHECKED, Job, Result, job, overrides
 from counted_steps import Peaks, Step, peaks
 from counting_plugin import COUNTED_FILE
 from matrix_composition import PREFERRED
+from packaging.version import Version
 from tiny_models import NUM_BLOCKS
 
 from axolotl.integrations.protrain.core.types import Placement
 
 LIMIT = 0.03
 """Of the issue, relative."""
+OF_TRL = LIMIT / (30 if Version(version("trl")) < Version("1.13") else 6)
+"""Of a trainer's loss: from 1.13 on TRL masks in it what it has computed."""
 ROUNDING = 1e-9
 """Exact to the byte."""
 
@@ -220,7 +224,8 @@ def test_the_report_predicts_what_is_counted(
     predicted = result.report["device_bytes"]["peak"]
     seen[trained.name] = predicted / counted["step"] - 1
     # the gradient norm and the sum of losses are all that nobody predicts
-    assert abs(seen[trained.name]) <= LIMIT / 30
+    limit = OF_TRL if '"rl"' in trained.yaml else LIMIT / 30
+    assert abs(seen[trained.name]) <= limit
     # the runtime's own watch, which the report compares the prediction with
     measured = result.report["measured"]["device_peak_bytes"]
     assert measured == pytest.approx(counted["step"], rel=0.001)

@@ -140,10 +140,6 @@ _INSEPARABLE = {
 """Optimizers whose update of a weight alone would not be that of the plain run."""
 
 
-def _places(key: str) -> bool:
-    return key in PLACES or key.startswith("fsdp_")
-
-
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     if (settings.get("model_quantization_config_kwargs") or {}).get("dequantize"):
@@ -155,7 +151,13 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         if row.key in settings and row.when(settings[row.key])
     ]
     if any(settings.get(key) for key in PLACES):
-        placing = [f"`{k}`" for k, value in settings.items() if value and _places(k)]
+        # `fsdp_version` has a value in 0.21 where nothing is sharded
+        sharded = settings.get("fsdp") or settings.get("fsdp_config")
+        placing = [
+            f"`{key}`"
+            for key, value in settings.items()
+            if value and (key in PLACES or (sharded and key.startswith("fsdp_")))
+        ]
         lines.append(
             "Where weights live is ProTrain's task here. Remove all that decides it: "
             f"{', '.join(placing)}."
