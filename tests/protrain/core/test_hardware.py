@@ -655,7 +655,8 @@ def test_all_that_is_measured_is_read_back(
     measure(tmp_path)
     (file,) = tmp_path.iterdir()
     first = file.read_text()
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         measure(tmp_path)
     assert file.read_text() == first
     file.write_text(json.dumps({**json.loads(first), "value": {}}))

@@ -184,6 +184,8 @@ class TrainingRun:
         ranks, self.ranks = self.ranks, Alone()
         if failed:
             ranks = Alone()
+        if self.report is not None:
+            self.recovery.begin(None)
         # the last one first, and each of them whatever the others raise
         with ExitStack() as undo:
             undo.callback(ranks.close)

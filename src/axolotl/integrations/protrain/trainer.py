@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -202,10 +203,14 @@ class ShowingHandlerMixin(_MixedHandler):
 
 
 class RunCallback(TrainerCallback):
-    """Tells the run where steps begin and end."""
+    """Tells the run where steps begin and end.
+
+    Holds no trainer: one in a cycle is there until the interpreter ends, and its progress
+    bar then asks for modules that are gone.
+    """
 
     def __init__(self, trainer: Trainer, run: TrainingRun) -> None:
-        self._trainer, self._run = trainer, run
+        self._trainer, self._run = weakref.proxy(trainer), run
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         self._run.begin_step(self._trainer)

@@ -188,10 +188,11 @@ def _silence() -> Iterator[None]:
     unread = io.StringIO()
     try:
         with (
-            warnings.catch_warnings(action="ignore"),
+            warnings.catch_warnings(),
             redirect_stdout(unread),
             redirect_stderr(unread),
         ):
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
