@@ -17,7 +17,7 @@ class SeedingPlugin(BasePlugin):
     """Seeds the adapters, allows bf16 on a CPU, and writes the Trainer's log."""
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        # in plain runs too: Axolotl 0.19 cannot read its own mappings there
+        # in plain runs too: Axolotl cannot read its own mappings there
         if cfg.role_boundaries:
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
         if (cfg.world_size or 1) > 1:

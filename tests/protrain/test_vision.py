@@ -1,7 +1,7 @@
 """Losses of a part of the text only, with images: each key changes what is learnt.
 
 That a paged run masks as a plain one does is in the compatibility matrix for all keys,
-and here for the one that Axolotl 0.19 cannot read without help.
+and here for the one that Axolotl cannot read without help.
 """
 
 from __future__ import annotations
