@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_what_is_missing_is_named_when_the_plugin_is_registered(
         ProTrainPlugin().register(DictDefault(LISTED))
     text = str(caught.value)
     assert said in text
-    assert f"torch {torch.__version__}" in text
+    assert f"torch {version('torch')}" in text
     assert "works with axolotl>=0.19,<0.22 and torch>=2.11,<2.14" in text
     # what is off needs nothing
     ProTrainPlugin().register(DictDefault(LISTED | {"protrain_auto_memory": False}))
