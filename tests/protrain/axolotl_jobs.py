@@ -37,6 +37,7 @@ PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 SEEDING = "seeding_plugin.SeedingPlugin"
 TORCH_KERNELS = "torch_kernels_plugin.TorchKernelsPlugin"
 LIGER = "axolotl.integrations.liger.LigerPlugin"
+COMPILING = "compiling_plugin.CompilingPlugin"
 DISTILLING = "axolotl.integrations.kd.KDPlugin"
 BASE: dict[str, Any] = {
     "plugins": [PROTRAIN, SEEDING],

@@ -119,6 +119,8 @@ def _train(root: Path, folder: Path, family: str, settings: dict[str, Any]) -> N
     torch.set_num_threads(1)
     # a compiler takes seconds for each shape of a weight
     torch.compiler.set_stance("force_eager")
+    # Axolotl leaves it behind
+    os.environ.pop("ACCELERATE_DYNAMO_BACKEND", None)
     if RANKS > 1:
         _forget_last_group()
     with (root / "inputs.lock").open("w") as lock:

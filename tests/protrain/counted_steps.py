@@ -10,6 +10,7 @@ import weakref
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
@@ -71,6 +72,11 @@ class Counter(TorchDispatchMode):
         self._bytes = self.peak_bytes = base_bytes
         self.peak_operator = ""
         self._followed: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or torch would compile nothing inside."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -138,6 +144,7 @@ class Step:
         padding: Tokens at the end of the first row.
         fp32_master: Update 16-bit weights through masters on the host.
         outside: Where trainable weights outside the blocks have their state.
+        compiled: Each block's forward is compiled by inductor.
     """
 
     family: str
@@ -153,6 +160,7 @@ class Step:
     padding: int = 0
     fp32_master: bool = False
     outside: Placement = Placement.RESIDENT
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -160,6 +168,7 @@ class Step:
             "dropout": self.dropout,
             "padding": self.padding,
             "masters": self.fp32_master,
+            "compiled": self.compiled,
             f"swap-{self.swap}": self.swap != "none",
             self.outside.value: self.outside is not Placement.RESIDENT,
         }
@@ -202,7 +211,7 @@ def peaks(step: Step) -> Peaks:
         for name, p in model.named_parameters()
         if p.requires_grad and step.method != "full"
     }
-    traced = trace(model, batch, autocast_dtype(step))
+    traced = trace(model, batch, autocast_dtype(step), step.compiled)
     layout = build_layout(model, adapters, traced.trace.blocks)
     plan = make_plan(
         layout,
@@ -215,8 +224,16 @@ def peaks(step: Step) -> Peaks:
     )
     workload = Workload(accumulation=step.accumulation, fp32_master=step.fp32_master)
     estimate = MemoryModel(layout, traced.trace, workload, CPU).device(plan)
-    options = Options(fp32_master=step.fp32_master, accumulates=step.accumulation > 1)
-    with closing(Session(model, layout, plan, CpuDevice(), options)) as session:
+    options = Options(
+        fp32_master=step.fp32_master,
+        accumulates=step.accumulation > 1,
+        compiled={} if step.compiled else None,
+    )
+    with (
+        closing(Session(model, layout, plan, CpuDevice(), options)) as session,
+        # compiled kernels take it past every dispatch mode
+        patch.object(torch._C._dynamo.guards, "_empty_strided_cpu", _empty_strided),
+    ):
         counter = _count(step, session, batch)
     return Peaks(
         estimate.peak_bytes,
@@ -224,6 +241,10 @@ def peaks(step: Step) -> Peaks:
         estimate.peak.label,
         counter.peak_operator,
     )
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
 
 
 def _count(step: Step, session: Session, batch: dict[str, Tensor]) -> Counter:
@@ -254,6 +275,7 @@ def trace(
     model: nn.Module,
     batch: dict[str, Tensor],
     autocast: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> TracedStep:
     """Trace one micro-batch of a model of transformers, as for the CPU."""
     copied = meta_copy(model)
@@ -266,7 +288,7 @@ def trace(
         return outputs["loss"]
 
     with fake_kernels("cpu"):
-        return trace_step(copied, find_blocks(copied), loss_of)
+        return trace_step(copied, find_blocks(copied), loss_of, compiled)
 
 
 def autocast_dtype(step: Step) -> torch.dtype | None:

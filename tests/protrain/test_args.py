@@ -304,6 +304,8 @@ def test_a_wrong_type_is_an_error_even_when_switched_off():
         {"expert_parallel_size": 1, "dp_shard_size": 1},
         {"deepspeed": None, "fsdp": None, "fsdp_config": None},
         {"torch_compile": False, "layer_offloading": False, "load_in_4bit": False},
+        {"torch_compile": True, "torch_compile_backend": "inductor"},
+        {"torch_compile": False, "torch_compile_mode": "max-autotune"},
         {"unfrozen_parameters": ["^lm_head.weight$", "layers.[0-9]", "layers.2[0-9]+"]},
         {"nonexpert_quantization": "bf16"},
         {"sample_packing": False, "neftune_noise_alpha": 5.0},
@@ -337,7 +339,19 @@ REFUSED_IN_AXOLOTL = [
     ("dp_replicate_size", {"dp_replicate_size": 2}),
     ("layer_offloading", {"layer_offloading": True}),
     ("tiled_mlp", {"tiled_mlp": True}),
-    ("torch_compile", {"torch_compile": True}),
+    (
+        "torch_compile_mode",
+        {"torch_compile": True, "torch_compile_mode": "max-autotune"},
+    ),
+    (
+        "torch_compile_backend",
+        {"torch_compile": True, "torch_compile_backend": "onnxrt"},
+    ),
+    (
+        "torch_compile_options",
+        {"torch_compile": True, "torch_compile_options": {"triton.cudagraphs": True}},
+    ),
+    ("load_in_8bit", {**LORA, "torch_compile": True, "load_in_8bit": True}),
     ("fp8", {"fp8": True}),
     ("fp16", {"fp16": True}),
     ("fp16", {"fp16": True, "bf16": "auto"}),
@@ -688,7 +702,7 @@ class TestThroughThePlugin:
         [
             ("deepspeed", {"deepspeed": "zero3.json"}),
             ("optimizer: lomo", {"optimizer": "lomo"}),
-            ("torch_compile", {"torch_compile": "auto"}),
+            ("tiled_mlp", {"tiled_mlp": True}),
             ("protrain_capacity_bytes", {"protrain_capacity_bytes": "lots"}),
         ],
     )

@@ -76,11 +76,11 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["`protrain` is a block, but ProTrain's keys are flat: `protrain_auto_memory`"],
     ),
     "excluded": (
-        {**ROOM, "layer_offloading": True, "torch_compile": True},
+        {**ROOM, "layer_offloading": True, "tiled_mlp": True},
         [
             "Where weights live is ProTrain's task here. Remove all that decides it: "
             "`layer_offloading`.",
-            "`torch_compile: true` compiles nothing but what is before the first block",
+            "`tiled_mlp: true` runs backward several times in a block",
             "`protrain_auto_memory: false` trains without ProTrain.",
         ],
     ),

@@ -88,6 +88,10 @@ NEAR = [
     Step("llama", "full", 2, 48, "half", "all", precision="mixed"),
     Step("t5", "full", 2, 48, "half", "all"),
 ]
+COMPILED = [
+    replace(FULL, compiled=True, recompute="half"),
+    replace(LLAMA, compiled=True, precision="bf16", resident="half"),
+]
 MORE = [
     Step(family, method, 2, 48, plan, plan, accumulation=3, precision=precision)
     for family in (
@@ -132,7 +136,7 @@ def test_the_peak_is_predicted_to_the_byte(seen: dict[str, float], step: Step) -
     "step",
     [
         *NEAR,
-        *(pytest.param(s, marks=pytest.mark.full) for s in MORE),
+        *(pytest.param(s, marks=pytest.mark.full) for s in (*COMPILED, *MORE)),
     ],
     ids=lambda step: step.name,
 )

@@ -115,7 +115,9 @@ def subject_of(
     make_experts_traceable(model, assumptions)
     target = profile.Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
-        traced, headroom = _traced(model, batch, target, args, assumptions, objective)
+        traced, headroom = _traced(
+            model, batch, target, cfg, args, assumptions, objective
+        )
     laid_out = model if real is None else real
     layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
     redone: frozenset[int] = frozenset()
@@ -164,6 +166,15 @@ def autocast_dtype(cfg: Any) -> torch.dtype | None:
     return torch.float16 if cfg.fp16 else None
 
 
+def compile_keys(cfg: Any) -> dict[str, Any] | None:
+    """What `torch.compile` is told; None if nothing is compiled."""
+    if not cfg.torch_compile:
+        return None
+    # `torch_compile_options` Axolotl sets itself, for the whole process
+    given = {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
+    return {key: value for key, value in given.items() if value is not None}
+
+
 _IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
@@ -171,6 +182,7 @@ def _traced(
     model: nn.Module,
     batch: Mapping[str, Any],
     target: profile.Target,
+    cfg: Any,
     args: ProTrainArgs,
     assumptions: list[str],
     objective: Objective | None,
@@ -183,7 +195,20 @@ def _traced(
             objective.loss if objective else _loss_of_output, model, batch
         )
         loss = partial(_loss, (model, *others.values()), target, loss_of)
-        return profile.trace_step(model, find_blocks(model), loss)
+        traced = partial(profile.trace_step, model, find_blocks(model), loss)
+        if compile_keys(cfg) is None:
+            return traced()
+        try:
+            step = traced(compiled=True)
+        except TraceError:
+            step, saved = traced(), "blocks that are not compiled would save them"
+        else:
+            saved = "their graphs save them"
+        assumptions.append(
+            "torch_compile: blocks are compiled one by one, nothing else is; bytes as "
+            f"{saved}, seconds as blocks that are not compiled take them until measured"
+        )
+        return step
 
     text = {name: value for name, value in batch.items() if name not in _IMAGES}
     headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
@@ -520,11 +545,14 @@ def _measured(
             block=block,
             attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
+            compiled=compile_keys(cfg),
         )
         return profile.cached(folder, key, measure, profile.BlockSeconds)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
-    return profile.measure_blocks(model, names, samples, device, dtype, cached_times)
+    return profile.measure_blocks(
+        model, names, samples, device, dtype, cached_times, compile_keys(cfg)
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -98,9 +98,21 @@ EXCLUDED = (
         "runs the model before training begins, when it is on the host",
     ),
     Refusal(
-        "torch_compile",
-        "compiles nothing but what is before the first block: it stops at the hooks "
-        "that page weights",
+        "torch_compile_mode",
+        "records CUDA graphs, whose results the next block overwrites",
+        when=_one_of("reduce-overhead", "max-autotune"),
+    ),
+    Refusal(
+        "torch_compile_options",
+        "has `triton.cudagraphs`, whose results the next block overwrites",
+        "Remove it from the options",
+        lambda options: bool((options or {}).get("triton.cudagraphs")),
+    ),
+    Refusal(
+        "torch_compile_backend",
+        "has not been tried with blocks that page their weights",
+        "Use inductor",
+        lambda name: name not in (None, "inductor", "aot_eager", "eager"),
     ),
     Refusal("tiled_mlp", "runs backward several times in a block"),
     Refusal("fp8", "replaces modules after ProTrain has laid them out"),
@@ -145,6 +157,8 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     if (settings.get("model_quantization_config_kwargs") or {}).get("dequantize"):
         # plain weights once they are loaded
         settings = {**settings, "model_quantization_config": None}
+    if not settings.get("torch_compile"):
+        settings = {k: settings[k] for k in settings if k[:14] != "torch_compile_"}
     lines = [
         row.message(settings[row.key])
         for row in EXCLUDED
@@ -161,6 +175,11 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         lines.append(
             "Where weights live is ProTrain's task here. Remove all that decides it: "
             f"{', '.join(placing)}."
+        )
+    if settings.get("torch_compile") and settings.get("load_in_8bit"):
+        lines.append(
+            "`torch_compile: true` with `load_in_8bit: true` gives other numbers when "
+            "weights are paged than when they are not. Use load_in_4bit, or remove one."
         )
     if settings.get("relora") and (
         settings.get("load_in_4bit") or settings.get("load_in_8bit")

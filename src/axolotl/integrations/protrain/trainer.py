@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
@@ -88,6 +89,9 @@ class ProTrainTrainerMixin(_Mixed):
             undo.enter_context(
                 patch.object(self.accelerator, "device_placement", False)
             )
+            # nor compile the model: the session compiles its blocks
+            dynamo = cast(Any, self.accelerator.state).dynamo_plugin
+            undo.enter_context(patch.object(dynamo, "backend", DynamoBackend.NO))
             several = self.protrain.ranks.world.size > 1
             if several and not reduced_by_ddp(model):
                 undo.enter_context(without_ddp(self.accelerator, model))

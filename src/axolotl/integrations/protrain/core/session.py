@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ from .optim import (
 from .runtime import (
     Alone,
     Arena,
+    CompiledForward,
     Device,
     Hook,
     HostWorker,
@@ -84,6 +86,8 @@ class Options:
     accumulates: bool = True
     """Steps have several micro-batches: under masters their sums are in fp32. Without,
     a gradient that is looked at once it is clipped is rounded as `.grad` is."""
+    compiled: Mapping[str, Any] | None = None
+    """Arguments of `torch.compile` for the forward of each block; None for none."""
 
 
 @dataclass(kw_only=True)
@@ -516,6 +520,9 @@ class Session:
             self._handles += attach_entry(
                 self.model, self.layout, self._enter, viewer.left, viewer.copying
             )
+        how = self._options.compiled
+        if how is not None:
+            self._handles += (CompiledForward(block, how) for block in blocks)
 
     # running
 

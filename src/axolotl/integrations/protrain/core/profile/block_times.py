@@ -10,7 +10,7 @@ import copy
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout.tensors import map_tensors, model_bindings, tensors_in
+from ..runtime import CompiledForward
 from .hardware import elapsed_s
 
 INPUT_SCALE = 0.02
@@ -129,6 +130,7 @@ def measure_blocks(
     device: torch.device,
     autocast_dtype: torch.dtype | None,
     cached: Callable[[Mapping[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]],
+    compiled: Mapping[str, Any] | None = None,
 ) -> dict[int, tuple[float, float]]:
     """Forward and backward seconds of every block that has a sample.
 
@@ -142,11 +144,15 @@ def measure_blocks(
         autocast_dtype: As for `time_block`.
         cached: Gives the `BlockSeconds` of a key as they were measured before, or calls
             what measures them.
+        compiled: As in `Options`.
     """
 
     def measure(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
         here = block if device.type == "cpu" else _copy_on(device, block)
-        times = time_block(here, sample, device, autocast_dtype)
+        with ExitStack() as undo:
+            if compiled is not None:
+                undo.callback(CompiledForward(here, compiled).remove)
+            times = time_block(here, sample, device, autocast_dtype)
         return asdict(BlockSeconds(*times))
 
     known: dict[str, tuple[float, float]] = {}

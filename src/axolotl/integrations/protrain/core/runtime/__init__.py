@@ -4,6 +4,7 @@ Decides nothing: imports neither cost nor search nor profile.
 """
 
 from .arena import Arena, host_buffer, return_freed_memory
+from .compiled import CompiledForward
 from .device import CpuDevice, CudaDevice, Device, asked_bytes, open_device
 from .hooks import (
     Hook,

@@ -170,7 +170,8 @@ class _Parts:
             self._handles += [p.register_forward_pre_hook(hook) for p in parts]
 
     def _before(self, _part: nn.Module, _args: Any) -> None:
-        if _inside_backward():
+        # the window is open around a compiled forward, and a hook would cut its graph
+        if not torch.compiler.is_compiling() and _inside_backward():
             self._open()
 
     def remove(self) -> None:

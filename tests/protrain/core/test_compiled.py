@@ -1,0 +1,157 @@
+"""Blocks whose forward is compiled, paged and plain: equal bits, one graph for all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    adamw,
+    assert_same,
+    batches,
+    checked,
+    freeze,
+    make_plan,
+    train,
+    twin,
+    weights,
+)
+from covering import pairwise
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.session import Options, Session
+
+AOT = {"backend": "aot_eager"}
+"""Graphs, their partition and what they save as with inductor, without its kernels."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "recompute": {"recompute": ALL},
+    "swap": {"swap": ALL},
+    "swap inputs": {"swap": ALL, "recompute": ALL},
+}
+LENGTH = 40
+"""Tokens of a row, so that hidden states are large enough to be swapped."""
+
+
+class Gated(nn.Module):
+    """A block that saves its weights as they are, transposed and cast."""
+
+    def __init__(self, number: int, width: int = 32) -> None:
+        super().__init__()
+        self.number = number
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 48), nn.Linear(48, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x))) * torch.sigmoid(x @ self.down.weight)
+        return x + self.dropout(self.down(hidden))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(map(Gated, ALL))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Each test compiles anew: torch keeps eight graphs of a function."""
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, keep: Any = (), how: Any = AOT, **plan: Any) -> Session:
+    layout = build_layout(model, keep)
+    options = Options(poison=True, compiled=how)
+    return Session(model, layout, make_plan(layout, **plan), checked(), options)
+
+
+def compile_plain(model: Any) -> Any:
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, **AOT)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("policy", "trained", "resident", "autocast"),
+    pairwise([*product(POLICIES, ("full", "adapter"), ((), (1, 4)), (True, False))]),
+)
+def test_training_equals_plain_compiled_blocks(
+    policy: str, trained: str, resident: tuple[int, ...], autocast: bool
+) -> None:
+    model = Model()
+    keep = freeze(model, ["norm", "bias"]) if trained == "adapter" else ()
+    plain = compile_plain(twin(model))
+    data = [batches(2, seed, LENGTH) for seed in range(3)]
+    with (
+        closing(
+            compiled(model, keep, resident=resident, **POLICIES[policy])
+        ) as session,
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        torch.manual_seed(5)
+        theirs = train(plain, adamw(plain), data, clip=0.5)
+        torch.manual_seed(5)
+        optimizer = session.wrap_optimizer(adamw(model))
+        assert train(model, optimizer, data, session, clip=0.5) == theirs
+        measured = session.measured()
+    assert ("swap" in POLICIES[policy]) == (measured.swapped_out_bytes > 0)
+    ours = weights(model)
+    assert_same(ours, dict(zip(ours, plain.state_dict().values(), strict=True)))
+
+
+def test_all_blocks_share_a_graph_and_evaluation_has_another() -> None:
+    graphs: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    model = Model()
+    data = [batches(2, seed, LENGTH) for seed in range(2)]
+    with closing(compiled(model, how={"backend": counting}, resident=(2,))) as session:
+        train(model, session.wrap_optimizer(adamw(model)), data)
+        assert len(graphs) == 1
+        model.eval()
+        with torch.no_grad():
+            model(data[0][0])
+            model(data[1][0])
+        assert len(graphs) == 2
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = Model()
+    (tokens,) = batches(1)
+    with closing(compiled(model)) as session:
+        with session.weights():
+            copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in copied.parameters():
+                param.zero_()
+            assert copied.eval()(tokens).item() == pytest.approx(4.1589, abs=1e-4)
+            assert model.eval()(tokens).item() != pytest.approx(4.1589, abs=1e-4)
+
+
+def test_a_closed_session_leaves_no_compiled_forward() -> None:
+    model = Model()
+    own = model.layers[1].forward = lambda x: Gated.forward(model.layers[1], x)
+    compiled(model).close()
+    assert "forward" not in vars(model.layers[0])
+    assert model.layers[1].forward is own
