@@ -89,6 +89,7 @@ def steps(args: argparse.Namespace) -> Iterator[tuple[str, Peaks]]:
                 recompute=plan,
                 accumulation=args.accumulation,
                 precision=precision,
+                compiled=args.compiled,
             )
             yield step.name, peaks(step)
 
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--compiled", action="store_true", help="each block by itself")
     parser.add_argument("--preferences", action="store_true")
     args = parser.parse_args()
     print(f"{'training':72} {'predicted':>11} {'counted':>11} {'error':>8}  at")

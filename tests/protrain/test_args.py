@@ -305,7 +305,7 @@ def test_a_wrong_type_is_an_error_even_when_switched_off():
         {"deepspeed": None, "fsdp": None, "fsdp_config": None},
         {"torch_compile": False, "layer_offloading": False, "load_in_4bit": False},
         {"torch_compile": True, "torch_compile_backend": "inductor"},
-        {"torch_compile": False, "torch_compile_mode": "max-autotune"},
+        {"torch_compile": True, "torch_compile_mode": "max-autotune"},
         {"unfrozen_parameters": ["^lm_head.weight$", "layers.[0-9]", "layers.2[0-9]+"]},
         {"nonexpert_quantization": "bf16"},
         {"sample_packing": False, "neftune_noise_alpha": 5.0},
@@ -339,10 +339,6 @@ REFUSED_IN_AXOLOTL = [
     ("dp_replicate_size", {"dp_replicate_size": 2}),
     ("layer_offloading", {"layer_offloading": True}),
     ("tiled_mlp", {"tiled_mlp": True}),
-    (
-        "torch_compile_mode",
-        {"torch_compile": True, "torch_compile_mode": "max-autotune"},
-    ),
     (
         "torch_compile_backend",
         {"torch_compile": True, "torch_compile_backend": "onnxrt"},

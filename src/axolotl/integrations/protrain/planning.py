@@ -166,12 +166,20 @@ def autocast_dtype(cfg: Any) -> torch.dtype | None:
     return torch.float16 if cfg.fp16 else None
 
 
+WITHOUT_GRAPHS = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
+"""CUDA graphs keep results in memory of their own, which the next block overwrites."""
+
+
 def compile_keys(cfg: Any) -> dict[str, Any] | None:
     """What `torch.compile` is told; None if nothing is compiled."""
     if not cfg.torch_compile:
         return None
     # `torch_compile_options` Axolotl sets itself, for the whole process
-    given = {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
+    mode = WITHOUT_GRAPHS.get(cfg.torch_compile_mode, cfg.torch_compile_mode)
+    given = {"backend": cfg.torch_compile_backend, "mode": mode}
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -207,6 +215,7 @@ def _traced(
         assumptions.append(
             "torch_compile: blocks are compiled one by one, nothing else is; bytes as "
             f"{saved}, seconds as blocks that are not compiled take them until measured"
+            + (", no CUDA graphs" if cfg.torch_compile_mode in WITHOUT_GRAPHS else "")
         )
         return step
 

@@ -98,11 +98,6 @@ EXCLUDED = (
         "runs the model before training begins, when it is on the host",
     ),
     Refusal(
-        "torch_compile_mode",
-        "records CUDA graphs, whose results the next block overwrites",
-        when=_one_of("reduce-overhead", "max-autotune"),
-    ),
-    Refusal(
         "torch_compile_options",
         "has `triton.cudagraphs`, whose results the next block overwrites",
         "Remove it from the options",
