@@ -716,8 +716,9 @@ MUTANTS = (
     Mutant(
         "who reads the state finds updates on their way home",
         DEFERRING,
-        "                own.left.synchronize()\n",
-        "                pass\n",
+        "            self.flush_chunk(own.host.chunk.index)\n"
+        "        self._on_device.settle()\n",
+        "            self.flush_chunk(own.host.chunk.index)\n",
         DEFERRED,
     ),
     Mutant(

@@ -265,8 +265,13 @@ def test_a_master_keeps_its_low_bits_where_nobody_writes(plan: str) -> None:
         session = open_session(model, fp32_master=True, update=update, **PLANS[plan])
         optimizer = wrapped(session, lr=1e-4)
         steps(model, optimizer, acts, session)
+        up = model.layers[0].up.weight
         with session.weights():
-            model.layers[0].up.weight.data[0] = 3.0
+            up.data[0] = 3.0
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        (number,) = (n for n, param in enumerate(every) if param is up)
+        master = optimizer.state_dict()["state"][number]["master"]
+        assert (master[0] == 3.0).all() and (master[1] != master[1].bfloat16()).any()
         train(model, optimizer, [batches(1)], session)
         session.close()
         assert ((model.layers[0].up.weight[0] - 3.0).abs() < 0.1).all()

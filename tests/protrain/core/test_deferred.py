@@ -746,3 +746,26 @@ def test_a_weight_that_is_used_without_its_model_is_named(update: Update) -> Non
     with pytest.raises(AccessError, match="head.weight: this weight has a gradient"):
         model.head.weight.square().sum().backward()
     session.close()
+
+
+@pytest.mark.parametrize("plan", [MIXED, STAYS], ids=["mixed", "stays"])
+def test_state_that_is_read_has_come_home(plan: dict[str, Any]) -> None:
+    """Copies come as late as events let them."""
+    model = stack(**SIZES)
+    plain = twin(model)
+    ours = open_session(model, device=DeferredDevice(), **plan)
+    states = []
+    for net, session in ((model, ours), (plain, None)):
+        optimizer = adamw(net)
+        if session is not None:
+            optimizer = session.wrap_optimizer(optimizer)
+        train(net, optimizer, [batches(1)], session)
+        states.append(
+            [
+                tensor.clone()
+                for state in optimizer.state.values()
+                for tensor in state.values()
+            ]
+        )
+    assert all(map(torch.equal, *states))
+    ours.close()

@@ -67,9 +67,6 @@ class DeferredUpdates(NotedUpdates):
         self.finish()
         for own in self._all:
             self.flush_chunk(own.host.chunk.index)
-        for own in self._all:
-            if own.left is not None:
-                own.left.synchronize()
         self._on_device.settle()
 
     def _make(self, own: ChunkUpdate, weights: InMemory) -> None:
