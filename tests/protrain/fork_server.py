@@ -152,14 +152,13 @@ class Fork:
         return answer
 
 
-def call(target: Callable[..., Any], *arguments: Any) -> Any:
-    """What `target(*arguments)` returns in a fork."""
+def call(target: Callable[..., Any], *arguments: Any, at: Path | None = None) -> Any:
+    """What `target(*arguments)` returns in a fork, which runs in the folder `at`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / "log.txt").open("w") as log:
-            fork = Fork(
-                _store, folder / "result", target, arguments, stdout=log, stderr=log
-            )
+            given = folder / "result", target, arguments
+            fork = Fork(_store, *given, folder=at, stdout=log, stderr=log)
             code = fork.wait()
         assert code == 0, (folder / "log.txt").read_text(errors="replace")[-6000:]
         return pickle.loads((folder / "result").read_bytes())

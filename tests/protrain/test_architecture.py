@@ -106,6 +106,14 @@ def test_a_plan_is_made_without_what_trains(room: str) -> None:
         assert not re.search(what_trains, module.read_text("utf-8")), module
 
 
+@pytest.mark.parametrize("name", ["turns", "losses", "adapters"])
+def test_what_is_served_knows_no_model(name: str) -> None:
+    """Adapters are values: only `live` and `engine` see the model they are shown in."""
+    text = (CORE.parent / "service" / f"{name}.py").read_text("utf-8")
+    assert not re.search(r"^(from|import) (axolotl|transformers|peft)", text, re.M)
+    assert not re.search(r"^from \.(live|engine|http) ", text, re.M)
+
+
 PLUGIN = sorted(CORE.parent.rglob("*.py"))
 
 

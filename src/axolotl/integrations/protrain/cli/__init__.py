@@ -234,6 +234,55 @@ def _lean_imports() -> Iterator[None]:
             del sys.modules[name]
 
 
+@protrain.command("serve")
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="For what clients save. [default: service in output_dir]",
+)
+@click.option(
+    "--adapter-memory",
+    metavar="BYTES",
+    help="Of the host, for all adapters, for example 8GiB. [default: a quarter of what "
+    "is free]",
+)
+@click.option("--status", metavar="URL", help="Show what a server has, and end.")
+def _serve(
+    config: Path | None,
+    host: str,
+    port: int,
+    folder: Path | None,
+    adapter_memory: str | None,
+    status: str | None,
+) -> None:
+    """Train adapters of CONFIG's base for Tinker clients, several at once.
+
+    The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
+    is set; see docs/service.md.
+    """
+    try:
+        # imported here: `axolotl --help` reads this module
+        from ..args import parse_bytes
+        from .serve import serve, status_text
+
+        if status is not None:
+            click.echo(printable(status_text(status)))
+            return
+        if config is None or not config.is_file():
+            raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
+        memory = None if adapter_memory is None else parse_bytes(adapter_memory)
+        serve(config, host, port, folder, memory)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"{error}: pip install 'axolotl-protrain[serve]'"
+        ) from error
+    except (ProTrainError, OSError) as error:
+        raise click.ClickException(printable(str(error))) from error
+
+
 @protrain.command()
 def keys() -> None:
     """List every key of the YAML with its default and meaning."""

@@ -10,6 +10,7 @@
      +-- TraceError       the model could not be run without weights
      +-- CheckpointError  a checkpoint could not be written or read back
      +-- AccessError      weights or gradients were touched where they are not
+     +-- RequestError     the training service cannot answer a request
 
 Each message names what is at fault and the way out. A broken invariant of
 ProTrain itself is not in this tree: nobody should handle it. `RaceError` is one.
@@ -61,6 +62,18 @@ class CheckpointError(ProTrainError):
 
 class AccessError(ProTrainError):
     """Somebody read or wrote weights or gradients where they are not."""
+
+
+class RequestError(ProTrainError):
+    """A request to the training service asks for what cannot be; nothing has changed.
+
+    Attributes:
+        status: Of HTTP, 4xx.
+    """
+
+    def __init__(self, message: str, status: int = 422) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RaceError(RuntimeError):

@@ -1,0 +1,406 @@
+"""Adapters as values on the host, within a budget, and on the disk.
+
+All that an adapter is lies in one buffer: weights, AdamW's two moments, a count of steps
+for each weight, and at the end gradients that wait for an update. So it moves in one
+copy. On the disk it is a folder that PEFT can load, with the rest of the buffer beside
+the weights: safetensors and JSON, whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..core.checkpoint import publish, restore, restored_on_failure, staged
+from ..core.errors import FOREIGN_ERRORS, CheckpointError, RequestError
+from ..core.layout.chunks import aligned
+from ..core.runtime import Device
+
+KINDS = ("attn", "mlp", "unembed")
+"""Which linear layers: of attention, all others of the blocks, the head."""
+WEIGHTS, REST, ABOUT = (
+    "adapter_model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+)
+CONFIG = "adapter_config.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+_MODEL = r"[A-Za-z0-9][A-Za-z0-9_:-]{0,99}"
+_PATH = re.compile(f"tinker://({_MODEL})/(weights|sampler_weights)/({_NAME})")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What a client asks for: LoRA of one rank on layers of some `KINDS`."""
+
+    rank: int
+    alpha: float
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """Where the parts of an adapter lie in its buffer.
+
+    Attributes:
+        shapes: Of the weights, by the names that PEFT saves them under.
+        dtype: Of weights, moments and gradients.
+    """
+
+    spec: AdapterSpec
+    shapes: tuple[tuple[str, tuple[int, int]], ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def _part_bytes(self) -> int:
+        return sum(aligned(self._bytes_of(shape)) for _, shape in self.shapes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Without gradients, which come last."""
+        return 3 * self._part_bytes + aligned(4 * len(self.shapes))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.kept_bytes + self._part_bytes
+
+    def views(self, buffer: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Tensors of a buffer, which may lack gradients, by part and name; `step` are
+        scalars, float32."""
+        starts = {
+            "weight": 0,
+            "exp_avg": self._part_bytes,
+            "exp_avg_sq": 2 * self._part_bytes,
+        }
+        if buffer.numel() == self.nbytes:
+            starts["grad"] = self.kept_bytes
+        found: dict[str, dict[str, Tensor]] = {}
+        for part, start in starts.items():
+            found[part] = {}
+            for name, shape in self.shapes:
+                nbytes = self._bytes_of(shape)
+                flat = buffer[start : start + nbytes].view(self.dtype)
+                found[part][name] = flat.view(shape)
+                start += aligned(nbytes)
+        steps = buffer[3 * self._part_bytes :][: 4 * len(self.shapes)]
+        names = (name for name, _ in self.shapes)
+        found["step"] = dict(
+            zip(names, steps.view(torch.float32).unbind(), strict=True)
+        )
+        return found
+
+    def _bytes_of(self, shape: tuple[int, int]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass
+class AdapterState:
+    """An adapter on the host.
+
+    Attributes:
+        memory: uint8 of shape [layout.nbytes].
+        graded: Names of the weights that have a gradient.
+    """
+
+    layout: AdapterLayout
+    memory: Tensor
+    graded: frozenset[str] = frozenset()
+
+    @cached_property
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """See `AdapterLayout.views`."""
+        return self.layout.views(self.memory)
+
+
+class AdapterStore:
+    """Adapters by key within a budget of host memory; the least recently used leave.
+
+    A key is a model, whose adapter goes to the disk and comes back, or the path of a
+    saved state, of which a copy is kept as long as there is room.
+
+    Args:
+        folder: For what leaves; emptied.
+        budget_bytes: Of all adapters together.
+        device: Page-locks their memory.
+        layout_of: Of what is on the disk.
+        write_config: Writes PEFT's configuration of an adapter into a folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        device: Device,
+        layout_of: Callable[[AdapterSpec], AdapterLayout],
+        write_config: Callable[[AdapterSpec, Path], None],
+    ) -> None:
+        self._folder, self._budget_bytes, self._device = folder, budget_bytes, device
+        self._layout_of, self._write_config = layout_of, write_config
+        self._cached: OrderedDict[str, AdapterState] = OrderedDict()
+        self.used_bytes = 0
+        self.layouts: dict[str, AdapterLayout] = {}
+        """Of the models, wherever they are."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def new(self, layout: AdapterLayout) -> AdapterState:
+        """Zeros, for which others make room.
+
+        Raises:
+            RequestError: It does not fit into the budget.
+        """
+        nbytes = layout.nbytes
+        if nbytes > self._budget_bytes:
+            raise RequestError(
+                f"lora_config: an adapter of rank {layout.spec.rank} takes {nbytes:,} "
+                f"bytes of the host, and {self._budget_bytes:,} may be used for all "
+                "(--adapter-memory). Ask for a smaller rank, or fewer layers."
+            )
+        while self.used_bytes + nbytes > self._budget_bytes:
+            self._evict(next(iter(self._cached)))
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self._device.pin(memory)
+        self.used_bytes += nbytes
+        return AdapterState(layout, memory)
+
+    def put(self, key: str, state: AdapterState) -> None:
+        """Keep a state that `new` has made under a key, instead of what it had."""
+        self.drop(key)
+        self._cached[key] = state
+        if not _is_path(key):
+            self.layouts[key] = state.layout
+
+    def get(self, key: str) -> AdapterState:
+        """The adapter of a model, read back if it has left."""
+        if key not in self._cached:
+            self._cached[key] = self._read(self._folder / key, self.layouts[key], True)
+        self._cached.move_to_end(key)
+        return self._cached[key]
+
+    def has(self, key: str) -> bool:
+        """Whether it is on the host now."""
+        return key in self._cached
+
+    def cached(self, key: str) -> AdapterState | None:
+        """The copy of a saved state, if there is one."""
+        if key in self._cached:
+            self._cached.move_to_end(key)
+        return self._cached.get(key)
+
+    def keep_copy(self, path: str, state: AdapterState) -> None:
+        """Keep a copy of what was saved, where that sends no model to the disk."""
+        self.drop(path)
+        for key in [*filter(_is_path, self._cached)]:
+            if self.used_bytes + state.layout.nbytes > self._budget_bytes:
+                self.drop(key)
+        if self.used_bytes + state.layout.nbytes <= self._budget_bytes:
+            self.put(path, self.copied(state))
+
+    def copied(self, state: AdapterState) -> AdapterState:
+        """Another state that is equal."""
+        copy = self.new(state.layout)
+        copy.memory.copy_(state.memory)
+        copy.graded = state.graded
+        return copy
+
+    def drop(self, key: str) -> None:
+        """Forget what is kept under a key."""
+        state = self._cached.pop(key, None)
+        if state is not None:
+            self.discard(state)
+        if self.layouts.pop(key, None) is not None:
+            shutil.rmtree(self._folder / key, ignore_errors=True)
+
+    def close(self) -> None:
+        """Give all memory back; what was on the disk for lack of it goes too."""
+        for key in {*self._cached, *self.layouts}:
+            self.drop(key)
+
+    def write(self, folder: Path, state: AdapterState, whole: bool = True) -> None:
+        """See `write_state`."""
+        write_state(folder, state, self._write_config, whole)
+
+    def read(self, folder: Path, with_optimizer: bool) -> AdapterState:
+        """A new state from the disk.
+
+        Raises:
+            RequestError: There is none, or not of this base.
+            CheckpointError: It is damaged.
+        """
+        # a save that was cut short may have moved it aside
+        restore(folder.parent)
+        return self._read(folder, self._layout_of(read_spec(folder)), with_optimizer)
+
+    def _read(
+        self, folder: Path, layout: AdapterLayout, with_optimizer: bool
+    ) -> AdapterState:
+        state = self.new(layout)
+        try:
+            read_state(folder, state, with_optimizer)
+        except CheckpointError:
+            self.discard(state)
+            raise
+        return state
+
+    def _evict(self, key: str) -> None:
+        if not _is_path(key):
+            self.write(self._folder / key, self._cached[key])
+        self.discard(self._cached.pop(key))
+
+    def discard(self, state: AdapterState) -> None:
+        self._device.unpin(state.memory)
+        self.used_bytes -= state.layout.nbytes
+
+
+def _is_path(key: str) -> bool:
+    return key.startswith("tinker://")
+
+
+def path_of(model: str, kind: str, name: str) -> str:
+    """The path of a state that a client saves.
+
+    Raises:
+        RequestError: The name is not one.
+    """
+    path = f"tinker://{model}/{kind}/{name}"
+    if not re.fullmatch(_NAME, name) or name.startswith("_"):
+        raise RequestError(
+            f"path: {name!r} cannot be a name; allowed are 1 to 100 letters, digits, "
+            "'.', '-' and '_', of which the first is a letter or a digit."
+        )
+    return path
+
+
+def folder_of(root: Path, path: str) -> Path:
+    """Where a path lies on the disk, always below `root`.
+
+    Raises:
+        RequestError: It is not a path.
+    """
+    parts = _PATH.fullmatch(path)
+    if parts is None:
+        raise RequestError(
+            f"path: {path!r} is not tinker://MODEL/weights/NAME, as a save answers."
+        )
+    return root / parts[1] / parts[2] / parts[3]
+
+
+def write_state(
+    folder: Path,
+    state: AdapterState,
+    write_config: Callable[[AdapterSpec, Path], None],
+    whole: bool,
+) -> None:
+    """Write an adapter; the folder is there when all of it is, and replaces an old one.
+
+    Args:
+        folder: Its parent holds nothing but such folders.
+        state: What to write.
+        write_config: Writes PEFT's configuration into a folder.
+        whole: With optimizer state and gradients, so that training can go on from it.
+
+    Raises:
+        CheckpointError: A file could not be written.
+    """
+    with restored_on_failure(folder.parent, publishes=True):
+        restore(folder.parent)
+        aside = staged(folder)
+        aside.mkdir(parents=True)
+        save_file(state.parts["weight"], aside / WEIGHTS, {"format": "pt"})
+        write_config(state.layout.spec, aside)
+        if whole:
+            save_file(_rest(state), aside / REST)
+            about = {"format": 1, "spec": asdict(state.layout.spec)}
+            (aside / ABOUT).write_text(json.dumps(about))
+        publish(folder)
+
+
+def _rest(state: AdapterState) -> dict[str, Tensor]:
+    parts = state.parts
+    steps = torch.stack([*parts["step"].values()])
+    found = {"steps": steps}
+    for part in (*_MOMENTS, "grad"):
+        found |= {
+            f"{part}.{name}": tensor
+            for name, tensor in parts[part].items()
+            if part != "grad" or name in state.graded
+        }
+    return found
+
+
+def read_spec(folder: Path) -> AdapterSpec:
+    """What a folder holds.
+
+    Raises:
+        RequestError: Nothing to train on from.
+        CheckpointError: It is damaged.
+    """
+    try:
+        about = json.loads((folder / ABOUT).read_text("utf-8"))
+        spec = about["spec"]
+        return AdapterSpec(int(spec["rank"]), spec["alpha"], tuple(spec["kinds"]))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(
+            f"path: there is no state at {folder.parent.name}/{folder.name} of "
+            f"{folder.parent.parent.name}.",
+            404,
+        ) from error
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{folder / ABOUT} is damaged ({error}).") from error
+
+
+def read_state(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
+    """Fill an adapter from the disk.
+
+    Raises:
+        CheckpointError: A tensor is missing, another one, or the file is damaged; the
+            state is then of no use.
+    """
+    parts = state.parts
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            _fill(parts["weight"], file, "")
+            _require(file, parts["weight"].keys())
+        if not with_optimizer:
+            return
+        with safe_open(folder / REST, framework="pt") as file:
+            names = {*file.keys()}
+            graded = {n.removeprefix("grad.") for n in names if n.startswith("grad.")}
+            steps = file.get_tensor("steps")
+            for step, value in zip(parts["step"].values(), steps, strict=True):
+                step.copy_(value)
+            for part in _MOMENTS:
+                _fill(parts[part], file, f"{part}.")
+            _fill({n: parts["grad"][n] for n in graded}, file, "grad.")
+            state.graded = frozenset(graded)
+    except (OSError, SafetensorError, *FOREIGN_ERRORS) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error}. It is damaged, or of another base."
+        ) from error
+
+
+def _fill(targets: dict[str, Tensor], file: safe_open, prefix: str) -> None:
+    for name, target in targets.items():
+        saved = file.get_tensor(prefix + name)
+        if (saved.shape, saved.dtype) != (target.shape, target.dtype):
+            raise ValueError(f"{name} is {saved.dtype} of shape {tuple(saved.shape)}")
+        target.copy_(saved)
+
+
+def _require(file: safe_open, names: object) -> None:
+    more = {*file.keys()} - {*names}  # type: ignore[misc]
+    if more:
+        raise ValueError(f"{min(more)} belongs to no layer of this adapter")

@@ -1,0 +1,595 @@
+"""The service without HTTP: one base under a plan, one thread that makes all steps.
+
+Requests are checked by the thread that brings them and answered by a future. The one
+thread shows the adapter of whose turn it is (`turns`), runs, and keeps the next one out:
+nothing of the model is touched anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from axolotl.cli.config import load_cfg
+from axolotl.integrations.base import PluginManager
+from axolotl.train import setup_model_and_tokenizer
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.logging import get_logger
+from torch import Tensor
+
+from ..args import PLUGIN, lists_plugin
+from ..core.errors import (
+    FOREIGN_ERRORS,
+    ConfigError,
+    DeviceMemoryError,
+    ProTrainError,
+    RequestError,
+)
+from ..planning import autocast_dtype
+from ..plugin import ProTrainPlugin
+from ..run import TrainingRun
+from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of, path_of
+from .live import AdamParams, LiveAdapter
+from .losses import LOSSES, TARGETS, Datum, check_data, checked_settings
+from .turns import Turns
+
+LOG = get_logger(__name__)
+
+LAST = "_last"
+"""Name under which `close` saves what has changed since its last save."""
+MOST_ANSWERS = 512
+"""Answers of one model that are kept for a client that asks again."""
+_DROPPED = frozenset(
+    "auto_resume_from_checkpoints resume_from_checkpoint lora_model_dir "
+    "val_set_size test_datasets lora_dropout rl protrain_check_races torch_compile".split()
+)
+_KERNELS = ("mlp", "qkv", "o", "embedding")
+_DEFAULTS = {
+    "lora_r": 32,
+    "lora_alpha": 32,
+    "datasets": [{"path": "none", "type": "completion"}],
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_epochs": 1,
+    "learning_rate": 1e-4,
+    "optimizer": "adamw_torch_fused",
+    "sequence_len": 2048,
+}
+
+
+class Ticket(Future[Any]):
+    """The answer to a request, and its number."""
+
+    number = 0
+
+
+def derive(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The YAML that is loaded for a service: an adapter of the largest rank on every layer
+    that one may train.
+
+    Raises:
+        ConfigError: It asks for another kind of adapter.
+    """
+    adapter = "qlora" if raw.get("load_in_4bit") else "lora"
+    if raw.get("adapter") not in (None, "lora", "qlora"):
+        raise ConfigError(f"adapter: {raw['adapter']}; the service trains lora, qlora.")
+    keys = {key: value for key, value in raw.items() if key not in _DROPPED}
+    keys = {**_DEFAULTS, "adapter": adapter, **keys}
+    plugins = list(raw.get("plugins") or ())
+    if not lists_plugin(plugins):
+        keys["plugins"] = [*plugins, PLUGIN]
+    if not raw.get("lora_target_modules"):
+        keys |= {"lora_target_linear": True, "lora_target_modules": ["lm_head"]}
+    # fused kernels are chosen for layers that all have adapters
+    own = dict.fromkeys((f"lora_{what}_kernel" for what in _KERNELS), False)
+    own |= {"protrain_auto_memory": True, "sample_packing": False}
+    return {**keys, **own, "lora_dropout": 0.0, "save_strategy": "no"}
+
+
+def _multiple(cfg: Any) -> int:
+    """Of what Axolotl's collator makes the length of rows a multiple."""
+    multiple = int(cfg.pad_to_multiple_of or 64)
+    if cfg.pad_to_sequence_len is None:
+        return multiple
+    return -(-cfg.sequence_len // multiple) * multiple if cfg.pad_to_sequence_len else 1
+
+
+class AdapterService:
+    """Trains adapters of one base, each asked for by the id of its model.
+
+    Every method that changes a model returns a future at once and takes its turn after
+    those of the same model that came before, by `number` if given (Tinker's `seq_id`).
+
+    Args:
+        config: An Axolotl YAML; the largest adapter and micro-batch to expect are its
+            lora_r, lora_target_modules (all linear layers and the head, if unset),
+            sequence_len and micro_batch_size.
+        folder: For what is saved; by default `service` in its output_dir.
+        adapter_bytes: Of the host, for all adapters; by default a quarter of what is free
+            once the base is loaded.
+
+    Raises:
+        ProTrainError: The base cannot be loaded, or no plan fits.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        folder: Path | None = None,
+        adapter_bytes: int | None = None,
+    ) -> None:
+        raw = yaml.safe_load(config.read_text("utf-8"))
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{config} is not an Axolotl YAML.")
+        cfg = load_cfg(DictDefault(derive(raw)))
+        plugins = PluginManager.get_instance().plugins.values()
+        next(p for p in plugins if isinstance(p, ProTrainPlugin)).load_datasets(cfg)
+        model, tokenizer, _, _ = setup_model_and_tokenizer(cfg)
+        # without dropout, and the same in every pass
+        self._model: Any = model.eval()
+        self.base_model = str(raw["base_model"])
+        self.tokenizer = str(cfg.tokenizer_config or cfg.base_model_config)
+        self.sequence_len = int(cfg.sequence_len)
+        self.alpha = float(cfg.lora_alpha)
+        self._rows = int(cfg.micro_batch_size)
+        self._multiple = _multiple(cfg)
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._autocast = autocast_dtype(cfg)
+        self.folder = folder or Path(cfg.output_dir) / "service"
+        on_cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda:0" if on_cuda else "cpu")
+        self._run = TrainingRun(cfg, (), LOG)
+        self._run.open(self._model, self._device, saves_optimizer=False)
+        assert self._run.session is not None and self._run.report is not None
+        self.session, self.report = self._run.session, self._run.report
+        try:
+            self.live = LiveAdapter(self._model, self.session.device)
+        except ConfigError:
+            self._run.close(failed=True)
+            raise
+        if adapter_bytes is None:
+            adapter_bytes = self.report.forecast.hardware.host_bytes // 4
+        self.store = AdapterStore(
+            self.folder / "_evicted",
+            adapter_bytes,
+            self.session.device,
+            self.live.layout,
+            self.live.write_config,
+        )
+        self._turns: Turns[tuple[Callable[[], Any], Ticket]] = Turns()
+        self._answers: dict[str, OrderedDict[int, Ticket]] = {}
+        self._unsaved: set[str] = set()
+        self._passes = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="adapter-service")
+        self._thread.start()
+
+    def __enter__(self) -> AdapterService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # what clients ask for; any thread
+
+    def create(
+        self,
+        model: str,
+        rank: int,
+        kinds: Sequence[str] | None = None,
+        seed: int | None = None,
+    ) -> Ticket:
+        """A new adapter; `kinds` of `adapters.KINDS`, by default all. Asked again, the
+        answer is the first one.
+
+        Raises:
+            RequestError: It is larger than what the server plans for.
+        """
+        spec = AdapterSpec(rank, self.alpha, tuple(kinds or self.live.kinds))
+        return self._begin(model, partial(self._create, model, self._known(spec), seed))
+
+    def create_from(self, model: str, path: str, with_optimizer: bool) -> Ticket:
+        """A new adapter that begins as a saved one.
+
+        Raises:
+            RequestError: The path is not one.
+        """
+        folder = folder_of(self.folder, path)
+        return self._begin(
+            model, partial(self._load, model, path, folder, with_optimizer)
+        )
+
+    def forward_backward(
+        self,
+        model: str,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        settings: Mapping[str, Any] | None = None,
+        number: int | None = None,
+        forward_only: bool = False,
+    ) -> Ticket:
+        """Add gradients of a loss, which is a sum over tokens, to those that wait.
+
+        Returns:
+            The loss, and for each row the log-probabilities of its targets, float32.
+
+        Raises:
+            RequestError: The data are not such that a pass may see them.
+        """
+
+        def check() -> Callable[[], Any]:
+            given = checked_settings(loss_fn, settings or {})
+            check_data(data, loss_fn, self._vocabulary, self.sequence_len)
+            return partial(self._pass, model, data, loss_fn, given, forward_only)
+
+        return self._ask(model, number, check)
+
+    def optim_step(
+        self, model: str, adam: AdamParams, number: int | None = None
+    ) -> Ticket:
+        """Update an adapter by AdamW; the norm of its gradients, before clipping."""
+        return self._ask(model, number, lambda: partial(self._update, model, adam))
+
+    def save(
+        self, model: str, name: str, number: int | None = None, whole: bool = True
+    ) -> Ticket:
+        """Save an adapter as PEFT does, if `whole` with its optimizer state; the path to
+        load it by."""
+        kind = "weights" if whole else "sampler_weights"
+        return self._ask(
+            model,
+            number,
+            lambda: partial(self._save, model, path_of(model, kind, name), whole),
+        )
+
+    def load(
+        self, model: str, path: str, with_optimizer: bool, number: int | None = None
+    ) -> Ticket:
+        """Make an adapter equal to a saved one of the same rank and layers."""
+
+        def check() -> Callable[[], Any]:
+            folder = folder_of(self.folder, path)
+            return partial(self._load, model, path, folder, with_optimizer)
+
+        return self._ask(model, number, check)
+
+    def unload(self, model: str) -> None:
+        """Forget a model; what it has saved stays. Its requests that wait are refused.
+
+        Raises:
+            RequestError: There is no such model.
+        """
+        with self._changed:
+            self._require(model)
+            for _, future in self._turns.close(model):
+                future.set_exception(RequestError(f"{model} was unloaded.", 410))
+            del self._answers[model]
+            # its bytes are the other thread's to free
+            self._changed.notify()
+
+    def answer(self, model: str, number: int) -> Ticket:
+        """The future of a request that has arrived.
+
+        Raises:
+            RequestError: There is none, or it is too old.
+        """
+        with self._changed:
+            self._require(model)
+            future = self._answers[model].get(number)
+            if future is None:
+                raise RequestError(f"{model} has no request {number}.", 404)
+            return future
+
+    def spec(self, model: str) -> AdapterSpec:
+        """What a model's adapter is.
+
+        Raises:
+            RequestError: There is no such model.
+        """
+        layout = self.store.layouts.get(model)
+        if layout is None:
+            raise RequestError(f"model_id: there is no model {model}.", 404)
+        return layout.spec
+
+    def status(self) -> dict[str, Any]:
+        """Adapters, bytes and the plan, for people and as JSON."""
+        store, live = self.store, self.live
+        adapters = [
+            {
+                "model_id": model,
+                "rank": layout.spec.rank,
+                "layers": list(layout.spec.kinds),
+                "bytes": layout.nbytes,
+                "on_host": store.has(model),
+            }
+            for model, layout in [*store.layouts.items()]
+        ]
+        return {
+            "base_model": self.base_model,
+            "adapters": adapters,
+            "host_bytes": store.used_bytes,
+            "switches": live.switches,
+            "moved_bytes": live.moved_bytes,
+            "plan": self.report.table(),
+        }
+
+    def close(self) -> None:
+        """Finish the request that runs, refuse those that wait, and save each adapter that
+        has changed since its last save as `_last`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    # the queue; under its lock
+
+    def _known(self, spec: AdapterSpec) -> AdapterSpec:
+        self.live.layout(spec)
+        return spec
+
+    def _require(self, model: str) -> None:
+        if model not in self._turns:
+            raise RequestError(f"model_id: there is no model {model}.", 404)
+
+    def _begin(self, model: str, act: Callable[[], Any]) -> Ticket:
+        with self._changed:
+            if model in self._turns:
+                return self._answers[model][0]
+            self._turns.open(model)
+            self._answers[model] = OrderedDict()
+        return self._ask(model, 0, lambda: act)
+
+    def _ask(
+        self,
+        model: str,
+        number: int | None,
+        check: Callable[[], Callable[[], Any]],
+    ) -> Ticket:
+        """Queue a request; one that is refused uses up its number."""
+        with self._changed:
+            self._require(model)
+            if self._closing:
+                raise RequestError("the server is stopping.", 409)
+            if number is not None and not self._turns.is_new(model, number):
+                known = self._answers[model].get(number)
+                if known is None:
+                    raise RequestError(f"seq_id {number} was answered long ago.", 410)
+                return known
+        try:
+            act: Callable[[], Any] | None = check()
+        except RequestError as error:
+            act, refusal = None, error
+        future = Ticket()
+        # nobody can cancel it
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            self._require(model)
+            if number is None:
+                number = self._turns.number(model)
+            answers = self._answers[model]
+            if not self._turns.is_new(model, number):
+                # it came twice at once
+                return answers[number]
+            self._turns.add(model, number, None if act is None else (act, future))
+            answers[number], future.number = future, number
+            while len(answers) > MOST_ANSWERS and answers[next(iter(answers))].done():
+                answers.popitem(last=False)
+            self._changed.notify()
+        if act is None:
+            future.set_exception(refusal)
+            raise refusal
+        return future
+
+    # the one thread
+
+    def _serve(self) -> None:
+        waiting: list[Ticket] = []
+        try:
+            while (turn := self._next()) is not None:
+                act, future = turn
+                try:
+                    result = act()
+                # what a request may run into ends this request, not the service
+                except (ProTrainError, OSError, *FOREIGN_ERRORS) as error:
+                    if not isinstance(error, ProTrainError):
+                        LOG.error(traceback.format_exc())
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            self._save_all()
+        finally:
+            with self._changed:
+                self._closing = True
+                for model in [*self._answers]:
+                    waiting += [future for _, future in self._turns.close(model)]
+            for future in waiting:
+                future.set_exception(RequestError("the server has stopped.", 409))
+            self.live.leave()
+            self.store.close()
+            self._run.close()
+
+    def _next(self) -> tuple[Callable[[], Any], Ticket] | None:
+        with self._changed:
+            while True:
+                for model in {*self.store.layouts} - {*self._answers}:
+                    self._forget(model)
+                if self._closing:
+                    return None
+                turn = self._turns.take()
+                if turn is not None:
+                    return turn[2]
+                self._changed.wait()
+
+    def _forget(self, model: str) -> None:
+        self.live.leave()
+        self.store.drop(model)
+        self._unsaved.discard(model)
+
+    def _create(self, model: str, spec: AdapterSpec, seed: int | None) -> str:
+        self.live.leave()
+        state = self.store.new(self.live.layout(spec))
+        self.live.initialise(state, seed)
+        self.store.put(model, state)
+        return model
+
+    def _state(self, model: str) -> AdapterState:
+        if model not in self.store.layouts:
+            raise RequestError(f"model_id: {model} could not be created.", 404)
+        state = self.store.cached(model)
+        if state is None:
+            # what is shown may have to leave for it
+            self.live.leave()
+            state = self.store.get(model)
+        return state
+
+    def _update(self, model: str, adam: AdamParams) -> float:
+        self.live.show(self._state(model))
+        norm = self.live.update(adam)
+        self._unsaved.add(model)
+        return norm
+
+    def _save(self, model: str, path: str, whole: bool) -> str:
+        state = self._state(model)
+        self.live.put_back()
+        self.store.write(folder_of(self.folder, path), state, whole)
+        if whole:
+            self.store.keep_copy(path, state)
+            self._unsaved.discard(model)
+        return path
+
+    def _load(self, model: str, path: str, folder: Path, with_optimizer: bool) -> str:
+        # what is shown may have to leave
+        self.live.leave()
+        kept = self.store.cached(path) if with_optimizer else None
+        read = self.store.read
+        state = self.store.copied(kept) if kept else read(folder, with_optimizer)
+        known = self.store.layouts.get(model)
+        if known is not None and known != state.layout:
+            self.store.discard(state)
+            raise RequestError(
+                f"path: {path} has rank {state.layout.spec.rank} on "
+                f"{', '.join(state.layout.spec.kinds)}, and {model} rank "
+                f"{known.spec.rank} on {', '.join(known.spec.kinds)}. Create a model "
+                "from the state instead."
+            )
+        self.store.put(model, state)
+        self._unsaved.discard(model)
+        return path
+
+    def _save_all(self) -> None:
+        for model in sorted(self._unsaved & {*self.store.layouts}):
+            path = f"tinker://{model}/weights/{LAST}"
+            LOG.info(f"saved as {self._save(model, path, True)}")
+
+    def _pass(
+        self,
+        model: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        settings: Mapping[str, float],
+        forward_only: bool,
+    ) -> tuple[float, list[Tensor]]:
+        self.live.show(self._state(model))
+        self.live.put_back()
+        self._passes += 1
+        began: list[bool] = []
+
+        def run() -> tuple[float, list[Tensor]]:
+            if began:
+                self.live.restore_gradients()
+            began.append(True)
+            total, rows = 0.0, []
+            for first in range(0, len(data), self._rows):
+                some = data[first : first + self._rows]
+                loss, logprobs = self._micro_batch(
+                    some, loss_fn, settings, forward_only
+                )
+                total += loss
+                rows += logprobs
+            if not math.isfinite(total):
+                raise RequestError(
+                    f"data: the loss is {total}. Look at the logprobs and advantages."
+                )
+            return total, rows
+
+        # the part of a trainer that a repeated step is named by
+        step = SimpleNamespace(state=SimpleNamespace(global_step=self._passes - 1))
+        self._run.recovery.begin(step)  # type: ignore[arg-type]
+        try:
+            result = self._run.recovery.attempt(run, "forward")
+        except (torch.OutOfMemoryError, ProTrainError, *FOREIGN_ERRORS) as error:
+            # what the pass has begun is undone; the adapter is as it was before
+            traceback.clear_frames(error.__traceback__)
+            self.session.forget_gradients()
+            self.live.restore_gradients()
+            if isinstance(error, (DeviceMemoryError, torch.OutOfMemoryError)):
+                raise RequestError(
+                    f"data: the device has no room for this request: {error}", 413
+                ) from error
+            raise
+        if not forward_only:
+            self.live.passed()
+            self._unsaved.add(model)
+        return result
+
+    def _micro_batch(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        settings: Mapping[str, float],
+        forward_only: bool,
+    ) -> tuple[float, list[Tensor]]:
+        """As a training step of Axolotl has it: rows of one length, in which there is
+        room for the token that the client has shifted away."""
+        longest = max(datum.tokens.numel() for datum in data)
+        longest = min(longest + 1, self.sequence_len)
+        length = -(-longest // self._multiple) * self._multiple
+        tokens = torch.zeros(len(data), length, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        targets = torch.full_like(tokens, -100)
+        given = {
+            name: torch.zeros(len(data), length) for name in LOSSES[loss_fn].inputs
+        }
+        for row, datum in enumerate(data):
+            end = datum.tokens.numel()
+            tokens[row, :end] = datum.tokens
+            mask[row, : end + 1] = 1
+            targets[row, :end] = datum.inputs[TARGETS]
+            for name, values in given.items():
+                values[row, :end] = datum.inputs[name]
+        device = self._device
+        given = {name: values.to(device) for name, values in given.items()}
+        autocast = (
+            torch.autocast(device.type, self._autocast)
+            if self._autocast
+            else nullcontext()
+        )
+        with torch.set_grad_enabled(not forward_only):
+            with autocast:
+                output = self._model(
+                    input_ids=tokens.to(device),
+                    attention_mask=mask.to(device),
+                    use_cache=False,
+                )
+            logits = output.logits.float().flatten(0, 1)
+            flat = targets.flatten().to(device)
+            nll = torch.nn.functional.cross_entropy(logits, flat, reduction="none")
+            logprobs = -nll.view(targets.shape)
+            loss = LOSSES[loss_fn].of(logprobs, given, settings)
+        if not forward_only:
+            loss.backward()
+        found = logprobs.detach().cpu()
+        rows = [found[row, : d.tokens.numel()].clone() for row, d in enumerate(data)]
+        return float(loss.detach()), rows

@@ -1,0 +1,287 @@
+"""The LoRA layers of a loaded model, and the adapter that they show.
+
+# Note [One set of layers for all adapters]
+
+The model has one LoRA of the largest rank on every layer that any adapter may have. To
+show an adapter, its buffer is copied to the device, the parameters of these layers become
+views of it, with the adapter's own shapes, and layers that it lacks are off, where PEFT
+calls the base layer alone. So products have the shapes of a model with this adapter only,
+and its numbers, and a switch moves the adapter's bytes and none of the base.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError, RequestError
+from ..core.runtime import Device
+from .adapters import KINDS, AdapterLayout, AdapterSpec, AdapterState
+
+_SLOT = "default"
+"""PEFT's name of the one adapter that the model has."""
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One update by AdamW; the defaults are Tinker's. `grad_clip_norm` 0 clips nothing."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class LiveAdapter:
+    """See Note [One set of layers for all adapters].
+
+    Args:
+        model: With LoRA layers, on its devices.
+        device: Where it computes.
+
+    Attributes:
+        moved_bytes, switches: So far, both ways.
+
+    Raises:
+        ConfigError: Something else trains in it.
+    """
+
+    def __init__(self, model: PeftModel, device: Device) -> None:
+        self._device = device
+        self._config = cast(Any, model.peft_config[_SLOT])
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, LoraLayer) and _SLOT in module.lora_A
+        }
+        self._layers: dict[str, Any] = found
+        own = {id(p) for name in found for p in self._weights(name).values()}
+        for name, param in model.named_parameters():
+            if param.requires_grad and id(param) not in own:
+                raise ConfigError(
+                    f"{name} trains and is no LoRA weight of a linear layer, which is "
+                    "all that adapters of the service have. Remove the key that adds it "
+                    "(lora_modules_to_save, lora_target_parameters, peft_use_dora)."
+                )
+        head = model.get_output_embeddings()
+        self._kinds = {
+            name: "unembed" if layer is head else _kind(name)
+            for name, layer in found.items()
+        }
+        self._dtype = next(iter(self._weights(next(iter(found))).values())).dtype
+        self.largest = self.layout(
+            AdapterSpec(self._config.r, self._config.lora_alpha, self.kinds)
+        )
+        self._buffer = device.allocate(self.largest.kept_bytes)
+        self._views: dict[AdapterLayout, dict[str, dict[str, Tensor]]] = {}
+        self._state: AdapterState | None = None
+        # frees what was loaded
+        self._bind(self.largest)
+        self._updated = self._regraded = False
+        self.moved_bytes = self.switches = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those that the model has layers of."""
+        return tuple(kind for kind in KINDS if kind in self._kinds.values())
+
+    def layout(self, spec: AdapterSpec) -> AdapterLayout:
+        """Of an adapter on this base.
+
+        Raises:
+            RequestError: It is larger than what the server plans for.
+        """
+        if not 1 <= spec.rank <= self._config.r:
+            raise RequestError(
+                f"lora_config: rank {spec.rank}; allowed are 1 to {self._config.r}, "
+                "lora_r of the server's YAML."
+            )
+        unknown = {*spec.kinds} - {*self._kinds.values()}
+        if unknown or not spec.kinds:
+            raise RequestError(
+                f"lora_config: {', '.join(sorted(unknown)) or 'no layer'} cannot train; "
+                f"the server plans for {', '.join(self.kinds)}. Set train_attn, "
+                "train_mlp and train_unembed accordingly."
+            )
+        shapes: list[tuple[str, tuple[int, int]]] = []
+        for name, layer in self._layers.items():
+            if self._kinds[name] in spec.kinds:
+                shapes.append((f"{name}.lora_A.weight", (spec.rank, layer.in_features)))
+                shapes.append(
+                    (f"{name}.lora_B.weight", (layer.out_features, spec.rank))
+                )
+        return AdapterLayout(spec, tuple(shapes), self._dtype)
+
+    def initialise(self, state: AdapterState, seed: int | None) -> None:
+        """Weights as PEFT draws them, in its order, where `torch.manual_seed` was called
+        with `seed` before; None draws another one each time."""
+        spec = state.layout.spec
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            else:
+                torch.seed()
+            for name, layer in self._layers.items():
+                if self._kinds[name] not in spec.kinds:
+                    continue
+                down = nn.Linear(layer.in_features, spec.rank, bias=False)
+                nn.Linear(spec.rank, layer.out_features, bias=False)
+                nn.init.kaiming_uniform_(down.weight, a=5**0.5)
+                base = layer.get_base_layer()
+                dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+                # PEFT rounds them to the dtype of the base first
+                drawn = (
+                    down.weight.to(dtype) if dtype.is_floating_point else down.weight
+                )
+                state.parts["weight"][f"{name}.lora_A.weight"].copy_(drawn.detach())
+
+    def show(self, state: AdapterState) -> None:
+        """From here on the model computes with an adapter and keeps its gradients."""
+        if self._state is state:
+            return
+        self.leave()
+        layout = state.layout
+        self._copy(self._buffer[: layout.kept_bytes], state.memory[: layout.kept_bytes])
+        self.switches += 1
+        self._bind(layout)
+        self._state = state
+        self._show_gradients()
+
+    def put_back(self) -> None:
+        """The host has what is shown, gradients too."""
+        state = self._state
+        if state is None:
+            return
+        if self._updated:
+            kept = state.layout.kept_bytes
+            self._copy(state.memory[:kept], self._buffer[:kept])
+            self._device.compute.record().synchronize()
+        if self._regraded:
+            shown = self._shown().items()
+            found = {name: p.grad for name, p in shown if p.grad is not None}
+            for name, grad in found.items():
+                state.parts["grad"][name].copy_(grad)
+                self.moved_bytes += grad.nbytes
+            state.graded = frozenset(found)
+        self._updated = self._regraded = False
+
+    def leave(self) -> None:
+        """Nothing is shown any more; the host has it."""
+        self.put_back()
+        self._drop_gradients()
+        self._state = None
+
+    def passed(self) -> None:
+        """A backward pass has added to the gradients."""
+        self._regraded = True
+
+    def restore_gradients(self) -> None:
+        """Those of the host, whatever a pass has left since `put_back`."""
+        self._drop_gradients()
+        self._show_gradients()
+
+    def update(self, adam: AdamParams) -> float:
+        """Make AdamW's step, by torch's fused kernel; the norm of all gradients before it
+        was clipped.
+
+        Raises:
+            RequestError: There are no gradients, or none that are finite; these are
+                dropped, and nothing else has changed.
+        """
+        assert self._state is not None
+        shown = self._shown()
+        params = [param for param in shown.values() if param.grad is not None]
+        if not params:
+            raise RequestError("optim_step: no forward_backward came before it.")
+        most = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(params, most))
+        self._regraded = True
+        if not math.isfinite(norm):
+            self._drop_gradients()
+            raise RequestError(f"optim_step: the norm of the gradients is {norm}.")
+        optimizer = torch.optim.AdamW(
+            params,
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            fused=True,
+        )
+        views = self._views[self._state.layout]
+        for name, param in shown.items():
+            if param.grad is not None:
+                parts = ("step", "exp_avg", "exp_avg_sq")
+                optimizer.state[param] = {part: views[part][name] for part in parts}
+        optimizer.step()
+        self._drop_gradients()
+        self._updated = True
+        return norm
+
+    def write_config(self, spec: AdapterSpec, folder: Path) -> None:
+        """PEFT's adapter_config.json of an adapter."""
+        config = deepcopy(self._config)
+        config.r, config.lora_alpha = spec.rank, spec.alpha
+        config.target_modules = {
+            name.removeprefix("base_model.model.")
+            for name, kind in self._kinds.items()
+            if kind in spec.kinds
+        }
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+    def _weights(self, name: str) -> dict[str, nn.Parameter]:
+        layer = self._layers[name]
+        sides = {"lora_A": layer.lora_A, "lora_B": layer.lora_B}
+        return {f"{name}.{k}.weight": v[_SLOT].weight for k, v in sides.items()}
+
+    def _shown(self) -> dict[str, nn.Parameter]:
+        """What trains now, in the model's order."""
+        if self._state is None:
+            return {}
+        kinds = self._state.layout.spec.kinds
+        names = (name for name in self._layers if self._kinds[name] in kinds)
+        return {k: v for name in names for k, v in self._weights(name).items()}
+
+    def _bind(self, layout: AdapterLayout) -> None:
+        """Let the layers of an adapter compute with the buffer, and no others."""
+        if layout not in self._views:
+            self._views[layout] = layout.views(self._buffer[: layout.kept_bytes])
+        weights, spec = self._views[layout]["weight"], layout.spec
+        for name, layer in self._layers.items():
+            has = self._kinds[name] in spec.kinds
+            if layer.disable_adapters is has:
+                layer.enable_adapters(has)
+            if has:
+                layer.r[_SLOT], layer.scaling[_SLOT] = spec.rank, spec.alpha / spec.rank
+                for saved, param in self._weights(name).items():
+                    param.data = weights[saved]
+
+    def _drop_gradients(self) -> None:
+        for param in self._shown().values():
+            param.grad = None
+
+    def _show_gradients(self) -> None:
+        assert self._state is not None
+        shown, grads = self._shown(), self._state.parts["grad"]
+        for name in self._state.graded:
+            shown[name].grad = torch.empty_like(shown[name]).copy_(grads[name])
+            self.moved_bytes += grads[name].nbytes
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        self._device.compute.copy(target, source)
+        self.moved_bytes += source.nbytes
+
+
+def _kind(name: str) -> str:
+    # attention, self_attn, cross_attn, linear_attn: every family has it in the name
+    return "attn" if "att" in name.rpartition("layers")[2] else "mlp"

@@ -1,0 +1,169 @@
+"""Tinker's protobuf messages, as far as a server of training reads and writes them.
+
+Built from a table of names and numbers, so that neither the client's package nor a
+compiler is needed; unknown fields are skipped, as protobuf does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from ..core.errors import RequestError
+from .losses import Datum
+
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_PACKAGE = "axolotl_protrain.tinker"
+_TABLE = """
+ForwardBackwardRequest: 1 string model_id, 2 int32 seq_id, 3 *Datum data,
+ 4 string loss_fn, 5 %double loss_fn_config, 6 bool forward_only,
+ 7 %LossConfigValue loss_fn_config_v2
+LossConfigValue: 1 |double number, 2 |string text
+Datum: 1 *Chunk model_input, 2 %Tensor loss_fn_inputs
+Chunk: 1 EncodedTextChunk encoded_text, 2 Other image, 3 Other dmel
+Other:
+EncodedTextChunk: 1 bytes tokens
+Tensor: 1 |bytes dense, 2 |Other sparse_csr, 3 int32 dtype, 4 *int64 shape
+ForwardBackwardOutput: 1 string loss_fn_output_type, 2 *ArrayRecord loss_fn_outputs,
+ 3 %double metrics
+ArrayRecord: 1 string type_tag, 2 %BatchedTensor fields, 3 int64 num_datums
+BatchedTensor: 1 bytes data, 2 bytes offsets, 3 int32 dtype, 4 *int64 trailing_shape
+"""
+"""Message: number type name; `*` is repeated, `%` a map from strings, `|` of a oneof.
+An enum is read as the int32 that it is on the wire."""
+_FLOAT32 = 1
+_DTYPES = {_FLOAT32: torch.float32, 2: torch.int64, 3: torch.int32}
+
+
+def _messages() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3"
+    )
+    for line in _TABLE.replace("\n ", " ").strip().splitlines():
+        name, _, fields = line.partition(":")
+        message = file.message_type.add(name=name)
+        for field in filter(None, map(str.split, fields.split(","))):
+            _add_field(message, int(field[0]), field[1], field[2])
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        message.name: message_factory.GetMessageClass(
+            pool.FindMessageTypeByName(f"{_PACKAGE}.{message.name}")
+        )
+        for message in file.message_type
+    }
+
+
+def _add_field(message: Any, number: int, kind: str, name: str) -> None:
+    mark, kind = (kind[0], kind[1:]) if kind[0] in "*%|" else ("", kind)
+    field = message.field.add(name=name, number=number)
+    field.label = _FIELD.LABEL_REPEATED if mark in ("*", "%") else _FIELD.LABEL_OPTIONAL
+    if mark == "%":
+        entry = message.nested_type.add(name=name.title().replace("_", "") + "Entry")
+        entry.options.map_entry = True
+        _add_field(entry, 1, "string", "key")
+        _add_field(entry, 2, kind, "value")
+        kind = f"{message.name}.{entry.name}"
+    elif mark == "|":
+        if not message.oneof_decl:
+            message.oneof_decl.add(name="kind")
+        field.oneof_index = 0
+    if kind[0].isupper():
+        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+    else:
+        field.type = _FIELD.Type.Value(f"TYPE_{kind.upper()}")
+
+
+MESSAGES = _messages()
+
+
+def read_request(body: bytes) -> Any:
+    """A `ForwardBackwardRequest`.
+
+    Raises:
+        RequestError: The body is none.
+    """
+    try:
+        return MESSAGES["ForwardBackwardRequest"].FromString(body)
+    except DecodeError as error:
+        raise RequestError(
+            f"the body is no protobuf ForwardBackwardRequest ({error})."
+        ) from error
+
+
+def settings_of(request: Any) -> dict[str, Any]:
+    """Those of its loss; the newer map wins."""
+    newer = request.loss_fn_config_v2.items()
+    values = {name: getattr(v, v.WhichOneof("kind") or "number") for name, v in newer}
+    return {**request.loss_fn_config, **values}
+
+
+def data_of(request: Any) -> list[Datum]:
+    """Its rows.
+
+    Raises:
+        RequestError: Something other than text and plain tensors is in one.
+    """
+    return [_datum(number, message) for number, message in enumerate(request.data)]
+
+
+def _datum(number: int, message: Any) -> Datum:
+    chunks = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise RequestError(f"data[{number}]: only encoded_text chunks can train.")
+        chunks.append(_from_bytes(number, chunk.encoded_text.tokens, torch.int32))
+    tokens = torch.cat(chunks).long() if chunks else torch.empty(0, dtype=torch.int64)
+    inputs = {}
+    for name, tensor in message.loss_fn_inputs.items():
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None or tensor.WhichOneof("kind") != "dense":
+            raise RequestError(
+                f"data[{number}]: {name} is no dense tensor of float32, int64 or int32."
+            )
+        values = _from_bytes(number, tensor.dense, dtype)
+        shape = list(tensor.shape) or [values.numel()]
+        inputs[name] = shaped(number, name, values, shape)
+    return Datum(tokens, inputs)
+
+
+def shaped(number: int, name: str, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """An input of a loss, in the dtype that it has in the engine.
+
+    Raises:
+        RequestError: It has another number of values, or targets are no integers.
+    """
+    if list(shape) != [values.numel()]:
+        raise RequestError(
+            f"data[{number}]: {name} has shape {list(shape)} and {values.numel()} "
+            "values; one value a token is allowed."
+        )
+    wanted = torch.int64 if name == "target_tokens" else torch.float32
+    if wanted == torch.int64 and values.is_floating_point():
+        raise RequestError(f"data[{number}]: {name} are not integers.")
+    return values.to(wanted)
+
+
+def _from_bytes(number: int, data: bytes, dtype: torch.dtype) -> Tensor:
+    if len(data) % dtype.itemsize:
+        raise RequestError(f"data[{number}]: {len(data)} bytes are no {dtype} values.")
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def output_bytes(loss: float, rows: Sequence[Tensor]) -> bytes:
+    """A `ForwardBackwardOutput`: the loss and log-probabilities of each row, float32."""
+    answer = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    answer.metrics["loss:sum"] = loss
+    record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
+    ends = torch.tensor([0, *(row.nbytes for row in rows)]).cumsum(0)
+    record.fields["logprobs"].data = torch.cat([*rows]).numpy().tobytes()
+    record.fields["logprobs"].offsets = ends.numpy().tobytes()
+    record.fields["logprobs"].dtype = _FLOAT32
+    return answer.SerializeToString()

@@ -1,0 +1,305 @@
+"""What tests of the training service run in forks, on tiny models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from axolotl_jobs import BASE, LORA, PROTRAIN, overrides
+from recording_plugin import BATCHES_FILE
+from safetensors.torch import load_file
+from tiny_models import VOCABULARY, build_inputs, build_model, model_path
+from torch import Tensor
+
+from axolotl.integrations.protrain.service.adapters import REST, WEIGHTS, folder_of
+from axolotl.integrations.protrain.service.engine import AdapterService
+from axolotl.integrations.protrain.service.live import AdamParams
+from axolotl.integrations.protrain.service.losses import Datum
+
+SERVED: dict[str, Any] = {
+    **LORA,
+    **overrides(1, 2),
+    "plugins": [PROTRAIN],
+    "protrain_capacity_bytes": "1GiB",
+    "lora_r": 8,
+    "lora_target_modules": ["lm_head"],
+}
+"""To lay over `BASE`: paged, and planned for LoRA of rank 8 on all linear layers."""
+ADAM = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
+Saved = dict[str, Tensor]
+
+
+def config(root: Path, family: str = "llama", **settings: Any) -> Path:
+    """The YAML of a server, and what it needs, in a folder."""
+    build_inputs(root)
+    build_model(root, family)
+    model = {"base_model": str(model_path(family)), "output_dir": "out"}
+    path = root / "base.yaml"
+    path.write_text(yaml.safe_dump({**BASE, **SERVED, **model, **settings}))
+    return path
+
+
+def service(path: Path, **options: Any) -> AdapterService:
+    """Serves with what is saved in `state`."""
+    torch.set_num_threads(1)
+    return AdapterService(path, Path("state"), **options)
+
+
+def rows(seed: int, count: int = 3) -> list[Datum]:
+    """Rows of different lengths; the weights of a row sum up to 1."""
+    chance = random.Random(seed)
+    data = []
+    for _ in range(count):
+        length = chance.randint(3, 60)
+        tokens = torch.tensor(chance.choices(range(3, VOCABULARY), k=length + 1))
+        weights = torch.full((length,), 1 / length)
+        inputs = {"target_tokens": tokens[1:], "weights": weights}
+        data.append(Datum(tokens[:-1], inputs))
+    return data
+
+
+def saved(of: AdapterService, model: str, name: str = "now") -> Saved:
+    """All that a save of an adapter writes."""
+    folder = folder_of(of.folder, of.save(model, name).result())
+    return {**load_file(folder / WEIGHTS), **load_file(folder / REST)}
+
+
+def train_as(job: Path, history: list[Mapping[str, float]], path: str) -> Any:
+    """Train on the batches of a job of Axolotl, by its settings; losses and weights."""
+    from axolotl.integrations.hatchery.data import batch_to_datums_sft
+
+    keys = yaml.safe_load(Path(path).read_text())
+    steps, losses = keys["gradient_accumulation_steps"], []
+    batches = torch.load(job / "out" / BATCHES_FILE, weights_only=True)
+    adam = {"beta2": 0.999, "eps": 1e-8, "grad_clip_norm": 1.0}
+    with service(Path(path)) as served:
+        served.create("m", keys["lora_r"], ["attn", "mlp"], seed=11)
+        for number, entry in enumerate(history):
+            some = batches[number * steps : (number + 1) * steps]
+            loss = 0.0
+            for batch in some:
+                # the mean of the means of micro-batches, as this trainer has it
+                tokens = steps * int((batch["labels"][:, 1:] != -100).sum())
+                fields = (batch[k] for k in ("input_ids", "labels", "attention_mask"))
+                data = [_datum(d, tokens) for d in batch_to_datums_sft(*fields)]
+                loss += served.forward_backward("m", data).result()[0]
+            step = AdamParams(entry["learning_rate"], weight_decay=0.01, **adam)
+            norm = served.optim_step("m", step).result()
+            losses.append((loss, norm))
+        return losses, saved(served, "m")
+
+
+def _datum(wire: Mapping[str, Any], tokens: int) -> Datum:
+    """Of what Axolotl's own client would send, each token's weight 1 / `tokens`."""
+    (chunk,) = wire["model_input"]["chunks"]
+    fields = wire["loss_fn_inputs"]
+    weights = torch.tensor(fields["weights"]["data"]) / tokens
+    targets = torch.tensor(fields["target_tokens"]["data"])
+    return Datum(
+        torch.tensor(chunk["tokens"]), {"target_tokens": targets, "weights": weights}
+    )
+
+
+SPECS = {
+    "a": (4, ["attn"]),
+    "b": (8, None),
+    "c": (2, ["mlp", "unembed"]),
+    "d": (8, ["unembed"]),
+    "e": (1, ["attn", "mlp"]),
+    "f": (4, ["attn"]),
+    "g": (5, ["mlp"]),
+    "h": (8, ["attn", "unembed"]),
+}
+"""Rank and layers of adapters that train side by side."""
+
+
+def create(of: AdapterService, name: str) -> None:
+    rank, kinds = SPECS[name[0]]
+    of.create(name, rank, kinds, seed=ord(name[0]))
+
+
+def step(of: AdapterService, name: str, number: int) -> list[Any]:
+    """What step `number` of an adapter is answered, of two passes and an update."""
+    passes = [rows(100 * number + ord(name[0]) + k) for k in range(2)]
+    asked = [of.forward_backward(name, data) for data in passes]
+    return [*asked, of.optim_step(name, ADAM)]
+
+
+def interleaved(path: Path) -> tuple[list[str], dict[str, int]]:
+    """Train all of `SPECS` at random in turns, and each alone; what differs, and where
+    in the meantime the first ones were."""
+    chance, differing, steps = random.Random(0), [], 3
+    order = [name for name in SPECS for _ in range(steps)]
+    chance.shuffle(order)
+    with service(path, adapter_bytes=1 << 19) as served:
+        for name in SPECS:
+            create(served, name)
+        answers: dict[str, list[Any]] = {name: [] for name in SPECS}
+        done = dict.fromkeys(SPECS, 0)
+        for name in order:
+            answers[name] += step(served, name, done[name])
+            done[name] += 1
+        told = {name: [a.result() for a in found] for name, found in answers.items()}
+        counts = {"away": sum(not a["on_host"] for a in served.status()["adapters"])}
+        turned = {name: saved(served, name) for name in SPECS}
+    with service(path) as served:
+        for name in SPECS:
+            create(served, f"{name}-alone")
+            alone = [a for n in range(steps) for a in step(served, f"{name}-alone", n)]
+            if [_plain(a.result()) for a in alone] != list(map(_plain, told[name])):
+                differing.append(f"{name}: answers")
+            weights = saved(served, f"{name}-alone")
+            assert weights.keys() == turned[name].keys()
+            differing += [
+                f"{name}: {key}"
+                for key, tensor in weights.items()
+                if not torch.equal(tensor, turned[name][key])
+            ]
+    return differing, counts
+
+
+def _plain(answer: Any) -> Any:
+    if not isinstance(answer, tuple):
+        return answer
+    return answer[0], [row.tolist() for row in answer[1]]
+
+
+def switched(path: Path) -> dict[str, list[int]]:
+    """Bytes after 2 and after 1,000 switches between two adapters: moved by switches,
+    fetched of the base, held on the host and on the device."""
+    found: dict[str, list[int]] = {"moved": [], "fetched": [], "host": [], "device": []}
+    with service(path) as served:
+        for name in "ab":
+            create(served, name)
+        for number in range(1001):
+            # as an update and a save make it: both ways
+            asked = served.optim_step("ab"[number % 2], ADAM)
+            assert asked.exception() is not None
+            if number in (2, 1000):
+                found["moved"].append(served.live.moved_bytes)
+                found["fetched"].append(served.session.counters.fetched_bytes)
+                found["host"].append(served.store.used_bytes)
+                found["device"].append(served.session.device.used_bytes())
+        layouts = served.store.layouts
+        found["a switch"] = [layouts[name].kept_bytes for name in "ab"]
+    return found
+
+
+def short_of_memory(path: Path) -> tuple[list[str], list[bool], list[int]]:
+    """A pass that runs out of memory once, one that does so for good, and neither: the
+    error, whether weights and gradients are equal, and how often plans changed."""
+    errors, equal, notches, kept = [], [], [], []
+    for times in (0, 1, 10):
+        left = [times]
+        with service(path) as served:
+            create(served, "b")
+            for asked in step(served, "b", 0):
+                asked.result()
+            served.forward_backward("b", rows(1)).result()
+
+            def fail(*_: Any, left: list[int] = left) -> None:
+                if left[0]:
+                    left[0] -= 1
+                    raise torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+
+            head = served.session.model.get_output_embeddings()
+            handle = head.register_full_backward_pre_hook(fail)
+            error = served.forward_backward("b", rows(2)).exception()
+            handle.remove()
+            errors.append("" if error is None else str(error))
+            if error is not None:
+                served.forward_backward("b", rows(2)).result()
+            kept.append(saved(served, "b"))
+            notches.append(len(served.report.notches))
+            same = (torch.equal(kept[0][key], value) for key, value in kept[-1].items())
+            equal.append(all(same) and kept[0].keys() == kept[-1].keys())
+    return errors, equal, notches
+
+
+def not_finite(path: Path) -> tuple[str, bool]:
+    """Why a pass whose loss overflows is refused, and whether what it was refused over
+    is as it was."""
+    with service(path) as served:
+        create(served, "c")
+        for asked in step(served, "c", 0):
+            asked.result()
+        served.forward_backward("c", rows(1)).result()
+        before = saved(served, "c")
+        (datum,) = rows(2, 1)
+        old = torch.full(datum.tokens.shape, -1e3)
+        inputs = {"logprobs": old, "advantages": torch.ones_like(old)}
+        targets = {"target_tokens": datum.inputs["target_tokens"]}
+        data = [Datum(datum.tokens, {**targets, **inputs})]
+        error = served.forward_backward("c", data, "importance_sampling").exception()
+        after = saved(served, "c")
+        same = all(torch.equal(after[key], value) for key, value in before.items())
+        return str(error), same and after.keys() == before.keys()
+
+
+def exported(path: Path) -> list[float]:
+    """The largest difference between what the service and PEFT compute, for each row."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    data = rows(3)
+    with service(path) as served:
+        for name in "ac":
+            create(served, name)
+            for asked in step(served, name, 0):
+                asked.result()
+        _, wanted = served.forward_backward("c", data, forward_only=True).result()
+        folder = folder_of(served.folder, served.save("c", "end", whole=False).result())
+    base = yaml.safe_load(path.read_text())["base_model"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model, found = PeftModel.from_pretrained(plain, folder), []
+    for datum, row in zip(data, wanted, strict=True):
+        logits = model(datum.tokens[None]).logits[0].detach()
+        targets = datum.inputs["target_tokens"][:, None]
+        logprobs = logits.log_softmax(-1).gather(1, targets)[:, 0]
+        found.append(float((logprobs - row).abs().max()))
+    return found
+
+
+def save_for_ever(path: Path, told: Path) -> None:
+    """Train two adapters in turns and save each step, until killed."""
+    with service(path, adapter_bytes=1 << 19) as served, told.open("w") as log:
+        for name in "bc":
+            create(served, name)
+        for number in range(10_000):
+            for name in "bc":
+                for asked in step(served, name, number):
+                    asked.result()
+                served.save(name, f"step-{number % 3}").result()
+                print(name, number, file=log, flush=True)
+
+
+def resumed(path: Path, last: Mapping[str, int]) -> list[str]:
+    """Go on for a step from what each adapter has saved last; what differs from one that
+    was never interrupted."""
+    differing = []
+    with service(path) as served:
+        for name, number in last.items():
+            again, whole = f"{name}-again", f"{name}-whole"
+            path_ = f"tinker://{name}/weights/step-{number % 3}"
+            served.create_from(again, path_, with_optimizer=True).result()
+            create(served, whole)
+            for earlier in range(number + 1):
+                step(served, whole, earlier)
+            for model in (again, whole):
+                step(served, model, number + 1)
+            found, wanted = saved(served, again), saved(served, whole)
+            differing += [
+                f"{name}, step {number}: {key}"
+                for key, tensor in wanted.items()
+                if not torch.equal(found[key], tensor)
+            ]
+    return differing
+
+
+def config_of(root: Path, settings: Mapping[str, Any]) -> Path:
+    """`config` with other keys."""
+    return config(root, **settings)

@@ -1,0 +1,175 @@
+"""The training service: adapters over one base, in turns, are the same ones alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import service_jobs
+import torch
+import yaml
+from axolotl_jobs import LORA, PROTRAIN, SEEDING, Job, Result, job
+from fork_server import Fork, call
+from service_jobs import SERVED
+
+from axolotl.integrations.protrain.core.errors import RequestError
+from axolotl.integrations.protrain.service.adapters import folder_of
+from axolotl.integrations.protrain.service.turns import MOST_WAITING, Turns
+
+Run = Callable[[Job], Result]
+
+RECORDED = {
+    "plugins": [PROTRAIN, SEEDING, "recording_plugin.RecordingPlugin"],
+    "lr_scheduler": "constant",
+    "gradient_accumulation_steps": 2,
+}
+LIKE = {
+    "llama": job("llama", LORA, RECORDED),
+    "bf16": job("llama", LORA, RECORDED, {"bf16": True}),
+    "padded to the longest": job(
+        "qwen3", LORA, RECORDED, {"pad_to_sequence_len": False}
+    ),
+    "4 bits": job("llama", LORA, RECORDED, {"adapter": "qlora", "load_in_4bit": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        pytest.param(like, id=name, marks=() if name == "bf16" else pytest.mark.full)
+        for name, like in LIKE.items()
+    ],
+)
+def test_an_adapter_is_that_of_axolotl_train(run: Run, like: Job) -> None:
+    """Rows padded otherwise, losses summed otherwise, adapters drawn otherwise, or another
+    AdamW would all differ in the last bits."""
+    plain = run(like)
+    assert not plain.error, plain.error
+    root = plain.folder.parent.parent
+    config = root / f"served-{like.name}.yaml"
+    keys = {**like.settings, **SERVED, "lora_r": like.settings["lora_r"]}
+    keys |= {k: like.settings[k] for k in ("adapter",)}
+    config.write_text(yaml.safe_dump({**keys, "output_dir": f"served-{like.name}"}))
+    history = [entry for entry in plain.history if "loss" in entry]
+    losses, weights = call(
+        service_jobs.train_as, plain.folder, history, str(config), at=root
+    )
+    wanted = [entry["grad_norm"] for entry in history]
+    assert [norm for _, norm in losses] == pytest.approx(wanted, rel=1e-6)
+    for name, tensor in plain.weights.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The YAML of a server of a tiny Llama."""
+    root = tmp_path_factory.mktemp("served")
+    return call(service_jobs.config, root, at=root)
+
+
+def test_adapters_in_turns_are_those_alone(served: Path) -> None:
+    """A weight, moment, step or gradient that stays behind in a switch, or that the disk
+    loses, is another number in the next step."""
+    job = service_jobs.interleaved
+    differing, counts = call(job, served, at=served.parent)
+    assert not differing
+    # some had to leave
+    assert counts["away"] > 0
+
+
+def test_a_switch_moves_its_adapter_alone(served: Path) -> None:
+    """Neither the base moves, nor does memory grow."""
+    found = call(service_jobs.switched, served, at=served.parent)
+    for what in ("fetched", "host", "device"):
+        assert found[what][0] == found[what][1], what
+    assert found["moved"][1] - found["moved"][0] == 499 * sum(found["a switch"])
+
+
+def test_a_pass_that_runs_out_of_memory_leaves_no_trace(served: Path) -> None:
+    """It is repeated under a smaller plan, else refused; gradients that were there before
+    would count twice, or be gone."""
+    errors, equal, notches = call(
+        service_jobs.short_of_memory, served, at=served.parent
+    )
+    assert errors[:2] == ["", ""] and "no room for this request" in errors[2]
+    assert all(equal) and notches[:2] == [0, 1]
+
+
+def test_a_loss_that_is_not_finite_is_refused(served: Path) -> None:
+    """Its gradients would be NaN in every weight, and JSON has no word for it."""
+    error, same = call(service_jobs.not_finite, served, at=served.parent)
+    assert "the loss is" in error and same
+
+
+def test_an_export_is_an_adapter_of_peft(served: Path) -> None:
+    """Other names, scale or layers in adapter_config.json would give other logits."""
+    assert max(call(service_jobs.exported, served, at=served.parent)) < 1e-5
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
+def test_each_save_outlives_its_process(served: Path, kills: int) -> None:
+    """Killed while it writes, a server leaves what was saved before, or all of the new."""
+    chance = random.Random(kills)
+    for _ in range(kills):
+        told = served.parent / "told"
+        told.unlink(missing_ok=True)
+        running = Fork(service_jobs.save_for_ever, served, told, folder=served.parent)
+        while not told.exists() or told.read_text().count("\n") < 4:
+            assert running.poll() is None
+            time.sleep(0.02)
+        time.sleep(chance.random() / 4)
+        running.kill()
+        running.wait()
+        lines = (line.split() for line in told.read_text().splitlines())
+        last = {name: int(number) for name, number in lines}
+        assert not call(service_jobs.resumed, served, last, at=served.parent)
+
+
+def test_requests_of_a_model_run_by_number() -> None:
+    """Chunks arrive the last one first, and a refused one leaves no gap."""
+    turns: Turns[str] = Turns()
+    turns.open("m")
+    turns.add("m", 2, "third")
+    assert turns.take() is None
+    turns.add("m", 1, None)
+    turns.add("m", 0, "first")
+    assert not turns.is_new("m", 0) and not turns.is_new("m", 1)
+    assert [turns.take(), turns.take()] == [("m", 0, "first"), ("m", 2, "third")]
+    assert not turns.is_new("m", 2) and turns.number("m") == 3
+
+
+def test_models_take_turns() -> None:
+    """One that sends a hundred requests does not keep another one waiting."""
+    turns: Turns[int] = Turns()
+    for model, count in (("busy", 100), ("other", 2)):
+        turns.open(model)
+        for number in range(count):
+            turns.add(model, number, number)
+    taken = [turns.take() for _ in range(4)]
+    assert [turn and turn[0] for turn in taken] == ["busy", "other"] * 2
+
+
+def test_a_gap_cannot_fill_the_memory() -> None:
+    turns: Turns[int] = Turns()
+    turns.open("m")
+    with pytest.raises(RequestError, match="may wait"):
+        turns.add("m", MOST_WAITING, 0)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://m/weights/../../x",
+        "tinker://../weights/x",
+        "tinker://m/weights/.hidden",
+        "tinker://m/other/x",
+        "/etc/passwd",
+        "tinker://m/weights/x\n",
+    ],
+)
+def test_a_path_stays_in_its_folder(path: str) -> None:
+    with pytest.raises(RequestError, match="path:"):
+        folder_of(Path("root"), path)

@@ -1,0 +1,179 @@
+"""The training service over HTTP: Tinker's clients, Axolotl's own, and worse ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import service_http_jobs
+import service_jobs
+import yaml
+from axolotl_jobs import BASE
+from fork_server import ENVIRONMENT, Fork, call
+from safetensors.torch import load_file
+
+BESIDE = "distro sniffio orjson h2 hpack hyperframe pyqwest".split()
+"""What the client needs and Axolotl does not bring; its zstandard is another one."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    return call(service_jobs.config, root, at=root)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with an unmodified `tinker` of a version, from the package index."""
+
+    @cache
+    def install(version: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"tinker-{version}")
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+        asked = [*pip, "--target", str(folder), f"tinker=={version}", *BESIDE]
+        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            pytest.skip(f"no tinker {version} to be had: {ended.stderr[-300:]}")
+        return folder
+
+    return install
+
+
+@contextmanager
+def server(path: Path, *options: str) -> Iterator[str]:
+    """The address of a server, which ends by SIGTERM."""
+    log = path.with_name("server.log")
+    with log.open("w") as words:
+        running = Fork(
+            service_http_jobs.serve,
+            path,
+            *options,
+            folder=path.parent,
+            stdout=subprocess.PIPE,
+            stderr=words,
+        )
+    assert running.stdout is not None
+    line = running.stdout.readline()
+    try:
+        assert line.startswith("listening on http://127.0.0.1:"), log.read_text()
+        yield line.split()[-1]
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.wait(60) == 0, log.read_text()[-3000:]
+    finally:
+        running.kill()
+
+
+def train_with(client: Path, address: str) -> dict[str, Any]:
+    script = Path(__file__).with_name("tinker_client.py")
+    given = {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-test"}
+    ended = subprocess.run(
+        [sys.executable, str(script), service_http_jobs.BASE],
+        env={**os.environ, **ENVIRONMENT, **given, "PYTHONPATH": str(client)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout)
+
+
+def check_told(told: dict[str, Any], root: Path) -> None:
+    """A model that begins as a saved one goes on as the first did, and so on."""
+    assert told["losses"][1] < told["losses"][0]
+    assert told["losses"][2:] == pytest.approx([-1.0, -1.0])
+    assert told["ends"][0] == told["ends"][1]
+    assert "token 999" in told["wrong"] and told["rank"] == 4
+    model = told["path"].split("/")[2]
+    # trained since its last save, and saved when the server was told to stop
+    last = load_file(root / "state" / model / "weights/_last/adapter_model.safetensors")
+    end = load_file(
+        root / "state" / model / "sampler_weights/end/adapter_model.safetensors"
+    )
+    assert last.keys() == end.keys()
+    assert any(not tensor.equal(end[name]) for name, tensor in last.items())
+
+
+@pytest.mark.full
+def test_clients_of_tinker_train(served: Path, client: Callable[[str], Path]) -> None:
+    """One speaks JSON and one protobuf, so a field that is read otherwise is another
+    number."""
+    told = []
+    for version in ("0.24.1", "0.38.0"):
+        with server(served) as address:
+            told.append(train_with(client(version), address))
+        check_told(told[-1], served.parent)
+    assert told[0]["losses"] == told[1]["losses"]
+    assert told[0]["ends"] == told[1]["ends"]
+
+
+@pytest.mark.full
+def test_a_client_trains_on_four_bits(
+    tmp_path: Path, client: Callable[[str], Path]
+) -> None:
+    keys = {"adapter": "qlora", "load_in_4bit": True, "bf16": True}
+    path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
+    with server(path) as address:
+        told = train_with(client("0.38.0"), address)
+    check_told(told, tmp_path)
+
+
+@pytest.mark.full
+def test_axolotl_trains_by_its_own_client(
+    served: Path, client: Callable[[str], Path]
+) -> None:
+    """The hatchery integration, unmodified: the loss falls and the adapter is saved."""
+    root = served.parent
+    remote = {
+        **BASE,
+        "plugins": ["axolotl.integrations.hatchery.HatcheryPlugin"],
+        "base_model": service_http_jobs.BASE,
+        "hatchery": {"backend": "tinker", "lora_rank": 4},
+        "output_dir": "remote",
+        "lr_scheduler": "constant",
+        "max_steps": 6,
+        "use_tensorboard": False,
+    }
+    remote = {k: v for k, v in remote.items() if k != "protrain_auto_memory"}
+    path = root / "remote.yaml"
+    path.write_text(yaml.safe_dump(remote))
+    with server(served) as address, (root / "remote.log").open("w") as log:
+        job, given = service_http_jobs.remote_training, (str(path), address)
+        trained = Fork(
+            job, str(client("0.38.0")), *given, folder=root, stdout=log, stderr=log
+        )
+        assert trained.wait(300) == 0, (root / "remote.log").read_text()[-4000:]
+    words = (root / "remote.log").read_text()
+    losses = [
+        float(part.split()[0]) for part in words.split("loss/tok=")[1:] if part.split()
+    ]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert list((root / "state").glob("*/weights/final/optimizer.safetensors"))
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.full)])
+def test_malformed_requests_change_nothing(served: Path, count: int) -> None:
+    """Whatever a field is, the answer is not a 500, nor has a weight changed."""
+    found = call(service_http_jobs.attacked, served, count, at=served.parent)
+    refused = sum(n for status, n in found["statuses"].items() if 400 <= status < 500)
+    assert not found["changed"]
+    assert refused > count / 3, found
+    assert all(status < 500 for status in found["statuses"]), found
+
+
+@pytest.mark.full
+def test_fifty_clients_are_answered(served: Path) -> None:
+    """At once, in the wrong order and twice, as if each were alone."""
+    found = call(service_http_jobs.at_once, served, 50, at=served.parent)
+    assert found["refused"] == 401
+    assert len(found["many"]) == 50
+    assert all(client == found["alone"] for client in found["many"][::5])
