@@ -22,7 +22,9 @@ from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.core.profile.hardware import measured_unseen_bytes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-YAMLS = sorted(EXAMPLES.glob("*.yaml"))
+CLIENT = "remote-sft.yaml"
+"""Loads no weights: whole with the plugin of another package."""
+YAMLS = sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / CLIENT})
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
 

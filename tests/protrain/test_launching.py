@@ -145,19 +145,18 @@ def dying(mode: str) -> Job:
 
 
 def deaths() -> list[Any]:
-    """Each phase and manner of death on one rank or the other; few of them by default."""
+    """Each phase and manner of death on one rank or the other."""
     cases = []
     for number, phase in enumerate(PHASES):
         for how in ("raise", "kill"):
             rank = (number + (how == "kill")) % 2
             for mode in MODES if phase == "backward" else ("full",):
-                by_default = (mode, phase, how) == ("full", "backward", "raise")
-                marks = () if by_default else pytest.mark.full
                 case = f"{rank}:{phase}:{how}"
-                cases.append(pytest.param(mode, case, id=f"{mode}-{case}", marks=marks))
+                cases.append(pytest.param(mode, case, id=f"{mode}-{case}"))
     return cases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "death"), deaths())
 def test_under_an_agent(root: Path, tmp_path: Path, mode: str, death: str) -> None:
     launch = Launch(root, tmp_path, dying(mode), DIE=death)

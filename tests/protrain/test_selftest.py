@@ -144,7 +144,11 @@ def test_a_run_that_stopped_early_is_an_error(runs: tuple[Path, Path]) -> None:
         ({"plugins": None}, "does not list"),
         ({"protrain_auto_memory": False}, "set it to true"),
         ({"protrain_fp32_master": True}, "set it to false"),
-        ({"protrain_capacity_bytes": 1000}, "protrain_capacity_bytes"),
+        pytest.param(
+            {"protrain_capacity_bytes": 1000},
+            "protrain_capacity_bytes",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["not listed", "off", "masters", "a run that fails"],
 )
