@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import json
 import os
+import random
+import select
 import socket
 import subprocess
 import sys
@@ -31,6 +33,10 @@ from tiny_models import DATA, TOKENIZER, model_path
 from torch import Tensor
 
 NUM_WORKERS = 2
+PATIENCE_S = 60.0
+"""For the other ranks, once one has failed."""
+PORTS = (10_000, 30_000)
+"""Below those that Linux gives to connections, which would be taken by then."""
 Worker = subprocess.Popen[str] | Fork
 
 PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
@@ -444,21 +450,36 @@ class Workers:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 print(json.dumps(request), file=process.stdin, flush=True)
-        errors, seconds = [], 0.0
-        for process in group:
-            assert process.stdout is not None
-            if reply := process.stdout.readline():
-                answer = json.loads(reply)
-                errors.append(answer["error"])
-                seconds = max(seconds, answer["seconds"])
-            else:
-                errors.append(f"the worker process died with code {process.wait()}")
-        first = next((error for error in errors if error), "")
-        return Result(folder, first, seconds, tuple(errors))
+        answers: dict[int, tuple[str, float]] = {}
+        while waiting := [r for r in range(len(group)) if r not in answers]:
+            failed = any(error for error, _ in answers.values())
+            streams = [group[rank].stdout for rank in waiting]
+            ready, _, _ = select.select(streams, [], [], PATIENCE_S if failed else None)
+            for rank, stream in zip(waiting, streams, strict=True):
+                if not ready:
+                    # it waits for a rank that is gone: gloo does so for half an hour
+                    group[rank].kill()
+                if not ready or stream in ready:
+                    answers[rank] = _answer(group[rank])
+        errors = tuple(answers[rank][0] for rank in range(len(group)))
+        first = next((answers[rank][0] for rank in answers if answers[rank][0]), "")
+        seconds = max(seconds for _, seconds in answers.values())
+        return Result(folder, first, seconds, errors)
+
+
+def _answer(process: Worker) -> tuple[str, float]:
+    """Its error and its seconds, when one of them is there."""
+    assert process.stdout is not None
+    if reply := process.stdout.readline():
+        answer = json.loads(reply)
+        return answer["error"], answer["seconds"]
+    return f"the worker process died with code {process.wait()}", 0.0
 
 
 def free_port() -> int:
-    """Of this machine, at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Of this machine, at this moment, and none that a connection gets by itself."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
