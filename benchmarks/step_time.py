@@ -345,6 +345,7 @@ def hardware_of(case: Case) -> Hardware:
         unseen_bytes=0,
         flops_16=1,
         flops_32=1,
+        attention_16=1,
         memory_bytes_s=1,
         kernel_s=0,
         fetch_bytes_s=link,

@@ -52,6 +52,7 @@ CPU = Hardware(
     unseen_bytes=0,
     flops_16=1.0,
     flops_32=1.0,
+    attention_16=1.0,
     memory_bytes_s=1.0,
     kernel_s=0.0,
     fetch_bytes_s=1.0,

@@ -200,6 +200,7 @@ def cases(
             unseen_bytes=draw(st.integers(0, 100)),
             flops_16=1,
             flops_32=1,
+            attention_16=1,
             kernel_s=0,
             overlaps=draw(st.booleans()),
             **rates,

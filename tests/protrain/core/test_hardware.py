@@ -40,8 +40,10 @@ from axolotl.integrations.protrain.core.profile.cache import (
     hardware_key,
 )
 from axolotl.integrations.protrain.core.profile.cards import (
+    GEFORCE,
     GPUS,
     LINKS,
+    OWN_FIGURES,
     Gpu,
     gpu_hardware,
 )
@@ -63,6 +65,7 @@ FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes")
 RATES = (
     "flops_16",
     "flops_32",
+    "attention_16",
     "memory_bytes_s",
     "fetch_bytes_s",
     "offload_bytes_s",
@@ -100,7 +103,7 @@ def test_every_row_is_complete(gpu: Gpu) -> None:
 def test_consumer_cards_halve_16_bit_products_summed_in_fp32() -> None:
     """Their tensor cores give twice the fp32 rate; four times is the fp16-sum figure."""
     for gpu in GPUS:
-        if gpu.name.startswith("RTX"):
+        if gpu.reach is GEFORCE:
             assert gpu.tflops_16 / gpu.tflops_32 == pytest.approx(2, rel=0.01)
             assert gpu.tflops_tf32 == gpu.tflops_32
 
@@ -127,20 +130,29 @@ def test_rows_beside_each_other(more: str, less: str, fields: tuple[str, ...]) -
         assert getattr(card(more), field) > getattr(smaller, field), field
 
 
+def test_a_card_by_its_figures() -> None:
+    own = card("Arc B60:24GiB:197TFLOPs:456 GB/s")
+    assert own == dataclasses.replace(card("Arc B60:24:197:456"), name=own.name)
+    assert (own.name, own.device_bytes, own.link) == ("Arc B60", 24 << 30, "pcie5x16")
+    assert own.attention_16 < own.flops_16 < 197e12
+    assert own.memory_bytes_s == pytest.approx(456e9 * 0.9)
+
+
 def test_links() -> None:
     assert LINKS["pcie4x16"].bytes_s == pytest.approx(31.5e9, rel=0.01)
     for pcie in (3, 4, 5):
         assert LINKS[f"pcie{pcie}x16"].bytes_s == 2 * LINKS[f"pcie{pcie}x8"].bytes_s
     rates = [card("H200", link).fetch_bytes_s for link in ("pcie3x16", "PCIe 4 x16")]
-    assert rates[1] == pytest.approx(2 * rates[0])
-    assert card("H200").fetch_bytes_s == pytest.approx(2 * rates[1])
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.1)
+    assert card("H200").fetch_bytes_s == pytest.approx(2 * rates[1], rel=0.1)
     assert "pcie4x16" in card("RTX 3090").source
 
 
 def test_tf32_changes_fp32_products_alone() -> None:
     plain = card("A100-80GB")
     tf32 = gpu_hardware("A100-80GB", None, HOST_BYTES, tf32=True)
-    assert tf32.flops_32 == 8 * plain.flops_32
+    # of the sheet eight times; published runs reach less of it
+    assert 5 < tf32.flops_32 / plain.flops_32 < 8
     assert dataclasses.replace(tf32, flops_32=plain.flops_32) == plain
 
 
@@ -188,16 +200,20 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
         ("rtx 4090 laptop gpu", None, ("--gpu", "nearest: RTX 4090")),
         ("rtx 4900", None, ("--gpu", "'rtx 4900'", "L40S", "nearest: RTX 4090")),
         ("h300", None, ("--gpu", "nearest: H200")),
-        ("", None, ("--gpu", "RTX 4090", "NAME:GiB")),
+        ("", None, ("--gpu", "RTX 4090", "NAME:GiB", OWN_FIGURES)),
         (":24", None, ("--gpu", "RTX 4090", "NAME:GiB")),
         *(
             (f"4090:{gib}", None, ("--gpu", f"'{gib}'", "1 to 1024", "RTX 4090:24"))
-            for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24GiB", "1:2")
+            for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24GB")
         ),
+        ("4090:1:2", None, ("--gpu", "'4090:1:2'", OWN_FIGURES)),
+        ("Arc:24GiB:-1TFLOPs:456GB/s", None, ("--gpu", "'-1TFLOPs'", "in TFLOPs")),
+        ("Arc:24GiB:197:fast", None, ("--gpu", "'fast'", "in GB/s")),
         ("4090", "", ("--link", "''", "pcie3x8")),
         ("4090", "nvlink", ("--link", "'nvlink'", "pcie3x8, pcie3x16, pcie4x8")),
         ("h100", "pcie5x4", ("--link", "nearest: pcie5x")),
         ("4090", "pcie5x16", ("--link", "RTX 4090", "pcie4x8, pcie4x16")),
+        ("4060 ti", "pcie4x16", ("--link", "4060 Ti 16GB can use", "pcie3x8, pcie4x8")),
     ],
 )
 def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> None:

@@ -67,6 +67,7 @@ HARDWARE = Hardware(
     unseen_bytes=0,
     flops_16=1,
     flops_32=1,
+    attention_16=1,
     memory_bytes_s=1,
     kernel_s=0,
     **dict.fromkeys(RATES, 1.0),

@@ -430,7 +430,8 @@ def test_flops_of_a_llama_block() -> None:
     # query, output; key, value; gate, up, down: two operations for each weight
     linear = 2 * tokens * (2 * width * heads * dim + 2 * width * kv * dim)
     linear += 2 * tokens * 3 * width * inner
-    attention = 2 * 2 * rows * heads * length**2 * dim
+    # two products; of each half the pairs, for the mask is causal
+    attention = 2 * 2 * rows * heads * length**2 * dim / 2
     traced = trace(model, text(rows, length)).trace
     for segment in traced.segments:
         if segment.block is None:
@@ -443,9 +444,11 @@ def test_flops_of_a_llama_block() -> None:
         else:
             assert done == linear + attention
     in_bf16 = trace(model.to(BF16), text(rows, length)).trace
-    assert [s.work.flops_16 for s in in_bf16.segments if s.block is not None] == [
-        s.work.flops_32 for s in traced.segments if s.block is not None
-    ]
+    assert [
+        s.work.flops_16 + s.work.attention_16
+        for s in in_bf16.segments
+        if s.block is not None
+    ] == [s.work.flops_32 for s in traced.segments if s.block is not None]
 
 
 class OwnKernel(torch.autograd.Function):
@@ -491,6 +494,45 @@ def test_an_operator_without_a_count_is_named() -> None:
     assert (
         "addmm_" in names(after_blocks)
     ) and after_blocks.work.flops_32 == 2 * 2 * 8**2
+
+
+class FlashBlock(nn.Module):
+    """Its backward is that of a flash kernel, and next to nothing else."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        super().__init__()
+        self.scale, self.num_kv_heads = nn.LayerNorm(1), num_kv_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x * self.scale.weight
+        key = query[:, : self.num_kv_heads]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, key, 0.0, True)[0]
+
+
+class FlashStack(nn.Module):
+    def __init__(self, num_kv_heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FlashBlock(num_kv_heads) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_workspaces_of_flash_attention() -> None:
+    x = torch.empty(1, 4, 1024, 64, device="meta", dtype=BF16)
+    rises = []
+    for num_kv_heads in (4, 1):
+        model = meta_copy(FlashStack(num_kv_heads).to(BF16))
+        traced = trace_step(model, find_blocks(model), partial(model, x)).trace
+        last = next(s for s in traced.segments if s.block == 1 and s.backward)
+        rises.append(last.peak_bytes)
+    # gradients of query, key and value, that of the query in fp32 too, and a sum a row;
+    # one head for four: those of key and value are small, and made for each of the four
+    rows = 4 * x.numel() // x.shape[-1]
+    assert rises == [5 * x.nbytes + rows, 5.5 * x.nbytes + rows]
 
 
 def test_gradients_are_those_of_the_real_step() -> None:

@@ -94,6 +94,7 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
         unseen_bytes=measured_unseen_bytes(device, device_bytes),
         flops_16=1e14,
         flops_32=1e13,
+        attention_16=1e14,
         memory_bytes_s=1e12,
         kernel_s=1e-5,
         fetch_bytes_s=1e10,

@@ -253,11 +253,12 @@ class Plan(Knobs):
 @dataclass(frozen=True)
 class Work:
     """What operators do, enough to say how long they take on some device: the
-    operations of matrix products in 16-bit types and in fp32, the bytes that all others
-    read and write, and how many kernels they launch."""
+    operations of matrix products in 16-bit types and in fp32 and of fused attention in 16
+    bits, the bytes that all others read and write, and how many kernels they launch."""
 
     flops_16: int = 0
     flops_32: int = 0
+    attention_16: int = 0
     moved_bytes: int = 0
     num_kernels: int = 0
 
@@ -265,6 +266,7 @@ class Work:
         return Work(
             self.flops_16 + other.flops_16,
             self.flops_32 + other.flops_32,
+            self.attention_16 + other.attention_16,
             self.moved_bytes + other.moved_bytes,
             self.num_kernels + other.num_kernels,
         )
@@ -425,7 +427,8 @@ class Hardware:
         host_bytes: Memory of the host that may be used.
         unseen_bytes: Taken on the device by what no trace sees: context, workspaces
             of kernels, rounding of the allocator.
-        flops_16: Matrix products in bf16, achieved; `flops_32` those in fp32.
+        flops_16: Matrix products in bf16, achieved; `flops_32` those in fp32, and
+            `attention_16` what fused attention achieves in bf16.
         memory_bytes_s: Device memory, achieved.
         kernel_s: Shortest time between two kernels.
         fetch_bytes_s: Host to device, alone; `offload_bytes_s` is the other way.
@@ -446,6 +449,7 @@ class Hardware:
     unseen_bytes: int
     flops_16: float
     flops_32: float
+    attention_16: float
     memory_bytes_s: float
     kernel_s: float
     fetch_bytes_s: float

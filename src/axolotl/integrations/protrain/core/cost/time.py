@@ -44,6 +44,7 @@ COMPUTE_BOUND_SHARE = 0.01
 def work_s(work: Work, hardware: Hardware) -> float:
     """A roofline for each kind of operator; kernels cannot be launched faster."""
     computing = work.flops_16 / hardware.flops_16 + work.flops_32 / hardware.flops_32
+    computing += work.attention_16 / hardware.attention_16
     busy = computing + work.moved_bytes / hardware.memory_bytes_s
     return max(busy, work.num_kernels * hardware.kernel_s)
 

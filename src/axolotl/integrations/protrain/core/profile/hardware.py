@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..runtime import Device, HostWorker, host_buffer, open_device
 from ..runtime.device import Stream
@@ -80,6 +81,7 @@ def measure_hardware(
         flops_16 = _matmul_rate(torch_device, size, torch.bfloat16)
         flops_32 = _matmul_rate(torch_device, size, torch.float32)
         memory_bytes_s = _elementwise_rate(torch_device, nbytes)
+    attention_16 = _attention_rate(torch_device, size[0])
     kernel_s = _kernel_s(torch_device)
     adam_bytes_s = _adam_rate(device, nbytes // 2, weight_dtype)
     if kind == "cuda":
@@ -92,6 +94,7 @@ def measure_hardware(
         unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
         flops_16=flops_16,
         flops_32=flops_32,
+        attention_16=attention_16,
         memory_bytes_s=memory_bytes_s,
         kernel_s=kernel_s,
         fetch_bytes_s=fetch,
@@ -324,6 +327,20 @@ def _matmul_rate(
         torch.mm(gradient.t(), inputs)
 
     return 3 * 2 * rows * inner * columns / median_s(torch_device, products)
+
+
+def _attention_rate(torch_device: torch.device, length: int) -> float:
+    """Of forward and backward of one causal row in bf16, the half that is computed."""
+    one = torch.ones(1, 8, length, 128, device=torch_device, dtype=torch.bfloat16)
+    query, key, value = (one.clone().requires_grad_() for _ in range(3))
+
+    def attention() -> None:
+        output = scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, (query, key, value), one)
+
+    with torch.enable_grad():
+        # two products of all pairs in forward, five in backward
+        return 7 * length * query.numel() / median_s(torch_device, attention)
 
 
 def _elementwise_rate(torch_device: torch.device, nbytes: int) -> float:

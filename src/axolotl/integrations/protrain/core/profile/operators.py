@@ -74,13 +74,35 @@ def work_of(
         return _of_products(flops, read[0], moved)
     formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is not None:
-        return _of_products(formula(*args, out_val=output), read[0])
+        flops = formula(*args, out_val=output)
+        if "is_causal" not in (names := _argument_names(func)):
+            return _of_products(flops, read[0])
+        if len(args) > (at := names.index("is_causal")) and args[at]:
+            # the other half is never computed
+            flops //= 2
+        if read[0].itemsize > 2:
+            return _of_products(flops, read[0])
+        return Work(attention_16=flops, num_kernels=1)
     written = sum(tensor.nbytes for tensor in made)
     if packet in _GATHERS:
         # reads as many rows as it writes, not the whole table
         return Work(moved_bytes=2 * written, num_kernels=1)
     moved = written + sum(tensor.nbytes for tensor in read)
     return Work(moved_bytes=moved, num_kernels=1)
+
+
+def workspace_bytes(func: Any, read: Sequence[Tensor]) -> int:
+    """What a kernel allocates while it runs, beside its output.
+
+    Flash attention's backward adds the query's gradient up in fp32, with a sum a row, and
+    makes gradients of key and value for each head of the query (FlashAttention-2,
+    `flash_api.cpp`).
+    """
+    if func._overloadpacket is not _aten._scaled_dot_product_flash_attention_backward:
+        return 0
+    _, query, key, *_ = read
+    sums = 4 * (query.numel() + query.numel() // query.shape[-1])
+    return sums + 2 * query.nbytes * (key.shape[1] < query.shape[1])
 
 
 @cache
@@ -103,6 +125,11 @@ def may_multiply(func: Any) -> bool:
         or _COUNTED_AS.get(packet, packet) in flop_registry
         or torch.Tag.pointwise in func.tags
     )
+
+
+@cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
 def _of_products(flops: int, first: Tensor, moved_bytes: int = 0) -> Work:

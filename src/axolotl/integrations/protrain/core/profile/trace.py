@@ -47,7 +47,7 @@ from .block_times import BlockSample
 from .emulation import autocast_on_meta
 from .graphs import as_graphs
 from .meta import MetaMode, empty_like
-from .operators import may_multiply, work_of
+from .operators import may_multiply, work_of, workspace_bytes
 from .repeats import skipping_repeats
 
 
@@ -358,6 +358,9 @@ class _Recorder(MetaMode):
             # an operator in place may change a parameter, which is no activation
             if tensor.untyped_storage()._cdata not in given:
                 self._follow(tensor.untyped_storage())
+        workspace = workspace_bytes(func, read)
+        for level in now.levels if workspace else ():
+            level.peak = max(level.peak, level.now + workspace)
         now.operators.append((func._overloadpacket.__name__, now.kept.now))
         now.work += work_of(func, args, output, read, made)
         if not self._weights.isdisjoint(given) and may_multiply(func):
