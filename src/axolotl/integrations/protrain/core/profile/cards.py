@@ -27,10 +27,10 @@ class Reach(NamedTuple):
     attention: float
 
 
-GEFORCE = Reach(0.97, 1.0, 0.65, 0.85)
-"""RTX 3090, 4090 and 5090; their sheets count the boost clock that they exceed."""
-WORKSTATION = Reach(0.7, 0.7, 0.51, 0.6)
-"""L40S; of cards with as many units, but less power a unit, than GeForce ones."""
+RTX = Reach(0.97, 1.0, 0.65, 0.85)
+"""RTX 3090, 4090, 5090 and A6000; they exceed the boost clock that their sheets count."""
+PASSIVE = Reach(0.7, 0.7, 0.51, 0.6)
+"""L40S: the same units with less power for each."""
 AMPERE = Reach(0.78, 0.7, 0.95, 0.6)
 """A100."""
 HOPPER = Reach(0.65, 0.81, 0.78, 0.35)
@@ -141,23 +141,23 @@ _6000_NAMES = ("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Black
 GPUS = (
     # its 16-bit rate is twice fp32 as in all GA10x, a quarter of the 102 tensor TFLOPS
     # that its page counts in sparse fp16
-    Gpu("RTX 3060 12GB", 12288,  25.5,  12.7,  12.7,   360, 4, GEFORCE, _PAGE),
-    Gpu("RTX 3080",      10240,  59.5,  29.8,  29.8,   760, 4, GEFORCE, _GA102),
-    Gpu("RTX 3090",      24576,  71.0,  35.6,  35.6,   936, 4, GEFORCE, _GA102),
-    Gpu("RTX 4060 Ti 16GB", 16380, 44.1, 22.1, 22.1,   288, 4, GEFORCE, _PAGE, lanes=8),
-    Gpu("RTX 4070",      12282,  58.3,  29.1,  29.1,   504, 4, GEFORCE, _PAGE),
-    Gpu("RTX 4080",      16376,  97.5,  48.7,  48.7, 716.8, 4, GEFORCE, _ADA),
-    Gpu("RTX 4090",      24564, 165.2,  82.6,  82.6,  1008, 4, GEFORCE, _ADA),
-    Gpu("RTX 5080",      16303, 112.6,  56.3,  56.3,   960, 5, GEFORCE, _BLACKWELL),
-    Gpu("RTX 5090",      32607, 209.5, 104.8, 104.8,  1792, 5, GEFORCE, _BLACKWELL),
+    Gpu("RTX 3060 12GB", 12288,  25.5,  12.7,  12.7,   360, 4, RTX, _PAGE),
+    Gpu("RTX 3080",      10240,  59.5,  29.8,  29.8,   760, 4, RTX, _GA102),
+    Gpu("RTX 3090",      24576,  71.0,  35.6,  35.6,   936, 4, RTX, _GA102),
+    Gpu("RTX 4060 Ti 16GB", 16380, 44.1, 22.1, 22.1,   288, 4, RTX, _PAGE, lanes=8),
+    Gpu("RTX 4070",      12282,  58.3,  29.1,  29.1,   504, 4, RTX, _PAGE),
+    Gpu("RTX 4080",      16376,  97.5,  48.7,  48.7, 716.8, 4, RTX, _ADA),
+    Gpu("RTX 4090",      24564, 165.2,  82.6,  82.6,  1008, 4, RTX, _ADA),
+    Gpu("RTX 5080",      16303, 112.6,  56.3,  56.3,   960, 5, RTX, _BLACKWELL),
+    Gpu("RTX 5090",      32607, 209.5, 104.8, 104.8,  1792, 5, RTX, _BLACKWELL),
     # workstations and servers without NVLink: fp32 sums at the full rate
-    Gpu("RTX A6000",     49140, 154.8,  38.7,  77.4,   768, 4, WORKSTATION, _GA102),
-    Gpu("RTX 6000 Ada",  49140, 364.2,  91.1, 182.1,   960, 4, WORKSTATION, _ADA, 0, ("RTX 6000 Ada Generation",)),
-    Gpu("RTX PRO 6000",  97887, 503.8, 126.0, 251.9,  1792, 5, WORKSTATION, _BLACKWELL, 0, _6000_NAMES),
+    Gpu("RTX A6000",     49140, 154.8,  38.7,  77.4,   768, 4, RTX, _GA102),
+    Gpu("RTX 6000 Ada",  49140, 364.2,  91.1, 182.1,   960, 4, RTX, _ADA, 0, ("RTX 6000 Ada Generation",)),
+    Gpu("RTX PRO 6000",  97887, 503.8, 126.0, 251.9,  1792, 5, RTX, _BLACKWELL, 0, _6000_NAMES),
     Gpu("T4",            15360,  65.0,   8.1,   8.1,   320, 3, OTHERS, _SHEET.format("T4")),
     Gpu("L4",            23034, 121.0,  30.3,  60.0,   300, 4, OTHERS, _SHEET.format("L4")),
-    Gpu("A10G",          23028,  70.0,  35.0,  35.0,   600, 4, WORKSTATION, _SHEET.format("A10G")),
-    Gpu("L40S",          46068, 362.0,  91.6, 183.0,   864, 4, WORKSTATION, _SHEET.format("L40S")),
+    Gpu("A10G",          23028,  70.0,  35.0,  35.0,   600, 4, PASSIVE, _SHEET.format("A10G")),
+    Gpu("L40S",          46068, 362.0,  91.6, 183.0,   864, 4, PASSIVE, _SHEET.format("L40S")),
     Gpu("V100-32GB",     32768, 125.0,  15.7,  15.7,   900, 3, OTHERS, _SHEET.format("V100"), 150, _V100_NAMES),
     Gpu("A100-40GB",     40960, 312.0,  19.5, 156.0,  1555, 4, AMPERE, _SHEET.format("A100"), 300, _A100_40_NAMES),
     # SXM and PCIe: only memory differs, 2039 and 1935 GB/s
