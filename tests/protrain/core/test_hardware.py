@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.host import (
+    host_memory,
+    mapped_bytes,
+    processors,
+)
 from axolotl.integrations.protrain.core.profile.block_times import (
     BlockSample,
     BlockSeconds,
@@ -48,8 +54,6 @@ from axolotl.integrations.protrain.core.profile.cards import (
 )
 from axolotl.integrations.protrain.core.profile.hardware import (
     device_name,
-    host_memory,
-    mapped_bytes,
     measure_collectives,
     measure_hardware,
     weakest,
@@ -818,6 +822,33 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, path: str) -> 
     cgroup(job.parent, **{limit: 3 * GIB, used: 2 * GIB, "memory__stat": pages})
     tighter = GIB if path == "/slice/job" else 0
     assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB - tighter
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_quota_counts(tmp_path: Path, version: int) -> None:
+    """A container shows all processors of its host."""
+    own, mounted = tmp_path / "own", tmp_path / "mounted"
+    own.write_text("3:cpu,cpuacct:/pod/job\n" if version == 1 else "0::/pod/job\n")
+    root = mounted / "cpu" if version == 1 else mounted
+
+    def limit(folder: Path, quota: str) -> None:
+        quota = {1: {"max": "-1"}.get(quota, quota), 2: quota}[version]
+        if version == 1:
+            cgroup(folder, cpu__cfs_quota_us=quota, cpu__cfs_period_us=50_000)
+        else:
+            cgroup(folder, cpu__max=f"{quota} 50000")
+
+    with (
+        patch("os.sched_getaffinity", lambda _: set(range(96))),
+        patch("psutil.cpu_count", lambda logical: 48),
+    ):
+        assert processors(mounted, own) == 48
+        limit(root / "pod" / "job", "max")
+        assert processors(mounted, own) == 48
+        limit(root / "pod", "382500")
+        assert processors(mounted, own) == 7
+        limit(root / "pod" / "job", "20000")
+        assert processors(mounted, own) == 1
 
 
 def test_pages_of_files_are_told_from_memory(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from .args import ProTrainArgs, args_from
 from .core.cost import MemoryModel, block_times
 from .core.errors import BudgetError, ProTrainError
-from .core.profile import host_memory, measured_unseen_bytes
+from .core.host import host_memory
+from .core.profile import measured_unseen_bytes
 from .core.runtime import Alone, Ranks
 from .core.types import Hardware, World
 from .planning import Subject, device_budget, plan_for, subject_of

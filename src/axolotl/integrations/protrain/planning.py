@@ -24,6 +24,7 @@ from .args import FORCED, ProTrainArgs, args_from, overrides
 from .core import profile
 from .core.cost import MemoryModel, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
+from .core.host import host_memory, mapped_bytes
 from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner, with_measured
 from .core.runtime import Ranks
@@ -470,10 +471,10 @@ def plan_here(
         for name, param in model.named_parameters()
         if param.device.type == "cpu" and name not in absent
     ]
-    mapped = profile.mapped_bytes(there)
+    mapped = mapped_bytes(there)
     # the arena of a node takes the place of what each of its ranks has loaded
     loaded = sum(param.nbytes for param in there) - mapped
-    host_bytes = profile.host_memory() + world.local_size * loaded
+    host_bytes = host_memory() + world.local_size * loaded
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )

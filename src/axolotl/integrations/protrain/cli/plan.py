@@ -13,8 +13,9 @@ import torch
 
 from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
+from ..core.host import host_memory
 from ..core.planner import Forecast, Planner
-from ..core.profile import GPUS, gpu_hardware, host_memory
+from ..core.profile import GPUS, gpu_hardware
 from ..core.types import Hardware, Update, World
 from ..offline.meta_model import load_meta_model
 from ..planning import Subject, plan_for, subject_of, this_machine

@@ -6,8 +6,6 @@ from .cards import GPUS, gpu_hardware
 from .emulation import Emulation, Target, outputs_as_fp32
 from .hardware import (
     device_memory,
-    host_memory,
-    mapped_bytes,
     measure_collectives,
     measure_hardware,
     measured_unseen_bytes,

@@ -1,4 +1,4 @@
-"""What this machine gives: free memory, and rates measured in about a second.
+"""What this machine gives: free device memory, and rates measured in about a second.
 
 Rates are timed with the objects that training uses: the streams and pinned
 memory of `core/runtime`, its host thread, and fused torch AdamW. Figures are medians.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -35,20 +33,6 @@ MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Larger than the caches, small enough for the time this may take."""
 _NUM_KERNELS = 300
-_CGROUPS = {
-    # by controllers: where it is mounted, the limit, what is taken, keys of its pages
-    "": ("", "memory.max", "memory.current", ""),
-    "memory": (
-        "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_",
-    ),
-}
-"""The unified hierarchy and the memory controller of version 1."""
-
-HOST_RESERVE_BYTES = 1 << 30
-"""Left to the operating system, the dataloader and the tokenizer."""
 
 
 def measure_hardware(
@@ -111,58 +95,6 @@ def device_memory(device: torch.device) -> int:
     free, _total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + cached
-
-
-def host_memory(
-    mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int:
-    """Bytes that this process may still take: the machine's or those of its cgroups.
-
-    Pages of files, weights for example, are given up where memory is asked for.
-    """
-    available = [psutil.virtual_memory().available, *_cgroups_leave(mounted, own)]
-    return max(min(available) - HOST_RESERVE_BYTES, 0)
-
-
-def mapped_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of those host tensors that are pages of files: nothing is freed with them."""
-    listing, found = Path("/proc/self/maps"), []
-    for line in listing.read_text().splitlines() if listing.is_file() else ():
-        addresses, _, _, _, _, *path = line.split(maxsplit=5)
-        # a file without a name is memory that processes share
-        if path and path[0].startswith("/") and not path[0].endswith(" (deleted)"):
-            found.append([int(address, 16) for address in addresses.split("-")])
-    ends = [end for _, end in found]
-
-    def is_mapped(address: int) -> bool:
-        at = bisect_right(ends, address)
-        return at < len(found) and found[at][0] <= address
-
-    return sum(t.nbytes for t in tensors if is_mapped(t.data_ptr()))
-
-
-def _cgroups_leave(mounted: Path, own: Path) -> Iterator[int]:
-    """Bytes that each cgroup with a limit leaves: its own one's and those above it."""
-    for line in own.read_text().splitlines() if own.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in _CGROUPS:
-            continue
-        root, limited, taken, prefix = _CGROUPS[controllers]
-        below = Path(path.lstrip("/"))
-        # in a container the path may be the host's: then the root is its own
-        for folder in (mounted / root / part for part in (below, *below.parents)):
-            files = [folder / name for name in (limited, taken, "memory.stat")]
-            if not all(file.is_file() for file in files):
-                continue
-            limit, used, stat = (file.read_text() for file in files)
-            # "max" where there is none
-            if limit.strip().isdigit():
-                pages = dict(line.split() for line in stat.splitlines())
-                active, inactive = (
-                    int(pages.get(f"{prefix}{kind}_file", 0))
-                    for kind in ("active", "inactive")
-                )
-                yield int(limit) - max(int(used) - active - inactive, 0)
 
 
 _HIGHEST = ("kernel_s", "unseen_bytes")

@@ -21,6 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..host import processors
+
+BUSY_THREADS = 2
+"""Of each rank: the one that queues work, and autograd's."""
 POISON_BYTE = 0xFF
 """Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
 
@@ -340,7 +344,7 @@ class CudaDevice(Device):
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # launchers set OMP_NUM_THREADS=1, which would make host updates crawl
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.host_threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        self.host_threads = max(1, processors() // ranks - BUSY_THREADS)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._peak = 0
 
