@@ -68,7 +68,7 @@ SESSION, VIEWING = "session.py", "viewing.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
 DEFERRING = "optim/deferred.py"
 STAGING = "runtime/staging.py"
-CACHE, HARDWARE = "profile/cache.py", "profile/hardware.py"
+CACHE = "profile/cache.py"
 CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
 
 STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
@@ -377,14 +377,21 @@ MUTANTS = (
     ),
     Mutant(
         "limits of the cgroups above are not seen",
-        HARDWARE,
+        "host.py",
         "(below, *below.parents)",
         "(below,)",
         MEASURED,
     ),
     Mutant(
+        "a container's quota of processors is not seen",
+        "host.py",
+        "if quota.isdigit():",
+        "if not quota:",
+        MEASURED,
+    ),
+    Mutant(
         "weights that are pages of files are taken to free memory",
-        HARDWARE,
+        "host.py",
         " if is_mapped(t.data_ptr())",
         " if t is None",
         MEASURED,

@@ -779,5 +779,6 @@ def test_optimizer_state_is_that_of_the_optimizer(
     in_8_bits = num_params - embedding
     expected = 8 * embedding + (2 + 8 / 256) * in_8_bits
     assert state == pytest.approx(expected, rel=0.001)
-    assert host["gradients"] == host["arena"]
+    # each chunk of the arena begins on a page
+    assert host["gradients"] == pytest.approx(host["arena"], rel=1e-4)
     assert device["update operands"] > 0

@@ -32,6 +32,7 @@ from .core.session import Options, Session
 from .data_parallel import ignore_in_ddp
 from .planning import adapter_names, compile_keys, plan_here
 from .recovery import Recovery
+from .report.forecast import format_bytes
 from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
@@ -179,6 +180,15 @@ class TrainingRun:
             self.ranks,
             absent,
         )
+        if pageable := opened.pageable_bytes:
+            line = (
+                f"{format_bytes(pageable)} of host memory could not be page-locked: "
+                "copies from and to them take several times as long. Raise the limit "
+                "(`ulimit -l`, `--ulimit memlock=-1` of a container; WSL2 locks a part "
+                "of its memory only), or page less."
+            )
+            self.report.notes.append(line)
+            self.log.warning(line)
         if self.ranks.world.size > 1:
             self._undo.callback(ignore_in_ddp(model, self.session.host_kept))
 

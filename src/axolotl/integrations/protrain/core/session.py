@@ -423,7 +423,7 @@ class Session:
         trained = [chunk for chunk in new if chunk.trainable]
         moving = [chunk for chunk in on_host if chunk.index not in stay]
         self._ring.take(plan)
-        region = self.arena.add(new)
+        self.arena.add(new)
         ranks.together(partial(self._residence.move_in, moving, self._ring.buffer_of))
         if ranks.world.num_nodes > 1:
             # what trains begins everywhere as it does on rank 0, as under DDP
@@ -431,15 +431,13 @@ class Session:
         # not before: pages are committed as chunks move in
         if plan.shards > 1:
             self.arena.forget_pages()
-            # of what trains each rank sends whole tensors home
-            regions = [
-                self.arena.chunk(chunk.index)
-                if chunk.trainable
-                else self._ring.source(chunk.index)
-                for chunk in new
-            ]
-        else:
-            regions = [] if region is None else [region]
+        # of what trains each rank sends whole tensors home
+        regions = [
+            self._ring.source(chunk.index)
+            if plan.shards > 1 and not chunk.trainable
+            else self.arena.chunk(chunk.index)
+            for chunk in new
+        ]
         for region in (*regions, *self._memory.add(trained)):
             self.device.pin(region)
             self._pinned.append(region)

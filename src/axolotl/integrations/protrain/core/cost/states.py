@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from ..layout import (
-    ALIGNMENT_BYTES,
     aligned,
     main_chunk,
     padded_bytes,
@@ -275,15 +274,13 @@ def host_state_bytes(
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
     gradients = sum(main_chunk(chunk, held.sums_fp32).nbytes for chunk in trained)
-    # several ranks map it, each chunk from a page of its own
-    alignment = PAGE_BYTES if several else ALIGNMENT_BYTES
     if several and workload.accumulation > 1:
         # sums of each, and their average
         gradients += ranks * gradients
     managed = sum(workload.managed_bytes.values())
     managed -= sum(held.managed[chunk.index] for chunk in trained)
     return HostBytes(
-        arena=sum(aligned(padded_bytes(c, shards), alignment) for c in kept),
+        arena=sum(aligned(padded_bytes(c, shards), PAGE_BYTES) for c in kept),
         gradients=gradients,
         masters=sum(held.rests[chunk.index] for chunk in trained),
         moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,

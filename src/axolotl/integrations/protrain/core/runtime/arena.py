@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..layout import ALIGNMENT_BYTES, aligned, padded_bytes, shard_bytes
+from ..layout import aligned, padded_bytes, shard_bytes
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
 from .ranks import Alone, Ranks
@@ -32,9 +32,10 @@ class Arena:
     independent tensors, and a mapping lives as long as any of them.
 
     Args:
-        chunks: The chunks to hold from the start, each at an offset of its own.
-        ranks: Whose node shares the memory; every rank then makes the same calls, and
-            each chunk begins on a page. None for a process alone.
+        chunks: The chunks to hold from the start, each from a page of its own, so that
+            it can be page-locked alone.
+        ranks: Whose node shares the memory; every rank then makes the same calls. None
+            for a process alone.
         shards: Each chunk has room for so many equal ones.
         shows: What is written into a `copy_on_write` must be told from the rest, also
             where no other rank shares it.
@@ -50,8 +51,6 @@ class Arena:
         self._ranks = ranks or Alone()
         self._shards = shards
         self._in_files = shows or self._ranks.world.local_size > 1
-        # a rank page-locks no memory of another
-        self._unit = PAGE_BYTES if self._ranks.world.size > 1 else ALIGNMENT_BYTES
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
         self._files: dict[mmap.mmap, int] = {}
         self.nbytes = 0
@@ -66,7 +65,7 @@ class Arena:
         Returns:
             Their mapping as one uint8 tensor, None when it is empty.
         """
-        sizes = [aligned(padded_bytes(c, self._shards), self._unit) for c in chunks]
+        sizes = [aligned(padded_bytes(c, self._shards), PAGE_BYTES) for c in chunks]
         nbytes = sum(sizes)
         if not nbytes:
             return None

@@ -77,6 +77,8 @@ class Device:
         communicate: Collectives with other ranks.
         stall_s: Seconds that compute has waited for a transfer.
         host_threads: Intra-op threads for host updates, None for torch's own number.
+        pageable_bytes: Of host memory that should be page-locked and is not: copies from
+            and to it take several times as long and hide behind nothing.
     """
 
     torch_device: torch.device
@@ -85,6 +87,7 @@ class Device:
     communicate: Stream
     host_threads: int | None = None
     stall_s = 0.0
+    pageable_bytes = 0
 
     @property
     def compute(self) -> Stream:
@@ -104,7 +107,10 @@ class Device:
         raise NotImplementedError
 
     def pin(self, host: Tensor) -> None:
-        """Page-lock a host buffer so that copies from and to it can overlap."""
+        """Page-lock a host buffer so that copies from and to it can overlap.
+
+        What the system refuses stays as it is, in `pageable_bytes`.
+        """
 
     def unpin(self, host: Tensor) -> None:
         """Undo `pin`. No copy may be in flight."""
@@ -347,6 +353,7 @@ class CudaDevice(Device):
         self.host_threads = max(1, processors() // ranks - BUSY_THREADS)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._peak = 0
+        self._pageable: dict[int, int] = {}
 
     @property
     def compute(self) -> Stream:
@@ -364,16 +371,20 @@ class CudaDevice(Device):
 
     def pin(self, host: Tensor) -> None:
         # the stock pinned allocator rounds up to powers of two
-        self._check(
-            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0),
-            f"page-locking {host.nbytes} bytes of host memory",
-        )
+        address, nbytes = host.data_ptr(), host.nbytes
+        if self._failed(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)):
+            self._pageable[address] = nbytes
+            self.pageable_bytes += nbytes
 
     def unpin(self, host: Tensor) -> None:
-        self._check(
-            torch.cuda.cudart().cudaHostUnregister(host.data_ptr()),
-            "releasing page-locked host memory",
-        )
+        address = host.data_ptr()
+        if address in self._pageable:
+            self.pageable_bytes -= self._pageable.pop(address)
+            return
+        status = torch.cuda.cudart().cudaHostUnregister(address)
+        if self._failed(status):
+            name = torch.cuda.cudart().cudaGetErrorString(status)
+            raise RuntimeError(f"CUDA: {name} while releasing page-locked host memory.")
 
     def wait_stalled(self, event: Event) -> None:
         if event.query():
@@ -406,18 +417,14 @@ class CudaDevice(Device):
         self._waits = self._waits[len(finished) :]
         self.stall_s += sum(b.elapsed_time(a) for b, a in finished) / 1000
 
-    def _check(self, status: Any, what: str) -> None:
+    def _failed(self, status: Any) -> bool:
         if int(status) == 0:
-            return
+            return False
         # CUDA remembers the failure until somebody asks, as each launch of torch does:
         # this one, so that the next operator of the model does not raise it
         with suppress(RuntimeError):
             self.allocate(1).fill_(1)
-        name = torch.cuda.cudart().cudaGetErrorString(status)
-        raise RuntimeError(
-            f"CUDA: {name} while {what}. The limit on locked memory (ulimit -l) or the "
-            "host itself may be too small; protrain_cpu_capacity_bytes bounds the use."
-        )
+        return True
 
 
 def asked_bytes(error: torch.OutOfMemoryError) -> int:

@@ -159,6 +159,10 @@ class CheckedDevice(Device):
         return self._device.stall_s
 
     @property
+    def pageable_bytes(self) -> int:  # type: ignore[override]
+        return self._device.pageable_bytes
+
+    @property
     def compute(self) -> Stream:
         return _CheckedStream(self, self._device.compute, self._compute)
 
