@@ -1,8 +1,8 @@
 """Axolotl plugins for the tests: an operator of the second step finds no memory.
 
 Each plugin fails in one place: the second micro-batch's forward or backward, the
-clipping before the update, or the update itself. One fails again when the step is
-repeated, and one asks for more than there is under any plan.
+clipping before the update, or the update itself. Some fail again when the step is
+repeated, one in the words of cuBLAS, and one asks for more than there is under any plan.
 """
 
 from __future__ import annotations
@@ -21,53 +21,62 @@ ASKED_BYTES = 4096
 
 
 class FailingPlugin(BasePlugin):
-    """Raises `torch.OutOfMemoryError`."""
+    """Raises `error`, some times."""
 
     where: str
     times = 1
-    asked_bytes = ASKED_BYTES
+    error: RuntimeError = torch.OutOfMemoryError(
+        f"Tried to allocate {ASKED_BYTES} bytes."
+    )
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
-        return [_Fail(_Operators(_PLACES[self.where], self.times, self.asked_bytes))]
+        return [_Fail(_Operators(_PLACES[self.where], self.times, self.error))]
 
 
-class FailInForward(FailingPlugin):
+class FailForward(FailingPlugin):
     where = "forward"
 
 
-class FailInBackward(FailingPlugin):
+class FailBackward(FailingPlugin):
     where = "backward"
 
 
-class FailInClipping(FailingPlugin):
+class FailClipping(FailingPlugin):
     where = "clipping"
 
 
-class FailInUpdate(FailingPlugin):
+class FailUpdate(FailingPlugin):
     where = "update"
 
 
-class FailTwice(FailingPlugin):
+class FailThrice(FailingPlugin):
     where = "forward"
-    times = 2
+    times = 3
+    error = RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
+
+
+class FailFourTimes(FailThrice):
+    times = 4
 
 
 class FailWithoutMeasure(FailingPlugin):
     where = "backward"
-    asked_bytes = 2**30
+    error = torch.OutOfMemoryError("Tried to allocate 1.00 GiB.")
 
 
 class _Operators(TorchDispatchMode):
     """Counts forwards by their embeddings, and raises where it is told to."""
 
     def __init__(
-        self, place: Callable[[str, int], bool], times: int, asked_bytes: int
+        self, place: Callable[[str, int], bool], times: int, error: RuntimeError
     ) -> None:
         super().__init__()
         self._place = place
         self._num_forwards = 0
         self._times_left = times
-        self._asked_bytes = asked_bytes
+        self._error = error
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -76,9 +85,7 @@ class _Operators(TorchDispatchMode):
         self._num_forwards += name == "embedding"
         if self._times_left and self._place(name, self._num_forwards):
             self._times_left -= 1
-            raise torch.OutOfMemoryError(
-                f"Tried to allocate {self._asked_bytes} bytes."
-            )
+            raise type(self._error)(*self._error.args)
         return func(*args, **(kwargs or {}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from axolotl_jobs import (
@@ -26,7 +27,7 @@ STEPS = {"gradient_accumulation_steps": 2, "max_steps": 4}
 
 
 def failing(where: str) -> dict[str, list[str]]:
-    plugin = f"failing_plugin.FailIn{where.capitalize()}"
+    plugin = f"failing_plugin.Fail{where.capitalize()}"
     return {"plugins": [PROTRAIN, SEEDING, plugin]}
 
 
@@ -65,9 +66,20 @@ def test_training_goes_on(run: Run, jobs: Pair) -> None:
     assert "ProTrain plan (notch)" in paged.log
 
 
+def test_others_may_take_more_and_more(run: Run) -> None:
+    """Plan after plan is smaller, and each time the step is the same."""
+    jobs = lora("thrice", overrides(4, 0))
+    paged, plain = run(jobs.paged), run(jobs.plain)
+    assert_equal(paged, plain)
+    notches = paged.report["notches"]
+    assert [notch["step"] for notch in notches] == [STEP] * 3
+    plans = [notch["from"] for notch in notches] + [notches[-1]["to"]]
+    assert all(one != next for one, next in pairwise(plans))
+
+
 ERRORS = {
-    "FailInUpdate": ("in update", "half done", 0),
-    "FailTwice": ("in forward", "under a smaller plan already", 1),
+    "FailUpdate": ("in update", "half done", 0),
+    "FailFourTimes": ("in forward", "under a smaller plan already, 3 times", 3),
     "FailWithoutMeasure": ("in backward", "no smaller plan", 0),
 }
 

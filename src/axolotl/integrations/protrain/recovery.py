@@ -1,4 +1,4 @@
-"""A step that ran out of device memory is taken again from its start, once.
+"""A step that ran out of device memory is taken again from its start.
 
 All that a step does runs through `StepRecovery.attempt`, which remembers it: random
 numbers go back, a smaller plan is taken, and all of it is done again.
@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from .core.errors import BudgetError, DeviceMemoryError
 from .core.planner import Planner
-from .core.runtime import asked_bytes
+from .core.runtime import asked_bytes, is_shortage
 from .report.forecast import format_bytes
 from .report.run import RunReport
 from .versions import COUNTERS
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_TWICE = "the step was under a smaller plan already"
+MAX_REPEATS = 3
+"""Of one step: what else uses the device may take more meanwhile."""
+_REPEATED = "the step was under a smaller plan already"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class StepRecovery:
     def __init__(
         self,
         device: torch.device,
-        measure: Callable[[torch.OutOfMemoryError, str], Shortage],
+        measure: Callable[[RuntimeError, str], Shortage],
         lower: Callable[[Shortage], None],
     ) -> None:
         self._device, self._measure, self._lower = device, measure, lower
@@ -94,25 +96,28 @@ class StepRecovery:
         """`act`'s result, if need be under a smaller plan, which may fail as well."""
         if not self._rewinds:
             self._rewinds = _rewinds(self._device, self._trainer)
-        try:
-            result = act()
-        except torch.OutOfMemoryError as error:
-            shortage = self._measure(error, phase)
-            traceback.clear_frames(error.__traceback__)
-        else:
-            self._done.append(act)
-            return result
-        # the error is gone, and with it the tensors that its traceback held
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self._lower(shortage)
-        for rewind in self._rewinds:
-            rewind()
-        for again in (*self._done, act):
-            result = again()
-        self._done.append(act)
-        return result
+        before: list[Callable[[], Any]] = []
+        while True:
+            try:
+                for again in before:
+                    again()
+                result = act()
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                shortage = self._measure(error, phase)
+                traceback.clear_frames(error.__traceback__)
+            else:
+                self._done.append(act)
+                return result
+            # the error is gone, and with it the tensors that its traceback held
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._lower(shortage)
+            before = self._done
+            for rewind in self._rewinds:
+                rewind()
 
 
 class Recovery(StepRecovery):
@@ -133,14 +138,15 @@ class Recovery(StepRecovery):
         planner: Planner | None,
     ) -> None:
         self._run, self._report, self._planner = run, report, planner
-        self._repeated = self._updating = False
+        self._repeats, self._updating = 0, False
         super().__init__(device, self._shortage, self._smaller)
 
     def begin(self, trainer: Trainer | None) -> None:
         """An optimizer step begins, or the last one has ended."""
         super().begin(trainer)
         self._step = trainer.state.global_step + 1 if trainer else 0
-        self._repeated = self._repeated and trainer is None
+        if trainer is not None:
+            self._repeats = 0
 
     def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Look for room before an update, not while it changes weights."""
@@ -155,12 +161,12 @@ class Recovery(StepRecovery):
         before_step = optimizer.register_step_pre_hook(before)
         return [before_step, optimizer.register_step_post_hook(after)]
 
-    def explain(self, error: torch.OutOfMemoryError) -> NoReturn:
+    def explain(self, error: RuntimeError) -> NoReturn:
         """Raise what an error means that no smaller plan has averted."""
-        phase, why = "forward", _TWICE
+        phase, why = "forward", _REPEATED
         if self._updating:
             phase, why = "update", "the update was half done, so it cannot be repeated"
-        elif not self._repeated:
+        elif not self._repeats:
             phase = "what is no training step" if self._run.session else "loading"
             why = "only forward, backward and update can be repeated"
         shortage = self._shortage(error, phase)
@@ -176,7 +182,7 @@ class Recovery(StepRecovery):
         made = session.device_optimizer_bytes()
         session.device.probe(max(update.moments - made, 0) + update.working)
 
-    def _shortage(self, error: torch.OutOfMemoryError, phase: str) -> Shortage:
+    def _shortage(self, error: RuntimeError, phase: str) -> Shortage:
         """What an error says; `forward` may have been backward too."""
         ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if phase == "forward" and torch.autograd.backward.__code__ in ran:
@@ -189,8 +195,8 @@ class Recovery(StepRecovery):
 
     def _smaller(self, shortage: Shortage) -> None:
         """Take the fastest plan that has room for what was missing, if there is one."""
-        if self._repeated:
-            raise self._refusal(shortage, _TWICE)
+        if self._repeats == MAX_REPEATS:
+            raise self._refusal(shortage, f"{_REPEATED}, {MAX_REPEATS} times")
         if self._planner is None:
             why = "a step of several ranks cannot be repeated by one of them"
             raise self._refusal(shortage, why)
@@ -205,7 +211,7 @@ class Recovery(StepRecovery):
             )
         except BudgetError as error:
             raise self._refusal(shortage, "no smaller plan leaves that room") from error
-        self._repeated = True
+        self._repeats += 1
         self._run.replan(forecast)
         self._report.replanned(self._step, asdict(shortage), forecast)
         self._run.log.warning(

@@ -29,6 +29,7 @@ from .core.checkpoint import (
     restored_on_failure,
     staged,
 )
+from .core.runtime import is_shortage
 from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
 from .run import TrainingRun
@@ -69,8 +70,8 @@ class ProTrainTrainerMixin(_Mixed):
             result = super().train(*args, **kwargs)
             failed = False
             return result
-        except torch.OutOfMemoryError as error:
-            if self.protrain.report is not None:
+        except RuntimeError as error:
+            if self.protrain.report is not None and is_shortage(error):
                 self.protrain.recovery.explain(error)
             raise
         finally:

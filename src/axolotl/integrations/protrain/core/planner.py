@@ -6,6 +6,7 @@ The one planner: training and the dry run both ask it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from .cost import StepTime
@@ -70,12 +71,14 @@ class Planner(Search):
     ) -> Forecast:
         """The fastest plan that leaves room for what `plan` did not foresee.
 
-        Its peak is lower by what was asked for, else by as much as is possible, and
-        what was unplanned comes on top of it.
+        Its peak is lower by what was asked for than what `plan` had, which is less than
+        its own where others use the device; else by as much as is possible. What was
+        unplanned comes on top of it.
 
         Args:
             plan: What ran.
-            unplanned_bytes: What the step took beyond the plan's predicted peak.
+            unplanned_bytes: What the step took beyond the plan's predicted peak; negative
+                where others had the rest.
             asked_bytes: What could not be allocated.
             movable: Chunks that may go from the device to the host; none comes back.
 
@@ -99,9 +102,12 @@ class Planner(Search):
         budget = self._budget
         peak = self.memory.device(plan).peak_bytes
         room = budget.usable_bytes - max(unplanned_bytes, 0)
-        try:
-            lower = fastest(peak - asked_bytes)
-        except BudgetError:
+        had = peak + min(unplanned_bytes, 0)
+        for below in (had - asked_bytes, had - 1):
+            with suppress(BudgetError):
+                lower = fastest(min(below, peak - 1))
+                break
+        else:
             lower = fastest(peak - 1)
         return self.forecast(replace(lower, origin="notch"))
 

@@ -427,7 +427,18 @@ class CudaDevice(Device):
         return True
 
 
-def asked_bytes(error: torch.OutOfMemoryError) -> int:
+SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""What errors of the driver, Triton, cuBLAS and cuDNN say where torch's do not."""
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether the device had no memory for what failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in SHORTAGES)
+
+
+def asked_bytes(error: RuntimeError) -> int:
     """What could not be allocated, as the error words it; 0 if it does not say."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     said = re.search(r"allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
