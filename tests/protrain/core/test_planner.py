@@ -154,9 +154,7 @@ def test_a_smaller_plan_is_the_fastest_plan_that_can_be_reached(
 
     # where others use the device the plan had less than it was promised
     had = before.device_bytes + min(unplanned, 0)
-    lower = (
-        reached(had - asked) or reached(had - 1) or reached(before.device_bytes - 1)
-    )
+    lower = reached(had - asked) or reached(had - 1) or reached(before.device_bytes - 1)
 
     def replan() -> Forecast:
         return planner(case, device_bytes).replan(

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -49,6 +50,32 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
         raise click.ClickException(str(error)) from error
     click.echo(verdict.text())
     sys.exit(0 if verdict.passed else 1)
+
+
+@protrain.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print an object for reports.")
+def _doctor(as_json: bool) -> None:
+    """Look at this machine: what paged training gets from it, and what is in the way.
+
+    Takes a minute at most. Exit code 0: nothing is; 2: training would work, but badly;
+    3: it would not.
+    """
+    with _silence():
+        # imported here: `axolotl --help` reads this module
+        import torch
+
+        from . import doctor
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        lines = list(doctor.findings(device))
+    if as_json:
+        click.echo(json.dumps(doctor.as_json(lines), indent=2))
+    else:
+        for line in lines:
+            click.echo(f"{line.level:4} {line.name}: {line.found}")
+            if line.advice:
+                click.echo(textwrap.indent(textwrap.fill(line.advice, 74), " " * 6))
+    sys.exit(doctor.EXIT_CODES[doctor.worst(lines)])
 
 
 class _Unplanned(click.ClickException):
