@@ -29,6 +29,8 @@ from axolotl_jobs import Job, Result, Workers, differences, history_differences
 from matrix import Cell
 from saving_jobs import difference
 
+from axolotl.integrations.protrain.refusals import EXCLUDED, PLACES
+
 CELLS: tuple[Cell, ...] = (
     *matrix_families.CELLS,
     *matrix_bases.CELLS,
@@ -137,7 +139,7 @@ def write(versions: Mapping[str, str], entries: Iterable[Entry]) -> None:
         "cells": [asdict(entry) for entry in entries],
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    DOCUMENT.write_text(render(versions, entries))
+    DOCUMENT.write_text(render(versions, entries) + refused_keys())
 
 
 HEADER = """\
@@ -167,6 +169,27 @@ def render(versions: Mapping[str, str], entries: Iterable[Entry]) -> str:
     for heading, cells in tables.items():
         parts.append(f"## {heading}\n\n{_table(cells)}")
     return "\n".join(parts)
+
+
+REFUSED_KEYS = """
+## Keys that are refused
+
+With any value, or with some, which the message then names; what decides where weights
+live is ProTrain's to decide.
+
+| key | why | way out |
+| --- | --- | --- |
+"""
+
+
+def refused_keys() -> str:
+    """The table behind the refusals, keys of one reason together."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for row in EXCLUDED:
+        keys.setdefault((row.why, row.way_out), []).append(f"`{row.key}`")
+    keys["decides where weights live", "Remove the key"] = [f"`{k}`" for k in PLACES]
+    rows = [f"| {', '.join(k)} | {' | '.join(why)} |\n" for why, k in keys.items()]
+    return REFUSED_KEYS + "".join(rows)
 
 
 def _table(cells: list[Entry]) -> str:
