@@ -25,6 +25,8 @@ ELSEWHERE = {
     "_set_base_training_args",
     # of instances
     "_parameters",
+    # of named tuples
+    "_replace",
 }
 
 
