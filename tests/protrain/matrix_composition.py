@@ -349,6 +349,15 @@ CELLS: tuple[Cell, ...] = (
         tolerance=2e-5,
         reason=ROUNDS,
     ),
+    *(
+        Cell(
+            "Compiled blocks",
+            "two ranks",
+            base,
+            pair("llama", keys, COMPILED, plan=HALF | COMPILE, num_ranks=2),
+        )
+        for base, keys in BASES.items()
+    ),
     Cell(
         "Compiled blocks",
         "`load_in_8bit`",

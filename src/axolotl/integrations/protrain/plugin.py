@@ -173,11 +173,6 @@ def _check_machine(cfg: Any) -> None:
             "would copy the model to each. Launch a process for each (--launcher "
             f"torchrun -- --nproc_per_node {num_gpus}), or set CUDA_VISIBLE_DEVICES=0."
         )
-    if cfg.torch_compile and (cfg.world_size or 1) > 1:
-        raise ConfigError(
-            "torch_compile: compiled blocks of several ranks ended in aborts when tried "
-            "on CPUs. Remove the key, or launch one process."
-        )
     if cfg.fp16:
         # set by Axolotl where bf16 is left to it and no GPU offers bf16
         raise ConfigError(

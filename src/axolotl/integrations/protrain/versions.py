@@ -31,6 +31,7 @@ NAMES = {
     "torch._C": "_RestorePythonTLSSnapshot _current_graph_task_id "
     "_will_engine_execute_node",
     "torch.autograd": "_get_sequence_nr",
+    "torch._dynamo.config": "optimize_ddp",
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.nn.utils.stateless": "_reparametrize_module",

@@ -11,6 +11,12 @@ address. That is right for the same reason: the window of the block is open in b
 and its weights lie where they lay (Note [Stable addresses] in slots.py). What a graph
 saves passes the saved-tensor hooks, so recompute and swap see it. CUDA graphs would not
 be right: they keep results in memory of their own, which the next replay overwrites.
+
+# Note [Compiled under DDP]
+
+Inside a forward of DDP, Dynamo cuts graphs where DDP's buckets end, so that reductions
+begin earlier. DDP reduces no paged weight, and the process aborts when a graph that was
+cut is followed by another trace.
 """
 
 from __future__ import annotations
@@ -38,7 +44,9 @@ class CompiledForward:
         block.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        # see Note [Compiled under DDP]
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         if self._own is not None:
