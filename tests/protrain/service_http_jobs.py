@@ -9,13 +9,16 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import zstandard
 from httpx import ASGITransport, AsyncClient
 from hypothesis import HealthCheck, given, settings, strategies as st
 from service_jobs import create, rows, saved, service, step
 from starlette.testclient import TestClient
 
+from axolotl.integrations.protrain.service import http
 from axolotl.integrations.protrain.service.http import app_of
 from axolotl.integrations.protrain.service.messages import MESSAGES
 
@@ -156,6 +159,97 @@ def attacked(path: Path, count: int) -> dict[str, Any]:
         after = {k: v for k, v in saved(served, "a").items() if k[:4] != "grad"}
         changed = [key for key, v in after.items() if not torch.equal(before[key], v)]
     return {"statuses": statuses, "changed": changed}
+
+
+def misused(path: Path) -> dict[str, Any]:
+    """Status and words of answers to those who misuse the protocol."""
+    told: dict[str, Any] = {}
+    with (
+        service(path) as served,
+        TestClient(app_of(served, None)) as client,
+        patch.object(http, "WAIT_S", 0.2),
+        patch.object(http, "BODY_S", 0.2),
+    ):
+
+        def post(what: str, route: str, **given: Any) -> Any:
+            answer = client.post(f"/api/v1/{route}", **given)
+            told[what] = (answer.status_code, answer.text)
+            return answer.json()
+
+        create(served, "a")
+        rate = {"model_id": "a", "adam_params": {"learning_rate": -1}, "seq_id": 1}
+        post("rate", "optim_step", json=rate)
+        rows_of_two = a_pass("a", 1, seq_id=2)
+        ranks = rows_of_two["forward_backward_input"]["data"][0]["loss_fn_inputs"]
+        ranks["weights"]["shape"] = [1, 2]
+        post("shape", "forward_backward", json=rows_of_two)
+        post("a pass after", "forward_backward", json=a_pass("a", 1, seq_id=3))
+        post("its answer", "retrieve_future", json={"request_id": "a:3"})
+        post("a gap", "forward_backward", json=a_pass("a", 1, seq_id=5))
+        post("its wait", "retrieve_future", json={"request_id": "a:5"})
+        post("fills it", "save_weights", json={**NAMED, "seq_id": 4})
+        post("saved", "retrieve_future", json={"request_id": "a:4"})
+        post("otherwise", "save_weights", json={**NAMED, "path": "y", "seq_id": 4})
+        post("same name", "save_weights", json={**NAMED, "seq_id": 6})
+        post("kept", "retrieve_future", json={"request_id": "a:6"})
+        post("replaces", "save_weights", json={**NAMED, "seq_id": 7, "overwrite": True})
+        post("replaced", "retrieve_future", json={"request_id": "a:7"})
+        post("ttl", "save_weights", json={**NAMED, "ttl_seconds": 3600})
+        unnamed = {"model_id": "a", "sampling_session_seq_id": 0}
+        post("unnamed", "save_weights_for_sampler", json=unnamed)
+        for what, name in (("NUL", "a\0b"), ("up", "../x"), ("long", "n" * 4096)):
+            post(what, "save_weights", json={**NAMED, "path": name})
+        broken = a_pass("a", 1)
+        fields = broken["forward_backward_input"]["data"][0]["loss_fn_inputs"]
+        fields["target_tokens"]["data"][0] = 7.5
+        post("token 7.5", "forward_backward", json=broken)
+        lora = {"rank": 4, "alpha": 8}
+        asked = {"session_id": "s", "model_seq_id": 0, "base_model": BASE}
+        post("alpha", "create_model", json={**asked, "lora_config": lora})
+        body, zstd = as_protobuf("a", 1), {**PROTOBUF, "content-encoding": "zstd"}
+        packed = zstandard.ZstdCompressor().compress(body)
+        for what, cut in (("cut", packed[:-9]), ("two", packed * 2)):
+            post(what, "forward_backward", content=cut, headers=zstd)
+        bomb = zstandard.ZstdCompressor().compress(bytes(http.MOST_BYTES + 1))
+        post("bomb", "forward_backward", content=bomb, headers=zstd)
+        post(
+            "rows",
+            "forward",
+            content=b"\x0a\x01a" + b"\x1a\0" * 10**5,
+            headers=PROTOBUF,
+        )
+        post("deep", "optim_step", content=b'{"a":' * 10**5)
+        junk = b'{"model_id":"a","forward_input":{"loss_fn":"x","data":[%s0]}}'
+        post("junk", "forward", content=junk % (b"0," * 10**6))
+        chunks = (bytes(1 << 20) for _ in range(65))
+        post("chunked", "forward_backward", content=chunks)
+        post("page", "get_info", json={"model_id": "a"}, headers={"origin": "x"})
+
+        async def slowly(message: dict[str, Any] | None) -> None:
+            async def receive() -> Any:
+                if message is None:
+                    await asyncio.sleep(60)
+                return message
+
+            async def send(message: Any) -> None:
+                told.setdefault("slow" if slow else "gone", message.get("status"))
+
+            slow = message is None
+            scope = {"type": "http", "method": "POST", "path": "/api/v1/get_info"}
+            scope |= {"query_string": b"", "headers": []}
+            await app_of(served, None)(scope, receive, send)
+
+        (served.folder / "a/weights/x/state.json").write_text("{")
+        damaged = {"tinker_path": "tinker://a/weights/x"}
+        post("damaged", "weights_info", json=damaged)
+        for message in (None, {"type": "http.disconnect"}):
+            asyncio.run(slowly(message))
+        told["alive"] = client.get("/healthz").status_code
+    told["ended"] = client.get("/healthz").status_code
+    return told
+
+
+NAMED = {"model_id": "a", "path": "x"}
 
 
 def at_once(path: Path, clients: int) -> dict[str, Any]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -14,8 +20,15 @@ from recording_plugin import BATCHES_FILE
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from axolotl.integrations.protrain.service.adapters import REST, WEIGHTS, folder_of
+from axolotl.integrations.protrain.core.errors import ProTrainError
+from axolotl.integrations.protrain.service.adapters import (
+    REST,
+    WEIGHTS,
+    folder_of,
+    read_spec,
+)
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.live import AdamParams
 from axolotl.integrations.protrain.service.losses import Datum
@@ -240,12 +253,13 @@ def not_finite(path: Path) -> tuple[str, bool]:
         return str(error), same and after.keys() == before.keys()
 
 
-def exported(path: Path) -> list[float]:
-    """The largest difference between what the service and PEFT compute, for each row."""
+def exported(path: Path) -> dict[str, list[float]]:
+    """The largest difference between what the service and PEFT compute, for each row: of
+    rows as the service pads them, two at a time to 64 tokens, and of each row alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    data = rows(3)
+    data = rows(3, 4)
     with service(path) as served:
         for name in "ac":
             create(served, name)
@@ -255,13 +269,28 @@ def exported(path: Path) -> list[float]:
         folder = folder_of(served.folder, served.save("c", "end", whole=False).result())
     base = yaml.safe_load(path.read_text())["base_model"]
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model, found = PeftModel.from_pretrained(plain, folder), []
-    for datum, row in zip(data, wanted, strict=True):
-        logits = model(datum.tokens[None]).logits[0].detach()
-        targets = datum.inputs["target_tokens"][:, None]
-        logprobs = logits.log_softmax(-1).gather(1, targets)[:, 0]
-        found.append(float((logprobs - row).abs().max()))
-    return found
+    model = PeftModel.from_pretrained(plain, folder)
+
+    def differences(size: int, length: int | None) -> list[float]:
+        found = []
+        for first in range(0, len(data), size):
+            some = data[first : first + size]
+            shape = (size, length or some[0].tokens.numel())
+            tokens, mask = torch.zeros(2, *shape, dtype=torch.int64)
+            targets = torch.full_like(tokens, -100)
+            for row, datum in enumerate(some):
+                end = datum.tokens.numel()
+                tokens[row, :end], mask[row, : end + 1] = datum.tokens, 1
+                targets[row, :end] = datum.inputs["target_tokens"]
+            logits = model(input_ids=tokens, attention_mask=mask).logits.detach()
+            flat = logits.flatten(0, 1), targets.flatten()
+            nll = cross_entropy(*flat, reduction="none").view(shape)
+            for row, logprobs in enumerate(wanted[first : first + size]):
+                apart = -nll[row, : logprobs.numel()] - logprobs
+                found.append(float(apart.abs().max()))
+        return found
+
+    return {"padded": differences(2, 64), "alone": differences(1, None)}
 
 
 def save_for_ever(path: Path, told: Path) -> None:
@@ -303,3 +332,134 @@ def resumed(path: Path, last: Mapping[str, int]) -> list[str]:
 def config_of(root: Path, settings: Mapping[str, Any]) -> Path:
     """`config` with other keys."""
     return config(root, **settings)
+
+
+def _refusal(act: Callable[[], Any]) -> str:
+    """Why it is refused, at once or by its future; empty if it is not."""
+    try:
+        found = act()
+        error = found.exception() if isinstance(found, Future) else None
+    except (ProTrainError, ValueError) as raised:
+        error = raised
+    return "" if error is None else str(error)
+
+
+def _differing(found: Saved, wanted: Saved) -> list[str]:
+    return [
+        *(found.keys() ^ wanted.keys()),
+        *(k for k in found.keys() & wanted.keys() if not found[k].equal(wanted[k])),
+    ]
+
+
+def misused(path: Path) -> dict[str, Any]:
+    """What a service says to those who misuse it, and what differs afterwards."""
+    told: dict[str, Any] = {}
+    with service(path, adapter_bytes=1 << 19) as served:
+        told["second server"] = _refusal(lambda: service(path))
+        told["id"] = _refusal(lambda: served.create("../x", 4))
+        told["no layers"] = _refusal(lambda: served.create("none", 4, []))
+        told["eps"] = _refusal(lambda: AdamParams(eps=0.0))
+        told["rate"] = _refusal(lambda: AdamParams(learning_rate=float("nan")))
+        drawn = torch.random.get_rng_state()
+        create(served, "c")
+        served.answer("c", 0).result()
+        told["drawn"] = not drawn.equal(torch.random.get_rng_state())
+        for asked in step(served, "c", 0):
+            asked.result()
+        told["created otherwise"] = _refusal(lambda: served.create("c", 1))
+        told["created alike"] = _refusal(lambda: create(served, "c"))
+
+        first = served.forward_backward("c", rows(1), number=4)
+        told["sent again"] = served.forward_backward("c", rows(1), number=4) is first
+        told["sent otherwise"] = _refusal(
+            lambda: served.forward_backward("c", rows(2), number=4)
+        )
+        told["another kind"] = _refusal(lambda: served.optim_step("c", ADAM, number=4))
+
+        before = saved(served, "c")
+        served.forward_backward("c", rows(1)).result()
+        huge = AdamParams(learning_rate=1e39)
+        told["huge rate"] = _refusal(lambda: served.optim_step("c", huge))
+        after = saved(served, "c")
+        told["after a huge rate"] = [
+            key for key, tensor in after.items() if not tensor.equal(before[key])
+        ]
+
+        served.forward_backward("c", rows(1)).result()
+        before = saved(served, "c")
+        create(served, "a")
+        step(served, "a", 0)[-1].result()
+        memory = torch.OutOfMemoryError("Tried to allocate 1024 bytes")
+        with patch("torch.empty_like", side_effect=memory):
+            told["switch"] = _refusal(lambda: served.forward_backward("c", rows(2)))
+        told["after a switch"] = _differing(saved(served, "c"), before)
+
+        # in the way of what leaves for the disk
+        (served.folder / "_evicted").mkdir(exist_ok=True)
+        (served.folder / "_evicted/_incomplete").touch()
+        names = [f"h{number}" for number in range(8)]
+        told["full disk"] = [_refusal(partial(_begun, served, name)) for name in names]
+        (served.folder / "_evicted/_incomplete").unlink()
+        told["after a full disk"] = _differing(saved(served, "c"), before)
+
+        create(served, "g")
+        passed = served.forward_backward("g", rows(1, 40))
+        waits = served.optim_step("g", ADAM)
+        served.unload("g")
+        # it may have run
+        passed.exception()
+        told["unloaded"] = str(waits.exception())
+        create(served, "g")
+        told["created again"] = float(served.optim_step("c", ADAM).result())
+    told["after the end"] = _refusal(lambda: create(served, "b"))
+    told["ended twice"] = _refusal(served.close)
+    with patch.dict(os.environ, WORLD_SIZE="2"):
+        told["ranks"] = _refusal(lambda: service(path))
+
+    # a save that was killed between its two renames
+    kept = folder_of(served.folder, "tinker://c/weights/now")
+    aside = kept.parent / "_incomplete/replaced"
+    aside.mkdir(parents=True)
+    kept.rename(aside / kept.name)
+    served = service(path)
+    told["killed"] = read_spec(kept).rank
+    create(served, "d-lost")
+    for asked in step(served, "d-lost", 0):
+        asked.result()
+    (served.folder / "d-lost/weights").mkdir(parents=True)
+    (served.folder / "d-lost/weights/_incomplete").touch()
+    told["lost"] = _refusal(served.close)
+    return told
+
+
+def _begun(of: AdapterService, name: str) -> Any:
+    create(of, name)
+    return of.answer(name, 0)
+
+
+def never_closed(path: Path) -> None:
+    """Train, and end without a word."""
+    served = service(path)
+    create(served, "f")
+    for asked in step(served, "f", 0):
+        asked.result()
+    atexit._run_exitfuncs()
+
+
+def together(path: Path) -> list[int]:
+    """Numbers that 8 threads were given, which create and train one adapter at once."""
+    found: list[int] = []
+
+    def client(of: AdapterService) -> None:
+        of.create("t", 2, seed=1)
+        for _ in range(10):
+            found.append(of.forward_backward("t", rows(1)).number)
+
+    with service(path) as served:
+        threads = [Thread(target=client, args=(served,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        served.answer("t", 0).result()
+    return sorted(found)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import service_http_jobs
 import service_jobs
@@ -168,6 +169,76 @@ def test_malformed_requests_change_nothing(served: Path, count: int) -> None:
     assert not found["changed"]
     assert refused > count / 3, found
     assert all(status < 500 for status in found["statuses"]), found
+
+
+def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
+    """What was taken for something else, waited for ever, or filled the memory."""
+    told = call(service_http_jobs.misused, served, at=served.parent)
+    for what, (status, words) in {
+        "rate": (422, "adam_params.learning_rate"),
+        "shape": (422, "one value a token"),
+        "a pass after": (200, "a:3"),
+        "its answer": (200, "loss:sum"),
+        "its wait": (408, "seq_id 4 of a has not arrived"),
+        "saved": (200, "tinker://a/weights/x"),
+        "otherwise": (422, "another request of this number"),
+        "kept": (200, "is there already"),
+        "replaced": (200, "tinker://a/weights/x"),
+        "ttl": (422, "ttl_seconds has to be left out"),
+        "unnamed": (422, "Sampling is not served here"),
+        "NUL": (422, "cannot be a name"),
+        "up": (422, "cannot be a name"),
+        "long": (422, "cannot be a name"),
+        "token 7.5": (422, "are not integers"),
+        "alpha": (422, "lora_config.alpha"),
+        "cut": (422, "not one zstd"),
+        "two": (422, "not one zstd"),
+        "bomb": (413, "the body is more"),
+        "rows": (422, "100000 rows; at most"),
+        "deep": (422, "recursion limit"),
+        "junk": (422, "forward_input.data.0"),
+        "chunked": (413, "the body has more than"),
+        "page": (403, "browsers"),
+        "damaged": (422, "is damaged"),
+    }.items():
+        assert told[what][0] == status and words in told[what][1], (what, told[what])
+    assert (told["slow"], told["gone"]) == (408, 408)
+    assert (told["alive"], told["ended"]) == (200, 503)
+
+
+def test_a_stop_finishes_what_runs_and_saves(served: Path) -> None:
+    """An update that was answered, or that runs when SIGTERM comes, is in `_last`; and
+    until then nobody else gets the folder, whose evicted adapters it would remove."""
+
+    def post(route: str, **body: Any) -> Any:
+        answer = httpx.post(f"{address}/api/v1/{route}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    with server(served) as address:
+        session = post("create_session")["session_id"]
+        named = {"session_id": session, "model_seq_id": 0}
+        created = {"base_model": service_http_jobs.BASE, "lora_config": {"rank": 2}}
+        model = post("create_model", **named, **created)["model_id"]
+        weights = served.parent / "state" / model / "weights"
+        update = {"model_id": model, "adam_params": {"learning_rate": 0.01}}
+        row = service_http_jobs.wire(1)[:1]
+        given = {"loss_fn": "cross_entropy", "data": row}
+        passed = {"model_id": model, "forward_backward_input": given}
+        post("forward_backward", **passed, seq_id=1)
+        post("optim_step", **update, seq_id=2)
+        done = post("retrieve_future", request_id=f"{model}:2")
+        assert "grad_norm" in done["metrics"]
+        given["data"] = row * 400
+        post("forward_backward", **passed, seq_id=3)
+        with served.with_name("second.log").open("w") as words:
+            job = service_http_jobs.serve
+            second = Fork(job, served, folder=served.parent, stderr=words)
+        assert second.wait(120) == 1
+        assert "another server uses it" in served.with_name("second.log").read_text()
+        given["data"] = row * 401
+        post("forward_backward", **passed, seq_id=4)
+    assert load_file(weights / "_last/optimizer.safetensors")["steps"].max() == 1
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ the weights: safetensors and JSON, whole or absent.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.checkpoint import publish, restore, restored_on_failure, staged
-from ..core.errors import FOREIGN_ERRORS, CheckpointError, RequestError
+from ..core.errors import FOREIGN_ERRORS, CheckpointError, ConfigError, RequestError
 from ..core.layout.chunks import aligned
 from ..core.runtime import Device
 
@@ -186,18 +188,12 @@ class AdapterStore:
     def get(self, key: str) -> AdapterState:
         """The adapter of a model, read back if it has left."""
         if key not in self._cached:
-            self._cached[key] = self._read(self._folder / key, self.layouts[key], True)
+            self._cached[key] = self.read(self._folder / key)
         self._cached.move_to_end(key)
         return self._cached[key]
 
-    def has(self, key: str) -> bool:
-        """Whether it is on the host now."""
-        return key in self._cached
-
     def cached(self, key: str) -> AdapterState | None:
-        """The copy of a saved state, if there is one."""
-        if key in self._cached:
-            self._cached.move_to_end(key)
+        """What is on the host under a key now, if anything."""
         return self._cached.get(key)
 
     def keep_copy(self, path: str, state: AdapterState) -> None:
@@ -230,29 +226,43 @@ class AdapterStore:
             self.drop(key)
 
     def write(self, folder: Path, state: AdapterState, whole: bool = True) -> None:
-        """See `write_state`."""
-        write_state(folder, state, self._write_config, whole)
+        """Write an adapter; the folder is there when all of it is, and replaces an old one.
 
-    def read(self, folder: Path, with_optimizer: bool) -> AdapterState:
+        Args:
+            folder: Its parent holds nothing but such folders.
+            state: What to write.
+            whole: With optimizer state and gradients, so that training can go on from it.
+
+        Raises:
+            CheckpointError: A file could not be written.
+        """
+        with restored_on_failure(folder.parent, publishes=True):
+            restore(folder.parent)
+            aside = staged(folder)
+            aside.mkdir(parents=True)
+            save_file(state.parts["weight"], aside / WEIGHTS, {"format": "pt"})
+            self._write_config(state.layout.spec, aside)
+            if whole:
+                save_file(_rest(state), aside / REST)
+                about = {"format": 1, "spec": asdict(state.layout.spec)}
+                (aside / ABOUT).write_text(json.dumps(about))
+            publish(folder)
+
+    def read(self, folder: Path, with_optimizer: bool = True) -> AdapterState:
         """A new state from the disk.
 
         Raises:
             RequestError: There is none, or not of this base.
             CheckpointError: It is damaged.
         """
-        # a save that was cut short may have moved it aside
-        restore(folder.parent)
-        return self._read(folder, self._layout_of(read_spec(folder)), with_optimizer)
-
-    def _read(
-        self, folder: Path, layout: AdapterLayout, with_optimizer: bool
-    ) -> AdapterState:
-        state = self.new(layout)
+        state = self.new(self._layout_of(read_spec(folder)))
         try:
-            read_state(folder, state, with_optimizer)
-        except CheckpointError:
+            _fill_from(folder, state, with_optimizer)
+        except (OSError, SafetensorError, *FOREIGN_ERRORS) as error:
             self.discard(state)
-            raise
+            raise CheckpointError(
+                f"{folder} cannot be read: {error}. It is damaged, or of another base."
+            ) from error
         return state
 
     def _evict(self, key: str) -> None:
@@ -265,6 +275,31 @@ class AdapterStore:
         self.used_bytes -= state.layout.nbytes
 
 
+def claimed(folder: Path) -> TextIO:
+    """A folder of states for this server alone, as long as the file is open, and without
+    what an earlier one has left half-done.
+
+    Raises:
+        ConfigError: Another server has it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "_lock").open("a")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"--folder {folder}: another server uses it. Stop that one, or give this one "
+            "a folder of its own."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"--folder {folder}: nothing can be saved there ({error}). Choose another."
+        ) from error
+    for states in folder.glob("*/*weights"):
+        restore(states)
+    return lock
+
+
 def _is_path(key: str) -> bool:
     return key.startswith("tinker://")
 
@@ -275,6 +310,11 @@ def path_of(model: str, kind: str, name: str) -> str:
     Raises:
         RequestError: The name is not one.
     """
+    if not re.fullmatch(_MODEL, model):
+        raise RequestError(
+            f"model_id: {model!r} cannot be one; allowed are 1 to 100 letters, digits, "
+            "'_', ':' and '-', of which the first is a letter or a digit."
+        )
     path = f"tinker://{model}/{kind}/{name}"
     if not re.fullmatch(_NAME, name) or name.startswith("_"):
         raise RequestError(
@@ -296,36 +336,6 @@ def folder_of(root: Path, path: str) -> Path:
             f"path: {path!r} is not tinker://MODEL/weights/NAME, as a save answers."
         )
     return root / parts[1] / parts[2] / parts[3]
-
-
-def write_state(
-    folder: Path,
-    state: AdapterState,
-    write_config: Callable[[AdapterSpec, Path], None],
-    whole: bool,
-) -> None:
-    """Write an adapter; the folder is there when all of it is, and replaces an old one.
-
-    Args:
-        folder: Its parent holds nothing but such folders.
-        state: What to write.
-        write_config: Writes PEFT's configuration into a folder.
-        whole: With optimizer state and gradients, so that training can go on from it.
-
-    Raises:
-        CheckpointError: A file could not be written.
-    """
-    with restored_on_failure(folder.parent, publishes=True):
-        restore(folder.parent)
-        aside = staged(folder)
-        aside.mkdir(parents=True)
-        save_file(state.parts["weight"], aside / WEIGHTS, {"format": "pt"})
-        write_config(state.layout.spec, aside)
-        if whole:
-            save_file(_rest(state), aside / REST)
-            about = {"format": 1, "spec": asdict(state.layout.spec)}
-            (aside / ABOUT).write_text(json.dumps(about))
-        publish(folder)
 
 
 def _rest(state: AdapterState) -> dict[str, Tensor]:
@@ -351,7 +361,8 @@ def read_spec(folder: Path) -> AdapterSpec:
     try:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         spec = about["spec"]
-        return AdapterSpec(int(spec["rank"]), spec["alpha"], tuple(spec["kinds"]))
+        kinds = tuple(map(str, spec["kinds"]))
+        return AdapterSpec(int(spec["rank"]), float(spec["alpha"]), kinds)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(
             f"path: there is no state at {folder.parent.name}/{folder.name} of "
@@ -362,34 +373,24 @@ def read_spec(folder: Path) -> AdapterSpec:
         raise CheckpointError(f"{folder / ABOUT} is damaged ({error}).") from error
 
 
-def read_state(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
-    """Fill an adapter from the disk.
-
-    Raises:
-        CheckpointError: A tensor is missing, another one, or the file is damaged; the
-            state is then of no use.
-    """
+def _fill_from(folder: Path, state: AdapterState, with_optimizer: bool) -> None:
     parts = state.parts
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            _fill(parts["weight"], file, "")
-            _require(file, parts["weight"].keys())
-        if not with_optimizer:
-            return
-        with safe_open(folder / REST, framework="pt") as file:
-            names = {*file.keys()}
-            graded = {n.removeprefix("grad.") for n in names if n.startswith("grad.")}
-            steps = file.get_tensor("steps")
-            for step, value in zip(parts["step"].values(), steps, strict=True):
-                step.copy_(value)
-            for part in _MOMENTS:
-                _fill(parts[part], file, f"{part}.")
-            _fill({n: parts["grad"][n] for n in graded}, file, "grad.")
-            state.graded = frozenset(graded)
-    except (OSError, SafetensorError, *FOREIGN_ERRORS) as error:
-        raise CheckpointError(
-            f"{folder} cannot be read: {error}. It is damaged, or of another base."
-        ) from error
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        _fill(parts["weight"], file, "")
+        more = {*file.keys()} - parts["weight"].keys()
+        if more:
+            raise ValueError(f"{min(more)} belongs to no layer of this adapter")
+    if not with_optimizer:
+        return
+    with safe_open(folder / REST, framework="pt") as file:
+        graded = {n.removeprefix("grad.") for n in file.keys() if n[:5] == "grad."}
+        steps = file.get_tensor("steps")
+        for step, value in zip(parts["step"].values(), steps, strict=True):
+            step.copy_(value)
+        for part in _MOMENTS:
+            _fill(parts[part], file, f"{part}.")
+        _fill({n: parts["grad"][n] for n in graded}, file, "grad.")
+        state.graded = frozenset(graded)
 
 
 def _fill(targets: dict[str, Tensor], file: safe_open, prefix: str) -> None:
@@ -398,9 +399,3 @@ def _fill(targets: dict[str, Tensor], file: safe_open, prefix: str) -> None:
         if (saved.shape, saved.dtype) != (target.shape, target.dtype):
             raise ValueError(f"{name} is {saved.dtype} of shape {tuple(saved.shape)}")
         target.copy_(saved)
-
-
-def _require(file: safe_open, names: object) -> None:
-    more = {*file.keys()} - {*names}  # type: ignore[misc]
-    if more:
-        raise ValueError(f"{min(more)} belongs to no layer of this adapter")

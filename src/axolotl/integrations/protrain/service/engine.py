@@ -7,13 +7,16 @@ nothing of the model is touched anywhere else.
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import math
+import os
 import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,17 +34,26 @@ from torch import Tensor
 from ..args import PLUGIN, lists_plugin
 from ..core.errors import (
     FOREIGN_ERRORS,
+    CheckpointError,
     ConfigError,
     DeviceMemoryError,
     ProTrainError,
     RequestError,
 )
+from ..core.runtime import is_shortage
 from ..planning import autocast_dtype
 from ..plugin import ProTrainPlugin
 from ..run import TrainingRun
-from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of, path_of
+from .adapters import (
+    AdapterSpec,
+    AdapterState,
+    AdapterStore,
+    claimed,
+    folder_of,
+    path_of,
+)
 from .live import AdamParams, LiveAdapter
-from .losses import LOSSES, TARGETS, Datum, check_data, checked_settings
+from .losses import LOSSES, TARGETS, Datum, Settings, check_data, checked_settings
 from .turns import Turns
 
 LOG = get_logger(__name__)
@@ -55,6 +67,8 @@ _DROPPED = frozenset(
     "val_set_size test_datasets lora_dropout rl protrain_check_races torch_compile".split()
 )
 _KERNELS = ("mlp", "qkv", "o", "embedding")
+_FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
+"""What ends one request, and not the service."""
 _DEFAULTS = {
     "lora_r": 32,
     "lora_alpha": 32,
@@ -69,9 +83,11 @@ _DEFAULTS = {
 
 
 class Ticket(Future[Any]):
-    """The answer to a request, and its number."""
+    """The answer to a request, its number, and what tells it from others of this number
+    (None where it could not be read)."""
 
     number = 0
+    asks: Any = None
 
 
 def derive(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +126,8 @@ class AdapterService:
 
     Every method that changes a model returns a future at once and takes its turn after
     those of the same model that came before, by `number` if given (Tinker's `seq_id`).
+    Any thread may call them. What has changed is saved when it closes, at the latest when
+    Python ends.
 
     Args:
         config: An Axolotl YAML; the largest adapter and micro-batch to expect are its
@@ -120,7 +138,8 @@ class AdapterService:
             once the base is loaded.
 
     Raises:
-        ProTrainError: The base cannot be loaded, or no plan fits.
+        ProTrainError: The base cannot be loaded, no plan fits, or another server has the
+            folder.
     """
 
     def __init__(
@@ -129,10 +148,45 @@ class AdapterService:
         folder: Path | None = None,
         adapter_bytes: int | None = None,
     ) -> None:
-        raw = yaml.safe_load(config.read_text("utf-8"))
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "WORLD_SIZE: the service trains on one rank. Start it without torchrun or "
+                "accelerate launch; on several cards, one server each, with folders of "
+                "their own."
+            )
+        with ExitStack() as held:
+            self._load_base(config, folder, adapter_bytes, held)
+            self._held = held.pop_all()
+        self._turns: Turns[tuple[Callable[[], Any], Ticket]] = Turns()
+        self._answers: dict[str, OrderedDict[int, Ticket]] = {}
+        self._unsaved: set[str] = set()
+        self._lost: list[str] = []
+        self._passes = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        # one that is never closed must not keep Python from ending
+        self._thread = threading.Thread(
+            target=self._serve, name="adapter-service", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    def _load_base(
+        self,
+        config: Path,
+        folder: Path | None,
+        adapter_bytes: int | None,
+        held: ExitStack,
+    ) -> None:
+        try:
+            raw = yaml.safe_load(config.read_text("utf-8"))
+        except (yaml.YAMLError, UnicodeError) as error:
+            raise ConfigError(f"{config} is no YAML: {error}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{config} is not an Axolotl YAML.")
         cfg = load_cfg(DictDefault(derive(raw)))
+        self.folder = folder or Path(cfg.output_dir) / "service"
+        held.enter_context(claimed(self.folder))
         plugins = PluginManager.get_instance().plugins.values()
         next(p for p in plugins if isinstance(p, ProTrainPlugin)).load_datasets(cfg)
         model, tokenizer, _, _ = setup_model_and_tokenizer(cfg)
@@ -146,7 +200,6 @@ class AdapterService:
         self._multiple = _multiple(cfg)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._autocast = autocast_dtype(cfg)
-        self.folder = folder or Path(cfg.output_dir) / "service"
         on_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda:0" if on_cuda else "cpu")
         self._run = TrainingRun(cfg, (), LOG)
@@ -167,14 +220,6 @@ class AdapterService:
             self.live.layout,
             self.live.write_config,
         )
-        self._turns: Turns[tuple[Callable[[], Any], Ticket]] = Turns()
-        self._answers: dict[str, OrderedDict[int, Ticket]] = {}
-        self._unsaved: set[str] = set()
-        self._passes = 0
-        self._closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="adapter-service")
-        self._thread.start()
 
     def __enter__(self) -> AdapterService:
         return self
@@ -195,21 +240,26 @@ class AdapterService:
         answer is the first one.
 
         Raises:
-            RequestError: It is larger than what the server plans for.
+            RequestError: It is larger than what the server plans for, or another one has
+                this id.
         """
-        spec = AdapterSpec(rank, self.alpha, tuple(kinds or self.live.kinds))
-        return self._begin(model, partial(self._create, model, self._known(spec), seed))
+        spec = AdapterSpec(
+            rank, self.alpha, tuple(self.live.kinds if kinds is None else kinds)
+        )
+        self.live.layout(spec)
+        return self._begin(
+            model, (spec, seed), partial(self._create, model, spec, seed)
+        )
 
     def create_from(self, model: str, path: str, with_optimizer: bool) -> Ticket:
         """A new adapter that begins as a saved one.
 
         Raises:
-            RequestError: The path is not one.
+            RequestError: The path is not one, or another model has this id.
         """
-        folder = folder_of(self.folder, path)
-        return self._begin(
-            model, partial(self._load, model, path, folder, with_optimizer)
-        )
+        folder_of(self.folder, path)
+        act = partial(self._load, model, path, with_optimizer)
+        return self._begin(model, (path, with_optimizer), act)
 
     def forward_backward(
         self,
@@ -234,25 +284,34 @@ class AdapterService:
             check_data(data, loss_fn, self._vocabulary, self.sequence_len)
             return partial(self._pass, model, data, loss_fn, given, forward_only)
 
-        return self._ask(model, number, check)
+        sent = None if number is None else _digest(data)
+        asks = (loss_fn, {**(settings or {})}, forward_only, sent)
+        return self._ask(model, number, asks, check)
 
     def optim_step(
         self, model: str, adam: AdamParams, number: int | None = None
     ) -> Ticket:
         """Update an adapter by AdamW; the norm of its gradients, before clipping."""
-        return self._ask(model, number, lambda: partial(self._update, model, adam))
+        return self._ask(
+            model, number, adam, lambda: partial(self._update, model, adam)
+        )
 
     def save(
-        self, model: str, name: str, number: int | None = None, whole: bool = True
+        self,
+        model: str,
+        name: str,
+        number: int | None = None,
+        whole: bool = True,
+        overwrite: bool = True,
     ) -> Ticket:
         """Save an adapter as PEFT does, if `whole` with its optimizer state; the path to
-        load it by."""
-        kind = "weights" if whole else "sampler_weights"
-        return self._ask(
-            model,
-            number,
-            lambda: partial(self._save, model, path_of(model, kind, name), whole),
-        )
+        load it by. Without `overwrite`, a name that is there is refused."""
+
+        def check() -> Callable[[], Any]:
+            path = path_of(model, "weights" if whole else "sampler_weights", name)
+            return partial(self._save, model, path, whole, overwrite)
+
+        return self._ask(model, number, (name, whole, overwrite), check)
 
     def load(
         self, model: str, path: str, with_optimizer: bool, number: int | None = None
@@ -260,10 +319,24 @@ class AdapterService:
         """Make an adapter equal to a saved one of the same rank and layers."""
 
         def check() -> Callable[[], Any]:
-            folder = folder_of(self.folder, path)
-            return partial(self._load, model, path, folder, with_optimizer)
+            folder_of(self.folder, path)
+            return partial(self._load, model, path, with_optimizer)
 
-        return self._ask(model, number, check)
+        return self._ask(model, number, (path, with_optimizer), check)
+
+    def refuse(self, model: str, number: int, error: RequestError) -> None:
+        """Use up the number of a request that could not be read: those after it would
+        wait for ever.
+
+        Raises:
+            RequestError: `error`, or why the number cannot be used.
+        """
+
+        def check() -> Callable[[], Any]:
+            raise error
+
+        self._ask(model, number, None, check)
+        raise error
 
     def unload(self, model: str) -> None:
         """Forget a model; what it has saved stays. Its requests that wait are refused.
@@ -278,6 +351,11 @@ class AdapterService:
             del self._answers[model]
             # its bytes are the other thread's to free
             self._changed.notify()
+
+    def missing(self, model: str, number: int) -> int | None:
+        """The number of a request that has not arrived and that this one waits for."""
+        with self._changed:
+            return self._turns.missing(model, number)
 
     def answer(self, model: str, number: int) -> Ticket:
         """The future of a request that has arrived.
@@ -312,7 +390,7 @@ class AdapterService:
                 "rank": layout.spec.rank,
                 "layers": list(layout.spec.kinds),
                 "bytes": layout.nbytes,
-                "on_host": store.has(model),
+                "on_host": store.cached(model) is not None,
             }
             for model, layout in [*store.layouts.items()]
         ]
@@ -327,46 +405,53 @@ class AdapterService:
 
     def close(self) -> None:
         """Finish the request that runs, refuse those that wait, and save each adapter that
-        has changed since its last save as `_last`."""
+        has changed since its last save as `_last`.
+
+        Raises:
+            CheckpointError: One could not be saved.
+        """
+        atexit.unregister(self.close)
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        lost, self._lost = self._lost, []
+        if lost:
+            raise CheckpointError(
+                f"what these have learned is lost: {'; '.join(lost)}."
+            )
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are answered."""
+        return self._thread.is_alive() and not self._closing
 
     # the queue; under its lock
 
-    def _known(self, spec: AdapterSpec) -> AdapterSpec:
-        self.live.layout(spec)
-        return spec
-
     def _require(self, model: str) -> None:
-        if model not in self._turns:
+        if model not in self._answers:
             raise RequestError(f"model_id: there is no model {model}.", 404)
 
-    def _begin(self, model: str, act: Callable[[], Any]) -> Ticket:
+    def _begin(self, model: str, asks: Any, act: Callable[[], Any]) -> Ticket:
+        # its first save would be refused
+        path_of(model, "weights", "first")
         with self._changed:
-            if model in self._turns:
-                return self._answers[model][0]
-            self._turns.open(model)
-            self._answers[model] = OrderedDict()
-        return self._ask(model, 0, lambda: act)
+            if model not in self._answers and not self._closing:
+                self._turns.open(model)
+                self._answers[model] = OrderedDict()
+            return self._ask(model, 0, asks, lambda: act)
 
     def _ask(
         self,
         model: str,
         number: int | None,
+        asks: Any,
         check: Callable[[], Callable[[], Any]],
     ) -> Ticket:
         """Queue a request; one that is refused uses up its number."""
-        with self._changed:
-            self._require(model)
-            if self._closing:
-                raise RequestError("the server is stopping.", 409)
-            if number is not None and not self._turns.is_new(model, number):
-                known = self._answers[model].get(number)
-                if known is None:
-                    raise RequestError(f"seq_id {number} was answered long ago.", 410)
-                return known
+        known = self._known(model, number, asks)
+        if known is not None:
+            return known
         try:
             act: Callable[[], Any] | None = check()
         except RequestError as error:
@@ -375,15 +460,15 @@ class AdapterService:
         # nobody can cancel it
         future.set_running_or_notify_cancel()
         with self._changed:
-            self._require(model)
+            # it may have come twice at once
+            known = self._known(model, number, asks)
+            if known is not None:
+                return known
             if number is None:
                 number = self._turns.number(model)
-            answers = self._answers[model]
-            if not self._turns.is_new(model, number):
-                # it came twice at once
-                return answers[number]
             self._turns.add(model, number, None if act is None else (act, future))
-            answers[number], future.number = future, number
+            answers = self._answers[model]
+            answers[number], future.number, future.asks = future, number, asks
             while len(answers) > MOST_ANSWERS and answers[next(iter(answers))].done():
                 answers.popitem(last=False)
             self._changed.notify()
@@ -392,50 +477,66 @@ class AdapterService:
             raise refusal
         return future
 
+    def _known(self, model: str, number: int | None, asks: Any) -> Ticket | None:
+        with self._changed:
+            if self._closing:
+                raise RequestError("the server is stopping.", 409)
+            self._require(model)
+            if number is None or self._turns.is_new(model, number):
+                return None
+            known = self._answers[model].get(number)
+            if known is None:
+                raise RequestError(f"seq_id {number} was answered long ago.", 410)
+            if known.asks is not None and asks is not None and known.asks != asks:
+                raise RequestError(
+                    f"seq_id {number}: {model} has had another request of this number. "
+                    "Count on from the last one."
+                )
+            return known
+
     # the one thread
 
     def _serve(self) -> None:
-        waiting: list[Ticket] = []
         try:
             while (turn := self._next()) is not None:
                 act, future = turn
                 try:
                     result = act()
-                # what a request may run into ends this request, not the service
-                except (ProTrainError, OSError, *FOREIGN_ERRORS) as error:
+                except _FAULTS as error:
                     if not isinstance(error, ProTrainError):
                         LOG.error(traceback.format_exc())
                     future.set_exception(error)
                 else:
                     future.set_result(result)
-            self._save_all()
         finally:
             with self._changed:
                 self._closing = True
-                for model in [*self._answers]:
-                    waiting += [future for _, future in self._turns.close(model)]
-            for future in waiting:
-                future.set_exception(RequestError("the server has stopped.", 409))
+                self._turns = Turns()
+                asked = [f for all_ in self._answers.values() for f in all_.values()]
+            for future in asked:
+                if not future.done():
+                    future.set_exception(RequestError("the server has stopped.", 409))
+            self._save_all()
             self.live.leave()
             self.store.close()
             self._run.close()
+            self._held.close()
 
     def _next(self) -> tuple[Callable[[], Any], Ticket] | None:
-        with self._changed:
-            while True:
-                for model in {*self.store.layouts} - {*self._answers}:
-                    self._forget(model)
-                if self._closing:
+        while True:
+            with self._changed:
+                gone = {*self.store.layouts} - {*self._answers}
+                if not gone and self._closing:
                     return None
-                turn = self._turns.take()
+                turn = None if gone else self._turns.take()
                 if turn is not None:
                     return turn[2]
-                self._changed.wait()
-
-    def _forget(self, model: str) -> None:
-        self.live.leave()
-        self.store.drop(model)
-        self._unsaved.discard(model)
+                if not gone:
+                    self._changed.wait()
+            for model in gone:
+                self.live.leave()
+                self.store.drop(model)
+                self._unsaved.discard(model)
 
     def _create(self, model: str, spec: AdapterSpec, seed: int | None) -> str:
         self.live.leave()
@@ -447,12 +548,10 @@ class AdapterService:
     def _state(self, model: str) -> AdapterState:
         if model not in self.store.layouts:
             raise RequestError(f"model_id: {model} could not be created.", 404)
-        state = self.store.cached(model)
-        if state is None:
+        if self.store.cached(model) is None:
             # what is shown may have to leave for it
             self.live.leave()
-            state = self.store.get(model)
-        return state
+        return self.store.get(model)
 
     def _update(self, model: str, adam: AdamParams) -> float:
         self.live.show(self._state(model))
@@ -460,20 +559,24 @@ class AdapterService:
         self._unsaved.add(model)
         return norm
 
-    def _save(self, model: str, path: str, whole: bool) -> str:
-        state = self._state(model)
+    def _save(self, model: str, path: str, whole: bool, overwrite: bool = True) -> str:
+        state, folder = self._state(model), folder_of(self.folder, path)
+        if not overwrite and folder.exists():
+            raise RequestError(
+                f"path: {path} is there already. Choose another name, or set overwrite."
+            )
         self.live.put_back()
-        self.store.write(folder_of(self.folder, path), state, whole)
+        self.store.write(folder, state, whole)
         if whole:
-            self.store.keep_copy(path, state)
             self._unsaved.discard(model)
+            self.store.keep_copy(path, state)
         return path
 
-    def _load(self, model: str, path: str, folder: Path, with_optimizer: bool) -> str:
+    def _load(self, model: str, path: str, with_optimizer: bool) -> str:
         # what is shown may have to leave
         self.live.leave()
         kept = self.store.cached(path) if with_optimizer else None
-        read = self.store.read
+        folder, read = folder_of(self.folder, path), self.store.read
         state = self.store.copied(kept) if kept else read(folder, with_optimizer)
         known = self.store.layouts.get(model)
         if known is not None and known != state.layout:
@@ -491,24 +594,29 @@ class AdapterService:
     def _save_all(self) -> None:
         for model in sorted(self._unsaved & {*self.store.layouts}):
             path = f"tinker://{model}/weights/{LAST}"
-            LOG.info(f"saved as {self._save(model, path, True)}")
+            try:
+                LOG.info(f"saved as {self._save(model, path, True)}")
+            except _FAULTS as error:
+                self._lost.append(f"{model} ({error})")
 
     def _pass(
         self,
         model: str,
         data: Sequence[Datum],
         loss_fn: str,
-        settings: Mapping[str, float],
+        settings: Settings,
         forward_only: bool,
     ) -> tuple[float, list[Tensor]]:
-        self.live.show(self._state(model))
+        state = self._state(model)
+        self.live.show(state)
         self.live.put_back()
         self._passes += 1
         began: list[bool] = []
 
         def run() -> tuple[float, list[Tensor]]:
             if began:
-                self.live.restore_gradients()
+                self.live.leave()
+                self.live.show(state)
             began.append(True)
             total, rows = 0.0, []
             for first in range(0, len(data), self._rows):
@@ -529,12 +637,13 @@ class AdapterService:
         self._run.recovery.begin(step)  # type: ignore[arg-type]
         try:
             result = self._run.recovery.attempt(run, "forward")
-        except (torch.OutOfMemoryError, ProTrainError, *FOREIGN_ERRORS) as error:
-            # what the pass has begun is undone; the adapter is as it was before
+        except _FAULTS as error:
+            # the adapter is as it was before: the host has it, and is shown again
             traceback.clear_frames(error.__traceback__)
             self.session.forget_gradients()
-            self.live.restore_gradients()
-            if isinstance(error, (DeviceMemoryError, torch.OutOfMemoryError)):
+            self.live.leave()
+            short = isinstance(error, RuntimeError) and is_shortage(error)
+            if short or isinstance(error, DeviceMemoryError):
                 raise RequestError(
                     f"data: the device has no room for this request: {error}", 413
                 ) from error
@@ -548,7 +657,7 @@ class AdapterService:
         self,
         data: Sequence[Datum],
         loss_fn: str,
-        settings: Mapping[str, float],
+        settings: Settings,
         forward_only: bool,
     ) -> tuple[float, list[Tensor]]:
         """As a training step of Axolotl has it: rows of one length, in which there is
@@ -593,3 +702,12 @@ class AdapterService:
         found = logprobs.detach().cpu()
         rows = [found[row, : d.tokens.numel()].clone() for row, d in enumerate(data)]
         return float(loss.detach()), rows
+
+
+def _digest(data: Sequence[Datum]) -> bytes:
+    found = hashlib.sha256()
+    for datum in data:
+        for name, values in [("", datum.tokens), *sorted(datum.inputs.items())]:
+            found.update(f"{name} {values.dtype} {values.numel()} ".encode())
+            found.update(values.numpy().tobytes())
+    return found.digest()

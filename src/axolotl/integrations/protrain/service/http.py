@@ -8,45 +8,53 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import io
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import zstandard
 from axolotl.utils.logging import get_logger
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 from ..core.errors import ProTrainError, RequestError
 from .adapters import KINDS, folder_of, read_spec
 from .engine import AdapterService
 from .live import AdamParams
 from .losses import Datum
-from .messages import data_of, output_bytes, read_request, settings_of, shaped
+from .messages import (
+    MOST_ROWS,
+    data_of,
+    output_bytes,
+    read_request,
+    settings_of,
+    shaped,
+)
 
 LOG = get_logger(__name__)
 
 MOST_BYTES = 64 << 20
 """Of a request's body, and of what it is when it is no longer compressed."""
+BODY_S = 60
+"""How long a body may take to arrive."""
 WAIT_S = 20
 """How long an answer waits for its result before the client asks again."""
 MOST_SESSIONS = 10_000
 _UNLOADED = "unloaded"
 """In place of a number: an unload is done when it is answered."""
 _PROTOBUF = "application/x-protobuf"
-_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_:-]{0,79}$"
-_ID = Field(pattern=_ID_PATTERN)
-_NUMBER = Field(ge=0, le=2**31)
+_ID = r"^[A-Za-z0-9][A-Za-z0-9_:-]{0,79}$"
 _ELSEWHERE = (
-    "Sampling is not served here: save_weights_for_sampler writes a PEFT folder that "
-    "vLLM or transformers load."
+    "Sampling is not served here: save_weights_for_sampler with a name writes a PEFT "
+    "folder that vLLM or transformers load."
 )
+_NO_ACCOUNTS = "there are no accounts; every state may be loaded"
 _REFUSED = {
     "asample": _ELSEWHERE,
     "create_sampling_session": _ELSEWHERE,
@@ -56,73 +64,90 @@ _REFUSED = {
     "copy_weights": "Load a state by its path instead (load_weights).",
     "auth/token": "Keys are not exchanged here: send X-API-Key.",
 }
-
-
-Answer = Callable[[Request, bytes], Awaitable[Any]]
+_NOT_HONOURED = {
+    "ttl_seconds": "a state stays until its folder is deleted",
+    "sampling_session_seq_id": _ELSEWHERE,
+    "weights_access_token": _NO_ACCOUNTS,
+}
+"""Fields of clients that may only be unset. `user_metadata` is not kept."""
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_honoured(cls, given: Any) -> Any:
+        for name, why in _NOT_HONOURED.items():
+            if isinstance(given, dict) and given.get(name) is not None:
+                raise ValueError(f"{name} has to be left out: {why}")
+        return given
 
-class _Lora(_Message):
+
+class _Strict(_Message):
+    """Everything in it changes numbers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Lora(_Strict):
     rank: int
     seed: int | None = Field(None, ge=0, lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
-    @property
-    def kinds(self) -> list[str]:
-        return [kind for kind in KINDS if getattr(self, f"train_{kind}")]
 
-
-class _Optimizer(_Message):
+class _Optimizer(_Strict):
     type: Literal["adamw"] = "adamw"
 
 
 class _Session(_Message):
-    session_id: str = _ID
+    session_id: str = Field(pattern=_ID)
 
 
 class _Model(_Message):
-    model_id: str = _ID
+    model_id: str = Field(pattern=_ID)
 
 
-class _Numbered(_Model):
-    seq_id: int | None = Field(None, ge=1, le=2**31)
+class _New(_Session):
+    model_seq_id: int = Field(ge=0, le=2**31)
+    base_model: str | None = None
+    optimizer_config: _Optimizer | None = None
+
+    @property
+    def id(self) -> str:
+        """As the client derives it where it creates a model from a state."""
+        return f"{self.session_id}:train:{self.model_seq_id}"
 
 
-class _Create(_Session):
-    model_seq_id: int = _NUMBER
-    base_model: str
+class _Create(_New):
     lora_config: _Lora
-    optimizer_config: _Optimizer = _Optimizer()
 
 
-class _Adam(_Message):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    learning_rate: float = Field(1e-4, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip_norm: float = 0.0
-
-
-class _Step(_Numbered):
-    adam_params: _Adam
-
-
-class _Save(_Numbered):
+class _CreateFrom(_New):
     path: str
+    optimizer: bool
 
 
-class _Load(_Message):
-    model_id: str | None = Field(None, pattern=_ID_PATTERN)
+class _Numbered(BaseModel):
+    """What is read first: a request that is refused after that has used up its number."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    model_id: str | None = Field(None, pattern=_ID)
     seq_id: int | None = Field(None, ge=1, le=2**31)
-    session_id: str | None = Field(None, pattern=_ID_PATTERN)
-    model_seq_id: int | None = Field(None, ge=0, le=2**31)
+
+
+class _Step(_Model):
+    adam_params: AdamParams
+
+
+class _Save(_Model):
+    path: str
+    overwrite: bool = False
+
+
+class _Load(_Model):
     path: str
     optimizer: bool
 
@@ -132,23 +157,25 @@ class _Info(_Message):
 
 
 class _Retrieve(_Message):
-    request_id: str
+    request_id: str = Field(pattern=f"^.+:([0-9]{{1,10}}|{_UNLOADED})$")
+
+
+# `fail_fast`: a list of errors would be larger than the body
 
 
 class _Chunk(_Message):
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
 
 
 class _Input(_Message):
-    chunks: list[_Chunk]
+    chunks: list[_Chunk] = Field(fail_fast=True)
 
 
-class _Tensor(_Message):
-    model_config = ConfigDict(extra="forbid")
-    data: list[int] | list[float]
+class _Tensor(_Strict):
+    data: list[float] = Field(fail_fast=True)
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
+    shape: list[int] | None = Field(None, max_length=8)
 
 
 class _Datum(_Message):
@@ -159,28 +186,31 @@ class _Datum(_Message):
         tokens = [token for chunk in self.model_input.chunks for token in chunk.tokens]
         inputs = {}
         for name, given in self.loss_fn_inputs.items():
-            values = _tensor(given.data, getattr(torch, given.dtype))
+            values = torch.tensor(given.data, dtype=torch.float64)
+            whole = values.to(getattr(torch, given.dtype))
+            if given.dtype == "int64" and not whole.equal(values):
+                raise RequestError(f"data[{number}]: {name} are not integers.")
             shape = [values.numel()] if given.shape is None else given.shape
-            inputs[name] = shaped(number, name, values, shape)
-        return Datum(_tensor(tokens, torch.int64), inputs)
+            inputs[name] = shaped(number, name, whole, shape)
+        try:
+            return Datum(torch.tensor(tokens, dtype=torch.int64), inputs)
+        except (OverflowError, RuntimeError) as error:
+            raise RequestError(f"data[{number}]: {error}.") from error
 
 
 class _Data(_Message):
-    data: list[_Datum]
+    data: list[_Datum] = Field(fail_fast=True, max_length=MOST_ROWS)
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class _Pass(_Numbered):
+class _Pass(_Model):
     forward_backward_input: _Data | None = None
     forward_input: _Data | None = None
 
 
-def _tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    try:
-        return torch.tensor(values, dtype=dtype)
-    except (OverflowError, RuntimeError, TypeError) as error:
-        raise RequestError(f"data: values are no {dtype} ({error}).") from error
+Answer = Callable[[Request, bytes], Awaitable[Any]]
+Read = TypeVar("Read", bound=BaseModel)
 
 
 def app_of(service: AdapterService, api_key: str | None) -> FastAPI:
@@ -188,27 +218,28 @@ def app_of(service: AdapterService, api_key: str | None) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     routes = _Routes(service)
     post: dict[str, Answer] = {
-        "client/config": routes.client_config,
-        "client/dynamic_config": routes.nothing,
-        "telemetry": routes.telemetry,
+        # its own transport of HTTP/2 is of no use on loopback
+        "client/config": _says(pjwt_auth_enabled=False, use_pyqwest_transport=False),
+        "client/dynamic_config": _says(),
+        "telemetry": _says(status="accepted"),
         "create_session": routes.create_session,
-        "session_heartbeat": routes.heartbeat,
-        "create_model": routes.create_model,
-        "get_info": routes.get_info,
-        "weights_info": routes.weights_info,
-        "unload_model": routes.unload_model,
-        "forward": partial(routes.forward_backward, forward_only=True),
-        "forward_backward": routes.forward_backward,
-        "optim_step": routes.optim_step,
-        "save_weights": partial(routes.save, whole=True),
-        "save_weights_for_sampler": partial(routes.save, whole=False),
-        "load_weights": routes.load_weights,
+        "session_heartbeat": _reads(_Session, routes.heartbeat),
+        "create_model": _reads(_Create, routes.create_model),
+        "get_info": _reads(_Model, routes.get_info),
+        "weights_info": _reads(_Info, routes.weights_info),
+        "unload_model": _reads(_Model, routes.unload_model),
+        "forward": routes.queued(partial(routes.a_pass, forward_only=True)),
+        "forward_backward": routes.queued(routes.a_pass),
+        "optim_step": routes.queued(routes.optim_step),
+        "save_weights": routes.queued(routes.save),
+        "save_weights_for_sampler": routes.queued(routes.save_for_sampler),
+        "load_weights": routes.queued(routes.load_weights),
         "retrieve_future": routes.retrieve_future,
         **{name: partial(_refuse, why) for name, why in _REFUSED.items()},
     }
     get: dict[str, Answer] = {
-        "/healthz": _health,
-        "/api/v1/healthz": _health,
+        "/healthz": routes.health,
+        "/api/v1/healthz": routes.health,
         "/api/v1/get_server_capabilities": routes.capabilities,
         "/api/v1/status": routes.status,
     }
@@ -225,25 +256,19 @@ def app_of(service: AdapterService, api_key: str | None) -> FastAPI:
 def _endpoint(answer: Answer, api_key: str | None) -> Any:
     """Reads the body, within bounds, and words what is refused."""
 
-    async def found(request: Request) -> Response:
-        try:
-            given = request.headers.get("x-api-key", "")
-            if api_key is not None and not hmac.compare_digest(
-                given.encode(), api_key.encode()
-            ):
-                raise RequestError("X-API-Key is not the server's.", 401)
-            found = await answer(request, await _body(request))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the body"
-            return _error(422, f"{where}: {first['msg']}")
-        except RequestError as error:
-            return _error(error.status, str(error))
-        return found if isinstance(found, Response) else JSONResponse(found)
-
     async def endpoint(request: Request) -> Response:
         started = time.perf_counter()
-        response = await found(request)
+        try:
+            _admit(request, api_key)
+            body = await asyncio.wait_for(_body(request), BODY_S)
+            found = await answer(request, body)
+            response = found if isinstance(found, Response) else JSONResponse(found)
+        except ValidationError as error:
+            response = _error(422, _worded(error))
+        except ProTrainError as error:
+            response = _error(getattr(error, "status", 422), str(error))
+        except (asyncio.TimeoutError, ClientDisconnect):
+            response = _error(408, f"the body took more than {BODY_S} s.")
         milliseconds = (time.perf_counter() - started) * 1000
         path, status = request.url.path, response.status_code
         LOG.info(f"{request.method} {path} {status} {milliseconds:.0f} ms")
@@ -252,8 +277,14 @@ def _endpoint(answer: Answer, api_key: str | None) -> Any:
     return endpoint
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"detail": message, "error": message}, status)
+def _admit(request: Request, api_key: str | None) -> None:
+    given = request.headers.get("x-api-key", "")
+    if api_key is None:
+        # a page that somebody on this machine looks at may post here
+        if "origin" in request.headers:
+            raise RequestError("browsers are not served without a key.", 403)
+    elif not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise RequestError("X-API-Key is not the server's.", 401)
 
 
 async def _body(request: Request) -> bytes:
@@ -264,23 +295,48 @@ async def _body(request: Request) -> bytes:
             raise RequestError(f"the body has more than {MOST_BYTES:,} bytes.", 413)
         parts.append(part)
     body = b"".join(parts)
-    if request.headers.get("content-encoding") == "zstd":
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "zstd":
         try:
-            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as whole:
-                body = whole.read(MOST_BYTES + 1)
+            # a limit of `decompress` does not hold where the frame says its own size
+            if zstandard.frame_content_size(body) > MOST_BYTES:
+                raise RequestError(f"the body is more than {MOST_BYTES:,} bytes.", 413)
+            # its streams end without an error where a frame is cut short
+            return zstandard.ZstdDecompressor().decompress(
+                body, max_output_size=MOST_BYTES, allow_extra_data=False
+            )
         except zstandard.ZstdError as error:
-            raise RequestError(f"the body is not zstd ({error}).") from error
-        if len(body) > MOST_BYTES:
-            raise RequestError(f"the body has more than {MOST_BYTES:,} bytes.", 413)
+            raise RequestError(f"the body is not one zstd frame ({error}).") from error
+    if encoding != "identity":
+        raise RequestError(f"content-encoding {encoding}; allowed is zstd.", 415)
     return body
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"detail": message, "error": message}, status)
+
+
+def _worded(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
+
+
+def _says(**words: Any) -> Answer:
+    async def answer(_request: Request, _body: bytes) -> Any:
+        return words
+
+    return answer
 
 
 async def _refuse(why: str, _request: Request, _body: bytes) -> Any:
     raise RequestError(why, 404)
 
 
-async def _health(_request: Request, _body: bytes) -> Any:
-    return {"status": "ok"}
+def _reads(message: type[Read], act: Callable[[Read], Any]) -> Answer:
+    async def answer(_request: Request, body: bytes) -> Any:
+        return await asyncio.to_thread(lambda: act(message.model_validate_json(body)))
+
+    return answer
 
 
 class _Routes:
@@ -288,15 +344,10 @@ class _Routes:
         self._service = service
         self._sessions: dict[str, None] = {}
 
-    async def nothing(self, _request: Request, _body: bytes) -> Any:
-        return {}
-
-    async def client_config(self, _request: Request, _body: bytes) -> Any:
-        # its own transport of HTTP/2 is of no use on loopback
-        return {"pjwt_auth_enabled": False, "use_pyqwest_transport": False}
-
-    async def telemetry(self, _request: Request, _body: bytes) -> Any:
-        return {"status": "accepted"}
+    async def health(self, _request: Request, _body: bytes) -> Any:
+        if self._service.is_serving:
+            return {"status": "ok"}
+        return JSONResponse({"status": "stopping"}, 503)
 
     async def create_session(self, _request: Request, _body: bytes) -> Any:
         session = uuid.uuid4().hex[:12]
@@ -305,15 +356,14 @@ class _Routes:
             del self._sessions[next(iter(self._sessions))]
         return {"type": "create_session", "session_id": session}
 
-    async def heartbeat(self, _request: Request, body: bytes) -> Any:
-        self._require(_Session.model_validate_json(body).session_id)
+    def heartbeat(self, asked: _Session) -> Any:
+        self._require(asked)
         return {"type": "session_heartbeat"}
 
     async def capabilities(self, _request: Request, _body: bytes) -> Any:
-        service = self._service
         model = {
-            "model_name": service.base_model,
-            "max_context_length": service.sequence_len,
+            "model_name": self._service.base_model,
+            "max_context_length": self._service.sequence_len,
             "trainable": True,
             "sampleable": False,
         }
@@ -322,100 +372,110 @@ class _Routes:
     async def status(self, _request: Request, _body: bytes) -> Any:
         return self._service.status()
 
-    async def create_model(self, _request: Request, body: bytes) -> Any:
-        asked = _Create.model_validate_json(body)
-        self._require(asked.session_id)
-        if asked.base_model != self._service.base_model:
-            raise RequestError(
-                f"base_model: {asked.base_model}; this server has "
-                f"{self._service.base_model}."
-            )
-        model, lora = _model_id(asked), asked.lora_config
-        self._service.create(model, lora.rank, lora.kinds, lora.seed)
-        return _untyped(model, 0)
+    def create_model(self, asked: _Create) -> Any:
+        self._require_new(asked)
+        lora = asked.lora_config
+        kinds = [kind for kind in KINDS if getattr(lora, f"train_{kind}")]
+        self._service.create(asked.id, lora.rank, kinds, lora.seed)
+        return _untyped(asked.id, 0)
 
-    async def get_info(self, _request: Request, body: bytes) -> Any:
-        model = _Model.model_validate_json(body).model_id
-        spec = await asyncio.to_thread(self._service.spec, model)
+    def get_info(self, asked: _Model) -> Any:
+        base, spec = self._service.base_model, self._service.spec(asked.model_id)
         return {
             "type": "get_info",
-            "model_id": model,
+            "model_id": asked.model_id,
             "is_lora": True,
             "lora_rank": spec.rank,
-            "model_name": self._service.base_model,
-            "model_data": {
-                "model_name": self._service.base_model,
-                "tokenizer_id": self._service.tokenizer,
-            },
+            "model_name": base,
+            "model_data": {"model_name": base, "tokenizer_id": self._service.tokenizer},
         }
 
-    async def weights_info(self, _request: Request, body: bytes) -> Any:
-        path = _Info.model_validate_json(body).tinker_path
-        spec = await asyncio.to_thread(read_spec, folder_of(self._service.folder, path))
+    def weights_info(self, asked: _Info) -> Any:
+        spec = read_spec(folder_of(self._service.folder, asked.tinker_path))
         flags = {f"train_{kind}": kind in spec.kinds for kind in KINDS}
         named = {"base_model": self._service.base_model, "is_lora": True}
         return {**named, "lora_rank": spec.rank, **flags}
 
-    async def unload_model(self, _request: Request, body: bytes) -> Any:
-        model = _Model.model_validate_json(body).model_id
-        self._service.unload(model)
-        return {
-            "type": "unload_model",
-            "model_id": model,
-            "request_id": f"{model}:{_UNLOADED}",
-        }
+    def unload_model(self, asked: _Model) -> Any:
+        self._service.unload(asked.model_id)
+        return {"type": "unload_model", **_untyped(asked.model_id, _UNLOADED)}
 
-    async def forward_backward(
-        self, request: Request, body: bytes, forward_only: bool = False
+    # requests that are queued: the message, its model and number
+
+    def queued(self, ask: Callable[[Any, str, int | None], Future[Any]]) -> Answer:
+        async def answer(request: Request, body: bytes) -> Any:
+            kind = request.headers.get("content-type", "")
+            protobuf = kind.startswith(_PROTOBUF)
+            # off the loop: megabytes are parsed
+            return await asyncio.to_thread(self._queue, ask, body, protobuf)
+
+        return answer
+
+    def _queue(self, ask: Any, body: bytes, protobuf: bool) -> Any:
+        if protobuf:
+            message = read_request(body)
+            model, seq_id = message.model_id, message.seq_id or None
+            named = _Numbered(model_id=model, seq_id=seq_id)
+        else:
+            message, named = body, _Numbered.model_validate_json(body)
+        try:
+            return ask(message, named.model_id, named.seq_id)
+        except (ValidationError, RequestError) as error:
+            if not isinstance(error, RequestError):
+                error = RequestError(_worded(error))
+            if named.model_id is not None and named.seq_id is not None:
+                self._service.refuse(named.model_id, named.seq_id, error)
+            raise error
+
+    def a_pass(
+        self, message: Any, model: str, number: int | None, forward_only: bool = False
     ) -> Any:
-        protobuf = request.headers.get("content-type", "").startswith(_PROTOBUF)
-        read = _read_protobuf if protobuf else _read_json
-        return await asyncio.to_thread(self._queue, read, body, forward_only)
-
-    def _queue(self, read: Any, body: bytes, forward_only: bool) -> Any:
-        """Off the loop: megabytes are parsed."""
-        model, number, loss_fn, settings, data, only = read(body)
-        only |= forward_only
+        read = _read_json if isinstance(message, bytes) else _read_protobuf
+        data, loss_fn, settings, only = read(message)
         ask = self._service.forward_backward
-        future = ask(model, data, loss_fn, settings, number, only)
+        future = ask(model, data, loss_fn, settings, number, only or forward_only)
         return _untyped(model, future.number)
 
-    async def optim_step(self, _request: Request, body: bytes) -> Any:
-        asked = _Step.model_validate_json(body)
-        adam = AdamParams(**asked.adam_params.model_dump())
-        future = self._service.optim_step(asked.model_id, adam, asked.seq_id)
-        return _untyped(asked.model_id, future.number)
+    def optim_step(self, message: Any, model: str, number: int | None) -> Any:
+        adam = _Step.model_validate_json(message).adam_params
+        future = self._service.optim_step(model, adam, number)
+        return _untyped(model, future.number)
 
-    async def save(self, _request: Request, body: bytes, whole: bool) -> Any:
-        asked = _Save.model_validate_json(body)
-        future = self._service.save(asked.model_id, asked.path, asked.seq_id, whole)
-        return _untyped(asked.model_id, future.number)
+    def save(self, message: Any, model: str, number: int | None) -> Any:
+        asked = _Save.model_validate_json(message)
+        save, overwrite = self._service.save, asked.overwrite
+        future = save(model, asked.path, number, overwrite=overwrite)
+        return _untyped(model, future.number)
 
-    async def load_weights(self, _request: Request, body: bytes) -> Any:
-        asked = _Load.model_validate_json(body)
-        if asked.model_id is not None:
+    def save_for_sampler(self, message: Any, model: str, number: int | None) -> Any:
+        asked = _Save.model_validate_json(message)
+        future = self._service.save(model, asked.path, number, whole=False)
+        return _untyped(model, future.number)
+
+    def load_weights(self, message: Any, model: str | None, number: int | None) -> Any:
+        if model is not None:
+            asked = _Load.model_validate_json(message)
             load = self._service.load
-            future = load(asked.model_id, asked.path, asked.optimizer, asked.seq_id)
-            return _untyped(asked.model_id, future.number)
-        if asked.session_id is None or asked.model_seq_id is None:
-            raise RequestError("model_id, or session_id and model_seq_id, are missing.")
-        self._require(asked.session_id)
-        model = _model_id(asked)
-        self._service.create_from(model, asked.path, asked.optimizer)
-        return _untyped(model, 0)
+            future = load(model, asked.path, asked.optimizer, number)
+            return _untyped(model, future.number)
+        new = _CreateFrom.model_validate_json(message)
+        self._require_new(new)
+        self._service.create_from(new.id, new.path, new.optimizer)
+        return _untyped(new.id, 0)
 
     async def retrieve_future(self, request: Request, body: bytes) -> Any:
         asked = _Retrieve.model_validate_json(body).request_id
         model, _, number = asked.rpartition(":")
         if number == _UNLOADED:
             return {"type": "unload_model", "model_id": model}
-        if not re.fullmatch("[0-9]{1,10}", number):
-            raise RequestError(f"request_id: {asked!r} is not one of this server.", 404)
-        future = self._service.answer(model, int(number))
-        waiting = asyncio.wrap_future(future)
+        waiting = asyncio.wrap_future(self._service.answer(model, int(number)))
         done, _ = await asyncio.wait([waiting], timeout=WAIT_S)
         if not done:
             again = {"type": "try_again", "request_id": asked, "queue_state": "active"}
+            missing = self._service.missing(model, int(number))
+            if missing is not None:
+                why = f"seq_id {missing} of {model} has not arrived"
+                again |= {"queue_state": "paused_capacity", "queue_state_reason": why}
             return JSONResponse(again, 408)
         error = waiting.exception()
         if error is not None:
@@ -426,17 +486,21 @@ class _Routes:
         accepts = request.headers.get("accept", "")
         return _answer(model, waiting.result(), _PROTOBUF in accepts)
 
-    def _require(self, session: str) -> None:
+    def _require(self, asked: _Session) -> None:
+        session = asked.session_id
         if session not in self._sessions:
             raise RequestError(f"session_id: there is no session {session}.", 404)
 
+    def _require_new(self, asked: _New) -> None:
+        self._require(asked)
+        own = self._service.base_model
+        if asked.base_model not in (None, own):
+            raise RequestError(
+                f"base_model: {asked.base_model}; this server has {own}."
+            )
 
-def _model_id(asked: Any) -> str:
-    """As the client derives it where it creates a model from a state."""
-    return f"{asked.session_id}:train:{asked.model_seq_id}"
 
-
-def _untyped(model: str, number: int) -> Any:
+def _untyped(model: str, number: object) -> dict[str, Any]:
     return {"request_id": f"{model}:{number}", "model_id": model}
 
 
@@ -467,13 +531,9 @@ def _read_json(body: bytes) -> Any:
     if given is None:
         raise RequestError("forward_backward_input is missing.")
     data = [datum.read(number) for number, datum in enumerate(given.data)]
-    settings = given.loss_fn_config or {}
     only = asked.forward_backward_input is None
-    return asked.model_id, asked.seq_id, given.loss_fn, settings, data, only
+    return data, given.loss_fn, given.loss_fn_config or {}, only
 
 
-def _read_protobuf(body: bytes) -> Any:
-    asked = read_request(body)
-    checked = _Numbered(model_id=asked.model_id, seq_id=asked.seq_id or None)
-    given = asked.loss_fn, settings_of(asked), data_of(asked)
-    return checked.model_id, checked.seq_id, *given, asked.forward_only
+def _read_protobuf(asked: Any) -> Any:
+    return data_of(asked), asked.loss_fn, settings_of(asked), asked.forward_only

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, RequestError
@@ -30,16 +31,21 @@ _SLOT = "default"
 """PEFT's name of the one adapter that the model has."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
 class AdamParams:
-    """One update by AdamW; the defaults are Tinker's. `grad_clip_norm` 0 clips nothing."""
+    """One update by AdamW; the defaults are Tinker's. `grad_clip_norm` 0 clips nothing.
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    Raises:
+        ValidationError: (a ValueError) Which value cannot be.
+    """
+
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    # less is zero in float32, and an update from gradients that are zero 0 / 0
+    eps: float = Field(default=1e-12, ge=1e-30)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
 class LiveAdapter:
@@ -125,25 +131,25 @@ class LiveAdapter:
     def initialise(self, state: AdapterState, seed: int | None) -> None:
         """Weights as PEFT draws them, in its order, where `torch.manual_seed` was called
         with `seed` before; None draws another one each time."""
+        # not the generator that other threads draw from
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
         spec = state.layout.spec
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
-            else:
-                torch.seed()
-            for name, layer in self._layers.items():
-                if self._kinds[name] not in spec.kinds:
-                    continue
-                down = nn.Linear(layer.in_features, spec.rank, bias=False)
-                nn.Linear(spec.rank, layer.out_features, bias=False)
-                nn.init.kaiming_uniform_(down.weight, a=5**0.5)
-                base = layer.get_base_layer()
-                dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
-                # PEFT rounds them to the dtype of the base first
-                drawn = (
-                    down.weight.to(dtype) if dtype.is_floating_point else down.weight
-                )
-                state.parts["weight"][f"{name}.lora_A.weight"].copy_(drawn.detach())
+        for name, layer in self._layers.items():
+            if self._kinds[name] not in spec.kinds:
+                continue
+            down = torch.empty(spec.rank, layer.in_features)
+            # as `nn.Linear` draws both, and PEFT the first one again
+            for drawn in (down, torch.empty(layer.out_features, spec.rank), down):
+                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+            base = layer.get_base_layer()
+            dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+            # PEFT rounds them to the dtype of the base first
+            down = down.to(dtype) if dtype.is_floating_point else down
+            state.parts["weight"][f"{name}.lora_A.weight"].copy_(down)
 
     def show(self, state: AdapterState) -> None:
         """From here on the model computes with an adapter and keeps its gradients."""
@@ -154,8 +160,17 @@ class LiveAdapter:
         self._copy(self._buffer[: layout.kept_bytes], state.memory[: layout.kept_bytes])
         self.switches += 1
         self._bind(layout)
+        waiting = {name: state.parts["grad"][name] for name in state.graded}
+        # all or, where the device has no room, none
+        grads = {
+            name: torch.empty_like(g, device=self._buffer.device).copy_(g)
+            for name, g in waiting.items()
+        }
         self._state = state
-        self._show_gradients()
+        shown = self._shown()
+        for name, grad in grads.items():
+            shown[name].grad = grad
+            self.moved_bytes += grad.nbytes
 
     def put_back(self) -> None:
         """The host has what is shown, gradients too."""
@@ -176,8 +191,11 @@ class LiveAdapter:
         self._updated = self._regraded = False
 
     def leave(self) -> None:
-        """Nothing is shown any more; the host has it."""
+        """Nothing is shown any more. The host has it, without what a pass that failed
+        has added to the gradients since `put_back`."""
         self.put_back()
+        # its memory may be freed next
+        self._device.compute.record().synchronize()
         self._drop_gradients()
         self._state = None
 
@@ -185,18 +203,13 @@ class LiveAdapter:
         """A backward pass has added to the gradients."""
         self._regraded = True
 
-    def restore_gradients(self) -> None:
-        """Those of the host, whatever a pass has left since `put_back`."""
-        self._drop_gradients()
-        self._show_gradients()
-
     def update(self, adam: AdamParams) -> float:
         """Make AdamW's step, by torch's fused kernel; the norm of all gradients before it
         was clipped.
 
         Raises:
-            RequestError: There are no gradients, or none that are finite; these are
-                dropped, and nothing else has changed.
+            RequestError: There are no gradients, or they or the weights after the step
+                are not finite; the gradients are dropped, and nothing else has changed.
         """
         assert self._state is not None
         shown = self._shown()
@@ -224,6 +237,14 @@ class LiveAdapter:
                 optimizer.state[param] = {part: views[part][name] for part in parts}
         optimizer.step()
         self._drop_gradients()
+        if not torch.nn.utils.get_total_norm(params).isfinite():
+            kept = self._state.layout.kept_bytes
+            # which has been put back before each pass
+            self._copy(self._buffer[:kept], self._state.memory[:kept])
+            raise RequestError(
+                f"optim_step: learning_rate {adam.learning_rate} makes weights that are "
+                "not finite."
+            )
         self._updated = True
         return norm
 
@@ -269,13 +290,6 @@ class LiveAdapter:
     def _drop_gradients(self) -> None:
         for param in self._shown().values():
             param.grad = None
-
-    def _show_gradients(self) -> None:
-        assert self._state is not None
-        shown, grads = self._shown(), self._state.parts["grad"]
-        for name in self._state.graded:
-            shown[name].grad = torch.empty_like(shown[name]).copy_(grads[name])
-            self.moved_bytes += grads[name].nbytes
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         self._device.compute.copy(target, source)

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..core.errors import RequestError
 from .losses import Datum
 
+MOST_ROWS = 1 << 16
+"""Of one request."""
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _PACKAGE = "axolotl_protrain.tinker"
 _TABLE = """
@@ -107,8 +109,10 @@ def data_of(request: Any) -> list[Datum]:
     """Its rows.
 
     Raises:
-        RequestError: Something other than text and plain tensors is in one.
+        RequestError: Too many, or something other than text and plain tensors is in one.
     """
+    if len(request.data) > MOST_ROWS:
+        raise RequestError(f"data: {len(request.data)} rows; at most {MOST_ROWS}.")
     return [_datum(number, message) for number, message in enumerate(request.data)]
 
 

@@ -35,9 +35,6 @@ class Turns(Generic[Item]):
     def __contains__(self, model: str) -> bool:
         return model in self._lines
 
-    def __len__(self) -> int:
-        return sum(len(line.waiting) for line in self._lines.values())
-
     def open(self, model: str) -> None:
         """Numbers of `model` begin at 0."""
         self._lines[model] = _Line()
@@ -45,6 +42,13 @@ class Turns(Generic[Item]):
     def number(self, model: str) -> int:
         """The one after the last that is known."""
         return self._lines[model].last + 1
+
+    def missing(self, model: str, number: int) -> int | None:
+        """The number that is next and not there, where that is an earlier one."""
+        line = self._lines.get(model)
+        if line is None or line.next >= number or line.next in line.waiting:
+            return None
+        return line.next
 
     def is_new(self, model: str, number: int) -> bool:
         """Whether a request of this number has not arrived before."""
@@ -84,7 +88,7 @@ class Turns(Generic[Item]):
     def close(self, model: str) -> list[Item]:
         """Forget a model; what was waiting."""
         self._ready.pop(model, None)
-        line = self._lines.pop(model)
+        line = self._lines.pop(model, _Line())
         return [item for item in line.waiting.values() if item is not None]
 
     def _settle(self, model: str) -> None:
