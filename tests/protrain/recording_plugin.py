@@ -9,20 +9,18 @@ import torch
 from axolotl.integrations.base import BasePlugin
 
 BATCHES_FILE = "batches.pt"
-"""In the job's output folder: the collator's batches in order, one more at most than
-was trained on."""
+"""In the job's output folder: what each forward of the model got, in order."""
+FIELDS = ("input_ids", "labels", "attention_mask")
 
 
 class RecordingPlugin(BasePlugin):
     """Writes `BATCHES_FILE` anew with each batch."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        collate, batches = trainer.data_collator, []
+        batches: list[dict[str, torch.Tensor]] = []
 
-        def record(rows: Any) -> Any:
-            batch = collate(rows)
-            batches.append({key: value.clone() for key, value in batch.items()})
+        def record(_model: Any, _args: Any, given: dict[str, Any]) -> None:
+            batches.append({key: given[key].clone() for key in FIELDS})
             torch.save(batches, Path(cfg.output_dir) / BATCHES_FILE)
-            return batch
 
-        trainer.data_collator = record
+        trainer.model.register_forward_pre_hook(record, with_kwargs=True)

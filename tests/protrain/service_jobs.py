@@ -32,6 +32,7 @@ from axolotl.integrations.protrain.service.adapters import (
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.live import AdamParams
 from axolotl.integrations.protrain.service.losses import Datum
+from axolotl.integrations.protrain.versions import DRAWS_BY_NAME
 
 SERVED: dict[str, Any] = {
     **LORA,
@@ -90,13 +91,15 @@ def train_as(job: Path, history: list[Mapping[str, float]], path: str) -> Any:
     batches = torch.load(job / "out" / BATCHES_FILE, weights_only=True)
     adam = {"beta2": 0.999, "eps": 1e-8, "grad_clip_norm": 1.0}
     with service(Path(path)) as served:
-        served.create("m", keys["lora_r"], ["attn", "mlp"], seed=11)
+        # of the YAML, or that of the plugin which seeds the process
+        seed = keys["seed"] if DRAWS_BY_NAME else 11
+        served.create("m", keys["lora_r"], ["attn", "mlp"], seed=seed)
         for number, entry in enumerate(history):
             some = batches[number * steps : (number + 1) * steps]
-            loss = 0.0
-            for batch in some:
-                # the mean of the means of micro-batches, as this trainer has it
-                tokens = steps * int((batch["labels"][:, 1:] != -100).sum())
+            loss, trained = 0.0, [int((b["labels"][:, 1:] != -100).sum()) for b in some]
+            for batch, tokens in zip(some, trained, strict=True):
+                # a mean of the step's tokens, before that one of micro-batches' means
+                tokens = sum(trained) if DRAWS_BY_NAME else steps * tokens
                 fields = (batch[k] for k in ("input_ids", "labels", "attention_mask"))
                 data = [_datum(d, tokens) for d in batch_to_datums_sft(*fields)]
                 loss += served.forward_backward("m", data).result()[0]

@@ -6,6 +6,7 @@ is named before anything is loaded, not in the middle of a run.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from axolotl.integrations.base import PluginManager
+from axolotl.loaders import adapter
 from axolotl.utils.config import prepare_plugins
 
 from .core.errors import ConfigError
@@ -87,6 +89,16 @@ PARAMETERS = {
 
 COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
 """What Axolotl counts as it computes losses: in the state, from 0.21 on beside it."""
+
+
+DRAWS_BY_NAME = hasattr(adapter, "reinit_lora_from_seed")
+"""From 0.20 on Axolotl draws each adapter by the name of its layer, not in their order."""
+
+
+def seed_of_layer(seed: int, name: str) -> int:
+    """What `reinit_lora_from_seed` gives the generator of a layer's ``default`` adapter."""
+    digest = hashlib.sha256(f"{name}.default".encode()).digest()
+    return (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
 
 
 def require_internals() -> None:

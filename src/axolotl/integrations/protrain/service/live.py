@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, RequestError
 from ..core.runtime import Device
+from ..versions import DRAWS_BY_NAME, seed_of_layer
 from .adapters import KINDS, AdapterLayout, AdapterSpec, AdapterState
 
 _SLOT = "default"
@@ -129,8 +130,9 @@ class LiveAdapter:
         return AdapterLayout(spec, tuple(shapes), self._dtype)
 
     def initialise(self, state: AdapterState, seed: int | None) -> None:
-        """Weights as PEFT draws them, in its order, where `torch.manual_seed` was called
-        with `seed` before; None draws another one each time."""
+        """Weights as this Axolotl draws them: from `seed` by the layer's name, or as PEFT
+        does, in its order, where `torch.manual_seed` was called with it before. None draws
+        another one each time."""
         # not the generator that other threads draw from
         generator = torch.Generator()
         if seed is None:
@@ -142,14 +144,20 @@ class LiveAdapter:
             if self._kinds[name] not in spec.kinds:
                 continue
             down = torch.empty(spec.rank, layer.in_features)
+            drawn = state.parts["weight"][f"{name}.lora_A.weight"]
+            if DRAWS_BY_NAME:
+                own = torch.Generator().manual_seed(
+                    seed_of_layer(generator.initial_seed(), name)
+                )
+                drawn.copy_(nn.init.kaiming_uniform_(down, a=5**0.5, generator=own))
+                continue
             # as `nn.Linear` draws both, and PEFT the first one again
-            for drawn in (down, torch.empty(layer.out_features, spec.rank), down):
-                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+            for part in (down, torch.empty(layer.out_features, spec.rank), down):
+                nn.init.kaiming_uniform_(part, a=5**0.5, generator=generator)
             base = layer.get_base_layer()
             dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
             # PEFT rounds them to the dtype of the base first
-            down = down.to(dtype) if dtype.is_floating_point else down
-            state.parts["weight"][f"{name}.lora_A.weight"].copy_(down)
+            drawn.copy_(down.to(dtype) if dtype.is_floating_point else down)
 
     def show(self, state: AdapterState) -> None:
         """From here on the model computes with an adapter and keeps its gradients."""
