@@ -69,7 +69,8 @@ SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
 DEFERRING = "optim/deferred.py"
 STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
-CHECKPOINT, PLUGIN, TRAINER = "checkpoint.py", "../plugin.py", "../trainer.py"
+CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
+PLUGIN, TRAINER = "../plugin.py", "../trainer.py"
 
 STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
 MUTANTS = (
@@ -440,28 +441,28 @@ MUTANTS = (
     ),
     Mutant(
         "moments of another shape are loaded",
-        CHECKPOINT,
+        FAULTS,
         "not isinstance(value, Tensor) or value.shape != param.shape",
         "not isinstance(value, Tensor)",
         FOLDERS,
     ),
     Mutant(
         "moments that are not finite are loaded",
-        CHECKPOINT,
+        FAULTS,
         "        if not math.isfinite(high - low):\n",
         "        if False:\n",
         FOLDERS,
     ),
     Mutant(
         "moments in another order of bytes are loaded",
-        CHECKPOINT,
+        FAULTS,
         "        if param.is_contiguous() and not value.is_contiguous():\n",
         "        if False:\n",
         FOLDERS,
     ),
     Mutant(
         "a schedule that is missing begins anew",
-        CHECKPOINT,
+        FAULTS,
         "        required += has\n",
         "        required += [OPTIMIZER]\n",
         FOLDERS,

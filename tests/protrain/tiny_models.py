@@ -372,6 +372,9 @@ _ALL = {
 }
 
 
+MODEL_NAMES = tuple(_ALL)
+"""All that `random_model` makes."""
+
 _KINDS = {
     "vision": "ImageTextToText",
     "reward": "SequenceClassification",

@@ -63,7 +63,7 @@ class AtLine:
         self._seen: set[tuple[str, int]] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> AtLine | None:
-        own = (Path(__file__).name, "checkpoint.py")
+        own = (Path(__file__).name, "folders.py")
         if not frame.f_code.co_filename.endswith(own):
             return None
         line = (frame.f_code.co_filename, frame.f_lineno)

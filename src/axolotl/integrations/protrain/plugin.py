@@ -38,7 +38,7 @@ class ProTrainPlugin(BasePlugin):
         self._taken_over: list[str] = []
         self._is_listed = True
         self._run: TrainingRun | None = None
-        self._loading = ExitStack()
+        self._loading, self._saving = ExitStack(), ExitStack()
         self._share: LoadShare | None = None
 
     def register(self, cfg: Any) -> None:
@@ -125,15 +125,19 @@ class ProTrainPlugin(BasePlugin):
                 "of the launcher."
             )
         # imported here: the command line reads this module without a trainer
+        from .saving import in_place
         from .trainer import page_trainer
 
+        self._saving.enter_context(in_place())
         self._run = TrainingRun(cfg, self._taken_over, LOG, self._share)
         page_trainer(trainer, self._run)
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Axolotl saves the model next, and calls this once more after that."""
         run, self._run = self._run, None
-        if run is not None:
+        if run is None:
+            self._saving.close()
+        else:
             run.require_final_space()
 
 

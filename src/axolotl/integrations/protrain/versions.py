@@ -48,11 +48,13 @@ NAMES = {
     "axolotl.monkeypatch.moe_quant": "_moe_load_state",
     "bitsandbytes.nn:Int8Params": "_quantize",
     "bitsandbytes.nn:Params4bit": "_quantize",
+    "peft.peft_model": "safe_save_file",
     "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
     "transformers:PreTrainedModel": "_get_dtype_plan _initialize_missing_keys "
     "_move_missing_keys_from_meta_to_device",
     "transformers.core_model_loading": "build_glob_alternation",
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS": "_global_mapping",
+    "transformers.modeling_utils": "safe_save_file split_torch_state_dict_into_shards",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS": "_global_mapping",
     "transformers.models.auto.auto_factory": "_get_model_class",
 }
@@ -81,6 +83,7 @@ PARAMETERS = {
     "param_value",
     "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert": "self input_dict",
     "transformers.integrations.bitsandbytes:Bnb8bitQuantize.convert": "self input_dict",
+    "transformers.modeling_utils:revert_weight_conversion": "model state_dict",
     "transformers.trainer_callback:CallbackHandler.call_event": "self event",
     "transformers.trainer_utils:rotate_checkpoints": "output_dir save_total_limit "
     "best_model_checkpoint use_mtime",

@@ -1,0 +1,23 @@
+"""Checkpoints are whole or not there, and what a run resumes from is looked at first."""
+
+from .faults import (
+    OPTIMIZER as OPTIMIZER,
+    SCHEDULER as SCHEDULER,
+    checkpoints,
+    fault_of,
+    load_states,
+    require_whole,
+)
+from .files import write_file
+from .folders import (
+    SLACK_BYTES as SLACK_BYTES,
+    STAGING as STAGING,
+    TOKEN_BYTES as TOKEN_BYTES,
+    checkpoint_bytes,
+    publish,
+    require_space,
+    restore,
+    restored_on_failure,
+    staged,
+)
+from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of

@@ -1,0 +1,154 @@
+"""Room for checkpoints, and the folders in which they become whole.
+
+Checkpoints of a paged run are ordinary ones. They are written in a folder of their own,
+flushed, and get their name at once; only then may older ones go.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError
+from ..types import Layout
+
+STAGING = "_incomplete"
+"""Folder of a run in which a checkpoint is written. No reader of `checkpoint-*` sees it,
+and uploads to the Hub leave out `_*`."""
+_REPLACED = "replaced"
+"""In that folder: what had the name of the checkpoint that is being published."""
+
+SLACK_BYTES, TOKEN_BYTES = 1 << 20, 136
+"""What is written beside the tensors: headers, configuration, trainer and random states;
+and of tokenizer.json for each token (Llama 2 to Gemma 3: 75 to 136). A write that fails
+all the same leaves nothing behind, so this need not be an upper bound."""
+
+# ------------------------------------------------------------------- room on the disk
+
+
+def checkpoint_bytes(
+    layout: Layout, adapter: bool, optimizer_state: bool, fp32_master: bool
+) -> int:
+    """Bytes that one checkpoint takes on disk, without the tokenizer's."""
+    weights = layout.fixed_trainable_bytes
+    state = 2 * layout.fixed_trainable_bytes
+    if not adapter:
+        weights += layout.fixed_frozen_bytes
+    for chunk in layout.chunks:
+        if chunk.trainable or not adapter:
+            weights += chunk.payload_bytes
+        for tensor in chunk.tensors if chunk.trainable else ():
+            # main weight and two moments in fp32, or two moments like the weight
+            on_main = fp32_master and tensor.is_16_bit
+            state += 12 * tensor.numel if on_main else 2 * tensor.nbytes
+    return weights + (state if optimizer_state else 0)
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        CheckpointError: Less than `nbytes` are free at `folder`.
+    """
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"output_dir: a checkpoint needs {nbytes:,} bytes and "
+            f"{folder} has {free:,} free. Free some space, choose another output_dir, "
+            "keep fewer checkpoints (save_total_limit), or leave the optimizer state "
+            "out (protrain_save_optimizer_state: false)."
+        )
+
+
+# ---------------------------------------------------------------------------- writing
+
+
+def staged(checkpoint: Path) -> Path:
+    """Where to write `checkpoint` until it is published."""
+    return checkpoint.parent / STAGING / checkpoint.name
+
+
+@contextmanager
+def restored_on_failure(run_dir: Path, publishes: bool) -> Iterator[None]:
+    """Forget what was staged if writing or publishing it fails.
+
+    Args:
+        run_dir: Folder of all checkpoints.
+        publishes: This process does; no other may remove what that one renames.
+
+    Raises:
+        CheckpointError: A file could not be written.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if publishes:
+            restore(run_dir)
+        if not _is_write_error(error):
+            raise
+        raise CheckpointError(
+            f"output_dir: writing a checkpoint into {run_dir} failed ({error}). Nothing "
+            "is left of it; earlier checkpoints are untouched. Free some space and "
+            "resume from the last one."
+        ) from error
+
+
+def restore(run_dir: Path) -> None:
+    """Remove what a save has left half-done, and put back what it had moved aside.
+
+    Several processes may do so at once.
+    """
+    for aside in (run_dir / STAGING / _REPLACED).glob("*"):
+        if not (run_dir / aside.name).exists():
+            with suppress(FileNotFoundError):
+                aside.rename(run_dir / aside.name)
+    shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+
+
+def publish(checkpoint: Path) -> None:
+    """Flush what is staged as `checkpoint` and give it its name.
+
+    One of that name is replaced: `restore` puts it back if this is cut short between two
+    renames.
+    """
+    source = staged(checkpoint)
+    for path in (*source.rglob("*"), source):
+        _flush(path)
+    try:
+        source.rename(checkpoint)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        aside = source.parent / _REPLACED
+        aside.mkdir()
+        checkpoint.rename(aside / checkpoint.name)
+        source.rename(checkpoint)
+    _flush(checkpoint.parent)
+    shutil.rmtree(source.parent, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network file systems cannot flush folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_write_error(error: BaseException) -> bool:
+    # torch.save has no type of its own for it; these name its writer
+    signs = ("PytorchStreamWriter", "inline_container", "iostream error")
+    return isinstance(error, (OSError, SafetensorError)) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
