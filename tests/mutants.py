@@ -27,6 +27,7 @@ SESSIONS = ("test_races.py", "test_state.py", "test_simulated.py")
 WORKER = ("test_runtime.py",)
 DEFERRED = ("test_deferred.py",)
 FOLDERS = ("test_checkpoint.py",)
+SNAPSHOTS = ("test_snapshots.py",)
 ACCESS = ("test_access.py",)
 LOOKS = tuple(
     f"test_ranks.py::test_equals_plain_ddp[2-{case}]" for case in ("B-looks", "C-looks")
@@ -70,6 +71,7 @@ DEFERRING = "optim/deferred.py"
 STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
+SNAPSHOT = "checkpoint/snapshots.py"
 PLUGIN, TRAINER = "../plugin.py", "../trainer.py"
 
 STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
@@ -438,6 +440,34 @@ MUTANTS = (
         "        if publishes:\n            restore(run_dir)\n",
         "",
         FOLDERS,
+    ),
+    Mutant(
+        "an update overwrites what a save has still to write",
+        MAKING,
+        "        self._device.before_write([own.host.weights, *homes])\n",
+        "",
+        SNAPSHOTS,
+    ),
+    Mutant(
+        "who changes optimizer state does not wait for a save",
+        NOTED,
+        "            self._device.before_write(self.memory())\n",
+        "",
+        SNAPSHOTS,
+    ),
+    Mutant(
+        "weights are shown that a save has still to write",
+        SESSION,
+        "        self.device.before_write(map(self.arena.chunk, self._residence.on_host))\n",
+        "",
+        SNAPSHOTS,
+    ),
+    Mutant(
+        "copies of a save take more than their room",
+        SNAPSHOT,
+        "self._room < source.numel()\n            ):",
+        "False\n            ):",
+        SNAPSHOTS,
     ),
     Mutant(
         "moments of another shape are loaded",

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,10 +36,13 @@ from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    TrainerCallback,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
 REPORT = Path("protrain") / "report.json"
+SAVING = "protrain-save"
+"""Name of the thread that writes beside training."""
 FAMILY = "llama"
 MODEL = model_path(FAMILY)
 SLOWEST_JOB_S = 240
@@ -323,6 +327,28 @@ class InterruptedRotation(BasePlugin):
             remove(path, *args, **kwargs)
 
         shutil.rmtree = interrupted
+
+
+class SlowDisk(BasePlugin):
+    """Each write of a save beside training takes 10 ms; says which steps are made then."""
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        plain = os.pwrite
+
+        def write(*args: Any) -> int:
+            if threading.current_thread().name == SAVING:
+                time.sleep(0.01)
+            return plain(*args)
+
+        class Watch(TrainerCallback):
+            looks_at_weights = False
+
+            def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+                if any(thread.name == SAVING for thread in threading.enumerate()):
+                    print(f"made beside a save: step {state.global_step}", flush=True)
+
+        os.pwrite = write
+        trainer.add_callback(Watch())
 
 
 class FailingPush(BasePlugin):

@@ -116,6 +116,8 @@ def test_defaults_are_those_of_the_contract():
         "protrain_cpu_optimizer": None,
         "protrain_fp32_master": False,
         "protrain_save_optimizer_state": True,
+        "protrain_async_save": True,
+        "protrain_snapshot_bytes": None,
         "protrain_check_races": False,
         "protrain_cache_dir": None,
     }
@@ -249,6 +251,8 @@ def test_no_other_value_passes_for_a_byte_size(value):
         ("protrain_fp32_master", "fp32", "true or false", "true"),
         ("protrain_save_optimizer_state", "5GB", "true or false", "true"),
         ("protrain_check_races", {}, "true or false", "true"),
+        ("protrain_async_save", "disk", "true or false", "true"),
+        ("protrain_snapshot_bytes", "some", "number of bytes", '"22GiB"'),
         ("protrain_n_persist_override", -1, "from 0 up", "2"),
         ("protrain_n_persist_override", 1.5, "from 0 up", "2"),
         ("protrain_n_buffer_override", True, "from 0 up", "2"),

@@ -33,7 +33,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
-from axolotl.integrations.protrain.core.checkpoint import STAGING, checkpoint_bytes
+from axolotl.integrations.protrain.core.checkpoint import (
+    STAGING,
+    checkpoint_bytes,
+    fault_of,
+)
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.search import make_plan
@@ -98,6 +102,16 @@ BEST = {
 }
 """The first one is called the best, so that it is kept beside the newest."""
 
+SLOW_DISK = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.SlowDisk"], "save_steps": 1}
+BESIDE = {
+    "beside_roomy": ({"protrain_snapshot_bytes": "1GiB"}, "3"),
+    "beside_tight": ({"protrain_snapshot_bytes": 1}, "3"),
+    "beside_master": (MASTER, "3"),
+    "beside_host": ({"protrain_cpu_optimizer": "torch"}, "3"),
+    "beside_off": ({"protrain_async_save": False}, ""),
+}
+"""Settings of runs that save at each step, and a step that is made beside a save."""
+
 FULL_DISK = {"full_at_model": 150_000, "full_at_optimizer": 300_000}
 """Bytes that a file may have; the model has 240,000, the optimizer state 480,000."""
 
@@ -123,6 +137,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("stateless", PAGED, STATELESS)
     first = resume("stateless")
     jobs.train("from_stateless", PAGED, STATELESS, first, after=["stateless"])
+    for name, (settings, _) in BESIDE.items():
+        jobs.train(name, SLOW_DISK, PAGED, settings, {"save_total_limit": 2})
+    beside = {**MANY, **SLOW_DISK, "save_steps": 3}
+    jobs.train("interrupt_beside", beside, PAGED, watch=interrupt(4, 0.0))
     jobs.train("full_moments", EACH)
     jobs.train("lora_moments", EACH, LORA)
     for name, (settings, steps, delay) in INTERRUPTED.items():
@@ -472,6 +490,33 @@ def test_the_best_checkpoint_is_that_of_the_plain_run(jobs: Jobs) -> None:
 
 def best(state: Path) -> str:
     return json.loads(state.read_text())["best_model_checkpoint"]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_save_beside_training_is_that_of_its_step(jobs: Jobs, name: str) -> None:
+    ended, plain = jobs[name].finished, jobs["full_plain"].finished
+    settings, step = BESIDE[name]
+    assert (f"made beside a save: step {step}" in ended.log) is bool(step)
+    found = {x for x in files(ended.folder) if x.startswith("checkpoint")}
+    assert found == {"checkpoint-3", "checkpoint-4"} and STAGING not in files(
+        ended.folder
+    )
+    if settings is MASTER:
+        plain = jobs["master"].finished
+    if name != "beside_host":
+        assert ended.history == plain.history
+        assert same_checkpoint(ended.folder, plain.folder, step=4) is None
+        assert difference(weights(ended.folder), weights(plain.folder)) is None
+    assert fault_of(ended.folder / "checkpoint-3") is None
+
+
+def test_ctrl_c_waits_for_the_save_under_way(jobs: Jobs) -> None:
+    ended = jobs["interrupt_beside"]
+    assert ended.exit_code == 0, ended.log[-3000:]
+    names = files(ended.folder)
+    saved = [ended.folder / x for x in names if x.startswith("checkpoint")]
+    assert saved and STAGING not in names
+    assert [fault_of(checkpoint) for checkpoint in saved] == [None] * len(saved)
 
 
 def add_half_a_checkpoint(checkpoint: Path) -> None:

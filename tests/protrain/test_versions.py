@@ -25,6 +25,7 @@ ELSEWHERE = {
     "_set_base_training_args",
     # of instances
     "_parameters",
+    "_untyped_storage",
     # of named tuples
     "_replace",
 }

@@ -195,6 +195,17 @@ class ProTrainArgs(BaseModel):
     protrain_save_optimizer_state: Flag = Field(
         default=True, description="Write optimizer state into each checkpoint."
     )
+    protrain_async_save: Flag = Field(
+        default=True,
+        description="Write checkpoints while training goes on, where one process trains "
+        "and nobody reads a checkpoint in `on_save`. False: training waits.",
+    )
+    protrain_snapshot_bytes: Bytes | None = Field(
+        default=None,
+        description="Host memory for what such a checkpoint has still to write of bytes "
+        "that training changes; with less, training waits for the disk. Unset: what the "
+        "plan leaves of the host budget.",
+    )
     protrain_check_races: Flag = Field(
         default=False,
         description="Fill a slot with NaN when its chunk leaves, and check every read "

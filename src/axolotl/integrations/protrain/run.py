@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -21,10 +21,11 @@ from .args import args_from, overrides
 from .core.checkpoint import (
     SLACK_BYTES,
     TOKEN_BYTES,
+    Snapshot,
     checkpoint_bytes,
     require_space,
 )
-from .core.errors import ConfigError, ProTrainError
+from .core.errors import CheckpointError, ConfigError, ProTrainError
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.runtime import Alone, CheckedDevice, Ranks, open_device
@@ -113,6 +114,7 @@ class TrainingRun:
         self._output_dir = Path(cfg.output_dir)
         self._logged: dict[str, float] = {}
         self._looked_at: set[str] | None = None
+        self._under_way: Snapshot | None = None
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -211,6 +213,18 @@ class TrainingRun:
                 undo.callback(session.close)
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
+            undo.callback(self._end_save, session, failed)
+
+    def _end_save(self, session: Session | None, failed: bool) -> None:
+        try:
+            self.settle_save()
+        except CheckpointError as error:
+            if not failed:
+                raise
+            # the run's own error must not be hidden by this one
+            self.log.error(str(error))
+        if session is not None:
+            session.device.kept = None
 
     def weights(self) -> AbstractContextManager[None]:
         """See `Session.weights`; does nothing outside a session."""
@@ -261,6 +275,7 @@ class TrainingRun:
 
     def begin_step(self, trainer: Trainer) -> None:
         """An optimizer step begins."""
+        self.settle_save(blocks=False)
         self.note_peak()
         self.recovery.begin(trainer)
         self._watch()
@@ -289,6 +304,42 @@ class TrainingRun:
     def gathered_state(self) -> AbstractContextManager[None]:
         """`Session.gathered_state`; nothing outside a session."""
         return self.session.gathered_state() if self.session else nullcontext()
+
+    def snapshot(self) -> Snapshot | None:
+        """What writes a checkpoint beside training; None where training has to wait."""
+        if (
+            self.session is None
+            or self.report is None
+            or not self.args.protrain_async_save
+            or self.ranks.world.size > 1
+        ):
+            return None
+        forecast = self.report.forecast
+        left = forecast.budget.host_bytes - forecast.host.peak_bytes
+        room = self.args.protrain_snapshot_bytes or max(left, 0)
+        return self.session.snapshot(min(room, self.checkpoint_bytes))
+
+    def write_beside(
+        self, snapshot: Snapshot, checkpoint: Path, then: Callable[[], None]
+    ) -> None:
+        """Write what a snapshot holds while training goes on, and `then` rotate."""
+        assert self.session is not None
+        self.session.device.kept = self._under_way = snapshot
+        snapshot.start(checkpoint, then)
+
+    def settle_save(self, blocks: bool = True) -> None:
+        """Return once no checkpoint is being written; or, if not `blocks`, at once.
+
+        Raises:
+            CheckpointError: The last one was not written.
+        """
+        if self._under_way is not None and (blocks or self._under_way.over):
+            # first: what is interrupted here is waited for again
+            self._under_way.join()
+            under_way, self._under_way = self._under_way, None
+            if self.session is not None:
+                self.session.device.kept = None
+            under_way.check()
 
     def replan(self, forecast: Forecast) -> None:
         """Go on with the step under a smaller plan."""

@@ -30,7 +30,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import modeling_utils
 
-from .core.checkpoint import plan_safetensors, spec_of, write_file
+from .core.checkpoint import (
+    OPTIMIZER,
+    FilePlan,
+    Snapshot,
+    plan_safetensors,
+    save_without_bytes,
+    spec_of,
+    write_file,
+)
+from .core.optim.host_chunks import MASTER_KEY
+
+Write = Callable[[Path, FilePlan, Mapping[str, Tensor]], None]
 
 
 class _Views(TorchFunctionMode):
@@ -84,7 +95,10 @@ class _Views(TorchFunctionMode):
 
 
 def write_safetensors(
-    tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str] | None = None
+    tensors: Mapping[str, Tensor],
+    path: str,
+    metadata: dict[str, str] | None = None,
+    write: Write = write_file,
 ) -> None:
     """What `safetensors.torch.save_file` does, of views too, and without copies."""
     specs = [spec_of(key, tensor) for key, tensor in tensors.items()]
@@ -92,7 +106,7 @@ def write_safetensors(
     if len(known) < len(specs):
         save_file(dict(tensors), path, metadata)
         return
-    write_file(Path(path), plan_safetensors(known, metadata or {}), tensors)
+    write(Path(path), plan_safetensors(known, metadata or {}), tensors)
 
 
 @contextmanager
@@ -106,5 +120,34 @@ def in_place() -> Iterator[None]:
         patch.object(modeling_utils, "split_torch_state_dict_into_shards", views.split),
         patch.object(modeling_utils, "safe_save_file", write_safetensors),
         patch.object(peft_model, "safe_save_file", write_safetensors),
+    ):
+        yield
+
+
+@contextmanager
+def later(snapshot: Snapshot, folder: Path) -> Iterator[None]:
+    """Inside, what is saved of a model and its optimizer in a folder is left to a
+    snapshot."""
+
+    def write(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor]) -> None:
+        # a signal handler may save the model elsewhere
+        (snapshot.add if path.parent == folder else write_file)(path, plan, tensors)
+
+    def save(value: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        if target != str(folder / OPTIMIZER):
+            plain(value, target, *args, **kwargs)
+            return
+        plan, tensors = save_without_bytes(value, Path(target))
+        states = value["state"].values()
+        # made for this file
+        joined = {s[MASTER_KEY].data_ptr() for s in states if MASTER_KEY in s}
+        own = {key for key, bytes_ in tensors.items() if bytes_.data_ptr() in joined}
+        snapshot.add(Path(target), plan, tensors, own)
+
+    plain, planned = torch.save, partial(write_safetensors, write=write)
+    with (
+        patch.object(modeling_utils, "safe_save_file", planned),
+        patch.object(peft_model, "safe_save_file", planned),
+        patch.object(torch, "save", save),
     ):
         yield

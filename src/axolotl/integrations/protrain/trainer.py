@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from .core.checkpoint import (
     restored_on_failure,
     staged,
 )
-from .core.runtime import is_shortage
+from .core.runtime import Ranks, is_shortage
 from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
 from .run import TrainingRun
+from .saving import later
 
 
 @dataclass
@@ -139,9 +140,11 @@ class ProTrainTrainerMixin(_Mixed):
         """As plain, but in a folder aside; older ones go when this one has its name."""
         ranks, run = self.protrain.ranks, self._get_output_dir(trial=trial)
         run_dir = Path(run)
+        self.protrain.settle_save()
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             require_space(run_dir, self.protrain.checkpoint_bytes)
+        snapshot = None if self._is_read_at_once() else self.protrain.snapshot()
         with restored_on_failure(run_dir, publishes=ranks.rank == 0):
             if ranks.local_rank == 0:
                 restore(run_dir)
@@ -151,6 +154,7 @@ class ProTrainTrainerMixin(_Mixed):
                 patch.object(self, "_get_output_dir", lambda trial: str(folder.parent)),
                 patch.object(self, "_push_from_checkpoint", lambda _folder: None),
                 self.protrain.gathered_state(),
+                later(snapshot, folder) if snapshot else nullcontext(),
             ):
                 super()._save_checkpoint(model, trial, **kwargs)
             best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
@@ -158,23 +162,30 @@ class ProTrainTrainerMixin(_Mixed):
                 self.state.best_model_checkpoint = os.path.join(run, best)
                 if self.args.should_save:
                     self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            ranks.collect(None)
-            if ranks.rank == 0:
-                publish(final)
-            ranks.collect(None)
-            if ranks.rank != 0 and ranks.local_rank == 0:
-                # gone already where nodes share the folder
-                with suppress(FileNotFoundError):
-                    publish(final)
+            if snapshot is None:
+                publish_together(ranks, final)
+        rotate = partial(
+            rotate_checkpoints,
+            output_dir=run,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        if snapshot is not None:
+            self.protrain.write_beside(snapshot, final, rotate)
+            return
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(run, final.name))
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=run,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            rotate()
+
+    def _is_read_at_once(self) -> bool:
+        """Whether somebody may read a checkpoint as soon as it is saved."""
+        plain = TrainerCallback.on_save
+        return self.args.push_to_hub or any(
+            type(callback).on_save is not plain
+            for callback in self.callback_handler.callbacks
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As plain, but looked at first, and each rank reads from one mapping of the file,
@@ -195,6 +206,18 @@ class ProTrainTrainerMixin(_Mixed):
         # training is over; from here on the model is an ordinary one
         self.protrain.close()
         return super()._load_best_model(*args, **kwargs)
+
+
+def publish_together(ranks: Ranks, checkpoint: Path) -> None:
+    """Give a checkpoint its name once all ranks have written their part of it."""
+    ranks.collect(None)
+    if ranks.rank == 0:
+        publish(checkpoint)
+    ranks.collect(None)
+    if ranks.rank != 0 and ranks.local_rank == 0:
+        # gone already where nodes share the folder
+        with suppress(FileNotFoundError):
+            publish(checkpoint)
 
 
 class ShowingHandlerMixin(_MixedHandler):

@@ -37,6 +37,7 @@ NAMES = {
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.nn.utils.stateless": "_reparametrize_module",
+    "torch.serialization": "skip_data",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_leaves",
     "axolotl.loaders.model:ModelLoader": "_apply_pre_model_load_setup _build_model "

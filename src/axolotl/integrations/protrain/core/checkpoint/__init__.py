@@ -8,7 +8,7 @@ from .faults import (
     load_states,
     require_whole,
 )
-from .files import write_file
+from .files import save_without_bytes, write_file
 from .folders import (
     SLACK_BYTES as SLACK_BYTES,
     STAGING as STAGING,
@@ -21,3 +21,4 @@ from .folders import (
     staged,
 )
 from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of
+from .snapshots import Snapshot

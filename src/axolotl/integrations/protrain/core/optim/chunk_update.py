@@ -227,6 +227,8 @@ class OnDevice:
             return
         change, weights, clip = own.done
         own.undo = None
+        homes = [target for target, _ in change.copies]
+        self._device.before_write([own.host.weights, *homes])
         own.state.take(change)
         event = weights.send_back()
         offload = self._device.offload

@@ -273,6 +273,7 @@ class NotedUpdates(Updates):
         """Somebody is about to read or change them, unless it is the step itself."""
         if not self._noting:
             self.flush()
+            self._device.before_write(self.memory())
 
     def switch(self, method: str) -> None:
         """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
@@ -415,6 +416,10 @@ class NotedUpdates(Updates):
         with ExitStack() as rest:
             for own in self._all:
                 rest.callback(own.state.release)
+
+    def memory(self) -> list[Tensor]:
+        pairs = ((own.host.weights, own.state.region) for own in self._all)
+        return [memory for pair in pairs for memory in pair]
 
     def host_bytes(self) -> int:
         return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)

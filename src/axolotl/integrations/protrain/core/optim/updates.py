@@ -49,6 +49,11 @@ class Updates:
         """Inside, which all ranks enter, the first of each node has the state of all."""
         return nullcontext()
 
+    def memory(self) -> list[Tensor]:
+        """Host memory of weights and their state, chunk by chunk as they are updated:
+        nobody writes there without a `Device.before_write`."""
+        return []
+
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""
         return 0

@@ -1,0 +1,229 @@
+"""A checkpoint that is written beside training is that of the moment of its save."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from core_models import HOST_STATE, adamw, batches, open_session, stack, train, twin
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from axolotl.integrations.protrain.core.checkpoint import (
+    STAGING,
+    Snapshot,
+    plan_safetensors,
+    restore,
+    save_without_bytes,
+    spec_of,
+    staged,
+)
+from axolotl.integrations.protrain.core.errors import CheckpointError
+from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.types import Update
+
+ROOMY = 1 << 30
+WHERE: dict[str, dict[str, Any]] = {
+    "paged": {"outside": HOST_STATE},
+    "mixed": {"resident": (1, 4), "inside": HOST_STATE},
+    "resident": {"resident": range(6)},
+    "host": {"outside": HOST_STATE, "update": Update.HOST},
+    "masters": {"outside": HOST_STATE, "fp32_master": True},
+}
+"""Plans."""
+
+
+@contextmanager
+def disk(act: Callable[[], None]) -> Iterator[None]:
+    """Does something before each write of the thread that saves."""
+    plain = os.pwrite
+
+    def write(*args: Any) -> int:
+        if threading.current_thread().name == "protrain-save":
+            act()
+        return plain(*args)
+
+    with patch.object(os, "pwrite", write):
+        yield
+
+
+class Run:
+    """A model under a plan that has trained for two steps, and its plain twin."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        dtype = torch.bfloat16 if where == "masters" else torch.float32
+        self.checkpoint = folder / "checkpoint-2"
+        self.model: Any = stack(dtype=dtype)
+        self.plain = twin(self.model)
+        self.session: Session = open_session(self.model, **WHERE[where])
+        self.optimizer: Any = self.session.wrap_optimizer(adamw(self.model))
+        self._reference = adamw(self.plain)
+        self.losses: list[Any] = []
+        self.expected: list[Any] = []
+        self.train(2)
+
+    def train(self, steps: int) -> None:
+        data = [batches(1, len(self.losses) + n) for n in range(steps)]
+        self.losses += train(self.model, self.optimizer, data, self.session)
+        self.expected += train(self.plain, self._reference, data)
+
+    def save(self, room: int) -> Snapshot:
+        """What a run does at a save."""
+        restore(self.checkpoint.parent)
+        folder = staged(self.checkpoint)
+        folder.mkdir(parents=True)
+        snapshot = self.session.snapshot(room)
+        weights, state = self.model.state_dict(), self.optimizer.state_dict()
+        self.weights = {name: value.clone() for name, value in weights.items()}
+        self.state = [
+            leaf.clone() if isinstance(leaf, Tensor) else leaf
+            for leaf in tree_leaves(state)
+        ]
+        specs = [spec for name in weights if (spec := spec_of(name, weights[name]))]
+        snapshot.add(folder / "weights", plan_safetensors(specs, {}), weights)
+        snapshot.add(folder / "state", *save_without_bytes(state, folder / "state"))
+        self.session.device.kept = snapshot
+        snapshot.start(self.checkpoint, lambda: None)
+        return snapshot
+
+    def check(self) -> None:
+        """The files are of the moment of the save."""
+        found = load_file(self.checkpoint / "weights")
+        assert found.keys() == self.weights.keys()
+        assert all(torch.equal(found[name], self.weights[name]) for name in found)
+        saved = tree_leaves(torch.load(self.checkpoint / "state", weights_only=True))
+        assert len(saved) == len(self.state)
+        for ours, theirs in zip(saved, self.state, strict=True):
+            same = (
+                torch.equal if isinstance(theirs, Tensor) else theirs.__class__.__eq__
+            )
+            assert same(ours, theirs)
+
+    def close(self, snapshot: Snapshot) -> None:
+        snapshot.join()
+        self.session.device.kept = None
+        self.session.close()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_training_does_not_wait_for_the_disk(tmp_path: Path, where: str) -> None:
+    run, released = Run(tmp_path, where), threading.Event()
+    with disk(lambda: assert_released(released)):
+        snapshot = run.save(ROOMY)
+        run.train(2)
+        assert not snapshot.over and not run.checkpoint.exists()
+        released.set()
+        run.close(snapshot)
+    snapshot.check()
+    run.check()
+    if where != "masters":
+        assert run.losses == run.expected
+
+
+def assert_released(released: threading.Event) -> None:
+    assert released.wait(30)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_without_room_training_waits_for_what_it_changes(
+    tmp_path: Path, where: str
+) -> None:
+    run, released = Run(tmp_path, where), threading.Event()
+    waits = threading.Timer(0.3, released.set)
+    with disk(lambda: assert_released(released)):
+        snapshot = run.save(0)
+        waits.start()
+        run.train(2)
+        # on the device there is nothing to wait for: it has been written at once
+        assert released.is_set() or where == "resident"
+        run.close(snapshot)
+    snapshot.check()
+    run.check()
+
+
+def load_others(run: Run) -> None:
+    run.model.load_state_dict(stack(seed=3).state_dict())
+
+
+def write_shown(run: Run) -> None:
+    with run.session.weights():
+        for param in run.model.parameters():
+            param.data.add_(1)
+
+
+def write_state(run: Run) -> None:
+    for state in run.optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["step"].zero_()
+
+
+def load_state(run: Run) -> None:
+    fresh = adamw(twin(run.plain))
+    run.optimizer.load_state_dict(fresh.state_dict())
+
+
+@pytest.mark.parametrize("act", [load_others, write_shown, write_state, load_state])
+def test_others_who_write_do_not_change_a_checkpoint(
+    tmp_path: Path, act: Callable[[Run], None]
+) -> None:
+    run, released = Run(tmp_path, "paged"), threading.Event()
+    with disk(lambda: assert_released(released)):
+        snapshot = run.save(ROOMY)
+        act(run)
+        released.set()
+        run.close(snapshot)
+    snapshot.check()
+    run.check()
+
+
+@pytest.mark.parametrize("number", [1, 7, 40])
+def test_a_full_disk_ends_the_save_and_not_the_step(
+    tmp_path: Path, number: int
+) -> None:
+    run, writes = Run(tmp_path, "paged"), iter(range(1, 1000))
+    (tmp_path / "checkpoint-1").mkdir()
+
+    def fill() -> None:
+        time.sleep(0.001)
+        if next(writes) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with disk(fill):
+        snapshot = run.save(0)
+        run.train(2)
+        run.close(snapshot)
+    with pytest.raises(CheckpointError, match="output_dir: .* No space left on device"):
+        snapshot.check()
+    assert run.losses == run.expected
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert not (tmp_path / STAGING).exists()
+
+
+def test_a_file_filled_later_is_that_of_torch(tmp_path: Path) -> None:
+    base = torch.arange(24.0)
+    value = {
+        "views": [base[2:5], base.view(4, 6).T, torch.tensor(7)],
+        3: (torch.ones(0), torch.ones(3, dtype=torch.bfloat16), "text"),
+    }
+    plan, tensors = save_without_bytes(value, tmp_path / "file")
+    assert sum(t.nbytes for t in tensors.values()) == 24 * 4 + 8 + 6
+    with open(tmp_path / "file", "r+b", 0) as file:
+        for key, start, end, offset in plan.pieces:
+            os.pwrite(file.fileno(), tensors[key][start:end].numpy(), offset)
+    found = tree_leaves(torch.load(tmp_path / "file", weights_only=True))
+    for ours, theirs in zip(found, tree_leaves(value), strict=True):
+        assert ours == theirs if isinstance(theirs, str) else torch.equal(ours, theirs)
+    # what is shared stays shared
+    assert (
+        found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
+    )
