@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from core_models import HOST_STATE, adamw, batches, open_session, stack, train, twin
+from core_models import (
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    open_session,
+    stack,
+    train,
+    twin,
+    weights,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -78,19 +90,21 @@ class Run:
         self.expected += train(self.plain, self._reference, data)
 
     def save(self, room: int) -> Snapshot:
-        """What a run does at a save."""
-        restore(self.checkpoint.parent)
+        """What a run does at a save; the checkpoint has the number of its step."""
+        run_dir = self.checkpoint.parent
+        self.checkpoint = run_dir / f"checkpoint-{len(self.losses)}"
+        restore(run_dir)
         folder = staged(self.checkpoint)
         folder.mkdir(parents=True)
         snapshot = self.session.snapshot(room)
-        weights, state = self.model.state_dict(), self.optimizer.state_dict()
-        self.weights = {name: value.clone() for name, value in weights.items()}
+        tensors, state = self.model.state_dict(), self.optimizer.state_dict()
+        self.weights = weights(self.model)
         self.state = [
             leaf.clone() if isinstance(leaf, Tensor) else leaf
             for leaf in tree_leaves(state)
         ]
-        specs = [spec for name in weights if (spec := spec_of(name, weights[name]))]
-        snapshot.add(folder / "weights", plan_safetensors(specs, {}), weights)
+        specs = [spec for name in tensors if (spec := spec_of(name, tensors[name]))]
+        snapshot.add(folder / "weights", plan_safetensors(specs, {}), tensors)
         snapshot.add(folder / "state", *save_without_bytes(state, folder / "state"))
         self.session.device.kept = snapshot
         snapshot.start(self.checkpoint, lambda: None)
@@ -207,6 +221,43 @@ def test_a_full_disk_ends_the_save_and_not_the_step(
     assert run.losses == run.expected
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert not (tmp_path / STAGING).exists()
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    random.seed(0)
+    reference = Run(tmp_path, "paged")
+    moments = {}
+    for step in range(2, 6):
+        moments[f"checkpoint-{step}"] = weights(reference.model)
+        reference.train(1)
+    reference.session.close()
+    seen = set()
+    for number in range(50):
+        run_dir = tmp_path / str(number)
+        run_dir.mkdir()
+        began = time.perf_counter()
+        process_id = os.fork()
+        if not process_id:
+            run = Run(run_dir, "paged")
+            with disk(lambda: time.sleep(0.0005)):
+                while len(run.losses) < 6:
+                    snapshot = run.save(random.choice([0, ROOMY]))
+                    run.train(1)
+                    snapshot.join()
+            os._exit(0)
+        time.sleep(random.uniform(0.05, 0.5))
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+        assert time.perf_counter() - began < 20
+        restore(run_dir)
+        for path in run_dir.iterdir():
+            found = load_file(path / "weights")
+            assert_same(
+                dict(sorted(found.items())), dict(sorted(moments[path.name].items()))
+            )
+            assert torch.load(path / "state", weights_only=True)["state"]
+            seen.add(path.name)
+    assert seen
 
 
 def test_a_file_filled_later_is_that_of_torch(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class ProTrainPlugin(BasePlugin):
         """
         self._pages = False
         self._loading.close()
+        self._saving.close()
         self._share = None
         reject_unknown_keys(cfg)
         self._is_listed = lists_plugin(cfg.get("plugins"))
