@@ -223,7 +223,10 @@ def test_a_full_disk_ends_the_save_and_not_the_step(
     assert not (tmp_path / STAGING).exists()
 
 
-def test_a_kill_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.full)])
+def test_a_kill_at_any_moment_leaves_whole_checkpoints(
+    tmp_path: Path, kills: int
+) -> None:
     random.seed(0)
     reference = Run(tmp_path, "paged")
     moments = {}
@@ -232,7 +235,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
         reference.train(1)
     reference.session.close()
     seen = set()
-    for number in range(50):
+    for number in range(kills):
         run_dir = tmp_path / str(number)
         run_dir.mkdir()
         began = time.perf_counter()
