@@ -470,6 +470,7 @@ def test_what_comes_after_a_save_cannot_undo_it(jobs: Jobs, name: str) -> None:
 
 def test_a_push_sees_whole_checkpoints_by_their_names(jobs: Jobs) -> None:
     pushed = [x for x in jobs["pushing"].log.splitlines() if x.startswith("pushed: ")]
+    assert jobs["pushing"].log.count("checkpoints, which push_to_hub may read") == 1
     assert [line.split(",")[0][8:] for line in pushed] == [
         f"pushing/checkpoint-{step}" for step in (2, 4)
     ]

@@ -115,6 +115,7 @@ class TrainingRun:
         self._logged: dict[str, float] = {}
         self._looked_at: set[str] | None = None
         self._under_way: Snapshot | None = None
+        self._said: set[str] = set()
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -305,19 +306,27 @@ class TrainingRun:
         """`Session.gathered_state`; nothing outside a session."""
         return self.session.gathered_state() if self.session else nullcontext()
 
-    def snapshot(self) -> Snapshot | None:
-        """What writes a checkpoint beside training; None where training has to wait."""
-        if (
-            self.session is None
-            or self.report is None
-            or not self.args.protrain_async_save
-            or self.ranks.world.size > 1
-        ):
+    def snapshot(self, readers: Sequence[str]) -> Snapshot | None:
+        """What writes a checkpoint beside training; None where training has to wait, for
+        `readers` too."""
+        wanted = self.args.protrain_async_save and self.ranks.world.size == 1
+        if self.session is None or self.report is None or not wanted:
+            return None
+        if readers:
+            self._say_once(
+                f"protrain_async_save: training waits for checkpoints, which "
+                f"{', '.join(readers)} may read as soon as they are saved."
+            )
             return None
         forecast = self.report.forecast
         left = forecast.budget.host_bytes - forecast.host.peak_bytes
         room = self.args.protrain_snapshot_bytes or max(left, 0)
         return self.session.snapshot(min(room, self.checkpoint_bytes))
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.log.info(line)
 
     def write_beside(
         self, snapshot: Snapshot, checkpoint: Path, then: Callable[[], None]

@@ -144,7 +144,7 @@ class ProTrainTrainerMixin(_Mixed):
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             require_space(run_dir, self.protrain.checkpoint_bytes)
-        snapshot = None if self._is_read_at_once() else self.protrain.snapshot()
+        snapshot = self.protrain.snapshot(self._readers())
         with restored_on_failure(run_dir, publishes=ranks.rank == 0):
             if ranks.local_rank == 0:
                 restore(run_dir)
@@ -179,13 +179,12 @@ class ProTrainTrainerMixin(_Mixed):
         if self.args.should_save:
             rotate()
 
-    def _is_read_at_once(self) -> bool:
-        """Whether somebody may read a checkpoint as soon as it is saved."""
+    def _readers(self) -> list[str]:
+        """Who may read a checkpoint as soon as it is saved."""
+        callbacks = [type(callback) for callback in self.callback_handler.callbacks]
         plain = TrainerCallback.on_save
-        return self.args.push_to_hub or any(
-            type(callback).on_save is not plain
-            for callback in self.callback_handler.callbacks
-        )
+        readers = [kind.__name__ for kind in callbacks if kind.on_save is not plain]
+        return readers + ["push_to_hub"] * self.args.push_to_hub
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As plain, but looked at first, and each rank reads from one mapping of the file,
