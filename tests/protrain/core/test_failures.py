@@ -151,12 +151,16 @@ class Run:
 
     def step(self, data: list[Tensor], after: Any) -> list[float]:
         """As the trainer's loop; `after` are the plans to go on with."""
+
+        def lower(_: Shortage) -> None:
+            if (plan := next(after, None)) is None:
+                raise torch.OutOfMemoryError("no smaller plan")
+            self.session.replan(make_plan(self.session.layout, **plan))
+
         recovery = StepRecovery(
             torch.device("cpu"),
             lambda error, phase: Shortage(phase, 0, asked_bytes(error), 0),
-            lambda _: self.session.replan(
-                make_plan(self.session.layout, **next(after))
-            ),
+            lower,
         )
         numbers = [
             recovery.attempt(partial(self.micro_batch, tokens), "forward")
