@@ -248,10 +248,13 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(
                     run.train(1)
                     snapshot.join()
             os._exit(0)
+        # on a busy machine a child may have saved nothing in half a second
+        while number % 2 and not [*run_dir.glob("checkpoint-*")]:
+            assert time.perf_counter() - began < 20
+            time.sleep(0.01)
         time.sleep(random.uniform(0.05, 0.5))
         os.kill(process_id, signal.SIGKILL)
         os.waitpid(process_id, 0)
-        assert time.perf_counter() - began < 20
         restore(run_dir)
         for path in run_dir.iterdir():
             found = load_file(path / "weights")
