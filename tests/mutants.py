@@ -42,6 +42,7 @@ MEASURED = tuple(
         "test_a_damaged_file_is_measured_again_and_replaced",
         "test_what_nothing_can_be_planned_with_is_measured_again",
         "test_the_tightest_cgroup_counts",
+        "test_the_tightest_quota_counts",
         "test_pages_of_files_are_told_from_memory",
     )
 )
