@@ -28,6 +28,7 @@ WORKER = ("test_runtime.py",)
 DEFERRED = ("test_deferred.py",)
 FOLDERS = ("test_checkpoint.py",)
 SNAPSHOTS = ("test_snapshots.py",)
+LOADS = ("test_loads.py",)
 ACCESS = ("test_access.py",)
 LOOKS = tuple(
     f"test_ranks.py::test_equals_plain_ddp[2-{case}]" for case in ("B-looks", "C-looks")
@@ -667,6 +668,20 @@ MUTANTS = (
         "_lies(now) == _lies(place)",
         "now.data_ptr() == place.data_ptr()",
         ACCESS,
+    ),
+    Mutant(
+        "weights written since they were mapped are read from the file",
+        "checkpoint/loads.py",
+        "if not known[file.path] or _is_written(tensor, pages):",
+        "if not known[file.path]:",
+        LOADS,
+    ),
+    Mutant(
+        "a file that has taken another's name is read",
+        "checkpoint/loads.py",
+        "file.path.is_file() and file.path.stat().st_ino == file.inode",
+        "file.path.is_file()",
+        LOADS,
     ),
     Mutant(
         "a staging buffer is filled while it is used",

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "search": BASE | {"layout", "cost"},
     "runtime": BASE | {"layout", "host"},
     "optim": BASE | {"layout", "runtime"},
-    "checkpoint": BASE | {"layout", "runtime", "optim"},
+    "checkpoint": BASE | {"layout", "runtime", "optim", "host"},
     "viewing": BASE | {"runtime", "optim"},
 }
 MAY_IMPORT["session"] = set(MAY_IMPORT)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from torch import Tensor
@@ -52,21 +53,41 @@ def processors(mounted: Path = _MOUNTED, own: Path = _OWN) -> int:
     return max(int(min(limits)), 1)
 
 
-def mapped_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of those host tensors that are pages of files: nothing is freed with them."""
+class MappedFile(NamedTuple):
+    """Addresses `first` to `end` of this process show a file from `offset` on."""
+
+    first: int
+    end: int
+    offset: int
+    inode: int
+    path: Path
+
+
+def mapped_files() -> list[MappedFile]:
+    """By address; empty where the system does not tell (/proc/self/maps)."""
     listing, found = Path("/proc/self/maps"), []
     for line in listing.read_text().splitlines() if listing.is_file() else ():
-        addresses, _, _, _, _, *path = line.split(maxsplit=5)
+        addresses, _, offset, _, inode, *path = line.split(maxsplit=5)
         # a file without a name is memory that processes share
         if path and path[0].startswith("/") and not path[0].endswith(" (deleted)"):
-            found.append([int(address, 16) for address in addresses.split("-")])
-    ends = [end for _, end in found]
+            first, end = (int(address, 16) for address in addresses.split("-"))
+            found.append(
+                MappedFile(first, end, int(offset, 16), int(inode), Path(path[0]))
+            )
+    return found
 
-    def is_mapped(address: int) -> bool:
-        at = bisect_right(ends, address)
-        return at < len(found) and found[at][0] <= address
 
-    return sum(t.nbytes for t in tensors if is_mapped(t.data_ptr()))
+def file_of(tensor: Tensor, files: Sequence[MappedFile]) -> MappedFile | None:
+    """The file that a host tensor is pages of, if any."""
+    at = bisect_right(files, tensor.data_ptr(), key=lambda file: file.first) - 1
+    is_there = at >= 0 and tensor.data_ptr() < files[at].end
+    return files[at] if is_there else None
+
+
+def mapped_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of those host tensors that are pages of files: nothing is freed with them."""
+    files = mapped_files()
+    return sum(t.nbytes for t in tensors if file_of(t, files) is not None)
 
 
 def _cgroups(controller: str, mounted: Path, own: Path) -> Iterator[tuple[int, Path]]:

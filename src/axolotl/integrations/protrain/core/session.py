@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Snapshot
+from .checkpoint import Snapshot, load
 from .layout import Direction
 from .layout.tensors import model_bindings
 from .optim import (
@@ -174,6 +174,7 @@ class Session:
             absent,
             self.counters,
             self._written,
+            load,
         )
         self._viewer = Viewer(
             self._params,

@@ -61,6 +61,7 @@ class Residence:
         counters: Refreshed bytes are counted here.
         written: Called with a chunk on the host where what was shown of it has been
             written, bool by the names of its parameters.
+        load: Fills host memory, (target, source), with what a model was loaded with.
 
     Attributes:
         on_host: The host-kept chunks, by index.
@@ -76,8 +77,9 @@ class Residence:
         absent: Collection[str],
         counters: Counters,
         written: Callable[[Chunk, Mapping[str, Tensor]], None],
+        load: Callable[[Sequence[tuple[Tensor, Tensor]]], None],
     ) -> None:
-        self._ranks, self._written = ranks, written
+        self._ranks, self._written, self._load = ranks, written, load
         # local rank that has a parameter's bytes, where not every rank does
         self._holders = ranks.holders(absent)
         self._model = model
@@ -333,11 +335,16 @@ class Residence:
     def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
         buffer = buffer_of(chunk)
         if chunk.index not in self.on_host:
-            for number, spec in enumerate(chunk.tensors):
-                if self._fills(chunk, number):
-                    self._arena.tensor(chunk.index, spec).copy_(
-                        self._bindings[spec.name].tensor
+            self._load(
+                [
+                    (
+                        self._arena.tensor(chunk.index, spec),
+                        self._bindings[spec.name].tensor,
                     )
+                    for number, spec in enumerate(chunk.tensors)
+                    if self._fills(chunk, number)
+                ]
+            )
             # see Note [Who reads the state]
             self._attach_state(chunk)
             self.on_host[chunk.index] = chunk

@@ -1,0 +1,150 @@
+"""Weights that are still pages of their files are read to where they belong.
+
+# Note [Where a weight lies]
+
+A base is mapped, not read, when it loads: until somebody looks, a weight is a file, an
+offset and a length. The kernel knows which (/proc/self/maps), by whatever keys and slices
+a library came to it, and knows the pages that somebody has written since, which are the
+file's no longer (/proc/self/pagemap). So the plan is made from the tensors as they are,
+and several threads read what it names straight to its place, in the order of the disk,
+where a copy would wait for one page after the other. What a library has made on the way,
+fused, cast or quantised weights, is copied, and so is everything where the system tells
+less.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..host import MappedFile, file_of, mapped_files
+from .files import bytes_of
+from .plans import PIECE_BYTES
+
+_READERS = 4
+"""Threads; the system's read lets go of Python."""
+
+
+class Read(NamedTuple):
+    """Bytes of a file that go to a tensor, by its number, from its byte `start` on."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    tensor: int
+    start: int
+
+
+def plan_load(tensors: Sequence[Tensor]) -> tuple[Read, ...]:
+    """What to read instead of copying host tensors, in the order of the disk.
+
+    A tensor is read whole or, where it is not what a file has, not named at all.
+    """
+    files, reads = mapped_files(), []
+    with ExitStack() as opened:
+        pages = opened.enter_context(_page_table())
+        known: dict[Path, bool] = {}
+        for number, tensor in enumerate(tensors):
+            file = file_of(tensor, files) if tensor.is_contiguous() else None
+            if file is None or tensor.data_ptr() + tensor.nbytes > file.end:
+                continue
+            if file.path not in known:
+                known[file.path] = _is_there(file)
+            if not known[file.path] or _is_written(tensor, pages):
+                continue
+            offset = file.offset + tensor.data_ptr() - file.first
+            reads += [
+                Read(
+                    file.path,
+                    offset + start,
+                    min(PIECE_BYTES, tensor.nbytes - start),
+                    number,
+                    start,
+                )
+                for start in range(0, tensor.nbytes, PIECE_BYTES)
+            ]
+    return tuple(sorted(reads))
+
+
+def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Fill tensors of host memory: (target, source) of one dtype and shape each.
+
+    Raises:
+        CheckpointError: A file ends before a weight does.
+        OSError: One cannot be read.
+    """
+    reads = plan_load([source for _, source in pairs])
+    read = {read.tensor for read in reads}
+    with ExitStack() as opened:
+        files: dict[Path, int] = {}
+        for path in dict.fromkeys(read.path for read in reads):
+            files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, files[path])
+        pool = opened.enter_context(ThreadPoolExecutor(_READERS))
+        memory = {number: bytes_of(pairs[number][0]) for number in read}
+        under_way = [
+            pool.submit(
+                _read_at,
+                files[piece.path],
+                memory[piece.tensor][piece.start : piece.start + piece.nbytes],
+                piece,
+            )
+            for piece in reads
+        ]
+        for number, (target, source) in enumerate(pairs):
+            if number not in read:
+                target.copy_(source)
+        for future in under_way:
+            future.result()
+
+
+def _read_at(descriptor: int, target: Tensor, piece: Read) -> None:
+    left, offset = memoryview(target.numpy().data), piece.offset
+    while left:
+        count = os.preadv(descriptor, [left], offset)
+        if not count:
+            raise CheckpointError(
+                f"{piece.path} ends at byte {offset}, before the weights that it had "
+                "when they were loaded. Restore the file and start again."
+            )
+        left, offset = left[count:], offset + count
+
+
+def _is_there(file: MappedFile) -> bool:
+    """Whether the file's name is still that of what is mapped."""
+    return file.path.is_file() and file.path.stat().st_ino == file.inode
+
+
+@contextmanager
+def _page_table() -> Iterator[int | None]:
+    try:
+        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_written(tensor: Tensor, pages: int | None) -> bool:
+    """Whether a page of it may be this process's own, and not the file's
+    (Documentation/admin-guide/mm/pagemap.rst of Linux)."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    count = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) - first
+    found = b"" if pages is None else os.pread(pages, 8 * count, 8 * first)
+    if len(found) < 8 * count:
+        return True
+    entries = torch.frombuffer(bytearray(found), dtype=torch.int64)
+    is_there, is_swapped, is_of_file = entries < 0, entries >> 62 & 1, entries >> 61 & 1
+    return bool((is_swapped.bool() | is_there & ~is_of_file.bool()).any())

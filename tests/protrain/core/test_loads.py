@@ -1,0 +1,87 @@
+"""Weights are read from the files of which they still are pages, and no others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from axolotl.integrations.protrain.core.checkpoint import load, plan_load
+from axolotl.integrations.protrain.core.errors import CheckpointError
+
+ROWS = 3000
+"""Of 1,024 int32: some pieces, and an end within a page."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    whole = torch.arange(ROWS * 1024, dtype=torch.int32).view(ROWS, 1024)
+    target = tmp_path / "model of two words.safetensors"
+    save_file({"a": whole, "b": whole[: ROWS // 2] + 7}, target)
+    return target
+
+
+def loaded(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    targets = [
+        torch.zeros_like(s, memory_format=torch.contiguous_format) for s in sources
+    ]
+    load(list(zip(targets, sources, strict=True)))
+    return targets
+
+
+def test_a_plan_names_every_byte_once_in_the_order_of_the_disk(path: Path) -> None:
+    there = load_file(path)
+    tensors = [there["b"], there["a"], there["a"][10:20]]
+    reads = plan_load(tensors)
+    assert list(reads) == sorted(reads)
+    for number, tensor in enumerate(tensors):
+        own = sorted(read for read in reads if read.tensor == number)
+        assert {read.path for read in own} == {path}
+        assert [read.start for read in own] == [r.offset - own[0].offset for r in own]
+        assert sum(read.nbytes for read in own) == tensor.nbytes
+    for target, tensor in zip(loaded(tensors), tensors, strict=True):
+        assert torch.equal(target, tensor)
+
+
+def test_what_was_written_since_is_not_the_files(path: Path) -> None:
+    there = load_file(path)
+    # one number, by somebody who repairs an embedding
+    there["a"][-2, -1] = -5
+    assert {read.tensor for read in plan_load([there["a"], there["b"]])} == {1}
+    target, other = loaded([there["a"], there["b"]])
+    assert target[-2, -1] == -5
+    assert torch.equal(target, there["a"]) and torch.equal(other, there["b"])
+
+
+def test_what_is_no_piece_of_a_file_is_copied(path: Path) -> None:
+    there = load_file(path)
+    sources = [there["a"].t(), there["a"].clone(), there["a"][:0], there["a"][:, :5]]
+    assert not plan_load(sources)
+    for target, source in zip(loaded(sources), sources, strict=True):
+        assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("what", ["another file", "no file"])
+def test_a_name_that_is_another_files_now_is_not_read(path: Path, what: str) -> None:
+    there = load_file(path)
+    path.rename(path.with_suffix(".old"))
+    if what == "another file":
+        save_file(
+            {
+                k: torch.zeros_like(v)
+                for k, v in load_file(path.with_suffix(".old")).items()
+            },
+            path,
+        )
+    (target,) = loaded([there["a"]])
+    assert torch.equal(target, there["a"])
+
+
+def test_a_file_that_was_cut_short_is_an_error_and_no_crash(path: Path) -> None:
+    there = load_file(path)
+    os.truncate(path, path.stat().st_size // 4)
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        loaded([there["a"]])
