@@ -677,13 +677,6 @@ MUTANTS = (
         LOADS,
     ),
     Mutant(
-        "a file that has taken another's name is read",
-        "checkpoint/loads.py",
-        "file.path.is_file() and file.path.stat().st_ino == file.inode",
-        "file.path.is_file()",
-        LOADS,
-    ),
-    Mutant(
         "a staging buffer is filled while it is used",
         STAGING,
         "        for event in buffer.busy:\n            stream.wait(event)\n",
