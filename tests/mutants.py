@@ -47,6 +47,7 @@ MEASURED = tuple(
         "test_pages_of_files_are_told_from_memory",
     )
 )
+AHEAD = ("../test_service.py::test_the_next_adapter_comes_while_one_computes",)
 BEFORE_LOADING = (
     "../test_bad_input.py::test_too_small_a_budget_is_refused_before_loading[device]",
     "../test_bad_input.py::test_what_depends_on_rates_is_left_to_the_loaded_model",
@@ -74,7 +75,7 @@ STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
 SNAPSHOT = "checkpoint/snapshots.py"
-PLUGIN, TRAINER = "../plugin.py", "../trainer.py"
+PLUGIN, TRAINER, LIVE = "../plugin.py", "../trainer.py", "../service/live.py"
 
 STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
 MUTANTS = (
@@ -930,6 +931,35 @@ MUTANTS = (
         "                host.renew(where)\n",
         "                pass\n",
         ACCESS,
+    ),
+    Mutant(
+        "compute does not wait for an adapter that was fetched ahead",
+        LIVE,
+        "        self._device.wait_stalled(self._place.arrival)\n"
+        "        self._device.reads",
+        "        self._device.reads",
+        AHEAD,
+    ),
+    Mutant(
+        "an adapter comes to a place that compute uses",
+        LIVE,
+        "        stream.wait(place.left)\n",
+        "",
+        AHEAD,
+    ),
+    Mutant(
+        "an adapter comes before it has gone home",
+        LIVE,
+        "        stream.wait(self._sent)\n",
+        "",
+        AHEAD,
+    ),
+    Mutant(
+        "an adapter goes home before compute has updated it",
+        LIVE,
+        "        stream.wait(self._device.compute.record())\n",
+        "",
+        AHEAD,
     ),
 )
 

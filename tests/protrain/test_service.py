@@ -89,6 +89,18 @@ def test_a_switch_moves_its_adapter_alone(served: Path) -> None:
     assert found["moved"][1] - found["moved"][0] == 499 * sum(found["a switch"])
 
 
+def test_the_next_adapter_comes_while_one_computes(tmp_path: Path) -> None:
+    """A place that is filled while it computes or leaves, an adapter that computes before
+    it is there, a second place that the plan does not know, or one more each time."""
+    keys = {"protrain_check_races": True}
+    path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
+    found = call(service_jobs.ahead, path, at=tmp_path)
+    assert not found["differing"]
+    assert found["prefetched"] == found["switches"] - 1 >= 200
+    assert found["bytes"][0] == found["bytes"][1]
+    assert found["bytes"][0][0] <= found["planned"]
+
+
 def test_a_pass_that_runs_out_of_memory_leaves_no_trace(served: Path) -> None:
     """It is repeated under a smaller plan, else refused; gradients that were there before
     would count twice, or be gone."""
@@ -200,7 +212,6 @@ def told(served: Path) -> dict[str, Any]:
         "sent otherwise": "has had another request",
         "another kind": "has had another request",
         "huge rate": "not finite",
-        "switch": "Tried to allocate",
         "unloaded": "g was unloaded",
         "after the end": "the server is stopping",
         "ranks": "WORLD_SIZE: the service trains on one rank",
@@ -213,8 +224,7 @@ def test_misuse_is_refused(told: dict[str, Any], misuse: str, words: str) -> Non
 
 
 def test_misuse_changes_nothing(told: dict[str, Any]) -> None:
-    """A switch that fails half-way would add to part of the gradients, an adapter that
-    the disk has no room for would be gone."""
+    """A switch that forgets gradients would lose them, and a full disk an adapter."""
     for when in ("a huge rate", "a switch", "a full disk"):
         assert not told[f"after {when}"], when
     assert any("writing a checkpoint" in words for words in told["full disk"])

@@ -56,7 +56,7 @@ class Subject:
 
     Attributes:
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
-        headroom_bytes: Kept on the device for a vision tower that was not traced.
+        headroom_bytes: Kept on the device for what is no part of the traced step.
         assumptions: What was not known, and what was taken instead.
     """
 
@@ -429,6 +429,7 @@ def plan_here(
     ranks: Ranks,
     absent: frozenset[str],
     objective: Objective | None = None,
+    reserve_bytes: int = 0,
 ) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
@@ -439,6 +440,7 @@ def plan_here(
         ranks: Who trains together.
         absent: Names of weights that this rank has in name only.
         objective: Of a trainer whose loss is more than one forward.
+        reserve_bytes: Of the device, that no step may use.
 
     Returns:
         The forecast; what makes a smaller plan, if alone; assumptions; a hash of plan
@@ -457,7 +459,8 @@ def plan_here(
         subject = subject_of(
             cfg, profile.meta_copy(model), device.type, world, model, objective
         )
-        subject = subject.loaded_with(mapped)
+        headroom = subject.headroom_bytes + reserve_bytes
+        subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
         measured = _measured(cfg, model, subject, device)
         forecast, planner = plan_for(args, subject, hardware, measured)
         alone = planner if world.size == 1 else None

@@ -125,6 +125,7 @@ class TrainingRun:
         device: torch.device,
         saves_optimizer: bool,
         objective: Objective | None = None,
+        reserve_bytes: int = 0,
     ) -> None:
         """Plan for `model` and move it to train on `device`.
 
@@ -133,6 +134,7 @@ class TrainingRun:
             device: Where to train it.
             saves_optimizer: Checkpoints with optimizer state will be written.
             objective: Of a trainer whose loss is more than one forward.
+            reserve_bytes: Of the device, that the plan leaves free.
 
         Raises:
             ProTrainError: It cannot be trained so, or not twice with one trainer.
@@ -147,7 +149,7 @@ class TrainingRun:
             self.ranks = Ranks(device.type)
         absent = self._share.absent(model) if self._share else frozenset()
         forecast, planner, notes, self._plan_hash = plan_here(
-            self._cfg, model, device, self.ranks, absent, objective
+            self._cfg, model, device, self.ranks, absent, objective, reserve_bytes
         )
         adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
         nbytes = partial(checkpoint_bytes, forecast.layout, adapter)

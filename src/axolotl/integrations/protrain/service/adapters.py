@@ -81,15 +81,13 @@ class AdapterLayout:
         return self.kept_bytes + self._part_bytes
 
     def views(self, buffer: Tensor) -> dict[str, dict[str, Tensor]]:
-        """Tensors of a buffer, which may lack gradients, by part and name; `step` are
-        scalars, float32."""
+        """Tensors of a buffer by part and name; `step` are scalars, float32."""
         starts = {
             "weight": 0,
             "exp_avg": self._part_bytes,
             "exp_avg_sq": 2 * self._part_bytes,
+            "grad": self.kept_bytes,
         }
-        if buffer.numel() == self.nbytes:
-            starts["grad"] = self.kept_bytes
         found: dict[str, dict[str, Tensor]] = {}
         for part, start in starts.items():
             found[part] = {}
@@ -121,6 +119,11 @@ class AdapterState:
     layout: AdapterLayout
     memory: Tensor
     graded: frozenset[str] = frozenset()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of `memory`, without gradients where there are none."""
+        return self.layout.nbytes if self.graded else self.layout.kept_bytes
 
     @cached_property
     def parts(self) -> dict[str, dict[str, Tensor]]:

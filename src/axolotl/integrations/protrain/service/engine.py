@@ -64,7 +64,7 @@ MOST_ANSWERS = 512
 """Answers of one model that are kept for a client that asks again."""
 _DROPPED = frozenset(
     "auto_resume_from_checkpoints resume_from_checkpoint lora_model_dir "
-    "val_set_size test_datasets lora_dropout rl protrain_check_races torch_compile".split()
+    "val_set_size test_datasets lora_dropout rl torch_compile".split()
 )
 _KERNELS = ("mlp", "qkv", "o", "embedding")
 _FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
@@ -202,15 +202,14 @@ class AdapterService:
         self._autocast = autocast_dtype(cfg)
         on_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda:0" if on_cuda else "cpu")
+        self.live = LiveAdapter(self._model)
         self._run = TrainingRun(cfg, (), LOG)
-        self._run.open(self._model, self._device, saves_optimizer=False)
+        self._run.open(
+            self._model, self._device, False, reserve_bytes=self.live.reserve_bytes
+        )
         assert self._run.session is not None and self._run.report is not None
         self.session, self.report = self._run.session, self._run.report
-        try:
-            self.live = LiveAdapter(self._model, self.session.device)
-        except ConfigError:
-            self._run.close(failed=True)
-            raise
+        self.live.open(self.session.device)
         if adapter_bytes is None:
             adapter_bytes = self.report.forecast.hardware.host_bytes // 4
         self.store = AdapterStore(
@@ -399,6 +398,7 @@ class AdapterService:
             "adapters": adapters,
             "host_bytes": store.used_bytes,
             "switches": live.switches,
+            "prefetched": live.prefetched,
             "moved_bytes": live.moved_bytes,
             "plan": self.report.table(),
         }
@@ -553,8 +553,17 @@ class AdapterService:
             self.live.leave()
         return self.store.get(model)
 
+    def _prefetch(self) -> None:
+        """Copy the adapter of the next turn while this one computes."""
+        with self._changed:
+            model = self._turns.peek()
+        state = self.store.cached(model) if model else None
+        if state is not None:
+            self.live.prefetch(state)
+
     def _update(self, model: str, adam: AdamParams) -> float:
         self.live.show(self._state(model))
+        self._prefetch()
         norm = self.live.update(adam)
         self._unsaved.add(model)
         return norm
@@ -609,7 +618,7 @@ class AdapterService:
     ) -> tuple[float, list[Tensor]]:
         state = self._state(model)
         self.live.show(state)
-        self.live.put_back()
+        self.live.begin_pass()
         self._passes += 1
         began: list[bool] = []
 
@@ -697,6 +706,8 @@ class AdapterService:
             nll = torch.nn.functional.cross_entropy(logits, flat, reduction="none")
             logprobs = -nll.view(targets.shape)
             loss = LOSSES[loss_fn].of(logprobs, given, settings)
+        # the copies of this forward go first
+        self._prefetch()
         if not forward_only:
             loss.backward()
         found = logprobs.detach().cpu()

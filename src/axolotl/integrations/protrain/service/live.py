@@ -7,6 +7,16 @@ show an adapter, its buffer is copied to the device, the parameters of these lay
 views of it, with the adapter's own shapes, and layers that it lacks are off, where PEFT
 calls the base layer alone. So products have the shapes of a model with this adapter only,
 and its numbers, and a switch moves the adapter's bytes and none of the base.
+
+# Note [Two places for adapters]
+
+The device has room for two. While one computes, the next comes into the other place on the
+fetch stream, and what computed before goes home from there on the offload stream:
+
+    fetch waits for the last kernel that used the place, and for all that goes home;
+    compute waits for the arrival; offload waits for compute.
+
+Gradients that wait for an update are in the place, too, so no switch allocates anything.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, RequestError
-from ..core.runtime import Device
+from ..core.runtime import Device, Event
 from ..versions import DRAWS_BY_NAME, seed_of_layer
 from .adapters import KINDS, AdapterLayout, AdapterSpec, AdapterState
 
@@ -49,22 +59,44 @@ class AdamParams:
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
+class _Place:
+    """Device memory for an adapter.
+
+    Attributes:
+        holds: What it was filled with and has not been shown since.
+        arrival: After its filling.
+        left: After the last work of compute with what it had before.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.memory = device.allocate(nbytes)
+        self.holds: AdapterState | None = None
+        self.arrival: Event = device.compute.record()
+        self.left = self.arrival
+        self._views: dict[AdapterLayout, dict[str, dict[str, Tensor]]] = {}
+
+    def parts(self, layout: AdapterLayout) -> dict[str, dict[str, Tensor]]:
+        """See `AdapterLayout.views`."""
+        if layout not in self._views:
+            self._views[layout] = layout.views(self.memory)
+        return self._views[layout]
+
+
 class LiveAdapter:
     """See Note [One set of layers for all adapters].
 
     Args:
-        model: With LoRA layers, on its devices.
-        device: Where it computes.
+        model: With LoRA layers.
 
     Attributes:
         moved_bytes, switches: So far, both ways.
+        prefetched: Switches to what had been copied before.
 
     Raises:
         ConfigError: Something else trains in it.
     """
 
-    def __init__(self, model: PeftModel, device: Device) -> None:
-        self._device = device
+    def __init__(self, model: PeftModel) -> None:
         self._config = cast(Any, model.peft_config[_SLOT])
         found = {
             name: module
@@ -89,13 +121,24 @@ class LiveAdapter:
         self.largest = self.layout(
             AdapterSpec(self._config.r, self._config.lora_alpha, self.kinds)
         )
-        self._buffer = device.allocate(self.largest.kept_bytes)
-        self._views: dict[AdapterLayout, dict[str, dict[str, Tensor]]] = {}
         self._state: AdapterState | None = None
+        self._updated = self._regraded = False
+        self.moved_bytes = self.switches = self.prefetched = 0
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Of the device, beside one adapter with state and gradients, which a plan has."""
+        return 2 * self.largest.nbytes - self.largest.kept_bytes
+
+    def open(self, device: Device) -> None:
+        """Let the model compute with adapters on its device."""
+        self._device = device
+        self._place, self._next = (
+            _Place(device, self.largest.nbytes) for _ in range(2)
+        )
+        self._sent = self._place.left
         # frees what was loaded
         self._bind(self.largest)
-        self._updated = self._regraded = False
-        self.moved_bytes = self.switches = 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -160,56 +203,90 @@ class LiveAdapter:
             drawn.copy_(down.to(dtype) if dtype.is_floating_point else down)
 
     def show(self, state: AdapterState) -> None:
-        """From here on the model computes with an adapter and keeps its gradients."""
+        """From here on the model computes with an adapter and keeps its gradients; what
+        it has shown goes to the host meanwhile."""
         if self._state is state:
             return
-        self.leave()
-        layout = state.layout
-        self._copy(self._buffer[: layout.kept_bytes], state.memory[: layout.kept_bytes])
-        self.switches += 1
-        self._bind(layout)
-        waiting = {name: state.parts["grad"][name] for name in state.graded}
-        # all or, where the device has no room, none
-        grads = {
-            name: torch.empty_like(g, device=self._buffer.device).copy_(g)
-            for name, g in waiting.items()
-        }
-        self._state = state
-        shown = self._shown()
-        for name, grad in grads.items():
-            shown[name].grad = grad
-            self.moved_bytes += grad.nbytes
-
-    def put_back(self) -> None:
-        """The host has what is shown, gradients too."""
-        state = self._state
-        if state is None:
-            return
-        if self._updated:
-            kept = state.layout.kept_bytes
-            self._copy(state.memory[:kept], self._buffer[:kept])
-            self._device.compute.record().synchronize()
-        if self._regraded:
-            shown = self._shown().items()
-            found = {name: p.grad for name, p in shown if p.grad is not None}
-            for name, grad in found.items():
-                state.parts["grad"][name].copy_(grad)
-                self.moved_bytes += grad.nbytes
-            state.graded = frozenset(found)
-        self._updated = self._regraded = False
-
-    def leave(self) -> None:
-        """Nothing is shown any more. The host has it, without what a pass that failed
-        has added to the gradients since `put_back`."""
-        self.put_back()
-        # its memory may be freed next
-        self._device.compute.record().synchronize()
+        self._send()
         self._drop_gradients()
-        self._state = None
+        self.prefetched += self._next.holds is state
+        self.prefetch(state)
+        self._place.left = self._device.compute.record()
+        self._place, self._next = self._next, self._place
+        self._place.holds = self._next.holds = None
+        self._device.wait_stalled(self._place.arrival)
+        self._device.reads([self._place.memory], self._device.compute)
+        self.switches += 1
+        self._state = state
+        self._bind(state.layout)
+        grads = self._place.parts(state.layout)["grad"]
+        for name, param in self._shown().items():
+            param.grad = grads[name] if name in state.graded else None
+
+    def prefetch(self, state: AdapterState) -> None:
+        """Copy an adapter that is shown next, while another one computes."""
+        if state is not self._state and state is not self._next.holds:
+            self._fetch(self._next, state)
+
+    def begin_pass(self) -> None:
+        """The host gets what is shown, before a pass changes its gradients."""
+        if self._send():
+            self._device.compute.wait(self._sent)
 
     def passed(self) -> None:
         """A backward pass has added to the gradients."""
+        assert self._state is not None
+        grads = self._place.parts(self._state.layout)["grad"]
+        for name, param in self._shown().items():
+            if param.grad is not None and param.grad is not grads[name]:
+                param.grad = grads[name].copy_(param.grad)
+        self._device.writes([self._place.memory], self._device.compute)
         self._regraded = True
+
+    def put_back(self) -> None:
+        """The host has what is shown, gradients too, and all that was shown before."""
+        self._send()
+        self._sent.synchronize()
+
+    def leave(self) -> None:
+        """Nothing is shown or fetched any more. The host has it, without what a pass that
+        failed has added to the gradients since `begin_pass`."""
+        self.put_back()
+        # their memory may be freed next
+        for place in (self._place, self._next):
+            place.arrival.synchronize()
+            place.holds = None
+        self._drop_gradients()
+        self._state = None
+
+    def _fetch(self, place: _Place, state: AdapterState) -> None:
+        stream, nbytes = self._device.fetch, state.used_bytes
+        stream.wait(place.left)
+        stream.wait(self._sent)
+        stream.copy(place.memory[:nbytes], state.memory[:nbytes])
+        place.holds, place.arrival = state, stream.record()
+        self.moved_bytes += nbytes
+
+    def _send(self) -> bool:
+        """Copy to the host what has changed since the last time, if anything."""
+        state, changed = self._state, self._updated or self._regraded
+        if state is None or not changed:
+            return False
+        if self._regraded:
+            shown = self._shown().items()
+            state.graded = frozenset(n for n, p in shown if p.grad is not None)
+        kept = state.layout.kept_bytes
+        part = slice(
+            0 if self._updated else kept,
+            state.used_bytes if self._regraded else kept,
+        )
+        stream, source = self._device.offload, self._place.memory[part]
+        stream.wait(self._device.compute.record())
+        stream.copy(state.memory[part], source)
+        self._sent = stream.record()
+        self.moved_bytes += source.nbytes
+        self._updated = self._regraded = False
+        return True
 
     def update(self, adam: AdamParams) -> float:
         """Make AdamW's step, by torch's fused kernel; the norm of all gradients before it
@@ -238,17 +315,19 @@ class LiveAdapter:
             weight_decay=adam.weight_decay,
             fused=True,
         )
-        views = self._views[self._state.layout]
+        views = self._place.parts(self._state.layout)
         for name, param in shown.items():
             if param.grad is not None:
                 parts = ("step", "exp_avg", "exp_avg_sq")
                 optimizer.state[param] = {part: views[part][name] for part in parts}
         optimizer.step()
+        self._device.writes([self._place.memory], self._device.compute)
         self._drop_gradients()
         if not torch.nn.utils.get_total_norm(params).isfinite():
-            kept = self._state.layout.kept_bytes
-            # which has been put back before each pass
-            self._copy(self._buffer[:kept], self._state.memory[:kept])
+            # the host has had it before each pass
+            self._place.left = self._device.compute.record()
+            self._fetch(self._place, self._state)
+            self._device.wait_stalled(self._place.arrival)
             raise RequestError(
                 f"optim_step: learning_rate {adam.learning_rate} makes weights that are "
                 "not finite."
@@ -282,10 +361,8 @@ class LiveAdapter:
         return {k: v for name in names for k, v in self._weights(name).items()}
 
     def _bind(self, layout: AdapterLayout) -> None:
-        """Let the layers of an adapter compute with the buffer, and no others."""
-        if layout not in self._views:
-            self._views[layout] = layout.views(self._buffer[: layout.kept_bytes])
-        weights, spec = self._views[layout]["weight"], layout.spec
+        """Let the layers of an adapter compute with what is shown, and no others."""
+        weights, spec = self._place.parts(layout)["weight"], layout.spec
         for name, layer in self._layers.items():
             has = self._kinds[name] in spec.kinds
             if layer.disable_adapters is has:
@@ -298,10 +375,6 @@ class LiveAdapter:
     def _drop_gradients(self) -> None:
         for param in self._shown().values():
             param.grad = None
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        self._device.compute.copy(target, source)
-        self.moved_bytes += source.nbytes
 
 
 def _kind(name: str) -> str:

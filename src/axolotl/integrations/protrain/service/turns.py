@@ -72,6 +72,10 @@ class Turns(Generic[Item]):
         line.last = max(line.last, number)
         self._settle(model)
 
+    def peek(self) -> str | None:
+        """The model whose turn it is, if any."""
+        return next(iter(self._ready), None)
+
     def take(self) -> tuple[str, int, Item] | None:
         """The request whose turn it is, if any."""
         if not self._ready:

@@ -5,7 +5,15 @@ Decides nothing: imports neither cost nor search nor profile.
 
 from .arena import Arena, host_buffer, return_freed_memory
 from .compiled import CompiledForward
-from .device import CpuDevice, CudaDevice, Device, asked_bytes, is_shortage, open_device
+from .device import (
+    CpuDevice,
+    CudaDevice,
+    Device,
+    Event,
+    asked_bytes,
+    is_shortage,
+    open_device,
+)
 from .hooks import (
     Hook,
     Removable,
