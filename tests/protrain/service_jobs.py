@@ -212,8 +212,8 @@ def ahead(path: Path, steps: int = 34) -> dict[str, Any]:
     with service(path) as served:
         for name in "ab":
             create(served, name)
-        # as long as the rest takes to be queued
-        first = served.forward_backward("a", rows(1, 60), forward_only=True)
+        # as long as the rest takes to be queued; nothing of it goes home
+        first = served.forward_backward("b", rows(1, 60), forward_only=True)
         asked = [step(served, name, n) for n in range(steps) for name in "ab"]
         for some in (asked[: steps // 2], asked[steps // 2 :]):
             turned = [_plain(a.result()) for answers in some for a in answers]
@@ -399,7 +399,7 @@ def misused(path: Path) -> dict[str, Any]:
         told["rate"] = _refusal(lambda: AdamParams(learning_rate=float("nan")))
         drawn = torch.random.get_rng_state()
         create(served, "c")
-        served.answer("c", 0).result()
+        served.turns.answer("c", 0).result()
         told["drawn"] = not drawn.equal(torch.random.get_rng_state())
         for asked in step(served, "c", 0):
             asked.result()
@@ -468,7 +468,7 @@ def misused(path: Path) -> dict[str, Any]:
 
 def _begun(of: AdapterService, name: str) -> Any:
     create(of, name)
-    return of.answer(name, 0)
+    return of.turns.answer(name, 0)
 
 
 def never_closed(path: Path) -> None:
@@ -495,5 +495,5 @@ def together(path: Path) -> list[int]:
             thread.start()
         for thread in threads:
             thread.join()
-        served.answer("t", 0).result()
+        served.turns.answer("t", 0).result()
     return sorted(found)

@@ -12,13 +12,18 @@ import pytest
 import service_jobs
 import torch
 import yaml
-from axolotl_jobs import LORA, PROTRAIN, SEEDING, Job, Result, job
+from axolotl_jobs import LORA, PROTRAIN, SEEDING, Job, Result, job, overrides
 from fork_server import Fork, call
 from service_jobs import SERVED
 
 from axolotl.integrations.protrain.core.errors import RequestError
 from axolotl.integrations.protrain.service.adapters import folder_of
-from axolotl.integrations.protrain.service.turns import MOST_WAITING, Turns
+from axolotl.integrations.protrain.service.turns import (
+    MOST_ANSWERS,
+    MOST_WAITING,
+    Ticket,
+    Turns,
+)
 
 Run = Callable[[Job], Result]
 
@@ -92,7 +97,8 @@ def test_a_switch_moves_its_adapter_alone(served: Path) -> None:
 def test_the_next_adapter_comes_while_one_computes(tmp_path: Path) -> None:
     """A place that is filled while it computes or leaves, an adapter that computes before
     it is there, a second place that the plan does not know, or one more each time."""
-    keys = {"protrain_check_races": True}
+    # waits for slots would order copies of adapters, too
+    keys = {"protrain_check_races": True, **overrides(4, 0)}
     path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
     found = call(service_jobs.ahead, path, at=tmp_path)
     assert not found["differing"]
@@ -144,35 +150,59 @@ def test_each_save_outlives_its_process(served: Path, kills: int) -> None:
         assert not call(service_jobs.resumed, served, last, at=served.parent)
 
 
+def asking(asks: str) -> Ticket:
+    return Ticket(None, asks)
+
+
+def refused() -> Ticket:
+    ticket = Ticket(None, None)
+    ticket.set_exception(RequestError("cannot be"))
+    return ticket
+
+
 def test_requests_of_a_model_run_by_number() -> None:
     """Chunks arrive the last one first, and a refused one leaves no gap."""
-    turns: Turns[str] = Turns()
-    turns.open("m")
-    turns.add("m", 2, "third")
-    assert turns.take() is None
-    turns.add("m", 1, None)
-    turns.add("m", 0, "first")
-    assert not turns.is_new("m", 0) and not turns.is_new("m", 1)
-    assert [turns.take(), turns.take()] == [("m", 0, "first"), ("m", 2, "third")]
-    assert not turns.is_new("m", 2) and turns.number("m") == 3
+    turns = Turns()
+    first, third = turns.begin("m", asking("0")), asking("2")
+    assert turns.take() is first
+    turns.add("m", 3, asking("3"))
+    turns.add("m", 2, third)
+    assert turns.peek() is None
+    turns.add("m", 1, refused())
+    assert turns.add("m", 2, asking("2")) is third
+    assert [turns.take(), turns.peek()] == [third, "m"]
+    assert turns.add("m", None, asking("4")).number == 4
 
 
 def test_models_take_turns() -> None:
     """One that sends a hundred requests does not keep another one waiting."""
-    turns: Turns[int] = Turns()
+    turns, tickets = Turns(), {}
     for model, count in (("busy", 100), ("other", 2)):
-        turns.open(model)
-        for number in range(count):
-            turns.add(model, number, number)
+        first = turns.begin(model, asking("first"))
+        rest = [turns.add(model, None, asking("more")) for _ in range(count)]
+        tickets[model] = [first, *rest]
     taken = [turns.take() for _ in range(4)]
-    assert [turn and turn[0] for turn in taken] == ["busy", "other"] * 2
+    busy, other = tickets.values()
+    assert taken == [busy[0], other[0], busy[1], other[1]]
 
 
 def test_a_gap_cannot_fill_the_memory() -> None:
-    turns: Turns[int] = Turns()
-    turns.open("m")
+    turns = Turns()
+    turns.begin("m", refused())
     with pytest.raises(RequestError, match="may wait"):
-        turns.add("m", MOST_WAITING, 0)
+        turns.add("m", MOST_WAITING + 1, asking("far"))
+
+
+def test_a_refused_request_is_kept_until_its_turn() -> None:
+    """Forgotten among many answers, its number would be waited for."""
+    turns = Turns()
+    turns.begin("m", refused())
+    turns.add("m", 2, refused())
+    last = [turns.add("m", number, refused()) for number in range(3, MOST_ANSWERS + 9)]
+    assert turns.missing("m", last[-1].number) == 1
+    waiting = turns.add("m", 1, asking("1"))
+    assert turns.take() is waiting
+    assert turns.add("m", None, asking("more")) is turns.take()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +280,7 @@ def test_threads_share_a_service(served: Path) -> None:
 
 
 def test_a_request_that_is_missing_is_named() -> None:
-    turns: Turns[int] = Turns()
-    turns.open("m")
-    turns.add("m", 2, 0)
-    assert turns.missing("m", 2) == 0 and turns.missing("m", 0) is None
+    turns = Turns()
+    turns.begin("m", refused())
+    turns.add("m", 3, asking("3"))
+    assert turns.missing("m", 3) == 1 and turns.missing("m", 1) is None

@@ -132,10 +132,8 @@ class AdapterState:
 
 
 class AdapterStore:
-    """Adapters by key within a budget of host memory; the least recently used leave.
-
-    A key is a model, whose adapter goes to the disk and comes back, or the path of a
-    saved state, of which a copy is kept as long as there is room.
+    """Adapters of models within a budget of host memory; the least recently used go to
+    the disk and come back.
 
     Args:
         folder: For what leaves; emptied.
@@ -175,58 +173,42 @@ class AdapterStore:
                 "(--adapter-memory). Ask for a smaller rank, or fewer layers."
             )
         while self.used_bytes + nbytes > self._budget_bytes:
-            self._evict(next(iter(self._cached)))
+            model, state = next(iter(self._cached.items()))
+            self.write(self._folder / model, state)
+            self.discard(self._cached.pop(model))
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         self._device.pin(memory)
         self.used_bytes += nbytes
         return AdapterState(layout, memory)
 
-    def put(self, key: str, state: AdapterState) -> None:
-        """Keep a state that `new` has made under a key, instead of what it had."""
-        self.drop(key)
-        self._cached[key] = state
-        if not _is_path(key):
-            self.layouts[key] = state.layout
+    def put(self, model: str, state: AdapterState) -> None:
+        """Let a model have a state that `new` has made, instead of what it had."""
+        self.drop(model)
+        self._cached[model], self.layouts[model] = state, state.layout
 
-    def get(self, key: str) -> AdapterState:
+    def get(self, model: str) -> AdapterState:
         """The adapter of a model, read back if it has left."""
-        if key not in self._cached:
-            self._cached[key] = self.read(self._folder / key)
-        self._cached.move_to_end(key)
-        return self._cached[key]
+        if model not in self._cached:
+            self._cached[model] = self.read(self._folder / model)
+        self._cached.move_to_end(model)
+        return self._cached[model]
 
-    def cached(self, key: str) -> AdapterState | None:
-        """What is on the host under a key now, if anything."""
-        return self._cached.get(key)
+    def cached(self, model: str) -> AdapterState | None:
+        """The adapter of a model, if it is on the host now."""
+        return self._cached.get(model)
 
-    def keep_copy(self, path: str, state: AdapterState) -> None:
-        """Keep a copy of what was saved, where that sends no model to the disk."""
-        self.drop(path)
-        for key in [*filter(_is_path, self._cached)]:
-            if self.used_bytes + state.layout.nbytes > self._budget_bytes:
-                self.drop(key)
-        if self.used_bytes + state.layout.nbytes <= self._budget_bytes:
-            self.put(path, self.copied(state))
-
-    def copied(self, state: AdapterState) -> AdapterState:
-        """Another state that is equal."""
-        copy = self.new(state.layout)
-        copy.memory.copy_(state.memory)
-        copy.graded = state.graded
-        return copy
-
-    def drop(self, key: str) -> None:
-        """Forget what is kept under a key."""
-        state = self._cached.pop(key, None)
+    def drop(self, model: str) -> None:
+        """Forget a model, wherever its adapter is."""
+        state = self._cached.pop(model, None)
         if state is not None:
             self.discard(state)
-        if self.layouts.pop(key, None) is not None:
-            shutil.rmtree(self._folder / key, ignore_errors=True)
+        if self.layouts.pop(model, None) is not None:
+            shutil.rmtree(self._folder / model, ignore_errors=True)
 
     def close(self) -> None:
         """Give all memory back; what was on the disk for lack of it goes too."""
-        for key in {*self._cached, *self.layouts}:
-            self.drop(key)
+        for model in [*self.layouts]:
+            self.drop(model)
 
     def write(self, folder: Path, state: AdapterState, whole: bool = True) -> None:
         """Write an adapter; the folder is there when all of it is, and replaces an old one.
@@ -268,12 +250,8 @@ class AdapterStore:
             ) from error
         return state
 
-    def _evict(self, key: str) -> None:
-        if not _is_path(key):
-            self.write(self._folder / key, self._cached[key])
-        self.discard(self._cached.pop(key))
-
     def discard(self, state: AdapterState) -> None:
+        """Give the memory of a state back."""
         self._device.unpin(state.memory)
         self.used_bytes -= state.layout.nbytes
 
@@ -301,10 +279,6 @@ def claimed(folder: Path) -> TextIO:
     for states in folder.glob("*/*weights"):
         restore(states)
     return lock
-
-
-def _is_path(key: str) -> bool:
-    return key.startswith("tinker://")
 
 
 def path_of(model: str, kind: str, name: str) -> str:

@@ -468,11 +468,11 @@ class _Routes:
         model, _, number = asked.rpartition(":")
         if number == _UNLOADED:
             return {"type": "unload_model", "model_id": model}
-        waiting = asyncio.wrap_future(self._service.answer(model, int(number)))
+        waiting = asyncio.wrap_future(self._service.turns.answer(model, int(number)))
         done, _ = await asyncio.wait([waiting], timeout=WAIT_S)
         if not done:
             again = {"type": "try_again", "request_id": asked, "queue_state": "active"}
-            missing = self._service.missing(model, int(number))
+            missing = self._service.turns.missing(model, int(number))
             if missing is not None:
                 why = f"seq_id {missing} of {model} has not arrived"
                 again |= {"queue_state": "paused_capacity", "queue_state_reason": why}

@@ -1,104 +1,201 @@
-"""Whose request is next: of one model by number, of several in turns by arrival."""
+"""Whose request is next, of one model by number, of several in turns by arrival, and
+what the last ones were answered."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from threading import Condition
+from typing import Any
 
 from ..core.errors import RequestError
 
-Item = TypeVar("Item")
-
 MOST_WAITING = 1024
 """Requests of one model that may wait, and how far numbers may run ahead."""
+MOST_ANSWERS = 512
+"""Answers of one model that are kept for a client that asks again."""
+
+
+class Ticket(Future[Any]):
+    """The answer to a request.
+
+    Attributes:
+        act: Makes it; None once it has run.
+        asks: What tells it from others of its number; None where it could not be read.
+        number: From 0, of its model.
+    """
+
+    def __init__(self, act: Callable[[], Any] | None, asks: Any) -> None:
+        super().__init__()
+        self.act, self.asks, self.number = act, asks, 0
+        # nobody can cancel it
+        self.set_running_or_notify_cancel()
 
 
 @dataclass
-class _Line(Generic[Item]):
+class _Line:
     next: int = 0
     last: int = -1
-    waiting: dict[int, Item | None] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+
+    def is_new(self, number: int) -> bool:
+        return number >= self.next and number not in self.tickets
 
 
-class Turns(Generic[Item]):
-    """The waiting requests; touches no tensor and takes no lock.
+class Turns:
+    """The requests of all models; any thread may call it.
 
-    Requests of a model are numbered from 0 and may arrive in any order. A model whose
-    next request is there joins the end of the line; whoever had a turn goes to its end.
+    Those of a model are numbered from 0 and may arrive in any order. A model whose next
+    request is there joins the end of the line; whoever had a turn goes to its end.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[Item]] = {}
+        self._lines: dict[str, _Line] = {}
         self._ready: OrderedDict[str, None] = OrderedDict()
+        self._changed = Condition()
+        self.stopped = False
 
     def __contains__(self, model: str) -> bool:
         return model in self._lines
 
-    def open(self, model: str) -> None:
-        """Numbers of `model` begin at 0."""
-        self._lines[model] = _Line()
+    def begin(self, model: str, ticket: Ticket) -> Ticket:
+        """`add` number 0 of a model that may be new."""
+        with self._changed:
+            if not self.stopped:
+                self._lines.setdefault(model, _Line())
+            return self.add(model, 0, ticket)
 
-    def number(self, model: str) -> int:
-        """The one after the last that is known."""
-        return self._lines[model].last + 1
-
-    def missing(self, model: str, number: int) -> int | None:
-        """The number that is next and not there, where that is an earlier one."""
-        line = self._lines.get(model)
-        if line is None or line.next >= number or line.next in line.waiting:
-            return None
-        return line.next
-
-    def is_new(self, model: str, number: int) -> bool:
-        """Whether a request of this number has not arrived before."""
-        line = self._lines[model]
-        return number >= line.next and number not in line.waiting
-
-    def add(self, model: str, number: int, item: Item | None) -> None:
-        """A new request; None for one that was refused, whose number is used up.
+    def known(self, model: str, number: int | None, asks: Any) -> Ticket | None:
+        """The request of this number that has arrived before, if any.
 
         Raises:
-            RequestError: Too many wait.
+            RequestError: There is no such model, that was another request, or its answer
+                is no longer kept.
         """
-        line = self._lines[model]
-        if not line.next <= number < line.next + MOST_WAITING:
-            raise RequestError(
-                f"seq_id {number}: the next request of {model} is {line.next}, and "
-                f"{MOST_WAITING} may wait. Wait for answers before sending more.",
-                429,
-            )
-        line.waiting[number] = item
-        line.last = max(line.last, number)
-        self._settle(model)
+        with self._changed:
+            if self.stopped:
+                raise RequestError("the server is stopping.", 409)
+            line = self._line(model)
+            if number is None or line.is_new(number):
+                return None
+            ticket = line.tickets.get(number)
+            if ticket is None:
+                raise RequestError(f"seq_id {number} was answered long ago.", 410)
+            if None not in (ticket.asks, asks) and ticket.asks != asks:
+                raise RequestError(
+                    f"seq_id {number}: {model} has had another request of this number. "
+                    "Count on from the last one."
+                )
+            return ticket
+
+    def add(self, model: str, number: int | None, ticket: Ticket) -> Ticket:
+        """Queue a request, by default after the last one; one that is done uses its number
+        up. The ticket of an equal one that was there before, if any.
+
+        Raises:
+            RequestError: As `known`, or too many wait.
+        """
+        with self._changed:
+            known = self.known(model, number, ticket.asks)
+            if known is not None:
+                return known
+            line = self._lines[model]
+            number = line.last + 1 if number is None else number
+            if number >= line.next + MOST_WAITING:
+                raise RequestError(
+                    f"seq_id {number}: the next request of {model} is {line.next}, and "
+                    f"{MOST_WAITING} may wait. Wait for answers before sending more.",
+                    429,
+                )
+            line.tickets[number], ticket.number = ticket, number
+            line.last = max(line.last, number)
+            self._settle(model)
+            while len(line.tickets) > MOST_ANSWERS:
+                oldest = next(iter(line.tickets.values()))
+                if oldest.number >= line.next or not oldest.done():
+                    break
+                del line.tickets[oldest.number]
+            return ticket
 
     def peek(self) -> str | None:
         """The model whose turn it is, if any."""
-        return next(iter(self._ready), None)
+        with self._changed:
+            return next(iter(self._ready), None)
 
-    def take(self) -> tuple[str, int, Item] | None:
-        """The request whose turn it is, if any."""
-        if not self._ready:
-            return None
-        model, _ = self._ready.popitem(last=False)
-        line = self._lines[model]
-        number = line.next
-        item = line.waiting.pop(number)
-        assert item is not None
-        line.next += 1
-        self._settle(model)
-        return model, number, item
+    def take(self) -> Ticket | None:
+        """The request whose turn it is, once there is one; None after `stop`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self.stopped)
+            if self.stopped:
+                return None
+            model, _ = self._ready.popitem(last=False)
+            line = self._lines[model]
+            ticket = line.tickets[line.next]
+            line.next += 1
+            self._settle(model)
+            return ticket
 
-    def close(self, model: str) -> list[Item]:
-        """Forget a model; what was waiting."""
-        self._ready.pop(model, None)
-        line = self._lines.pop(model, _Line())
-        return [item for item in line.waiting.values() if item is not None]
+    def answer(self, model: str, number: int) -> Ticket:
+        """The ticket of a request that has arrived.
+
+        Raises:
+            RequestError: There is none, or it is too old.
+        """
+        with self._changed:
+            ticket = self._line(model).tickets.get(number)
+            if ticket is None:
+                raise RequestError(f"{model} has no request {number}.", 404)
+            return ticket
+
+    def missing(self, model: str, number: int) -> int | None:
+        """The number that is next and not there, where that is an earlier one."""
+        with self._changed:
+            line = self._lines.get(model, _Line(next=number))
+            waits = line.next < number and line.next not in line.tickets
+            return line.next if waits else None
+
+    def close(self, model: str) -> None:
+        """Forget a model; its requests that wait are refused.
+
+        Raises:
+            RequestError: There is no such model.
+        """
+        with self._changed:
+            line = self._line(model)
+            del self._lines[model]
+            self._ready.pop(model, None)
+        gone = RequestError(f"{model} was unloaded.", 410)
+        _refuse([t for n, t in line.tickets.items() if n >= line.next], gone)
+
+    def stop(self) -> None:
+        """From here on nothing is taken."""
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+    def refuse_all(self) -> None:
+        """Answer all that wait after `stop`, once nothing runs."""
+        with self._changed:
+            all_ = [t for line in self._lines.values() for t in line.tickets.values()]
+        _refuse(all_, RequestError("the server has stopped.", 409))
+
+    def _line(self, model: str) -> _Line:
+        if model not in self._lines:
+            raise RequestError(f"model_id: there is no model {model}.", 404)
+        return self._lines[model]
 
     def _settle(self, model: str) -> None:
         line = self._lines[model]
-        while line.next in line.waiting and line.waiting[line.next] is None:
-            del line.waiting[line.next]
+        while line.next in line.tickets and line.tickets[line.next].done():
             line.next += 1
-        if line.next in line.waiting:
+        if line.next in line.tickets:
             self._ready.setdefault(model)
+            self._changed.notify_all()
+
+
+def _refuse(tickets: list[Ticket], error: RequestError) -> None:
+    for ticket in tickets:
+        if not ticket.done():
+            ticket.set_exception(error)
