@@ -941,13 +941,6 @@ MUTANTS = (
         AHEAD,
     ),
     Mutant(
-        "an adapter comes to a place that compute uses",
-        LIVE,
-        "        stream.wait(place.left)\n",
-        "",
-        AHEAD,
-    ),
-    Mutant(
         "an adapter comes before it has gone home",
         LIVE,
         "        stream.wait(self._sent)\n",

@@ -13,8 +13,8 @@ and its numbers, and a switch moves the adapter's bytes and none of the base.
 The device has room for two. While one computes, the next comes into the other place on the
 fetch stream, and what computed before goes home from there on the offload stream:
 
-    fetch waits for the last kernel that used the place, and for all that goes home;
-    compute waits for the arrival; offload waits for compute.
+    compute waits for the arrival; offload waits for compute; fetch waits for offload,
+    and so for the last kernel that has used the place.
 
 Gradients that wait for an update are in the place, too, so no switch allocates anything.
 """
@@ -65,14 +65,12 @@ class _Place:
     Attributes:
         holds: What it was filled with and has not been shown since.
         arrival: After its filling.
-        left: After the last work of compute with what it had before.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.memory = device.allocate(nbytes)
         self.holds: AdapterState | None = None
         self.arrival: Event = device.compute.record()
-        self.left = self.arrival
         self._views: dict[AdapterLayout, dict[str, dict[str, Tensor]]] = {}
 
     def parts(self, layout: AdapterLayout) -> dict[str, dict[str, Tensor]]:
@@ -136,7 +134,7 @@ class LiveAdapter:
         self._place, self._next = (
             _Place(device, self.largest.nbytes) for _ in range(2)
         )
-        self._sent = self._place.left
+        self._sent = self._place.arrival
         # frees what was loaded
         self._bind(self.largest)
 
@@ -211,7 +209,6 @@ class LiveAdapter:
         self._drop_gradients()
         self.prefetched += self._next.holds is state
         self.prefetch(state)
-        self._place.left = self._device.compute.record()
         self._place, self._next = self._next, self._place
         self._place.holds = self._next.holds = None
         self._device.wait_stalled(self._place.arrival)
@@ -230,7 +227,8 @@ class LiveAdapter:
 
     def begin_pass(self) -> None:
         """The host gets what is shown, before a pass changes its gradients."""
-        if self._send():
+        if self._updated or self._regraded:
+            self._send()
             self._device.compute.wait(self._sent)
 
     def passed(self) -> None:
@@ -261,32 +259,27 @@ class LiveAdapter:
 
     def _fetch(self, place: _Place, state: AdapterState) -> None:
         stream, nbytes = self._device.fetch, state.used_bytes
-        stream.wait(place.left)
         stream.wait(self._sent)
         stream.copy(place.memory[:nbytes], state.memory[:nbytes])
         place.holds, place.arrival = state, stream.record()
         self.moved_bytes += nbytes
 
-    def _send(self) -> bool:
-        """Copy to the host what has changed since the last time, if anything."""
-        state, changed = self._state, self._updated or self._regraded
-        if state is None or not changed:
-            return False
-        if self._regraded:
-            shown = self._shown().items()
-            state.graded = frozenset(n for n, p in shown if p.grad is not None)
-        kept = state.layout.kept_bytes
-        part = slice(
-            0 if self._updated else kept,
-            state.used_bytes if self._regraded else kept,
-        )
-        stream, source = self._device.offload, self._place.memory[part]
+    def _send(self) -> None:
+        """Copy to the host what has changed since the last time, once it is computed."""
+        stream, state = self._device.offload, self._state
         stream.wait(self._device.compute.record())
-        stream.copy(state.memory[part], source)
+        if state is not None:
+            if self._regraded:
+                shown = self._shown().items()
+                state.graded = frozenset(n for n, p in shown if p.grad is not None)
+            kept = state.layout.kept_bytes
+            start = 0 if self._updated else kept
+            stop = state.used_bytes if self._regraded else kept
+            source = self._place.memory[start:stop]
+            stream.copy(state.memory[start:stop], source)
+            self.moved_bytes += source.nbytes
+            self._updated = self._regraded = False
         self._sent = stream.record()
-        self.moved_bytes += source.nbytes
-        self._updated = self._regraded = False
-        return True
 
     def update(self, adam: AdamParams) -> float:
         """Make AdamW's step, by torch's fused kernel; the norm of all gradients before it
@@ -325,7 +318,7 @@ class LiveAdapter:
         self._drop_gradients()
         if not torch.nn.utils.get_total_norm(params).isfinite():
             # the host has had it before each pass
-            self._place.left = self._device.compute.record()
+            self._send()
             self._fetch(self._place, self._state)
             self._device.wait_stalled(self._place.arrival)
             raise RequestError(

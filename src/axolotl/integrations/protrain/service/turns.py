@@ -24,12 +24,13 @@ class Ticket(Future[Any]):
     Attributes:
         act: Makes it; None once it has run.
         asks: What tells it from others of its number; None where it could not be read.
-        number: From 0, of its model.
+        model, number: Whose it is; numbers are from 0.
     """
 
     def __init__(self, act: Callable[[], Any] | None, asks: Any) -> None:
         super().__init__()
-        self.act, self.asks, self.number = act, asks, 0
+        self.act, self.asks = act, asks
+        self.model, self.number = "", 0
         # nobody can cancel it
         self.set_running_or_notify_cancel()
 
@@ -109,7 +110,8 @@ class Turns:
                     f"{MOST_WAITING} may wait. Wait for answers before sending more.",
                     429,
                 )
-            line.tickets[number], ticket.number = ticket, number
+            line.tickets[number] = ticket
+            ticket.model, ticket.number = model, number
             line.last = max(line.last, number)
             self._settle(model)
             while len(line.tickets) > MOST_ANSWERS:
