@@ -91,5 +91,8 @@ def status_text(url: str) -> str:
             f"{where}"
         )
     moved, held = format_bytes(told["moved_bytes"]), format_bytes(told["host_bytes"])
-    lines.append(f"{held} on the host; {told['switches']} switches moved {moved}")
+    lines.append(
+        f"{held} on the host; {told['switches']} switches moved {moved}, "
+        f"{told['prefetched']} of them ahead of their turn"
+    )
     return "\n".join(lines)

@@ -138,13 +138,11 @@ class AdapterService:
             RequestError: It is larger than what the server plans for, or another one has
                 this id.
         """
-        spec = AdapterSpec(
-            rank, self.alpha, tuple(self.live.kinds if kinds is None else kinds)
-        )
+        layers = tuple(self.live.kinds if kinds is None else kinds)
+        spec = AdapterSpec(rank, self.alpha, layers)
         self.live.layout(spec)
-        return self._begin(
-            model, (spec, seed), partial(self._create, model, spec, seed)
-        )
+        act = partial(self._create, model, spec, seed)
+        return self._begin(model, (spec, seed), act)
 
     def create_from(self, model: str, path: str, with_optimizer: bool) -> Ticket:
         """A new adapter that begins as a saved one.
@@ -310,9 +308,6 @@ class AdapterService:
         asks: Any,
         check: Callable[[], Callable[[], Any]],
     ) -> Ticket:
-        known = self.turns.known(model, number, asks)
-        if known is not None:
-            return known
         try:
             act = check()
         except RequestError as error:

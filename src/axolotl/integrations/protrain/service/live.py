@@ -206,7 +206,7 @@ class LiveAdapter:
         if self._state is state:
             return
         self._send()
-        self._drop_gradients()
+        self._hide()
         self.prefetched += self._next.holds is state
         self.prefetch(state)
         self._place, self._next = self._next, self._place
@@ -254,8 +254,7 @@ class LiveAdapter:
         for place in (self._place, self._next):
             place.arrival.synchronize()
             place.holds = None
-        self._drop_gradients()
-        self._state = None
+        self._hide()
 
     def _fetch(self, place: _Place, state: AdapterState) -> None:
         stream, nbytes = self._device.fetch, state.used_bytes
@@ -364,6 +363,10 @@ class LiveAdapter:
                 layer.r[_SLOT], layer.scaling[_SLOT] = spec.rank, spec.alpha / spec.rank
                 for saved, param in self._weights(name).items():
                     param.data = weights[saved]
+
+    def _hide(self) -> None:
+        self._drop_gradients()
+        self._state = None
 
     def _drop_gradients(self) -> None:
         for param in self._shown().values():

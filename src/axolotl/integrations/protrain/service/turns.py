@@ -41,8 +41,16 @@ class _Line:
     last: int = -1
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
-    def is_new(self, number: int) -> bool:
-        return number >= self.next and number not in self.tickets
+    def known(self, model: str, number: int, asks: Any) -> Ticket:
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            raise RequestError(f"seq_id {number} was answered long ago.", 410)
+        if None not in (ticket.asks, asks) and ticket.asks != asks:
+            raise RequestError(
+                f"seq_id {number}: {model} has had another request of this number. "
+                "Count on from the last one."
+            )
+        return ticket
 
 
 class Turns:
@@ -68,42 +76,21 @@ class Turns:
                 self._lines.setdefault(model, _Line())
             return self.add(model, 0, ticket)
 
-    def known(self, model: str, number: int | None, asks: Any) -> Ticket | None:
-        """The request of this number that has arrived before, if any.
-
-        Raises:
-            RequestError: There is no such model, that was another request, or its answer
-                is no longer kept.
-        """
-        with self._changed:
-            if self.stopped:
-                raise RequestError("the server is stopping.", 409)
-            line = self._line(model)
-            if number is None or line.is_new(number):
-                return None
-            ticket = line.tickets.get(number)
-            if ticket is None:
-                raise RequestError(f"seq_id {number} was answered long ago.", 410)
-            if None not in (ticket.asks, asks) and ticket.asks != asks:
-                raise RequestError(
-                    f"seq_id {number}: {model} has had another request of this number. "
-                    "Count on from the last one."
-                )
-            return ticket
-
     def add(self, model: str, number: int | None, ticket: Ticket) -> Ticket:
         """Queue a request, by default after the last one; one that is done uses its number
         up. The ticket of an equal one that was there before, if any.
 
         Raises:
-            RequestError: As `known`, or too many wait.
+            RequestError: There is no such model, another request had this number, its
+                answer is no longer kept, or too many wait.
         """
         with self._changed:
-            known = self.known(model, number, ticket.asks)
-            if known is not None:
-                return known
-            line = self._lines[model]
+            if self.stopped:
+                raise RequestError("the server is stopping.", 409)
+            line = self._line(model)
             number = line.last + 1 if number is None else number
+            if number < line.next or number in line.tickets:
+                return line.known(model, number, ticket.asks)
             if number >= line.next + MOST_WAITING:
                 raise RequestError(
                     f"seq_id {number}: the next request of {model} is {line.next}, and "
