@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 # Named beside the package, so that pip takes this build of torch (a CPU build, where
 # that is what the index has) instead of the one axolotl would pull.
 TORCH ?= torch==2.13.0
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-bench demo demo-2 test test-full \
+.PHONY: help install install-dev install-bench demo demo-2 test test-full test-cuda \
 	matrix mutants chaos sweep lint format bench compare clean
 
 help: ## list the targets
@@ -52,6 +53,13 @@ test: install ## the tests, without the whole grid
 
 test-full: install ## all tests
 	@$(BIN)/python -m pytest $(PARALLEL) -m ""
+
+test-cuda: install ## tests on an emulated CUDA device, no GPU needed (2.5 GB of wheels)
+	@[ -e $(CUDA_VENV)/.built ] || { bash tests/cuda_emulation/runtime/build.sh $(CUDA_VENV) \
+		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		&& touch $(CUDA_VENV)/.built; }
+	@PYTHONPATH=src:tests/protrain:tests/protrain/core:tests/cuda_emulation \
+		bash tests/cuda_emulation/runtime/run.sh $(CUDA_VENV) -m pytest -rA tests/cuda_emulation
 
 matrix: install ## train every combination and write docs/compatibility.md
 	@$(BIN)/python tests/protrain/compatibility.py

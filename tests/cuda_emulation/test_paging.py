@@ -1,0 +1,225 @@
+"""Sessions on `CudaDevice` over the emulated runtime: the numbers of plain training, to the
+bit, while every copy and kernel takes a random time; and memory as the allocator counts it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from core_models import (
+    ALL,
+    HOST_STATE,
+    adamw,
+    batches,
+    freeze,
+    make_plan,
+    stack,
+    twin,
+)
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.runtime import device as devices
+from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.types import Update
+
+CUDA = torch.device("cuda", 0)
+SIZES: dict[str, Any] = {"width": 64, "inner": 128}
+PLANS: dict[str, dict[str, Any]] = {
+    "one slot": {"n_buffer": 1},
+    "two slots": {"n_buffer": 2},
+    "mixed": {"resident": (0, 3), "n_buffer": 2},
+    "recompute": {"n_buffer": 2, "recompute": ALL},
+    "some state on the host": {"resident": (0, 2, 5), "inside": HOST_STATE},
+    "swap": {"n_buffer": 2, "swap": (0, 1, 2)},
+    "swap inputs": {"n_buffer": 2, "swap": ALL, "recompute": ALL},
+    "outside on the host": {"n_buffer": 2, "outside": HOST_STATE},
+    "updates on the host": {"n_buffer": 2, "update": Update.HOST},
+    "all resident": {"resident": ALL},
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": adamw,
+    "AdamW, unfused": lambda model: adamw(model, fused=False),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), 1e-2),
+    "Adafactor": lambda model: transformers.Adafactor(
+        model.parameters(), 1e-3, relative_step=False, scale_parameter=False
+    ),
+}
+DATA = [batches(2, seed) for seed in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on_the_device() -> Any:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def opened(model: nn.Module, keep: Sequence[str] = (), **plan: Any) -> Session:
+    layout = build_layout(model, keep)
+    device = devices.CudaDevice(0)
+    return Session(model, layout, make_plan(layout, **plan), device, Options(True))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    session: Session | None = None,
+    clip: float = 0.0,
+    between: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """Losses and norms of four steps of two micro-batches, under a schedule, with an
+    evaluation in the middle."""
+    found = []
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step, micro_batches in enumerate(DATA):
+        between(step)
+        for tokens in micro_batches:
+            loss = model(tokens.to(CUDA)) / len(micro_batches)
+            loss.backward()
+            found.append(loss.item())
+        if clip:
+            norm = session.clip_grad_norm(clip) if session else None
+            if norm is None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            found.append(norm.item())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.inference_mode():
+                found.append(model(micro_batches[0].to(CUDA)).item())
+    return found
+
+
+def leaves(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu().tolist()
+    if isinstance(value, dict):
+        return {key: leaves(item) for key, item in value.items()}
+    return value
+
+
+def equals_plain(
+    plan: dict[str, Any],
+    optimizer: str = "AdamW",
+    dtype: torch.dtype = torch.float32,
+    clip: float = 0.0,
+    frozen: bool = False,
+    then: dict[str, Any] | None = None,
+) -> bool:
+    """Whether losses, norms, weights and states are; `then` is the plan from the third
+    step on."""
+    model = stack(dtype=dtype, **SIZES)
+    keep = sorted(freeze(model, ["extra"])) if frozen else ()
+    plain = twin(model).to(CUDA)
+    session = opened(model, keep, **plan)
+
+    def replan(step: int) -> None:
+        if then is not None and step == 2:
+            session.replan(make_plan(session.layout, **then))
+
+    reference = OPTIMIZERS[optimizer](plain)
+    theirs = train(plain, reference, clip=clip)
+    try:
+        own = session.wrap_optimizer(OPTIMIZERS[optimizer](model))
+        ours = train(model, own, session, clip, replan)
+        saved = {k: v.cpu().clone() for k, v in model.state_dict().items()}
+        states = leaves(own.state_dict()["state"])
+    finally:
+        session.close()
+    truth = {name: value.cpu() for name, value in plain.state_dict().items()}
+    return (
+        ours == theirs
+        and states == leaves(reference.state_dict()["state"])
+        and all(
+            torch.equal(truth[name], value) and torch.equal(truth[name], saved[name])
+            for name, value in model.state_dict().items()
+        )
+    )
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_equals_plain(plan: str, frozen: bool) -> None:
+    assert equals_plain(PLANS[plan], frozen=frozen)
+
+
+@pytest.mark.parametrize("clip, dtype", [(0.0, torch.float32), (0.1, torch.bfloat16)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["one slot", "mixed", "some state on the host"])
+def test_updates_equal_plain(
+    plan: str, optimizer: str, clip: float, dtype: torch.dtype
+) -> None:
+    assert equals_plain(PLANS[plan], optimizer, dtype, clip)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [("mixed", "one slot"), ("two slots", "recompute"), ("mixed", "swap inputs")],
+)
+def test_a_smaller_plan_in_the_middle_equals_plain(before: str, after: str) -> None:
+    after_ = {**PLANS[after]}
+    if before == "mixed":
+        # what trains inside its chunk's state stays where the first plan had it
+        after_ = {"resident": (0,), **after_}
+    assert equals_plain(PLANS[before], clip=0.1, then=after_)
+
+
+def without(cls: type, method: str, function: str, file: str) -> Any:
+    """Calls of `method` from one function do nothing."""
+    real: Callable[..., Any] = getattr(cls, method)
+
+    def call(self: Any, *args: Any) -> Any:
+        code = sys._getframe(1).f_code
+        if code.co_name == function and code.co_filename.endswith(file):
+            return None
+        return real(self, *args)
+
+    return mock.patch.object(cls, method, call)
+
+
+STREAM = type(devices.CudaDevice(0).compute)
+WAITS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "compute reads before the copy": (
+        lambda: mock.patch.object(devices.CudaDevice, "wait_stalled", lambda *_: None),
+        "two slots",
+    ),
+    "a fetch overwrites what compute reads": (
+        lambda: without(STREAM, "wait", "fetch", "slots.py"),
+        "two slots",
+    ),
+    "memory of what leaves is used again": (
+        lambda: without(STREAM, "wait", "settle", "swap.py"),
+        "swap",
+    ),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_missing_wait_is_noticed(wait: str) -> None:
+    missing, plan = WAITS[wait]
+    with missing():
+        try:
+            assert not equals_plain(PLANS[plan])
+        except RuntimeError as error:
+            # labels that were overwritten, for example
+            assert "failed on the stream" in str(error)
+    try:
+        # takes what is left of the failure
+        torch.zeros(1, device=CUDA).item()
+    except RuntimeError:
+        pass
+    assert equals_plain(PLANS[plan])

@@ -1,0 +1,74 @@
+"""`axolotl train` on the emulated device: the demo, and the allocator beside predictions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "examples/.demo"
+WITHIN = 0.03
+ENV = {
+    **os.environ,
+    "FAKECUDA_RANDOM_COPY_US": "0",
+    "FAKECUDA_RANDOM_WORK_US": "0",
+    "HF_HUB_OFFLINE": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+}
+LORA: dict[str, Any] = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
+LORA |= {"lora_target_linear": True, "save_safetensors": True}
+PLANS: dict[str, dict[str, Any]] = {
+    "two slots": {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0},
+    "three slots": {"n_persist": 0, "n_buffer": 3, "n_swap": 0, "n_checkpoint": 0},
+    "recompute": {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 12},
+    "some recompute": {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 5},
+    "swap": {"n_persist": 0, "n_buffer": 2, "n_swap": 3, "n_checkpoint": 0},
+    "swap, recompute": {"n_persist": 0, "n_buffer": 2, "n_swap": 2, "n_checkpoint": 6},
+    "half resident": {"n_persist": 6, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 6},
+    "LoRA": {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0, **LORA},
+    "LoRA, recompute": {"n_persist": 4, "n_buffer": 2, "n_checkpoint": 12, **LORA},
+    "LoRA, half resident": {"n_persist": 6, "n_buffer": 2, **LORA},
+}
+
+
+@pytest.fixture(scope="session")
+def demo() -> dict[str, Any]:
+    """Paged beside plain by the demo itself; the YAML of its paged run."""
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples/demo.py"), "--steps", "3"],
+        env=ENV,
+        check=True,
+    )
+    keys = yaml.safe_load((DEMO / "paged.yaml").read_text("utf-8"))
+    return {k: v for k, v in keys.items() if not k.endswith("capacity_bytes")}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_allocator_counts_what_was_predicted(
+    plan: str, demo: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {**demo, "output_dir": str(tmp_path / "out"), "max_steps": 3}
+    for key, value in PLANS[plan].items():
+        keys[f"protrain_{key}_override" if key.startswith("n_") else key] = value
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(keys), "utf-8")
+    axolotl = [str(Path(sys.executable).parent / "axolotl"), "train", str(path)]
+    subprocess.run(
+        [sys.executable, *axolotl, "--launcher=python"],
+        env={**ENV, "CUDA_VISIBLE_DEVICES": "0"},
+        cwd=ROOT,
+        check=True,
+    )
+    report = json.loads((tmp_path / "out/protrain/report.json").read_text())
+    unseen = report["device_bytes"]["terms"]["context and workspaces"]
+    predicted = report["device_bytes"]["peak"] - unseen
+    counted = report["measured"]["device_peak_bytes"]
+    print(f"{plan}: predicted {predicted:,}, counted {counted:,}")
+    assert counted == pytest.approx(predicted, rel=WITHIN)
