@@ -10,7 +10,7 @@ import hashlib
 import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -31,6 +31,7 @@ from .core.runtime import Ranks
 from .core.search import MODES
 from .core.types import (
     ALONE,
+    PAGING_GAIN,
     Budget,
     Hardware,
     Knobs,
@@ -353,6 +354,9 @@ def plan_for(
         reserve_bytes=subject.headroom_bytes,
         host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
+    # a lower limit of the YAML leaves it already
+    kept = hardware.desktop_bytes - (hardware.device_bytes - budget.device_bytes)
+    budget = replace(budget, reserve_bytes=budget.reserve_bytes + max(kept, 0))
     times = with_measured(block_times(trace, layout, hardware), measured or {})
     memory = MemoryModel(layout, trace, subject.workload, hardware)
     planner = Planner(memory, times, budget, redone_if_paged=subject.redone_if_paged)
@@ -371,7 +375,9 @@ def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Foreca
     modes, key = _modes(args, planner.memory.workload.world)
     asked, forecast = _by_hand(args, planner, key), planner.forecast
     try:
-        return forecast(planner.by_hand(*asked) if asked else planner.fastest(modes))
+        return (
+            forecast(planner.by_hand(*asked)) if asked else _worthwhile(planner, modes)
+        )
     except BudgetError as error:
         if anyway:
             return forecast(planner.asked(*asked) if asked else planner.nearest(modes))
@@ -384,6 +390,17 @@ def choose(args: ProTrainArgs, planner: Planner, anyway: bool = False) -> Foreca
         raise BudgetError(
             f"`{key}: true` does not fit: {error} Without it mode {other} does."
         ) from error
+
+
+def _worthwhile(planner: Planner, modes: frozenset[str]) -> Forecast:
+    """The fastest plan, or one that pages nothing and is slower by `PAGING_GAIN` at most."""
+    fastest = planner.forecast(planner.fastest(modes))
+    if fastest.plan.mode != "A" and "A" in modes:
+        with suppress(BudgetError):
+            resident = planner.forecast(planner.fastest(frozenset("A")))
+            if resident.step.total_s <= (1 + PAGING_GAIN) * fastest.step.total_s:
+                return resident
+    return fastest
 
 
 def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None]:

@@ -16,7 +16,7 @@ from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware
-from ..core.types import Hardware, Update, World
+from ..core.types import PAGING_GAIN, Hardware, Update, World
 from ..offline.meta_model import load_meta_model
 from ..planning import Subject, plan_for, subject_of, this_machine
 from ..report import forecast as report
@@ -44,7 +44,7 @@ class DryRun:
 
     Args:
         config: The YAML.
-        gpus: `NAME` or `NAME:GiB` of each card; this machine if empty.
+        gpus: As `gpu_hardware` reads each card; this machine if empty.
         num_gpus: How many of each.
         ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
         link: Between host and card; None for each card's fastest.
@@ -168,6 +168,17 @@ class DryRun:
                 f"{name}: {report.format_bytes(card.unseen_bytes)} of its memory go to "
                 "the context, to workspaces of kernels and to rounding"
             )
+        if card.desktop_bytes:
+            size = card.device_bytes / 2**30
+            yield (
+                f"{name}: {report.format_bytes(card.desktop_bytes)} left free for a "
+                f"desktop and for allocation; --gpu '{name}:{size:.2f}' plans without"
+            )
+        if forecast.plan.mode == "A" and forecast.plan.origin == "search":
+            yield (
+                "nothing pages where that saves less than "
+                f"{PAGING_GAIN:.0%} of a step: predictions are no better"
+            )
         yield "block times follow from counted operations; training measures them"
         if self._is_here:
             return
@@ -207,8 +218,9 @@ class DryRun:
                 yield _alternative(f"mode {mode}", one_mode, f"{key}: true")
         elif forecast.plan.mode == "B":
             resident = _alternative(
-                "protrain_force_all_persistent: true (no paging)",
+                "protrain_force_all_persistent: true",
                 partial(_in_mode, planner, "A"),
+                "nothing pages",
             )
             if resident["verdict"] == report.FITS:
                 yield resident
@@ -348,11 +360,11 @@ def _without_plugin(planner: Planner) -> dict[str, Any]:
         kept, recomputed = map(planner.forecast, plans)
         return _fitting(kept if report.lack(kept) is None else recomputed)
 
-    other = _alternative("without this plugin", plain)
+    other = _alternative(report.WITHOUT_PLUGIN, plain)
     if other["verdict"] == report.FITS:
         recomputes = other["plan"]["n_checkpoint"] > 0
         key = f"gradient_checkpointing: {str(recomputes).lower()}"
-        other["note"] = f"you do not need this plugin: it fits with {key}"
+        other["note"] = f"it fits with {key}"
     return other
 
 

@@ -427,6 +427,8 @@ class Hardware:
         host_bytes: Memory of the host that may be used.
         unseen_bytes: Taken on the device by what no trace sees: context, workspaces
             of kernels, rounding of the allocator.
+        desktop_bytes: Left free beside it, for what else a consumer card shows and for
+            what an allocator wastes near the brim.
         flops_16: Matrix products in bf16, achieved; `flops_32` those in fp32, and
             `attention_16` what fused attention achieves in bf16.
         memory_bytes_s: Device memory, achieved.
@@ -462,6 +464,7 @@ class Hardware:
     gather_bytes_s: float = 0.0
     reduce_bytes_s: float = 0.0
     across_bytes_s: float = 0.0
+    desktop_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -494,6 +497,11 @@ class Budget:
     def usable_bytes(self) -> int:
         """Device bytes that the plan's peak may reach."""
         return self.device_bytes - self.reserve_bytes
+
+
+PAGING_GAIN = 0.05
+"""Share of a step that paging must save where everything fits on the device: less is
+within what a prediction is wrong by."""
 
 
 @dataclass

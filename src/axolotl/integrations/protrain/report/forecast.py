@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ..core.planner import Forecast
-from ..core.types import Hardware, Knobs, Plan
+from ..core.types import PAGING_GAIN, Hardware, Knobs, Plan
 
 FITS, DOES_NOT_FIT, UNSUPPORTED = "fits", "does-not-fit", "unsupported"
 VERDICTS = {FITS: "fits", DOES_NOT_FIT: "does not fit", UNSUPPORTED: "unsupported"}
@@ -20,11 +20,13 @@ MODES = {
 }
 LANES = {
     "compute": "compute",
-    "fetch": "copies to the device",
-    "offload": "copies to the host",
-    "host": "AdamW on the host",
-    "communicate": "exchange between ranks",
+    "fetch": "fetch",
+    "offload": "offload",
+    "host": "host AdamW",
+    "communicate": "collectives",
 }
+"""What works at once: copies to the device are fetched, those to the host offloaded."""
+WITHOUT_PLUGIN = "without ProTrain"
 PLACEMENTS = {
     "resident": "weights and optimizer state on the GPU",
     "host-state": "weights on the GPU, optimizer state on the host",
@@ -215,6 +217,20 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} GiB"
+
+
+def format_plain(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
+    """What plain training needs and takes beside a plan's step; empty if it does not fit."""
+    plain = next((o for o in others if o["change"] == WITHOUT_PLUGIN), None)
+    if plain is None or plain["verdict"] != FITS:
+        return ""
+    slower = plain["step_s"] / step_s - 1
+    pace = f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
+    return (
+        f"{WITHOUT_PLUGIN} too: {format_bytes(plain['device_peak_bytes'])}, "
+        f"{pace if abs(slower) >= 5e-3 else 'as fast'}"
+        + ("; you do not need it" if slower <= PAGING_GAIN else "")
+    )
 
 
 def format_seconds(seconds: float) -> str:

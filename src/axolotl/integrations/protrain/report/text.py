@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from itertools import groupby
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
 
@@ -23,6 +25,7 @@ from .forecast import (
     format_bytes,
     format_limiter,
     format_pace,
+    format_plain,
     format_policies,
     format_rate,
     format_runs,
@@ -31,7 +34,8 @@ from .forecast import (
     highest_phase,
 )
 
-WIDTH, LOG_WIDTH = 100, 110
+NARROWEST, WIDTH, WIDEST = 60, 100, 160
+"""Columns of text: `WIDTH` where there is no terminal and no `COLUMNS`."""
 Answer = Mapping[str, Any]
 Row = Sequence[str]
 
@@ -74,21 +78,23 @@ def forecast_table(forecast: Forecast, device: str) -> str:
         ),
     ):
         table.add_row(*row)
-    return _printed(LOG_WIDTH, [table])
+    return _printed([table])
 
 
 def plan_text(answers: Sequence[Answer]) -> str:
     """All cards of `--json`: a line for each, then what each of them needs and takes."""
     shown = [part for answer in answers for part in _card(answer)]
     if len(answers) > 1:
-        heads = ("card", "verdict", "device", "of", "host", "of", "step", "tokens/s")
-        shown.insert(0, _table(heads, map(_overview, answers)))
+        shown[:0] = _listing(
+            ("card", "verdict", "device, GiB", "host, GiB", "step", "tokens/s"),
+            [_overview(answer) for answer in answers],
+        )
     shown.append("Assumed and not known:")
     for line in dict.fromkeys(line for a in answers for line in a["assumptions"]):
         hanging = Table.grid()
         hanging.add_row("  - ", Padding(line, 0))
         shown.append(hanging)
-    lines = [line.rstrip() for line in _printed(WIDTH, shown).splitlines()]
+    lines = [line.rstrip() for line in _printed(shown).splitlines()]
     paragraphs = (list(run) for filled, run in groupby(lines, bool) if filled)
     return "\n\n".join("\n".join(paragraph) for paragraph in paragraphs)
 
@@ -113,14 +119,19 @@ def largest_text(answers: Sequence[Answer]) -> str:
 def _card(answer: Answer) -> Iterator[RenderableType]:
     plan, step, hardware = answer["plan"], answer["step_s"], answer["hardware"]
     fits, mode = answer["verdict"] == FITS, plan["mode"]
+    others = answer["alternatives"]
     pace = f", {format_pace(step['total'], step['tokens_per_s'])}" if fits else ""
+    plain = format_plain(step["total"], others) if fits else ""
     link = f" on {hardware['link']}" if hardware["link"] else ""
-    yield f"{hardware['name']}{link}: {VERDICTS[answer['verdict']]}{pace}"
+    yield f"{hardware['name']}{link}: {VERDICTS[answer['verdict']]}{pace}" + (
+        f"; {plain}" if plain else ""
+    )
     if answer["reason"]:
         yield answer["reason"]
-    others = [_alternatives(answer["alternatives"])] if answer["alternatives"] else []
+    heads = ("instead", "verdict", "device", "step", "tokens/s")
+    priced = _listing(heads, [_alternative(other) for other in others])
     if not fits:
-        yield from others
+        yield from priced
     ranks, device, host = "", "device", "host"
     if plan["num_ranks"] > 1:
         ranks, device = f"{plan['num_ranks']} ranks, ", "each device"
@@ -135,16 +146,14 @@ def _card(answer: Answer) -> Iterator[RenderableType]:
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
     # the host's terms are those of training; loading or saving may take more
     host_peak = f"peak ({highest_phase(on_host['phases'])})"
-    side_by_side = Table.grid(padding=(0, 6, 0, 0))
-    side_by_side.add_row(
+    yield _beside(
         _memory(f"{device}, at {on_device['peak_at']}", on_device, "peak"),
         _memory(f"{host}, while training", on_host, host_peak),
     )
-    yield side_by_side
     if step:
         yield _step(step)
     if fits:
-        yield from others
+        yield from priced
 
 
 def _overview(answer: Answer) -> Row:
@@ -152,7 +161,7 @@ def _overview(answer: Answer) -> Row:
     return (
         answer["hardware"]["name"],
         VERDICTS[answer["verdict"]],
-        *(format_bytes(m[figure]) for m in memories for figure in ("peak", "budget")),
+        *(f"{m['peak'] / 2**30:.2f} of {m['budget'] / 2**30:.2f}" for m in memories),
         format_seconds(step["total"]) if step else "-",
         format_rate(step["tokens_per_s"]) if step else "-",
     )
@@ -170,14 +179,41 @@ def _alternative(other: Answer) -> Row:
     )
 
 
-def _alternatives(others: Iterable[Answer]) -> Table:
-    heads = ("instead", "verdict", "device", "step", "tokens/s", "note")
-    table = _table(heads, map(_alternative, others))
-    for column in table.columns[:5]:
-        column.no_wrap = True
-    table.columns[1].justify = table.columns[5].justify = "left"
-    table.columns[5].overflow = "fold"
-    return table
+def _listing(heads: Row, rows: Sequence[Row]) -> Iterator[RenderableType]:
+    """Rows under their heads; the first column gives way where the text is too narrow.
+
+    What a row has beyond the heads is its note, in a paragraph of its own below.
+    """
+    if not rows:
+        return
+    columns = list(zip(heads, *(row[: len(heads)] for row in rows), strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    yield ""
+    widths[0] = min(widths[0], text_width() - sum(widths[1:]) - 2 * len(widths[1:]))
+    for number, row in enumerate([heads, *rows]):
+        line = Table.grid(padding=(0, 2, 0, 0))
+        for at, width in enumerate(widths):
+            justify: Any = "right" if at > 1 else "left"
+            line.add_column(width=width, justify=justify, overflow="fold")
+        line.add_row(*row[: len(heads)])
+        yield line
+        if not number:
+            yield "-" * (sum(widths) + 2 * len(widths[1:]))
+        yield from (Padding(note, (0, 0, 0, 4)) for note in row[len(heads) :] if note)
+    yield ""
+
+
+def _beside(*tables: Table) -> RenderableType:
+    """Tables side by side, or one below the other where the text is too narrow."""
+    console = Console(width=WIDEST)
+    widths = (Measurement.get(console, console.options, t).maximum for t in tables)
+    grid = Table.grid(padding=(0, 6, 0, 0))
+    if sum(widths) + 6 * len(tables) <= text_width():
+        grid.add_row(*tables)
+    else:
+        for table in tables:
+            grid.add_row(table)
+    return grid
 
 
 def _memory(title: str, memory: Answer, peak: str) -> Table:
@@ -194,7 +230,7 @@ def _step(step: Answer) -> Table:
     table = _table(("step", "busy", "compute waits for it"))
     for lane, busy in _filled(step["lanes"], format_seconds):
         waits = step["exposed"].get(lane)
-        table.add_row(LANES[lane], busy, "" if waits is None else format_seconds(waits))
+        table.add_row(LANES[lane], busy, format_seconds(waits) if waits else "")
         if lane == "compute" and step["recompute"]:
             table.add_row("  recomputing", format_seconds(step["recompute"]))
     table.add_section()
@@ -222,9 +258,15 @@ def _listed(rows: Iterable[Row]) -> str:
     return ", ".join(map(" ".join, rows))
 
 
-def _printed(width: int, shown: Iterable[RenderableType]) -> str:
+def text_width() -> int:
+    """Columns of the terminal or of `COLUMNS`, within what can be read."""
+    columns = shutil.get_terminal_size((WIDTH, 0)).columns
+    return min(max(columns, NARROWEST), WIDEST)
+
+
+def _printed(shown: Iterable[RenderableType]) -> str:
     text = StringIO()
-    console = Console(file=text, width=width, highlight=False, markup=False)
+    console = Console(file=text, width=text_width(), highlight=False, markup=False)
     for part in shown:
         console.print(part)
     return text.getvalue().rstrip()

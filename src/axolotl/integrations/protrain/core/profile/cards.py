@@ -61,6 +61,9 @@ ROUNDING_FRACTION = 0.02
 has cached where memory ends; on cards with room to spare 7 % of a job were seen."""
 COLLECTIVES_BYTES = 1 << 30
 """NCCL's buffers and streams on each of several cards: 0.7 to 1.5 GiB measured."""
+DESKTOP_BYTES = 1 << 30
+"""Assumed: what a desktop, its browser and an allocator near the brim take of a consumer
+card whose memory is not given."""
 DRIVER_FRACTION = 0.015
 """Share of what nvidia-smi calls total that CUDA does not offer: 0.5 to 1.5 %."""
 
@@ -115,6 +118,10 @@ class Gpu(NamedTuple):
     @property
     def device_bytes(self) -> int:
         return self.mib << 20
+
+    @property
+    def is_consumer(self) -> bool:
+        return re.fullmatch(r"RTX \d{4}\b.*(?<!Ada)", self.name) is not None
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -220,6 +227,7 @@ def gpu_hardware(
     return Hardware(
         name=gpu.name,
         source=source,
+        desktop_bytes=DESKTOP_BYTES if gpu.is_consumer and not figures else 0,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         unseen_bytes=unseen,
