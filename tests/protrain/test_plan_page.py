@@ -1,18 +1,23 @@
-"""The plan page: what it says, and that its drawings have the proportions of the figures."""
+"""Plans and finished runs as page and text: what they say, and in which proportions."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.report.forecast import format_bytes
-from axolotl.integrations.protrain.report.page import plan_page
-from axolotl.integrations.protrain.report.text import plan_text
+from axolotl.integrations.protrain.report.page import plan_page, report_page
+from axolotl.integrations.protrain.report.run import REPORT_FILE, read_reports
+from axolotl.integrations.protrain.report.text import plan_text, report_text
 
 GIB = 2**30
 VOID = {"meta"}
@@ -427,12 +432,14 @@ def test_timeline_hover_has_every_point() -> None:
     assert read == card["timeline"]
 
 
-def test_fit_bars_share_one_scale() -> None:
+def test_fit_bars_fill_their_own_card() -> None:
+    """A small card beside a large one must not shrink to a line."""
     cards = four()
     drawn = bars(figure(page_of(*cards), "Does it fit?"))
-    unit = drawn[2].one(style="track").width / cards[2]["device_bytes"]["budget"]
     for bar, card in zip(drawn, cards, strict=True):
         device = card["device_bytes"]
+        whole = max(device["peak"], device["budget"] + device["reserve"])
+        unit = float(bar.attrs["viewbox"].split()[2]) / whole
         assert bar.one(style="track").width == pytest.approx(
             device["budget"] * unit, abs=0.01
         )
@@ -533,12 +540,8 @@ def test_four_cards_side_by_side() -> None:
         assert button.attrs["aria-controls"] == panel.attrs["id"]
         assert name in button.text and name in panel.one("h2").text
         assert format_bytes(card["device_bytes"]["peak"]) in panel.text
-    assert [b.attrs["aria-pressed"] for b in buttons] == [
-        "false",
-        "false",
-        "true",
-        "false",
-    ]
+    pressed = [b.attrs["aria-pressed"] for b in buttons]
+    assert pressed == ["true", "false", "false", "false"]
     assert "3 of 4 cards fit; the fastest is H100 at 30,840 tokens/s." in root.text
     assert "12% of the fastest" in buttons[3].text
 
@@ -577,3 +580,104 @@ def test_the_text_takes_no_name_for_markup() -> None:
     text = plan_text([card])
     for words in ("RTX [4090] on", "backward [3]", "[red]model", "[bold]"):
         assert words in text
+
+
+def longest() -> list[dict[str, Any]]:
+    """Cards with the longest names, labels and notes that `plan` writes."""
+    fits, misses = forecast(), unfit()
+    misses |= {"plan": fits["plan"]}
+    misses["hardware"] |= {"name": "RTX 4060 Ti 16GB, 12.5 GiB"}
+    price = fits["alternatives"][0] | {"note": "nothing pages"}
+    key = "protrain_force_all_persistent: true"
+    fits["alternatives"] += [
+        price | {"change": key},
+        price | {"change": "without ProTrain", "step_s": 2.2},
+    ]
+    misses["alternatives"][1]["note"] = (
+        f"{key}: 12.34 GiB of device memory missing: the smallest plan takes 36.33 GiB "
+        "at forward 12, block 3 (recompute), 23.99 GiB may be used."
+    )
+    for card in (fits, misses):
+        card["device_bytes"]["peak_at"] = "backward outside blocks, _log_softmax"
+    return [fits, misses]
+
+
+@pytest.mark.parametrize("columns", ["80", "160", ""])
+def test_text_of_the_longest_labels(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a terminal of 80 and 160 columns, and piped without either."""
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    text = plan_text(longest())
+    assert max(map(len, text.splitlines())) <= int(columns or 100)
+    shown = Path(__file__).parent / "shown" / f"plan-{columns or 'piped'}.txt"
+    assert text + "\n" == shown.read_text("utf-8")
+
+
+ABOUT = {
+    "model": "meta-llama/Meta-Llama-3-8B",
+    "adapter": "qlora, rank 16",
+    "rows": "2 x 2048 tokens, accumulation 4",
+    "optimizer": "adamw_bnb_8bit",
+    "versions": {"torch": "2.9.1"},
+    "date": "2026-11-23T05:00:00+00:00",
+}
+
+
+def finished(loss: float) -> dict[str, Any]:
+    """What report.json holds of a run of `forecast`."""
+    return {
+        **forecast(),
+        "about": ABOUT,
+        "alternatives": [],
+        "compared": {
+            "device peak bytes": {"predicted": 20 * GIB, "measured": 19 * GIB},
+            "swapped out bytes a step": {"predicted": 0, "measured": 0},
+            "step seconds": {"predicted": 2.0, "measured": 2.5},
+        },
+        "losses": [[1, 2.5], [2, loss]],
+        "measured": {"num_steps": 2, "step_s": 2.5},
+        "notes": ["Taken over: gradient_checkpointing."],
+    }
+
+
+def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
+    for name, loss in (("one", 1.25), ("two", 1.5)):
+        file = tmp_path / name / REPORT_FILE
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(finished(loss)))
+    reports = read_reports([tmp_path / "one", tmp_path / "two"])
+    text = report_text(reports)
+    for words in (
+        "one: meta-llama/Meta-Llama-3-8B, qlora, rank 16",
+        "device peak  20.00 GiB  19.00 GiB   -5.0%",
+        "loss 2.5000 (step 1) -> 1.2500 (step 2)",
+        "last loss       1.2500     1.5000",
+    ):
+        assert words in text, text
+    assert "swapped out" not in text
+    root = Tree(report_page(reports)).root
+    assert (
+        "+25.0%"
+        in figure(root.all("section", "panel")[1], "Predicted and measured").text
+    )
+    with pytest.raises(ConfigError, match="no report of a finished run"):
+        read_reports([tmp_path])
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_a_browser_draws_the_report(tmp_path: Path) -> None:
+    """Its script ends: the first run is shown, the other can be chosen."""
+    page = tmp_path / "report.html"
+    page.write_text(report_page({"one": finished(1.0), "two": finished(2.0)}), "utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    done = subprocess.run(
+        [*command, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    panels = re.findall(r'<section class="panel" id="card-\d"([^>]*)>', done.stdout)
+    assert [("hidden" in attributes) for attributes in panels] == [False, True]

@@ -12,8 +12,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -583,6 +584,30 @@ def _measured(
     return profile.measure_blocks(
         model, names, samples, device, dtype, cached_times, compile_keys(cfg)
     )
+
+
+def about(cfg: Any) -> dict[str, Any]:
+    """What is trained, with what and when: the head of a page and of report.json."""
+    optimizer = getattr(cfg.optimizer, "value", cfg.optimizer)
+    rank = f", rank {cfg.lora_r}" if cfg.adapter and cfg.lora_r else ""
+    packages = {"axolotl-protrain": _own_version(), "torch": torch.__version__}
+    return {
+        "model": str(cfg.base_model),
+        "adapter": f"{cfg.adapter}{rank}" if cfg.adapter else "full fine-tune",
+        "rows": f"{cfg.micro_batch_size} x {cfg.sequence_len} tokens, accumulation "
+        f"{cfg.gradient_accumulation_steps or 1}",
+        "optimizer": str(optimizer),
+        "versions": packages | _versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _own_version() -> str:
+    try:
+        return version("axolotl-protrain")
+    except PackageNotFoundError:
+        # run from its sources
+        return "unknown"
 
 
 def _versions() -> dict[str, str]:

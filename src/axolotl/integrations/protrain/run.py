@@ -31,7 +31,7 @@ from .core.planner import Forecast
 from .core.runtime import Alone, CheckedDevice, Ranks, open_device
 from .core.session import Options, Session
 from .data_parallel import ignore_in_ddp
-from .planning import adapter_names, compile_keys, plan_here
+from .planning import about, adapter_names, compile_keys, plan_here
 from .recovery import Recovery
 from .report.forecast import format_bytes
 from .report.run import WATCHED_STEPS, RunReport
@@ -165,7 +165,7 @@ class TrainingRun:
             notes.append(NOT_REPACKED)
         if compile_keys(self._cfg) and device.type == "cpu":
             notes.append(UNCOUNTED)
-        self.report = RunReport(forecast=forecast, device=str(device), notes=notes)
+        self.report = RunReport(forecast, str(device), notes, about(self._cfg))
         self.recovery = Recovery(self, self.report, device, planner)
         if self._is_first:
             self.log.info("\n" + self.report.table())
@@ -420,17 +420,25 @@ class TrainingRun:
         if self.session is not None:
             self.session.device.peak_bytes()
 
-    def log_values(self) -> dict[str, float]:
-        """Counters since the last call, and peaks, for the Trainer's log."""
-        if self.session is None:
+    def log_values(self, step: int, loss: float) -> dict[str, float]:
+        """What has moved since the last call, and peaks, in GiB and seconds, for the
+        Trainer's log; nothing that is 0. The report keeps the loss."""
+        if self.session is None or self.report is None:
             return {}
+        self.report.losses.append((step, loss))
         session = self.session
         now = {**asdict(session.counters), "stall_s": session.stall_s}
         since = {key: now[key] - self._logged.get(key, 0) for key in LOGGED}
         self._logged = now
         since["device_peak_bytes"] = session.device.peak_bytes()
-        since["host_peak_bytes"] = host_peak_bytes()
-        return {f"protrain/{key}": value for key, value in since.items()}
+        since["process_peak_bytes"] = host_peak_bytes()
+        return {
+            f"protrain/{key.replace('_bytes', '_gib')}": round(
+                value / 2**30 if key.endswith("_bytes") else value, 6
+            )
+            for key, value in since.items()
+            if value
+        }
 
     def _warnings(self, forecast: Forecast) -> list[str]:
         notes = []

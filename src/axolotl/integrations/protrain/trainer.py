@@ -133,7 +133,8 @@ class ProTrainTrainerMixin(_Mixed):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.protrain.note_peak()
         if "loss" in logs:
-            logs.update(self.protrain.log_values())
+            step = self.state.global_step
+            logs.update(self.protrain.log_values(step, logs["loss"]))
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:

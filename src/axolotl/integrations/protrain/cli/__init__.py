@@ -261,6 +261,31 @@ def _lean_imports() -> Iterator[None]:
             del sys.modules[name]
 
 
+@protrain.command("report", cls=_PlanCommand)
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page."
+)
+def _report(runs: tuple[Path, ...], html: Path | None) -> None:
+    """Show what finished runs did beside what was predicted; RUNS are their output_dir.
+
+    Several are compared. Exit code 3: one of them has no report.
+    """
+    # imported here: `axolotl --help` reads this module
+    from ..report.run import read_reports
+    from ..report.text import report_text
+
+    try:
+        reports = read_reports(runs)
+        if html is not None:
+            from ..report.page import report_page
+
+            html.write_text(report_page(reports), "utf-8")
+    except (ProTrainError, OSError) as error:
+        raise _Unplanned(str(error)) from error
+    click.echo(printable(report_text(reports)))
+
+
 @protrain.command("serve")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)

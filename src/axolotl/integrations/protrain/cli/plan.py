@@ -16,9 +16,9 @@ from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware
-from ..core.types import PAGING_GAIN, Hardware, Update, World
+from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
 from ..offline.meta_model import load_meta_model
-from ..planning import Subject, plan_for, subject_of, this_machine
+from ..planning import Subject, about, plan_for, subject_of, this_machine
 from ..report import forecast as report
 
 DEFAULT_RAM_GIB = 64
@@ -150,6 +150,7 @@ class DryRun:
     def _answer(self, card: Hardware) -> dict[str, Any]:
         forecast, planner = self._plan(card)
         answer = report.answer_dict(forecast, fits=report.lack(forecast) is None)
+        answer["about"] = about(self._cfg)
         answer["alternatives"] = list(self._alternatives(card, planner, forecast))
         answer["assumptions"] = [
             *self._meta.assumptions,
@@ -182,15 +183,7 @@ class DryRun:
         yield "block times follow from counted operations; training measures them"
         if self._is_here:
             return
-        budget = forecast.budget
-        for key, used, has in (
-            ("protrain_capacity_bytes", budget.device_bytes, card.device_bytes),
-            ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
-        ):
-            if used == getattr(args, key):
-                yield f"{key}: {report.format_bytes(used)} may be used on {name}'s machine"
-            elif getattr(args, key) is not None:
-                yield f"{key} asks for more than the {report.format_bytes(has)} beside {name}"
+        yield from self._limits(card, forecast.budget)
         if self._ram_gib is None and args.protrain_cpu_capacity_bytes is None:
             yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
         if self._num_gpus > 1:
@@ -199,6 +192,17 @@ class DryRun:
                 "(--link names the narrower one where they share it); AdamW on the "
                 "host, where it is asked for, shares its memory"
             )
+
+    def _limits(self, card: Hardware, budget: Budget) -> Iterator[str]:
+        args, name = self._args, card.name
+        for key, used, has in (
+            ("protrain_capacity_bytes", budget.device_bytes, card.device_bytes),
+            ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
+        ):
+            if used == getattr(args, key):
+                yield f"{key}: {report.format_bytes(used)} may be used on {name}'s machine"
+            elif getattr(args, key) is not None:
+                yield f"{key} asks for more than the {report.format_bytes(has)} beside {name}"
 
     def _alternatives(
         self, card: Hardware, planner: Planner, forecast: Forecast

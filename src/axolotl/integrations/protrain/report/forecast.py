@@ -58,7 +58,7 @@ POINT_TERMS = {
     "working": "working set",
 }
 """Fields of a point of the timeline, and their names."""
-DRAWN = ("timeline", "blocks")
+DRAWN = ("timeline", "blocks", "about")
 """Keys of `answer_dict` that only the page shows."""
 MAX_RUNS = 3
 """Of blocks with the same policy, which are written in words."""
@@ -203,6 +203,37 @@ def shortfall(forecast: Forecast) -> str:
         f"{lack(forecast)}: {which} takes {format_bytes(needed)} {moment}, "
         f"{format_bytes(has)} may be used.{advice}"
     )
+
+
+def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Of a report.json: each term with its prediction, what it was, and how far off."""
+    rows = []
+    for name, pair in report["compared"].items():
+        predicted, seen = pair["predicted"], pair["measured"]
+        if seen is None or not (predicted or seen):
+            continue
+        form = format_seconds if "seconds" in name else format_bytes
+        off = f"{seen / predicted - 1:+.1%}" if predicted else ""
+        label = (
+            name.replace(" bytes", "").replace(", seconds", "").replace(" seconds", "")
+        )
+        rows.append((label, form(predicted), form(seen), off))
+    return rows
+
+
+def format_about(about: Mapping[str, Any]) -> str:
+    """What was trained or planned, with which versions, and when."""
+    versions = ", ".join(
+        f"{name} {number}" for name, number in about["versions"].items()
+    )
+    head = ", ".join(about[key] for key in ("model", "adapter", "rows", "optimizer"))
+    return f"{head}; {versions}; {about['date']}"
+
+
+def format_losses(losses: Sequence[Sequence[float]]) -> str:
+    """First and last, with their steps."""
+    ends = [losses[0], losses[-1]] if losses else []
+    return " -> ".join(f"{loss:.4f} (step {step})" for step, loss in ends)
 
 
 def highest_phase(phases: Mapping[str, int]) -> str:

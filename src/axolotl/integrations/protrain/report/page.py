@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, groupby
+from math import isfinite
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
@@ -42,6 +43,22 @@ def plan_page(answers: Sequence[Values], config_name: str) -> str:
     """
     if not answers:
         raise ValueError("a plan page needs at least one forecast")
+    return _page(f"ProTrain plan for {config_name}", answers)
+
+
+def report_page(reports: Mapping[str, Values]) -> str:
+    """The page of finished runs: their plans, and what was measured of each."""
+    answers = [
+        {
+            **r,
+            "hardware": {**r["hardware"], "name": f"{name} on {r['hardware']['name']}"},
+        }
+        for name, r in reports.items()
+    ]
+    return _page(f"ProTrain report of {', '.join(reports)}", answers)
+
+
+def _page(title: str, answers: Sequence[Values]) -> str:
     fitting = [a for a in answers if a["verdict"] == FITS and a["step_s"]]
     best = max(fitting, key=lambda a: a["step_s"]["tokens_per_s"], default=None)
     colours = _term_colours(answers)
@@ -51,12 +68,13 @@ def plan_page(answers: Sequence[Values], config_name: str) -> str:
             "timeline": _timeline(answer, colours),
             "cells": [_cell(block) for block in answer["blocks"]],
             "bars": _step_bars(answer["step_s"]),
+            "losses": _losses(answer.get("losses", ())),
             "terms": {k: _terms(answer[k], colours) for k in MEMORIES},
         }
         for answer in answers
     ]
     return _template().render(
-        config_name=config_name,
+        title=title,
         answers=answers,
         best=best,
         fit=_fit(answers, colours),
@@ -76,7 +94,7 @@ def _template() -> Template:
 
 
 def _fit(answers: Sequence[Values], colours: Colours) -> Values | None:
-    """Peak by term against budget, all cards on one scale."""
+    """Peak by term against budget, each card on its own scale."""
     known = [a["device_bytes"] for a in answers if a["device_bytes"]]
     if not known:
         return None
@@ -96,8 +114,11 @@ def _fit(answers: Sequence[Values], colours: Colours) -> Values | None:
                 *_stacked(_terms(device, colours), format_bytes),
                 ("over", budget, over, f"{format_bytes(over)} over the budget"),
             ]
-    span = max(max(d["peak"], d["budget"] + d["reserve"], 1) for d in known)
-    return {"legend": keys, "bars": bars, "span": span}
+    memories = [
+        a["device_bytes"] or {"peak": 0, "budget": 0, "reserve": 0} for a in answers
+    ]
+    spans = [max(d["peak"], d["budget"] + d["reserve"], 1) for d in memories]
+    return {"legend": keys, "bars": bars, "spans": spans}
 
 
 def _timeline(answer: Values, colours: Colours) -> Values | None:
@@ -128,6 +149,21 @@ def _timeline(answer: Values, colours: Colours) -> Values | None:
         "phases": phases,
         "hover": {"names": names, "budget": budget, "points": hover},
     }
+
+
+def _losses(losses: Sequence[Sequence[float]]) -> Values | None:
+    """A line over the steps, from the lowest loss to the highest."""
+    finite = [(step, loss) for step, loss in losses if isfinite(loss)]
+    if len(finite) < 2:
+        return None
+    (steps, values) = zip(*finite, strict=True)
+    low, high = min(values), max(values)
+    across, up = max(steps[-1] - steps[0], 1), max(high - low, 1e-9)
+    corners = (
+        f"{WIDTH * (step - steps[0]) / across:.2f},{HEIGHT * (1 - (loss - low) / up):.2f}"
+        for step, loss in finite
+    )
+    return {"line": " ".join(corners), "low": low, "high": high, "text": losses}
 
 
 def _areas(rows: Sequence[Sequence[int]], top: float) -> Iterator[str]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import ConfigError
 from ..core.planner import Forecast
 from ..core.session import Measured
-from .forecast import forecast_dict, format_bytes, knobs_dict
+from .forecast import answer_dict, format_bytes, knobs_dict
 from .text import forecast_table
 
 WATCHED_STEPS = 3
 """First steps in which the CPU device counts every allocation, which slows them: the
 optimizer's state appears in the first one, and the second one is like all others."""
 
+COMPUTE = "compute"
 REPORT_FILE = Path("protrain") / "report.json"
+REPORT_KEYS = {"about", "blocks", "compared", "losses", "measured", "timeline"}
+"""Keys that showing a report needs and earlier versions did not write."""
 
 
 @dataclass
@@ -28,6 +32,8 @@ class RunReport:
     forecast: Forecast
     device: str
     notes: list[str]
+    about: dict[str, Any] = field(default_factory=dict)
+    losses: list[tuple[int, float]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     notches: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
@@ -45,15 +51,27 @@ class RunReport:
         self.forecast = forecast
 
     def summary(self, measured: Measured) -> str:
-        """One line for the end of the run."""
+        """One line for the end of the run, without what did not happen."""
+        moved = {
+            "fetched": measured.fetched_bytes,
+            "offloaded": measured.offloaded_bytes,
+            "swapped": measured.swapped_out_bytes,
+        }
+        parts = [f"{what} {format_bytes(n)}" for what, n in moved.items() if n]
+        parts += [f"stalled {measured.stall_s:.2f} s"] if measured.stall_s else []
+        host = self._host_bytes(measured)
+        parts += [f"host {format_bytes(host)} beside the process"] if host else []
         return (
-            f"ProTrain: fetched {format_bytes(measured.fetched_bytes)}, "
-            f"offloaded {format_bytes(measured.offloaded_bytes)}, "
-            f"swapped {format_bytes(measured.swapped_out_bytes)}, "
-            f"stalled {measured.stall_s:.2f} s; "
-            f"device peak {format_bytes(measured.device_peak_bytes)} of "
+            f"ProTrain: {', '.join([*parts, 'device peak'])} "
+            f"{format_bytes(measured.device_peak_bytes)} of "
             f"{format_bytes(self.forecast.budget.device_bytes)}"
         )
+
+    def _host_bytes(self, seen: Measured) -> float:
+        """What a plan's host bytes are of, over all ranks of a node; without the process,
+        its libraries and its loader."""
+        names = ("host_optimizer_bytes", "host_swap_bytes")
+        return seen.host_arena_bytes + sum(self._of_a_node(n, seen) for n in names)
 
     def write(self, output_dir: Path, measured: Measured, host_peak: int) -> Path:
         """Write report.json under `output_dir` and return its path."""
@@ -65,7 +83,12 @@ class RunReport:
     def as_dict(self, measured: Measured, host_peak: int) -> dict[str, Any]:
         """The content of report.json; bytes and seconds."""
         return {
-            **forecast_dict(self.forecast),
+            **answer_dict(self.forecast, fits=True),
+            "about": self.about,
+            "alternatives": [],
+            "assumptions": self.notes,
+            "losses": self.losses,
+            "steps": self.step_s,
             "compared": {
                 name: {"predicted": predicted, "measured": seen}
                 for name, (predicted, seen) in self._compared(measured).items()
@@ -119,6 +142,10 @@ class RunReport:
             "swapped out bytes a step": (out, seen.swapped_out_bytes / steps),
             "swapped in bytes a step": (back, seen.swapped_in_bytes / steps),
             "host memory of swapped activations": (host.swapped, host_swap),
+            "waits of compute, seconds a step": (
+                sum(waits for lane, waits in step.exposed_s.items() if lane != COMPUTE),
+                seen.stall_s / steps,
+            ),
             "step seconds": (step.total_s, self.median_step_s()),
         }
 
@@ -128,3 +155,33 @@ class RunReport:
             return getattr(seen, figure)
         num_nodes = self.forecast.workload.world.num_nodes
         return sum(rank[figure] for rank in self.ranks) / num_nodes
+
+
+def read_reports(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The report.json of each run, by the shortest name that tells them apart.
+
+    Args:
+        runs: An `output_dir`, or the file itself.
+
+    Raises:
+        ConfigError: There is none, or it is not of this version.
+    """
+    reports = {}
+    for run in runs:
+        file = run if run.is_file() else run / REPORT_FILE
+        try:
+            report = json.loads(file.read_text("utf-8"))
+            lacking = sorted(REPORT_KEYS - report.keys())
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{file}: no report of a finished run ({error}). Give the output_dir of "
+                "one that trained with protrain_auto_memory."
+            ) from error
+        if lacking:
+            raise ConfigError(
+                f"{file}: lacks {', '.join(lacking)}, as another version wrote it. Train "
+                "a step again with this one."
+            )
+        name = run.resolve().name if run.is_dir() else str(run)
+        reports[name if name not in reports else str(run)] = report
+    return reports

@@ -21,9 +21,12 @@ from .forecast import (
     MODES,
     UPDATES,
     VERDICTS,
+    compared_rows,
     forecast_dict,
+    format_about,
     format_bytes,
     format_limiter,
+    format_losses,
     format_pace,
     format_plain,
     format_policies,
@@ -94,6 +97,10 @@ def plan_text(answers: Sequence[Answer]) -> str:
         hanging = Table.grid()
         hanging.add_row("  - ", Padding(line, 0))
         shown.append(hanging)
+    return _paragraphs(shown)
+
+
+def _paragraphs(shown: Iterable[RenderableType]) -> str:
     lines = [line.rstrip() for line in _printed(shown).splitlines()]
     paragraphs = (list(run) for filled, run in groupby(lines, bool) if filled)
     return "\n\n".join("\n".join(paragraph) for paragraph in paragraphs)
@@ -114,6 +121,35 @@ def largest_text(answers: Sequence[Answer]) -> str:
             + (f"; {found['note']}" if found["note"] else "")
         )
     return "\n".join(lines)
+
+
+def report_text(reports: Mapping[str, Answer]) -> str:
+    """Finished runs by name: what was predicted and what was, then beside each other."""
+    shown: list[RenderableType] = []
+    for name, report in reports.items():
+        plan = report["plan"]
+        shown += [
+            f"{name}: {format_about(report['about'])}",
+            f"mode {plan['mode']} on {report['hardware']['name']}, n_persist "
+            f"{plan['n_persist']} of {plan['num_chunks']}, n_buffer {plan['n_buffer']}, "
+            f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
+            f"{plan['num_blocks']}; {report['measured']['num_steps']} steps",
+            *([f"loss {format_losses(report['losses'])}"] if report["losses"] else []),
+            *_listing(("term", "predicted", "measured", "off"), compared_rows(report)),
+            _step(report["step_s"]),
+            *report["notes"],
+            "",
+        ]
+    if len(reports) > 1:
+        measured = [
+            {row[0]: row[2] for row in compared_rows(r)}
+            | ({"last loss": f"{r['losses'][-1][1]:.4f}"} if r["losses"] else {})
+            for r in reports.values()
+        ]
+        names = dict.fromkeys(name for run in measured for name in run)
+        rows = [(n, *(run.get(n, "-") for run in measured)) for n in names]
+        shown += _listing(("measured", *reports), rows)
+    return _paragraphs(shown)
 
 
 def _card(answer: Answer) -> Iterator[RenderableType]:
@@ -193,7 +229,8 @@ def _listing(heads: Row, rows: Sequence[Row]) -> Iterator[RenderableType]:
     for number, row in enumerate([heads, *rows]):
         line = Table.grid(padding=(0, 2, 0, 0))
         for at, width in enumerate(widths):
-            justify: Any = "right" if at > 1 else "left"
+            left = not at or heads[at] == "verdict"
+            justify: Any = "left" if left else "right"
             line.add_column(width=width, justify=justify, overflow="fold")
         line.add_row(*row[: len(heads)])
         yield line
