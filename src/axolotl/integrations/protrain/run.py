@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -33,7 +34,7 @@ from .core.session import Options, Session
 from .data_parallel import ignore_in_ddp
 from .planning import about, adapter_names, compile_keys, plan_here
 from .recovery import Recovery
-from .report.forecast import format_bytes
+from .report.forecast import format_bytes, format_seconds
 from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ CHECKED_STEP = 4
 """After this step prediction and measurement are compared."""
 BYTES_APART, SECONDS_APART = 0.05, 0.3
 """Relative differences worth a line in the log."""
+LOADED = 1.25
+"""Load for each processor from which steps are slow for no fault of a prediction."""
+PROGRESS_S = 10.0
+"""Between two lines about what takes long."""
 
 
 EVENTS = sorted(name for name in vars(TrainerCallback) if name.startswith("on_"))
@@ -116,6 +121,7 @@ class TrainingRun:
         self._looked_at: set[str] | None = None
         self._under_way: Snapshot | None = None
         self._said: set[str] = set()
+        self._told = 0.0
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -148,6 +154,9 @@ class TrainingRun:
             dist.barrier()
             self.ranks = Ranks(device.type)
         absent = self._share.absent(model) if self._share else frozenset()
+        self._say_once(
+            "ProTrain traces a micro-batch and measures what this machine gives."
+        )
         forecast, planner, notes, self._plan_hash = plan_here(
             self._cfg, model, device, self.ranks, absent, objective, reserve_bytes
         )
@@ -171,6 +180,10 @@ class TrainingRun:
             self.log.info("\n" + self.report.table())
         self.ranks.together(self._require_space)
         opened, args = open_device(device), self.args
+        host = format_bytes(forecast.host.phases["train"])
+        self._say_once(
+            f"ProTrain moves the model to its places; {host} stay on the host."
+        )
         self.session = Session(
             model,
             forecast.layout,
@@ -181,6 +194,7 @@ class TrainingRun:
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
                 compiled=compile_keys(self._cfg),
+                progress=self._progress,
             ),
             self.ranks,
             absent,
@@ -325,8 +339,18 @@ class TrainingRun:
         room = self.args.protrain_snapshot_bytes or max(left, 0)
         return self.session.snapshot(min(room, self.checkpoint_bytes))
 
+    def _progress(self, what: str, done: int, total: int) -> None:
+        """A line every few seconds; none where the whole takes less."""
+        now = time.perf_counter()
+        if not done:
+            self._told = now
+        elif now - self._told > PROGRESS_S:
+            self._told = now
+            done_text, total_text = map(format_bytes, (done, total))
+            self._say_once(f"ProTrain: {done_text} of {total_text} {what}.")
+
     def _say_once(self, line: str) -> None:
-        if line not in self._said:
+        if line not in self._said and self._is_first:
             self._said.add(line)
             self.log.info(line)
 
@@ -371,16 +395,35 @@ class TrainingRun:
         assert self.session is not None
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
         planned, peak = forecast.device.peak_bytes, self.session.device.peak_bytes()
-        for what, predicted, seen, apart in (
-            ("device peak, bytes", planned, peak, BYTES_APART),
-            ("step, seconds", forecast.step.total_s, seconds, SECONDS_APART),
+        usable, lines = forecast.budget.usable_bytes, []
+        if (
+            abs(peak - planned) > BYTES_APART * planned
+            and UNCOUNTED not in report.notes
         ):
-            if seen is peak and UNCOUNTED in report.notes:
-                continue
-            if abs(seen - predicted) > apart * predicted:
-                line = f"{what}: {predicted:.6g} predicted, {seen:.6g} measured."
-                report.notes.append(line)
-                self.log.warning(f"ProTrain's prediction is off. {line}")
+            advice = (
+                "Lower protrain_capacity_bytes by the difference if a step runs out."
+            )
+            if peak < planned:
+                advice = (
+                    "Training is safe; protrain_capacity_bytes may be that much more."
+                )
+            lines.append(
+                f"device peak: {format_bytes(planned)} predicted, {format_bytes(peak)} "
+                f"measured, {format_bytes(usable)} may be used. {advice}"
+            )
+        predicted = forecast.step.total_s
+        if (
+            abs(seconds - predicted) > SECONDS_APART * predicted
+            and not _others_compute()
+        ):
+            lines.append(
+                f"step: {format_seconds(predicted)} predicted, {format_seconds(seconds)} "
+                "measured. Results are the same; where it is slower, `axolotl protrain "
+                "doctor` says what copies and page-locking get on this machine."
+            )
+        for line in lines:
+            report.notes.append(line)
+            self.log.warning(f"ProTrain's prediction is off: {line}")
 
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
@@ -461,6 +504,11 @@ class TrainingRun:
             )
             self.log.warning(notes[-1])
         return notes
+
+
+def _others_compute() -> bool:
+    """Whether more wants to run on this machine than it has processors for."""
+    return os.getloadavg()[0] > LOADED * (os.cpu_count() or 1)
 
 
 def host_peak_bytes() -> int:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,50 @@ class _PlanCommand(click.Command):
 
 
 def _gib(
-    _context: click.Context, _option: click.Parameter, value: float | None
+    _context: click.Context, _option: click.Parameter, text: str | None
 ) -> float | None:
-    # false for nan too
-    if value is None or 0 < value <= 1 << 20:
-        return value
-    raise click.BadParameter("not a number of GiB above 0.")
+    if text is None:
+        return None
+    # imported here: `axolotl --help` reads this module
+    from ..args import parse_bytes
+
+    with suppress(ValueError):
+        text = f"{float(text)} GiB"
+    with suppress(ConfigError):
+        gib = parse_bytes(text) / 2**30
+        if gib <= 1 << 20:
+            return gib
+    raise click.BadParameter("not a size above 0: GiB, or for example 112GiB.")
+
+
+def _check_cards(
+    config: Path, gpus: tuple[str, ...], num_gpus: int, link: str | None
+) -> None:
+    """Refuse what can be told before the seconds that Axolotl's imports take."""
+    # as above
+    import torch
+
+    from ..core.profile import gpu_hardware
+
+    for gpu in gpus:
+        gpu_hardware(gpu, link, host_bytes=0, num_gpus=num_gpus)
+    if gpus:
+        return
+    if link is not None:
+        raise ConfigError("--link: that of this machine is measured; add --gpu.")
+    if num_gpus > 1:
+        raise ConfigError(
+            f"--gpus {num_gpus}: how fast several cards exchange data is "
+            "known of cards by name; add --gpu."
+        )
+    keys = ("protrain_capacity_bytes", "gpu_memory_limit")
+    if not torch.cuda.is_available() and not any(
+        key in config.read_text("utf-8") for key in keys
+    ):
+        raise ConfigError(
+            "--gpu: this machine has no GPU; name the card to plan for, for example "
+            "--gpu 4090."
+        )
 
 
 @protrain.command("plan", cls=_PlanCommand)
@@ -113,7 +151,8 @@ def _gib(
     "gpus",
     multiple=True,
     metavar="NAME[:GiB]",
-    help="A card to plan for, with other memory if given; again for several. "
+    help="A card to plan for, with other memory if given; again for several. Any card: "
+    "NAME:48GiB:91TFLOPs:864GB/s. "
     "This machine by default.",
 )
 @click.option(
@@ -127,16 +166,20 @@ def _gib(
 @click.option(
     "--ram",
     "ram_gib",
-    type=float,
     callback=_gib,
     metavar="GiB",
-    help="Host memory that may be used. [default: that of this machine; 64 beside "
+    help="Host memory that may be used, for example 112 or 112GiB. [default: that of this machine; 64 beside "
     "--gpu]",
 )
 @click.option(
     "--link",
     metavar="NAME",
     help="Between host and card, for example pcie4x16. [default: the card's fastest]",
+)
+@click.option(
+    "--download",
+    is_flag=True,
+    help="Fetch the base model's config.json if it is not here, and nothing else.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print objects for programs.")
 @click.option(
@@ -157,14 +200,15 @@ def _plan(
     num_gpus: int,
     ram_gib: float | None,
     link: str | None,
+    download: bool,
     as_json: bool,
     html: Path | None,
     largest: str | None,
 ) -> None:
     """Say whether CONFIG fits, with which settings, and how fast it will be.
 
-    Nothing is loaded or downloaded: the base model's config.json is enough. Exit
-    code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
+    Nothing is loaded: the base model's config.json is enough, in the Hugging Face cache
+    or in a folder. Exit code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
     """
     try:
         # what can be said before a minute of work
@@ -174,6 +218,7 @@ def _plan(
             raise ConfigError("--html draws a plan and --max gives a number: drop one.")
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             raise ConfigError(f"--html: {html} is no file in a folder that exists.")
+        _check_cards(config, gpus, num_gpus, link)
         # libraries warn of what a plan does not use; the answer alone is printed
         with _silence(), _lean_imports():
             # a tenth of the imports' time is the search for garbage that is not there
@@ -183,6 +228,10 @@ def _plan(
             from ..report.text import largest_text, plan_text
             from .plan import DryRun
 
+            if download:
+                from ..offline.meta_model import download_config
+
+                download_config(config)
             dry_run = DryRun(config, gpus, num_gpus, ram_gib, link)
             answers = dry_run.largest(largest) if largest else dry_run.forecasts()
         if html is not None:

@@ -63,20 +63,10 @@ class DryRun:
         ram_gib: float | None,
         link: str | None,
     ) -> None:
-        if link is not None and not gpus:
-            raise ConfigError("--link: that of this machine is measured; add --gpu.")
-        if num_gpus > 1 and not gpus:
-            raise ConfigError(
-                f"--gpus {num_gpus}: how fast several cards exchange data is "
-                "known of cards by name; add --gpu."
-            )
         self._is_here, self._num_gpus, self._ram_gib = not gpus, num_gpus, ram_gib
         self._device_type = "cuda" if gpus or torch.cuda.is_available() else "cpu"
         host_bytes = int((ram_gib or DEFAULT_RAM_GIB) * 2**30)
         named = partial(_card, link=link, host_bytes=host_bytes, num_gpus=num_gpus)
-        for gpu in gpus:
-            # before the model is built: a card that is not known is known at once
-            named(gpu)
         self._meta = load_meta_model(config, self._device_type)
         self._cfg = self._meta.cfg
         self._args = args_from(self._cfg)

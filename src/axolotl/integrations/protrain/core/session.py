@@ -23,7 +23,7 @@ optimizer state is handed over, not copied. Several ranks cannot: one would repe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -89,6 +89,8 @@ class Options:
     a gradient that is looked at once it is clipped is rounded as `.grad` is."""
     compiled: Mapping[str, Any] | None = None
     """Arguments of `torch.compile` for the forward of each block; None for none."""
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    """Told how many of the host's bytes are where they will be while a model moves."""
 
 
 @dataclass(kw_only=True)
@@ -433,7 +435,16 @@ class Session:
         moving = [chunk for chunk in on_host if chunk.index not in stay]
         self._ring.take(plan)
         self.arena.add(new)
-        ranks.together(partial(self._residence.move_in, moving, self._ring.buffer_of))
+        progress, total = self._options.progress, sum(c.nbytes for c in moving)
+        moved = 0
+
+        def buffer_of(chunk: Chunk) -> Tensor:
+            nonlocal moved
+            progress("copied", moved, total)
+            moved += chunk.nbytes
+            return self._ring.buffer_of(chunk)
+
+        ranks.together(partial(self._residence.move_in, moving, buffer_of))
         if ranks.world.num_nodes > 1:
             # what trains begins everywhere as it does on rank 0, as under DDP
             ranks.spread([self.arena.chunk(chunk.index) for chunk in trained])
@@ -447,7 +458,11 @@ class Session:
             else self.arena.chunk(chunk.index)
             for chunk in new
         ]
-        for region in (*regions, *self._memory.add(trained)):
+        regions += self._memory.add(trained)
+        total, locked = sum(region.nbytes for region in regions), 0
+        for region in regions:
+            progress("page-locked", locked, total)
+            locked += region.nbytes
             self.device.pin(region)
             self._pinned.append(region)
         made = [HostChunk(chunk, self._params, self._memory) for chunk in trained]

@@ -37,8 +37,8 @@ from axolotl.utils.config import normalize_config, validate_config
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
 from datasets import Dataset
-from huggingface_hub import constants
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from pydantic import ValidationError
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -199,14 +199,39 @@ def _resize_adapters(
 # ---------------------------------------------------------------- configuration
 
 
-def _validated(config: Path, target: str) -> DictDefault:
+def download_config(config: Path) -> None:
+    """Fetch the config.json of a YAML's base model unless it is here.
+
+    Raises:
+        ConfigError: It is not to be had, or the YAML is none.
+    """
+    raw = _raw(config)
+    source = raw.get("base_model_config") or raw.get("base_model")
+    if not source or find_file(str(source), "config.json") is not None:
+        return
+    try:
+        hf_hub_download(
+            str(source), "config.json", revision=raw.get("revision_of_model")
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"base_model: config.json of {source!r} was not fetched: {_line(error)}. A "
+            "gated model needs `hf auth login`; or point base_model to a folder."
+        ) from error
+
+
+def _raw(config: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(config.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{config}: not a readable YAML: {_line(error)}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{config}: holds no keys; it must be an Axolotl YAML.")
+    return raw
 
+
+def _validated(config: Path, target: str) -> DictDefault:
+    raw = _raw(config)
     plugins = raw.get("plugins") or ()
     if not lists_plugin(plugins):
         raw["plugins"] = [*plugins, PLUGIN]
@@ -244,8 +269,9 @@ def _check_base_model(cfg: DictDefault) -> None:
     if found is None:
         raise ConfigError(
             f"base_model: no config.json for {source!r}, neither as a folder nor in the "
-            "Hugging Face cache, and planning stays offline. Download that one file, "
-            "or point base_model to a folder that holds it."
+            f"Hugging Face cache. Fetch that one file with `hf download {source} "
+            "config.json` or `axolotl protrain plan … --download`, or point base_model "
+            "to a folder that holds it."
         )
     try:
         model_type = json.loads(found.read_text("utf-8")).get("model_type")

@@ -55,7 +55,8 @@ def forecast_table(forecast: Forecast, device: str) -> str:
         for m in (shown["device_bytes"], shown["host_bytes"])
     )
     lanes = {LANES[lane]: busy for lane, busy in step["lanes"].items()}
-    knobs = f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']}"
+    named = {name: plan[name] for name in ("n_swap", "n_checkpoint")}
+    knobs = ", ".join(f"{name} {n}" for name, n in named.items() if n) or "all kept"
     policies = format_policies(plan["block_policies"])
     resident = f"{plan['n_persist']} of {plan['num_chunks']}"
     speed = f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}"
@@ -73,7 +74,11 @@ def forecast_table(forecast: Forecast, device: str) -> str:
         ("updates", plan["update"], UPDATES[plan["update"]]),
         ("outside blocks", where, f"{len(outside)} trainable"),
         (f"device ({device})", peak, f"of {budget}, at {at}: {_listed(terms)}"),
-        (host, host_peak, f"of {host_budget}: {_listed(host_terms)}"),
+        (
+            host,
+            host_peak,
+            f"of {host_budget}, beside the process: {_listed(host_terms)}",
+        ),
         (
             "step",
             format_seconds(step["total"]),
