@@ -230,7 +230,8 @@ def _listing(heads: Row, rows: Sequence[Row]) -> Iterator[RenderableType]:
     columns = list(zip(heads, *(row[: len(heads)] for row in rows), strict=True))
     widths = [max(map(len, column)) for column in columns]
     yield ""
-    widths[0] = min(widths[0], text_width() - sum(widths[1:]) - 2 * len(widths[1:]))
+    room = text_width() - sum(widths[1:]) - 2 * len(widths[1:])
+    widths[0] = max(min(widths[0], room), 8)
     for number, row in enumerate([heads, *rows]):
         line = Table.grid(padding=(0, 2, 0, 0))
         for at, width in enumerate(widths):
