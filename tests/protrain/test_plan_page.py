@@ -372,7 +372,7 @@ def test_every_figure_is_shown() -> None:
         "1.25 s busy, 250 ms exposed",
         "250 ms busy, hidden",
         "500 ms busy, 125 ms exposed",
-        "of 32 chunks stay on the GPU",
+        "of 32 chunks stay on the device",
         "9 of 32 chunks, 3.66 GiB",
         "23 of 32 chunks, 9.34 GiB",
         "25 of 32 blocks",
@@ -387,7 +387,7 @@ def test_every_figure_is_shown() -> None:
 
 def test_timeline_is_to_scale() -> None:
     card = forecast()
-    drawn = figure(page_of(card), "GPU memory over one step")
+    drawn = figure(page_of(card), "Device memory over one step")
     points, budget = card["timeline"], card["device_bytes"]["budget"]
     svg = drawn.one(style="plot").one("svg")
     _, _, width, height = map(float, svg.attrs["viewbox"].split())
@@ -418,7 +418,7 @@ def test_timeline_is_to_scale() -> None:
 
 def test_timeline_hover_has_every_point() -> None:
     card = forecast()
-    script = figure(page_of(card), "GPU memory over one step").one("script")
+    script = figure(page_of(card), "Device memory over one step").one("script")
     data = json.loads(str(script.children[0]))
     assert data["budget"] == card["device_bytes"]["budget"]
     read = [
@@ -504,7 +504,7 @@ def test_card_that_does_not_fit_says_what_is_missing() -> None:
     over = card["device_bytes"]["peak"] - card["device_bytes"]["budget"]
     reason = root.one(style="reason").text
     assert card["reason"] in reason and "There is no plan for this card." in reason
-    assert f"Missing: {format_bytes(over)} of GPU memory." in reason
+    assert f"Missing: {format_bytes(over)} of device memory." in reason
     assert root.one(style="lead").text == "RTX 3060 ✕ does not fit."
     assert "n_persist" not in root.text and "tokens/s" not in root.one("header").text
     assert "no plan to time" in figure(root, "Step time").text

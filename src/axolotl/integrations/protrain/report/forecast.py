@@ -28,8 +28,8 @@ LANES = {
 """What works at once: copies to the device are fetched, those to the host offloaded."""
 WITHOUT_PLUGIN = "without ProTrain"
 PLACEMENTS = {
-    "resident": "weights and optimizer state on the GPU",
-    "host-state": "weights on the GPU, optimizer state on the host",
+    "resident": "weights and optimizer state on the device",
+    "host-state": "weights on the device, optimizer state on the host",
     "paged": "all on the host, weights pass through a slot",
 }
 UPDATES = {
@@ -37,7 +37,7 @@ UPDATES = {
     "host": "weights with state on the host: there, by AdamW",
 }
 POLICIES = {
-    "keep": "activations stay on the GPU",
+    "keep": "activations stay on the device",
     "recompute": "activations are computed again in backward",
     "swap": "activations go to the host and come back",
     "swap-input": "inputs go to the host, the rest is computed again",
