@@ -52,9 +52,9 @@ POINT_TERMS = {
     "weights": "weights",
     "slots": "slots",
     "operands": "update operands",
-    "moments": "optimizer",
+    "moments": "optimizer state",
     "gradients": "gradients",
-    "activations": "activations",
+    "activations": "saved activations",
     "working": "working set",
 }
 """Fields of a point of the timeline, and their names."""

@@ -259,6 +259,6 @@ def _terms(memory: Values | None, colours: Colours) -> list[Piece]:
     if not memory:
         return []
     terms = memory["terms"]
-    pieces: list[Piece] = [(colours[name], size, name) for name, size in terms.items()]
+    pieces = [(colours[name], size, name) for name, size in terms.items() if size]
     rest = memory["peak"] - sum(terms.values())
     return [*pieces, ("other", rest, "not broken down")] if rest > 0 else pieces
