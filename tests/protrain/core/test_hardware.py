@@ -182,6 +182,7 @@ def test_names(text: str, name: str) -> None:
         card(name),
         device_bytes=16 << 30,
         unseen_bytes=card(f"{name}:16").unseen_bytes,
+        desktop_bytes=0,
     )
 
 

@@ -121,7 +121,8 @@ class Gpu(NamedTuple):
 
     @property
     def is_consumer(self) -> bool:
-        return re.fullmatch(r"RTX \d{4}\b.*(?<!Ada)", self.name) is not None
+        """Whether a desktop is likely to be on it."""
+        return re.match(r"RTX \d0[5-9]0", self.name) is not None
 
     @property
     def links(self) -> tuple[str, ...]:
