@@ -154,7 +154,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "replicated": (SMALL, LORA | REPLICATED, *LARGE_CARD),
     "little_ram": (SMALL, ON_THE_HOST, *SMALL_CARD, "--ram", "1"),
     "8 bits, 8B": (LLAMA_8B, IN_8_BITS, *LARGE_CARD, "--ram", "64"),
-    "8 bits, 14B": (QWEN_14B, IN_8_BITS, *LARGE_CARD, "--ram", "112GiB"),
+    "8 bits, 14B": (QWEN_14B, IN_8_BITS, *SIZED_CARD, "--ram", "112GiB"),
     "fast_link": (SMALL, LORA | BY_HAND, *SMALL_CARD),
     "slow_link": (SMALL, LORA | BY_HAND, *SMALL_CARD, "--link", "pcie3x8"),
     "too_large": (SMALL, LORA | TOO_LARGE, *SMALL_CARD),
@@ -175,11 +175,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "packed": (SMALL, LORA | PACKED, *SMALL_CARD),
     "liger": (SMALL, LORA | LIGER, *SMALL_CARD),
     "max_nothing": (SMALL, LORA | LONG, *SMALL_CARD, "--max", "batch"),
-    "without_tower": (GEMMA_27B_TEXT, QLORA | SHORT, *LARGE_CARD),
+    "without_tower": (GEMMA_27B_TEXT, QLORA | SHORT, *SIZED_CARD),
     "with_tower": (
         GEMMA_27B,
         QLORA | SHORT | IMAGES | LANGUAGE_MODEL,
-        *LARGE_CARD,
+        *SIZED_CARD,
     ),
     "qwen_images": (QWEN_VL, VISION_LORA | IMAGES, *SIZED_CARD),
     "llava_images": (LLAVA, VISION_LORA | IMAGES, *SIZED_CARD),
@@ -625,7 +625,8 @@ def test_a_base_that_is_not_here_is_fetched_on_demand(tmp_path: Path) -> None:
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            asked.append(self.path)
+            if "some/llama" in self.path:
+                asked.append(self.path)
             self.send_response(200)
             self.send_header("ETag", '"1"')
             self.send_header("X-Repo-Commit", "0" * 40)
@@ -778,8 +779,7 @@ def test_a_tower_that_is_not_traced_gets_headroom(
     answer = fitting(plans, name)
     device = answer["device_bytes"]
     assert device["reserve"] == gib * GIB
-    resident = plans["resident"].json["device_bytes"]
-    assert device["budget"] == resident["budget"] - gib * GIB
+    assert device["budget"] == (24 - gib) * GIB
     (line,) = (line for line in answer["assumptions"] if "headroom" in line)
     assert f"{gib}.00 GiB" in line
 

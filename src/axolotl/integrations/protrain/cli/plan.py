@@ -259,9 +259,17 @@ class DryRun:
     def _larger_machine(
         self, card: Hardware, lacking: Forecast
     ) -> Iterator[dict[str, Any]]:
-        """The smallest card, or the least host memory, that would do."""
+        """The whole card, the smallest one, or the least host memory, that would do."""
         if self._is_here:
             return
+        if card.desktop_bytes:
+            whole = _alternative(
+                f"--gpu '{card.name}:{card.device_bytes / 2**30:.2f}'",
+                partial(self._fitting, replace(card, desktop_bytes=0)),
+                "nothing else on the card, no desktop",
+            )
+            if whole["verdict"] == report.FITS:
+                yield whole
         if lacking.device.peak_bytes > lacking.budget.usable_bytes:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes:
