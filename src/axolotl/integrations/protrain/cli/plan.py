@@ -204,6 +204,7 @@ class DryRun:
                 yield self._other(card, key, 2 * self._cfg[key])
         else:
             others = [o for key, _, n in keys for o in self._halved(card, key, n)]
+            others += self._whole_card(card)
             others += self._larger_machine(card, forecast)
             yield from sorted(others, key=lambda other: -(other["tokens_per_s"] or 0))
         if self._num_gpus > 1:
@@ -256,12 +257,7 @@ class DryRun:
         text = f"{key} {cfg[key]} -> {value}"
         return _alternative(text, partial(self._fitting, card, **change), note)
 
-    def _larger_machine(
-        self, card: Hardware, lacking: Forecast
-    ) -> Iterator[dict[str, Any]]:
-        """The whole card, the smallest one, or the least host memory, that would do."""
-        if self._is_here:
-            return
+    def _whole_card(self, card: Hardware) -> Iterator[dict[str, Any]]:
         if card.desktop_bytes:
             whole = _alternative(
                 f"--gpu '{card.name}:{card.device_bytes / 2**30:.2f}'",
@@ -270,6 +266,13 @@ class DryRun:
             )
             if whole["verdict"] == report.FITS:
                 yield whole
+
+    def _larger_machine(
+        self, card: Hardware, lacking: Forecast
+    ) -> Iterator[dict[str, Any]]:
+        """The smallest card, or the least host memory, that would do."""
+        if self._is_here:
+            return
         if lacking.device.peak_bytes > lacking.budget.usable_bytes:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes:
