@@ -38,12 +38,10 @@ from axolotl.integrations.protrain.core.profile.block_times import (
     time_block,
 )
 from axolotl.integrations.protrain.core.profile.cache import (
-    block_key,
     cached,
     cached_hardware,
     default_folder,
-    environment_key,
-    hardware_key,
+    measurement_key,
 )
 from axolotl.integrations.protrain.core.profile.cards import (
     GPUS,
@@ -735,43 +733,29 @@ def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_keys_name_what_changes_the_figures() -> None:
-    block: dict[str, Any] = {
-        "block": {"class": "LlamaDecoderLayer", "inputs": [[1, 8]]},
-        "autocast_dtype": torch.bfloat16,
-        "attention": "sdpa",
-        "kernels": {"lora_mlp_kernel": True},
-    }
-    keys = [
-        hardware_key(CPU, {"transformers": "5.17"}),
-        hardware_key(CPU, VERSIONS),
-        hardware_key(CPU, VERSIONS, 2),
-        block_key(CPU, VERSIONS, **block),
-        block_key(CPU, VERSIONS, **{**block, "autocast_dtype": None}),
-        block_key(CPU, VERSIONS, **{**block, "attention": "eager"}),
-        block_key(CPU, VERSIONS, **{**block, "kernels": {}}),
-        block_key(CPU, VERSIONS, **{**block, "block": {}}),
+    key = measurement_key("block", CPU, VERSIONS, attention="sdpa")
+    others = [
+        measurement_key("hardware", CPU, VERSIONS, attention="sdpa"),
+        measurement_key("block", CPU, {"transformers": "5.17"}, attention="sdpa"),
+        measurement_key("block", CPU, VERSIONS, attention="eager"),
     ]
-    assert len({json.dumps(key, sort_keys=True) for key in keys}) == len(keys)
-    environment = environment_key(CPU, VERSIONS)
-    assert torch.__version__ in environment.values()
-    assert device_name(CPU) in environment.values()
-    for key in keys[1:]:
-        assert key.items() >= environment.items()
+    assert key not in others
+    assert {torch.__version__, device_name(CPU)} <= {*map(str, key.values())}
 
 
 def test_the_number_of_threads_is_in_the_key() -> None:
-    before, threads = environment_key(CPU, VERSIONS), torch.get_num_threads()
+    before, threads = measurement_key("", CPU, VERSIONS), torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert environment_key(CPU, VERSIONS) != before
+        assert measurement_key("", CPU, VERSIONS) != before
     finally:
         torch.set_num_threads(threads)
-    assert environment_key(CPU, VERSIONS) == before
+    assert measurement_key("", CPU, VERSIONS) == before
 
 
 def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
-    def of(host_bytes: int, device_bytes: int) -> Hardware:
-        return cached_hardware(tmp_path, CPU, host_bytes, device_bytes, VERSIONS)
+    def of(host_bytes: int, device_bytes: int, *also: Any) -> Hardware:
+        return cached_hardware(tmp_path, CPU, host_bytes, device_bytes, VERSIONS, *also)
 
     first, later = of(1, 2), of(3, 4)
     assert later == dataclasses.replace(first, host_bytes=3, device_bytes=4)
@@ -782,6 +766,9 @@ def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     )
     file.unlink()
     assert of(1, 2) != first
+    of(1, 2, 2), of(1, 2, 1, torch.float32)
+    # links that two processes share and another dtype of weights are measured anew
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 # memory of the host

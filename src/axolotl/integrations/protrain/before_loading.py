@@ -24,7 +24,7 @@ from .args import ProTrainArgs, args_from
 from .core.cost import MemoryModel, block_times
 from .core.errors import BudgetError, ProTrainError
 from .core.host import host_memory
-from .core.profile import measured_unseen_bytes
+from .core.profile import gpu_hardware, measured_unseen_bytes
 from .core.runtime import Alone, Ranks
 from .core.types import Hardware, World
 from .planning import Subject, device_budget, plan_for, subject_of
@@ -85,24 +85,14 @@ def _loads_at_once(base: Path) -> bool:
 
 
 def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
-    """This machine's memory now, beside rates of no machine: they change no bytes."""
+    """This machine's memory now, beside rates of some card: they change no bytes."""
     device_bytes = device_budget(args_from(cfg), device)
-    return Hardware(
+    return replace(
+        gpu_hardware("H100", None, host_memory()),
         name=device.type,
         source="not measured",
         device_bytes=device_bytes,
-        host_bytes=host_memory(),
         unseen_bytes=measured_unseen_bytes(device, device_bytes),
-        flops_16=1e14,
-        flops_32=1e13,
-        attention_16=1e14,
-        memory_bytes_s=1e12,
-        kernel_s=1e-5,
-        fetch_bytes_s=1e10,
-        offload_bytes_s=1e10,
-        fetch_both_bytes_s=1e10,
-        offload_both_bytes_s=1e10,
-        adam_bytes_s=1e10,
         overlaps=device.type != "cpu",
         gather_bytes_s=1e10,
         reduce_bytes_s=1e10,

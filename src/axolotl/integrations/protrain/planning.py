@@ -569,10 +569,11 @@ def _measured(
     def cached_times(
         block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        key = profile.block_key(
+        key = profile.measurement_key(
+            "block",
             device,
             _versions(),
-            dtype,
+            autocast=str(dtype),
             block=block,
             attention=str(attention),
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},

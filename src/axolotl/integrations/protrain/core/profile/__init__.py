@@ -1,7 +1,7 @@
 """What the model needs, and what the machine gives."""
 
 from .block_times import BlockSeconds, measure_blocks
-from .cache import block_key, cached, cached_hardware
+from .cache import cached, cached_hardware, measurement_key
 from .cards import GPUS, gpu_hardware
 from .emulation import Emulation, Target, outputs_as_fp32
 from .hardware import (

@@ -101,11 +101,13 @@ def cached(
     return value
 
 
-def environment_key(
-    torch_device: torch.device, versions: Mapping[str, str]
+def measurement_key(
+    measures: str, torch_device: torch.device, versions: Mapping[str, str], **of: JSON
 ) -> dict[str, JSON]:
-    """What changes any measurement on this machine, versions of libraries by name."""
+    """What changes any measurement on this machine, versions of libraries by name, and
+    what else this one depends on."""
     return {
+        "measures": measures,
         "format": FORMAT,
         "device": str(torch_device.type),
         "device_name": device_name(torch_device),
@@ -122,38 +124,7 @@ def environment_key(
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "versions": dict(versions),
-    }
-
-
-def hardware_key(
-    torch_device: torch.device,
-    versions: Mapping[str, str],
-    together: int = 1,
-    weight_dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, JSON]:
-    """Key of `measure_hardware`, while so many processes share the machine's links."""
-    return {
-        "measures": "hardware",
-        "together": together,
-        "matmul": MATMUL_SIZES[torch_device.type],
-        "weight_dtype": str(weight_dtype),
-        **environment_key(torch_device, versions),
-    }
-
-
-def block_key(
-    torch_device: torch.device,
-    versions: Mapping[str, str],
-    autocast_dtype: torch.dtype | None,
-    **of: JSON,
-) -> dict[str, JSON]:
-    """Key of `time_block`, with whatever else the time of a block depends on: itself as
-    `measure_blocks` describes it, the attention implementation, fused kernels."""
-    return {
-        "measures": "block",
-        "autocast": str(autocast_dtype),
         **of,
-        **environment_key(torch_device, versions),
     }
 
 
@@ -166,7 +137,8 @@ def cached_hardware(
     together: int = 1,
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Hardware:
-    """`measure_hardware`, or its rates from the cache with the memory of now.
+    """`measure_hardware`, or its rates from the cache with the memory of now, while
+    `together` processes share the machine's links.
 
     Raises:
         ConfigError: As for `cached`.
@@ -179,7 +151,14 @@ def cached_hardware(
         values = dataclasses.asdict(measured)
         return {name: values[name] for name in values if name not in _FREE_MEMORY}
 
-    key = hardware_key(torch_device, versions, together, weight_dtype)
+    key = measurement_key(
+        "hardware",
+        torch_device,
+        versions,
+        together=together,
+        matmul=MATMUL_SIZES[torch_device.type],
+        weight_dtype=str(weight_dtype),
+    )
     return Hardware(
         **cached(folder, key, make, Hardware, _FREE_MEMORY),
         host_bytes=host_bytes,
