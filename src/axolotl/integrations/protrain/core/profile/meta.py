@@ -103,8 +103,6 @@ class MetaMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shapes: dict[Any, tuple[bool, list[Any]]] = {}
-        self._in_place: set[Any] = set()
         self._seeded = _NOISE.manual_seed(0).get_state()
 
     @property
@@ -142,47 +140,23 @@ class MetaMode(TorchDispatchMode):
                 args = (args[0], _as_positions(args[1]), *args[2:])
             if len(on_meta) < len(tensors) and (on_meta or not goes_there):
                 args, kwargs = _to_meta(args), _to_meta(kwargs)
-            output = self._run(func, args, kwargs, tensors)
+            output = _shaped(func, args, kwargs)
         later.attach(output)
         if on_meta or not tensors:
             # what was moved is on the device already in a real run
             self.ran(func, args, output)
         return output
 
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Shape rules are slow and blocks are alike, so their answers are kept."""
-        if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # kernels take other types, the shape rule does not
-            as_16_bit = map_tensors(
-                args, lambda t: t.bfloat16() if t.is_floating_point() else t
-            )
-            return func(*as_16_bit, **kwargs).to(args[0].dtype)
-        if func.is_view or func._schema.is_mutable or func in self._in_place:
-            return func(*args, **kwargs)
-        key = (func, _signature(args), _signature(tuple(kwargs.items())))
-        try:
-            shapes = self._shapes.get(key)
-        except TypeError:
-            # an argument that has no hash
-            return func(*args, **kwargs)
-        if shapes is not None:
-            several, made = shapes
-            fresh = tuple(
-                torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-                for shape, stride, dtype in made
-            )
-            return fresh if several else fresh[0]
-        output = func(*args, **kwargs)
-        outputs = (output,) if isinstance(output, Tensor) else output
-        if type(outputs) is tuple and all(isinstance(t, Tensor) for t in outputs):
-            given = {t.untyped_storage()._cdata for t in tensors}
-            if any(t.untyped_storage()._cdata in given for t in outputs):
-                # not marked as a view, and one all the same
-                self._in_place.add(func)
-            else:
-                made = [(t.shape, t.stride(), t.dtype) for t in outputs]
-                self._shapes[key] = type(output) is tuple, made
-        return output
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator's shape rule gives on the meta device."""
+    if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        # kernels take other types, the shape rule does not
+        as_16_bit = map_tensors(
+            args, lambda t: t.bfloat16() if t.is_floating_point() else t
+        )
+        return func(*as_16_bit, **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 _RANDOM = {
@@ -365,16 +339,6 @@ def _as_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
         else:
             positions += [p.to(_META) for p in known(index).nonzero(as_tuple=True)]
     return positions
-
-
-def _signature(value: Any) -> Any:
-    """Equal for arguments to which a shape rule gives equal answers."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_signature, value))
-    # 1 and 1.0 and True are equal, their results are not
-    return value, type(value)
 
 
 def _to_meta(value: Any) -> Any:
