@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axolotl.integrations.protrain.core.cost.time import Demand, Traffic
+from axolotl.integrations.protrain.core.cost.demand import Demand, Traffic
+from axolotl.integrations.protrain.core.cost.states import TrainedBytes
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Hardware,
@@ -22,7 +23,7 @@ def closed_form_s(
     Equations 2 to 7 with one rank (no gather, no reduce), a block's chunks taken
     together, and the two directions of the link side by side.
     """
-    d = Demand(layout, plan, times, hardware, Workload())
+    d = Demand(TrainedBytes(layout, Workload()), plan, times, hardware)
 
     def upload_s(block: int, chunks: Iterable[int], traffic: Traffic) -> float:
         if not 0 <= block < len(d.bounds):
@@ -45,7 +46,7 @@ def closed_form_s(
         )
         for block, seconds in enumerate(d.backward_s)
     )
-    host_s = sum(update.seconds for update in d.updates)
+    host_s = sum(work.update_s for work in d.works)
     return (
         forward_s
         + times.outside_forward_s

@@ -27,11 +27,9 @@ from closed_form import closed_form_s
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axolotl.integrations.protrain.core.cost import (
-    StepTime,
-    simulate_step,
-    time as time_model,
-)
+from axolotl.integrations.protrain.core.cost import StepTime, time as time_model
+from axolotl.integrations.protrain.core.cost.demand import Demand
+from axolotl.integrations.protrain.core.cost.states import TrainedBytes
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
@@ -415,8 +413,9 @@ def run(case: Case) -> Result:
         times = replace(times, update_s=times.update_s * share)
     hardware = hardware_of(case)
     workload = Workload(case.accumulation)
+    demand = Demand(TrainedBytes(layout, workload), plan, times, hardware)
     with mock.patch.object(time_model, "Step", ComputesOnCaller):
-        step = simulate_step(layout, plan, times, hardware, workload)
+        step = time_model.simulate(demand)
     paper_s = closed_form_s(layout, plan, times, hardware)
     return Result(case, step, paper_s, measure(case, model, layout, plan))
 

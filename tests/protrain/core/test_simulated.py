@@ -1,5 +1,5 @@
 """The simulated device: its queues, the same numbers under any delay, its use as proof
-that `simulate_step` predicts what a session really takes."""
+that `simulate` predicts what a session really takes."""
 
 from __future__ import annotations
 

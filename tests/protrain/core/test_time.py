@@ -22,13 +22,17 @@ from core_models import (
 )
 from hypothesis import given, settings, strategies as st
 
-from axolotl.integrations.protrain.core.cost.demand import TrainedWork, trained_work
+from axolotl.integrations.protrain.core.cost.demand import (
+    Demand,
+    TrainedWork,
+    trained_work,
+)
 from axolotl.integrations.protrain.core.cost.states import TrainedBytes
 from axolotl.integrations.protrain.core.cost.time import (
     COMMUNICATE,
     LANES,
     StepTime,
-    simulate_step,
+    simulate,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.session import Options, Session
@@ -77,7 +81,7 @@ HARDWARE = Hardware(
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `simulate_step`, those of the workload one by one."""
+    """What a `Demand` is made of, a workload's figures one by one."""
 
     layout: Layout
     plan: Plan
@@ -98,8 +102,9 @@ class Case:
         )
 
     def step(self) -> StepTime:
-        model = self.layout, self.plan, self.times, self.hardware
-        return simulate_step(*model, self.workload(), self.moved)
+        trained = TrainedBytes(self.layout, self.workload())
+        figures = self.plan, self.times, self.hardware, self.moved
+        return simulate(Demand(trained, *figures))
 
     def compute_s(self) -> float:
         """What the plan computes, added up by hand."""
@@ -352,13 +357,11 @@ def test_a_step_moves_the_bytes_that_a_session_moves(
         after = session.measured()
     finally:
         session.close()
-    step = simulate_step(
-        session.layout,
-        session.plan,
-        BlockTimes((1.0,) * 6, (1.0,) * 6, 1, 1, 1, True),
-        HARDWARE,
-        Workload(accumulation, fp32_master=fp32_master, update=session.plan.update),
-    )
+    update = session.plan.update
+    workload = Workload(accumulation, fp32_master=fp32_master, update=update)
+    times = BlockTimes((1.0,) * 6, (1.0,) * 6, 1, 1, 1, True)
+    trained = TrainedBytes(session.layout, workload)
+    step = simulate(Demand(trained, session.plan, times, HARDWARE))
     assert step.fetched_bytes == after.fetched_bytes - before.fetched_bytes
     assert step.offloaded_bytes == after.offloaded_bytes - before.offloaded_bytes
     assert step.busy_s["fetch"] == step.fetched_bytes / HARDWARE.fetch_bytes_s

@@ -15,12 +15,10 @@ from ..types import (
     BlockTimes,
     Chunk,
     Hardware,
-    Layout,
     Moved,
     Placement,
     Plan,
     Update,
-    Workload,
 )
 from .states import TrainedBytes
 
@@ -125,18 +123,28 @@ def trained_work(
 
 
 class Demand:
-    """What a step computes, moves and updates, in no order yet; see `simulate_step`."""
+    """What a step computes, moves and updates, in no order yet; for `simulate`.
+
+    Args:
+        trained: Of the model's chunks and blocks, micro-batches, masters and ranks.
+        plan: Where chunks live and what becomes of activations.
+        times: Compute of one micro-batch under no plan; `update_s` of what has its state
+            on the device under this one.
+        hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
+            where there are any. Unless it `overlaps`, every copy runs on the calling
+            thread, as compute does, and only host updates run beside it.
+        moved: What swapping moves; needed only for plans that swap.
+    """
 
     def __init__(
         self,
-        layout: Layout,
+        trained: TrainedBytes,
         plan: Plan,
         times: BlockTimes,
         hardware: Hardware,
-        workload: Workload,
         moved: Moved | None = None,
-        trained: TrainedBytes | None = None,
     ) -> None:
+        layout, workload = trained.layout, trained.workload
         self._shards, world = plan.shards, workload.world
         self.overlaps = hardware.overlaps
         self.accumulation, self.reduces = workload.accumulation, world.size > 1
@@ -179,8 +187,7 @@ class Demand:
         self.bounds = list(pairwise(accumulate(paging, initial=0)))
         # of each block and last of what is outside them
         works: list[list[TrainedWork]] = [[] for _ in range(len(layout.blocks) + 1)]
-        trained = trained or TrainedBytes(layout, workload)
-        self._add_training(layout, plan, hardware, trained, works)
+        self._add_training(trained, plan, hardware, works)
         *self.gradients, self.outside = works
         # in the order of the next forward: outside the blocks first
         self.works = [work for own in (self.outside, *self.gradients) for work in own]
@@ -192,13 +199,13 @@ class Demand:
 
     def _add_training(
         self,
-        layout: Layout,
+        trained: TrainedBytes,
         plan: Plan,
         hardware: Hardware,
-        trained: TrainedBytes,
         works: list[list[TrainedWork]],
     ) -> None:
         """Gradients and updates: of the host, and what DDP reduces of the device's."""
+        layout = trained.layout
         numbers = {index: number for number, index in enumerate(plan.paged)}
         on_device = [0] * len(layout.blocks) + [layout.fixed_trainable_bytes]
         for chunk in layout.chunks:

@@ -288,7 +288,7 @@ class MemoryModel:
         self.workload, self.hardware = workload, hardware
         # a copy that runs at once leaves no gradient behind on the device
         self._in_flight = IN_FLIGHT if hardware.overlaps else 0
-        self._trained = trained = TrainedBytes(layout, workload)
+        self.trained = trained = TrainedBytes(layout, workload)
         on_device = workload.update is Update.DEVICE
         self._deferred = on_device and workload.world.size == 1
         self._queued = on_device and workload.world.size > 1
@@ -312,7 +312,7 @@ class MemoryModel:
         self, placements: tuple[Placement, ...], shards: int = 1
     ) -> Parameters:
         """What a choice of placements takes, for `peak_without_slots`."""
-        states = self._states(placements, 0, shards)
+        states = state_bytes(self.trained, placements, 0, shards)
         return Parameters(
             states.weights + states.moments + states.operands,
             states.gradients,
@@ -338,15 +338,16 @@ class MemoryModel:
 
     def device(self, plan: Plan) -> DeviceEstimate:
         """The whole prediction for the device."""
-        timeline = tuple(self._timeline(plan))
+        states = self._states(plan)
+        timeline = tuple(self._timeline(plan, states))
         unseen = self.hardware.unseen_bytes
         phases: dict[str, int] = {}
         for point in timeline:
             highest = max(phases.get(point.phase, 0), point.total + unseen)
             phases[point.phase] = highest
         peak = max(timeline, key=lambda point: point.total)
-        states, peak_bytes = self._states_of(plan), peak.total + unseen
-        return DeviceEstimate(peak_bytes, unseen, states, peak, phases, timeline)
+        total = peak.total + unseen
+        return DeviceEstimate(total, unseen, states, peak, phases, timeline)
 
     def host(self, plan: Plan) -> HostEstimate:
         """The prediction for the host of a node.
@@ -355,12 +356,12 @@ class MemoryModel:
         arena; a save brings trainable weights back from the device.
         """
         layout, workload = self.layout, self.workload
-        states = host_state_bytes(self._trained, plan.placements, plan.shards)
+        states = host_state_bytes(self.trained, plan.placements, plan.shards)
         out = self.activations(plan.policies).moved.out
         states = replace(states, swapped=workload.world.local_size * sum(out))
         chunks = [chunk.nbytes for chunk in layout.chunks]
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes + sum(chunks)
-        save = self._states_of(plan).gradients
+        save = self._states(plan).gradients
         if workload.fp32_master and workload.saves_state:
             # a checkpoint has whole masters
             on_host = (c for c in layout.chunks if c.trainable)
@@ -429,7 +430,7 @@ class MemoryModel:
     ) -> tuple[int, dict[int, int]]:
         """What updates of host-kept chunks take on top of the staging: outside blocks,
         which have none, and of each block."""
-        trained, overlaps = self._trained, self.hardware.overlaps
+        trained, overlaps = self.trained, self.hardware.overlaps
         outside: list[int] = []
         of_block: dict[int, int] = {}
         for chunk, placement in zip(self.layout.chunks, placements, strict=True):
@@ -446,13 +447,8 @@ class MemoryModel:
         at_once = IN_FLIGHT if overlaps else 1
         return sum(sorted(outside)[-at_once:]), of_block
 
-    def _states(
-        self, placements: tuple[Placement, ...], n_buffer: int, shards: int
-    ) -> StateBytes:
-        return state_bytes(self._trained, placements, n_buffer, shards)
-
-    def _states_of(self, plan: Plan) -> StateBytes:
-        return self._states(plan.placements, plan.n_buffer, plan.shards)
+    def _states(self, plan: Plan) -> StateBytes:
+        return state_bytes(self.trained, plan.placements, plan.n_buffer, plan.shards)
 
     def _update_bytes(self, gradients: int, placements: tuple[Placement, ...]) -> int:
         """What the update takes of the device, which has so many bytes of gradients, and
@@ -483,11 +479,9 @@ class MemoryModel:
             highest = max(highest, live + segment.dropped_peak_bytes)
         return round(self.workload.eval_ratio * highest)
 
-    def _timeline(self, plan: Plan) -> Iterator[Point]:
-        states = self._states_of(plan)
+    def _timeline(self, plan: Plan, states: StateBytes) -> Iterator[Point]:
+        parameters = self.parameters(plan.placements, plan.shards)
         curve = self.activations(plan.policies)
-        before, extra = self._gradient_walk(plan.placements)
-        deferred = self._deferred_updates(plan.placements)
 
         def point(
             label: str, phase: str, gradients: int, activations: int, working: int
@@ -503,19 +497,17 @@ class MemoryModel:
             phase = "backward" if segment.backward else "forward"
             where = "outside blocks" if segment.block is None else str(segment.block)
             label, live = f"{phase} {where}", curve.start[index]
-            if deferred[index]:
-                yield point(
-                    f"update before {label}", "forward", 0, live, deferred[index]
-                )
-            gradients, highest = before[index], curve.first[index]
-            later = states.gradients + extra[index], curve.later[index]
+            if update := parameters.deferred[index]:
+                yield point(f"update before {label}", "forward", 0, live, update)
+            gradients, highest = parameters.before[index], curve.first[index]
+            later = states.gradients + parameters.extra[index], curve.later[index]
             if self.workload.accumulation > 1 and sum(later) > gradients + highest:
                 gradients, highest = later
             yield point(label, phase, gradients, live, 0)
             label = ", ".join(filter(None, (label, segment.peak_operator)))
             yield point(label, phase, gradients, live, highest - live)
-        update = self._update_bytes(states.gradients, plan.placements)
-        yield point("update", "update", states.gradients, curve.after, update)
+        working = parameters.update
+        yield point("update", "update", states.gradients, curve.after, working)
         if self.workload.eval_ratio:
             yield point("evaluation", "evaluation", 0, 0, self._inference_bytes)
         yield point("save", "save", 0, 0, 0)

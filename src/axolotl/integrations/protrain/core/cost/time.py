@@ -28,11 +28,8 @@ from ..types import (
     BlockTimes,
     Hardware,
     Layout,
-    Moved,
-    Plan,
     Trace,
     Work,
-    Workload,
 )
 from .demand import COMMUNICATE, Demand, Traffic, TrainedWork, update_seconds
 
@@ -100,32 +97,8 @@ class StepTime:
         return max(self.exposed_s, key=self.exposed_s.__getitem__)
 
 
-def simulate_step(
-    layout: Layout,
-    plan: Plan,
-    times: BlockTimes,
-    hardware: Hardware,
-    workload: Workload,
-    moved: Moved | None = None,
-) -> StepTime:
-    """Run one step of a plan on clocks.
-
-    Args:
-        layout: The model's chunks and blocks.
-        plan: Where chunks live and what becomes of activations.
-        times: Compute of one micro-batch under no plan; `update_s` of what has its state
-            on the device under this one.
-        hardware: `adam_bytes_s` counts the bytes of what AdamW updates: fp32 masters
-            where there are any. Unless it `overlaps`, every copy runs on the calling
-            thread, as compute does, and only host updates run beside it.
-        workload: Micro-batches, masters and ranks.
-        moved: What swapping moves; needed only for plans that swap.
-    """
-    return simulate(Demand(layout, plan, times, hardware, workload, moved))
-
-
 def simulate(d: Demand) -> StepTime:
-    """The same for what is known of the step already."""
+    """Run one step on clocks."""
     step = DeferredStep(d) if d.defers else Step(d)
     step.update()
     before: list[float] = []

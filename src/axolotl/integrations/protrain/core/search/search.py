@@ -2,9 +2,8 @@
 
 For every number of resident chunks, of slots and of swapping blocks, the fewest
 recomputed blocks that fit: recompute only ever adds compute. Each of these candidates is
-simulated, the least compute and copies first, until one of them alone takes longer than
-the best step: so the result is the optimum over all of them, and a larger budget never gives a slower
-plan.
+simulated, the least compute first, until that alone takes longer than the best step: so
+the result is the optimum over all of them, and a larger budget never gives a slower plan.
 
 Numbers of swapping blocks: none; the paper's bound N / I, the blocks divided by the
 interval at which their copies hide behind compute, with any number of the others
@@ -25,7 +24,6 @@ from typing import NamedTuple, NoReturn
 
 from ..cost.demand import Demand, update_seconds
 from ..cost.memory import Activations, MemoryModel, Parameters
-from ..cost.states import TrainedBytes
 from ..cost.time import StepTime, simulate
 from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor, spread_order
@@ -58,8 +56,9 @@ class _Row(NamedTuple):
 class _Place(NamedTuple):
     """What plans share whose chunks sit in the same places: `num_paged` pageable ones
     are not resident, `n_host_state` of the others have their state on the host, and
-    trainable weights outside the blocks have theirs `outside`. With the bytes of each number of slots that is tried, below which
-    seconds their copies cannot be, what else the chunks take on the device, and the blocks that have to recompute there."""
+    trainable weights outside the blocks have theirs `outside`. With the bytes of each
+    number of slots that is tried, what else the chunks take on the device, and the blocks
+    that have to recompute there."""
 
     num_paged: int
     n_host_state: int
@@ -67,7 +66,6 @@ class _Place(NamedTuple):
     shards: int
     placements: tuple[Placement, ...]
     slots: dict[int, int]
-    links_s: Mapping[int, float]
     parameters: Parameters
     redone: Set[int]
 
@@ -106,28 +104,16 @@ class Search:
         self.memory, self._times, self._budget = memory, times, budget
         self._layout = layout = memory.layout
         self._num_chunks, self._num_blocks = len(layout.pageable), len(layout.blocks)
-        self._trained = trained = TrainedBytes(layout, memory.workload)
+        trained = memory.trained
         self._updates_s = [
             chunk.trainable
             * update_seconds(chunk.payload_bytes, state, memory.hardware)
             for chunk, state in zip(layout.chunks, trained.state, strict=True)
         ]
-        # of all plans, at least; and what each chunk with state on the host moves
-        self._update_s, again = times.update_s, memory.workload.accumulation - 1
-        self._training = [
-            (0, (again + 1) * chunk.payload_bytes * chunk.trainable)
-            for chunk in layout.chunks
-        ]
+        # of all plans, at least
+        self._update_s = times.update_s
         if memory.workload.update is Update.DEVICE:
             self._update_s += sum(self._updates_s) / memory.workload.world.local_size
-            self._training = [
-                (
-                    chunk.trainable * (region + chunk.nbytes) + again * leaves,
-                    chunk.trainable * (region + chunk.nbytes) + (again + 1) * leaves,
-                )
-                for chunk, region in zip(layout.chunks, trained.region, strict=True)
-                for leaves in (chunk.trainable * chunk.payload_bytes,)
-            ]
         # what has masters is updated on the host anyhow
         masters = memory.workload.fp32_master
         choice = any(
@@ -152,15 +138,9 @@ class Search:
         memory = self.memory
         pairs = zip(self._updates_s, plan.placements, strict=True)
         updates_s = sum(seconds for seconds, at in pairs if not at.on_host)
-        return Demand(
-            self._layout,
-            plan,
-            replace(self._times, update_s=self._times.update_s + updates_s),
-            memory.hardware,
-            memory.workload,
-            memory.activations(plan.policies).moved,
-            self._trained,
-        )
+        times = replace(self._times, update_s=self._times.update_s + updates_s)
+        moved = memory.activations(plan.policies).moved
+        return Demand(memory.trained, plan, times, memory.hardware, moved)
 
     def fastest(self, modes: Set[str] = MODES) -> Plan:
         """The fastest plan of these modes that fits; none is C with one rank on a node.
@@ -298,11 +278,10 @@ class Search:
             n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
             for n_buffer in range(slot_floor(layout, placements), most + 1)
         }
-        links_s = {n_buffer: self._links_s(placements, n_buffer) for n_buffer in slots}
         parameters = memory.parameters(placements, shards)
         redone = self._paged_blocks(placements)
         where = num_paged, n_host_state, outside, shards, placements
-        return _Place(*where, slots, links_s, parameters, redone)
+        return _Place(*where, slots, parameters, redone)
 
     def _stay_bytes(self, num_paged: int, n_host_state: int) -> int:
         """What chunks of blocks take on the device at least, to be left out early."""
@@ -313,28 +292,9 @@ class Search:
             return staying
         whole = order[: n_persist - n_host_state]
         return staying + sum(
-            self._trained.state[index] - self._trained.managed[index] for index in whole
+            self.memory.trained.state[index] - self.memory.trained.managed[index]
+            for index in whole
         )
-
-    def _links_s(self, placements: Sequence[Placement], n_buffer: int) -> float:
-        """What copies of a step take at least: of weights that pass through slots, and
-        for what trains with its state on the host. 0 with several ranks."""
-        w, hardware = self.memory.workload, self.memory.hardware
-        if w.world.size > 1:
-            return 0.0
-        paged = [
-            chunk.nbytes
-            for chunk, at in zip(self._layout.chunks, placements, strict=True)
-            if at is Placement.PAGED
-        ]
-        away = sum(paged) - n_buffer * max(paged, default=0)
-        fetched, offloaded = 2 * w.accumulation * max(away, 0), 0
-        for (come, leave), at in zip(self._training, placements, strict=True):
-            if at.on_host:
-                fetched += come
-                offloaded += leave
-        fetch_s = fetched / hardware.fetch_bytes_s
-        return max(fetch_s, offloaded / hardware.offload_bytes_s)
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
@@ -397,7 +357,7 @@ class Search:
         micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)
         compute_s = self._update_s + self.memory.workload.accumulation * micro_batch_s
-        return _Candidate(max(compute_s, at.links_s[n_buffer]), row, n_buffer, at)
+        return _Candidate(compute_s, row, n_buffer, at)
 
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
