@@ -398,7 +398,7 @@ MUTANTS = (
     Mutant(
         "weights that are pages of files are taken to free memory",
         "host.py",
-        " if is_mapped(t.data_ptr())",
+        " if file_of(t, files) is not None",
         " if t is None",
         MEASURED,
     ),

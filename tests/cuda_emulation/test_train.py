@@ -23,7 +23,9 @@ ENV = {
     "AXOLOTL_DO_NOT_TRACK": "1",
 }
 LORA: dict[str, Any] = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
-LORA |= {"lora_target_linear": True, "save_safetensors": True}
+# no Triton here
+LORA |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
+LORA |= {"lora_target_linear": True}
 PLANS: dict[str, dict[str, Any]] = {
     "two slots": {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 0},
     "three slots": {"n_persist": 0, "n_buffer": 3, "n_swap": 0, "n_checkpoint": 0},

@@ -10,13 +10,9 @@ from search_cases import ALMOST, PLENTY, Case, cases, few, missing_bytes
 
 from axolotl.integrations.protrain.args import FORCED, ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
-from axolotl.integrations.protrain.core.planner import (
-    Forecast,
-    Planner,
-    with_measured,
-)
+from axolotl.integrations.protrain.core.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.search import ONLY_A
-from axolotl.integrations.protrain.core.types import BlockTimes, Budget, Knobs
+from axolotl.integrations.protrain.core.types import Budget, Knobs
 from axolotl.integrations.protrain.planning import choose
 
 NOTHING = -1
@@ -110,18 +106,6 @@ def test_knobs_by_hand(case: Case, data: st.DataObject) -> None:
             short.by_hand(impossible)
         with pytest.raises(ConfigError, match=message):
             short.asked(impossible)
-
-
-def test_measured_times_replace_computed_ones() -> None:
-    computed = BlockTimes((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), 7.0, 8.0, 9.0, False)
-    measured = with_measured(computed, {1: (0.5, 0.25)})
-    assert measured.forward_s == (1.0, 0.5, 3.0)
-    assert measured.backward_s == (4.0, 0.25, 6.0)
-    assert measured.measured
-    assert replace(measured, forward_s=(), backward_s=()) == replace(
-        computed, forward_s=(), backward_s=(), measured=True
-    )
-    assert with_measured(computed, {}) == computed
 
 
 @few

@@ -32,6 +32,7 @@ from axolotl.integrations.protrain.core.cost.time import (
     COMMUNICATE,
     LANES,
     StepTime,
+    block_times,
     simulate,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
@@ -46,8 +47,11 @@ from axolotl.integrations.protrain.core.types import (
     Placement,
     Plan,
     Policy,
+    Segment,
     TensorSpec,
+    Trace,
     Update,
+    Work,
     Workload,
     World,
 )
@@ -738,6 +742,20 @@ def test_copies_share_the_link_for_as_long_as_both_ways_have_work() -> None:
     step = case.step()
     assert step.busy_s["fetch"] == 16 + 8 / 0.5
     assert step.busy_s["offload"] == 8 + 8 / 0.5
+
+
+def test_measured_times_replace_computed_ones() -> None:
+    ways = [(block, backward) for backward in (False, True) for block in (0, None, 1)]
+    segments = tuple(Segment(*way, Work(moved_bytes=8), 0) for way in ways)
+    subject = Trace(segments, (), ("0", "1")), Layout((), (), 0, 0), HARDWARE
+    computed, measured = block_times(*subject), block_times(*subject, {1: (0.5, 0.25)})
+    assert measured.measured and not computed.measured
+    assert measured == replace(
+        computed,
+        forward_s=(computed.forward_s[0], 0.5),
+        backward_s=(computed.backward_s[0], 0.25),
+        measured=True,
+    )
 
 
 def test_times_must_fit_the_layout() -> None:

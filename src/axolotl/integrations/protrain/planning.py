@@ -27,7 +27,7 @@ from .core.cost import MemoryModel, block_times
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.host import host_memory, mapped_bytes
 from .core.layout import build_layout, find_blocks, has_vision_tower
-from .core.planner import Forecast, Planner, with_measured
+from .core.planner import Forecast, Planner
 from .core.runtime import Ranks
 from .core.search import MODES
 from .core.types import (
@@ -358,7 +358,7 @@ def plan_for(
     # a lower limit of the YAML leaves it already
     kept = hardware.desktop_bytes - (hardware.device_bytes - budget.device_bytes)
     budget = replace(budget, reserve_bytes=budget.reserve_bytes + max(kept, 0))
-    times = with_measured(block_times(trace, layout, hardware), measured or {})
+    times = block_times(trace, layout, hardware, measured)
     memory = MemoryModel(layout, trace, subject.workload, hardware)
     planner = Planner(memory, times, budget, redone_if_paged=subject.redone_if_paged)
     return choose(args, planner, anyway), planner

@@ -5,7 +5,7 @@ The one planner: training and the dry run both ask it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -24,19 +24,6 @@ from .types import (
     Trace,
     Workload,
 )
-
-
-def with_measured(
-    times: BlockTimes, measured: Mapping[int, tuple[float, float]]
-) -> BlockTimes:
-    """`times` with the blocks' forward and backward replaced by what was measured."""
-    ways = list(zip(times.forward_s, times.backward_s, strict=True))
-    for index, seconds in measured.items():
-        ways[index] = seconds
-    forward_s, backward_s = (tuple(pair[way] for pair in ways) for way in (0, 1))
-    return replace(
-        times, forward_s=forward_s, backward_s=backward_s, measured=bool(measured)
-    )
 
 
 @dataclass(frozen=True)

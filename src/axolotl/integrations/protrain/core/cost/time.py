@@ -46,14 +46,22 @@ def work_s(work: Work, hardware: Hardware) -> float:
     return max(busy, work.num_kernels * hardware.kernel_s)
 
 
-def block_times(trace: Trace, layout: Layout, hardware: Hardware) -> BlockTimes:
-    """Times of all blocks by the roofline, for devices that are not here."""
+def block_times(
+    trace: Trace,
+    layout: Layout,
+    hardware: Hardware,
+    measured: Mapping[int, tuple[float, float]] | None = None,
+) -> BlockTimes:
+    """Times of all blocks by the roofline, for devices that are not here; of those that
+    were `measured`, forward and backward seconds as they were."""
     # of each block and last of what runs outside them
     forward, backward = ([0.0] * (len(trace.blocks) + 1) for _ in range(2))
     for segment in trace.segments:
         at = -1 if segment.block is None else segment.block
         ways = backward if segment.backward else forward
         ways[at] += work_s(segment.work, hardware)
+    for index, seconds in (measured or {}).items():
+        forward[index], backward[index] = seconds
     fixed = layout.fixed_trainable_bytes
     return BlockTimes(
         forward_s=tuple(forward[:-1]),
@@ -62,7 +70,7 @@ def block_times(trace: Trace, layout: Layout, hardware: Hardware) -> BlockTimes:
         outside_backward_s=backward[-1],
         # AdamW's, in the dtype of the weights
         update_s=update_seconds(fixed, 2 * fixed, hardware),
-        measured=False,
+        measured=bool(measured),
     )
 
 
