@@ -8,8 +8,10 @@ a quantised checkpoint, the ranks) is checked when the model loads.
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from types import TracebackType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,9 +25,9 @@ from pydantic import (
     model_validator,
 )
 
-from .core.errors import ConfigError
+from .core.errors import BudgetError, ConfigError
 from .core.types import Knobs
-from .refusals import refusals
+from .refusals import changes, placing, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
@@ -228,8 +230,7 @@ class ProTrainArgs(BaseModel):
         # vars, not getattr: reading one of Axolotl's deprecated fields warns.
         problems = _mode_conflicts(self) + refusals(vars(self))
         if problems:
-            problems.append("`protrain_auto_memory: false` trains without ProTrain.")
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join([*problems, ways_out(vars(self))]))
         # Written down, so that validating the validated config again agrees.
         if _force_flags(self):
             self.protrain_auto_mode = False
@@ -244,6 +245,37 @@ class ProTrainArgs(BaseModel):
                     f"`gpu_memory_limit`: {error}. Set `protrain_capacity_bytes`."
                 ) from None
         return self
+
+
+def refuse_places(raw: Mapping[str, Any]) -> None:
+    """Refuse a YAML for FSDP and its like, with all else that can be told of it.
+
+    Axolotl checks such keys against each other before it comes to ours.
+    """
+    if placing(raw):
+        raise ConfigError("\n".join([*refusals(raw), ways_out(raw)]))
+
+
+def without_traceback(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """`sys.excepthook`: refusals are for the person who wrote the YAML, in a sentence."""
+    refused: list[object] = [error]
+    if isinstance(error, ValidationError):
+        # of several complaints some may be Axolotl's
+        refused = [each.get("ctx", {}).get("error") for each in error.errors()]
+    if all(isinstance(one, ConfigError | BudgetError) for one in refused):
+        lines = (f"{type(one).__name__}: {one}" for one in refused)
+        print("\n".join(lines), file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def ways_out(settings: Mapping[str, Any]) -> str:
+    """The last line of a refusal: what helps against more than one of its lines."""
+    migrates = "`axolotl protrain migrate YOUR.yaml` shows what to write instead; "
+    without = "`protrain_auto_memory: false` trains without ProTrain."
+    return (migrates if changes(settings) else "") + without
 
 
 def _force_flags(args: ProTrainArgs) -> list[str]:

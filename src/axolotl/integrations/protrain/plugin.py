@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,14 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 
-from .args import ProTrainArgs, args_from, lists_plugin, reject_unknown_keys
+from .args import (
+    ProTrainArgs,
+    args_from,
+    lists_plugin,
+    refuse_places,
+    reject_unknown_keys,
+    without_traceback,
+)
 from .before_loading import require_plan
 from .core.checkpoint import checkpoints, fault_of, require_whole, restore
 from .core.errors import ConfigError
@@ -58,7 +66,10 @@ class ProTrainPlugin(BasePlugin):
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
         if cfg.get("protrain_auto_memory", True):
+            if sys.excepthook is sys.__excepthook__:
+                sys.excepthook = without_traceback
             require_internals()
+            refuse_places(cfg)
         forget_other_names(self)
 
     def get_input_args(self) -> str:

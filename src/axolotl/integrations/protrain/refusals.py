@@ -1,7 +1,10 @@
-"""Combinations of YAML keys that cannot work, as a table: key, reason, way out."""
+"""Combinations of YAML keys that cannot work, as a table: key, reason, way out.
+
+What a table's row has besides is what `axolotl protrain migrate` writes instead.
+"""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -9,12 +12,17 @@ from .core.errors import ConfigError
 
 
 class Refusal(NamedTuple):
-    """Values of one key that cannot work; ``why`` continues a sentence about it."""
+    """Values of one key that cannot work; ``why`` continues a sentence about it.
+
+    ``instead`` is the line of a YAML that trains the same, ``""`` none; without it the
+    choice is a person's.
+    """
 
     key: str
     why: str
     way_out: str = "Remove the key"
     when: Callable[[Any], bool] = bool
+    instead: str | None = None
 
     def message(self, value: object) -> str:
         """The line for the person: key and value, the reason, the way out."""
@@ -42,16 +50,25 @@ def _one_of(*values: str) -> Callable[[object], bool]:
     return lambda value: value in values
 
 
-def _several(value: int | None) -> bool:
-    return value is not None and value > 1
+def _several(value: object) -> bool:
+    return isinstance(value, int) and value > 1
 
 
-def _has_range(patterns: Iterable[str] | None) -> bool:
+def _entry(mapping: object, key: str) -> object:
+    return mapping.get(key) if isinstance(mapping, Mapping) else None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _has_range(patterns: object) -> bool:
     """Whether an entry ends like ``name[:100]``, which Axolotl trains row by row.
 
     ``layers.[0-9]+`` and ``layers.[0-9]`` are regular expressions, not ranges.
     """
-    return any(re.search(r".\[[0-9]*(:[0-9]*)?\]$", text) for text in patterns or ())
+    listed = patterns if isinstance(patterns, list) else []
+    return any(re.search(r".\[[0-9]*(:[0-9]*)?\]$", str(text)) for text in listed)
 
 
 _PARALLEL = "spreads the model over ranks in a way that ProTrain does not follow"
@@ -66,11 +83,37 @@ TAKEN_OVER = (
     "device_map max_memory gpu_memory_limit auto_find_batch_size".split()
 )
 """Keys whose question the plan answers: what recomputes, waits on the host, and fits."""
+_ANSWERED = "the plan says what recomputes, what waits on the host and what fits"
+_REMOVED = "not in Axolotl any more"
+_MIGRATED = (
+    *_each(" ".join(PLACES), "where weights live is ProTrain's task", instead=""),
+    # `true` stays, for runs without the plugin; `gpu_memory_limit` is the budget
+    Refusal("gradient_checkpointing", _ANSWERED, when=_is_text, instead=""),
+    *_each(" ".join(TAKEN_OVER[1:5]), _ANSWERED, instead=""),
+    Refusal("auto_find_batch_size", _ANSWERED, instead=""),
+    *(
+        Refusal(f"unsloth_{old}", _REMOVED, instead=f"{new}: true")
+        for old, new in (
+            ("lora_mlp", "lora_mlp_kernel"),
+            ("lora_qkv", "lora_qkv_kernel"),
+            ("lora_o", "lora_o_kernel"),
+        )
+    ),
+    *_each("unsloth_rope unsloth_rms_norm", _REMOVED, instead=""),
+    Refusal("unsloth_cross_entropy_loss", _REMOVED, instead=""),
+    Refusal(
+        "protrain_auto_memory",
+        "trains without ProTrain",
+        when=lambda value: value is False,
+        instead="protrain_auto_memory: true",
+    ),
+)
+"""What training refuses in one line, takes over or never sees, and `migrate` changes."""
 
 EXCLUDED = (
     *_each("tensor_parallel_size context_parallel_size", _PARALLEL, when=_several),
     *_each("sequence_parallel_degree expert_parallel_size", _PARALLEL, when=_several),
-    *_each("dp_shard_size dp_replicate_size", _PARALLEL, when=_several),
+    *_each("dp_shard_size dp_replicate_size", _PARALLEL, when=_several, instead=""),
     Refusal(
         "use_ray",
         "starts ranks in a way that ProTrain has not been tried with",
@@ -96,12 +139,13 @@ EXCLUDED = (
     Refusal(
         "precompute_ref_log_probs",
         "runs the model before training begins, when it is on the host",
+        instead="",
     ),
     Refusal(
         "torch_compile_options",
         "has `triton.cudagraphs`, whose results the next block overwrites",
         "Remove it from the options",
-        lambda options: bool((options or {}).get("triton.cudagraphs")),
+        lambda options: bool(_entry(options, "triton.cudagraphs")),
     ),
     Refusal(
         "torch_compile_backend",
@@ -109,13 +153,14 @@ EXCLUDED = (
         "Use inductor",
         lambda name: name not in (None, "inductor", "aot_eager", "eager"),
     ),
-    Refusal("tiled_mlp", "runs backward several times in a block"),
+    Refusal("tiled_mlp", "runs backward several times in a block", instead=""),
     Refusal("fp8", "replaces modules after ProTrain has laid them out"),
     Refusal(
         "wandb_watch",
         "reads weights after each forward, when those of most blocks are paged out",
         "Use `wandb_watch: gradients`, or log norms in an event of a callback",
         _one_of("all", "parameters"),
+        "wandb_watch: gradients",
     ),
     Refusal("lisa_n_layers", "changes which blocks train during the run"),
     Refusal(
@@ -147,9 +192,29 @@ _INSEPARABLE = {
 """Optimizers whose update of a weight alone would not be that of the plain run."""
 
 
+def placing(settings: Mapping[str, Any]) -> list[str]:
+    """Keys that decide where weights live, FSDP's own among them."""
+    # `fsdp_version` has a value in 0.21 where nothing is sharded
+    sharded = settings.get("fsdp") or settings.get("fsdp_config")
+    return [
+        key
+        for key, value in settings.items()
+        if value and (key in PLACES or (sharded and str(key).startswith("fsdp_")))
+    ]
+
+
+def changes(raw: Mapping[str, Any]) -> list[Refusal]:
+    """Rows for keys of a YAML, as it is spelt, that `migrate` takes out or replaces."""
+    known = [row for row in (*_MIGRATED, *EXCLUDED) if row.instead is not None]
+    found = [row for row in known if row.key in raw and row.when(raw[row.key])]
+    named = {row.key for row in found}
+    places = [_MIGRATED[0]._replace(key=key) for key in placing(raw)]
+    return found + [row for row in places if row.key not in named]
+
+
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
-    if (settings.get("model_quantization_config_kwargs") or {}).get("dequantize"):
+    if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
         settings = {**settings, "model_quantization_config": None}
     if not settings.get("torch_compile"):
@@ -159,17 +224,10 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         for row in EXCLUDED
         if row.key in settings and row.when(settings[row.key])
     ]
-    if any(settings.get(key) for key in PLACES):
-        # `fsdp_version` has a value in 0.21 where nothing is sharded
-        sharded = settings.get("fsdp") or settings.get("fsdp_config")
-        placing = [
-            f"`{key}`"
-            for key, value in settings.items()
-            if value and (key in PLACES or (sharded and key.startswith("fsdp_")))
-        ]
+    if keys := placing(settings):
         lines.append(
             "Where weights live is ProTrain's task here. Remove all that decides it: "
-            f"{', '.join(placing)}."
+            f"{', '.join(f'`{key}`' for key in keys)}."
         )
     if settings.get("torch_compile") and settings.get("load_in_8bit"):
         lines.append(
@@ -187,14 +245,14 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     trains_paged_weights = not (
         settings.get("adapter") or settings.get("protrain_force_all_persistent")
     )
-    plugins = " ".join(settings.get("plugins") or ()).lower()
+    plugins = str(settings.get("plugins")).lower()
     if not settings.get("protrain_force_all_persistent") and "llmcompressor" in plugins:
         lines.append(
             "`plugins`: LLMCompressorPlugin writes weights from inside of passes, where "
             "those of most blocks are paged out. Remove it, or set "
             "`protrain_force_all_persistent: true`."
         )
-    name = getattr(optimizer, "value", optimizer)
+    name = str(getattr(optimizer, "value", optimizer))
     key = "protrain_cpu_optimizer"
     if trains_paged_weights and settings.get(key) and name not in HOST_OPTIMIZERS:
         lines.append(

@@ -335,6 +335,29 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     click.echo(printable(report_text(reports)))
 
 
+@protrain.command("migrate", cls=_PlanCommand)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--write", is_flag=True, help="Change the file, not only show how.")
+def _migrate(config: Path, write: bool) -> None:
+    """Show what makes CONFIG, a YAML for plain Axolotl, one for this plugin.
+
+    Adds two lines, and takes out or replaces what decides where weights live. Exit code
+    0: that is all; 2: something is left for you to decide; 3: it cannot be edited.
+    """
+    try:
+        # imported here: `axolotl --help` reads this module
+        from .migrate import migrate_file
+
+        found = migrate_file(config, write)
+    except (ProTrainError, OSError) as error:
+        raise _Unplanned(str(error)) from error
+    lines = [found.difference(config.name)] if found.reasons else ["Nothing to change."]
+    lines += (f"* {reason}" for reason in found.reasons)
+    lines += (f"! left to you: {line}" for line in found.undecided)
+    click.echo(printable("\n".join(lines)))
+    sys.exit(2 if found.undecided else 0)
+
+
 @protrain.command("serve")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)

@@ -1,0 +1,165 @@
+"""`axolotl protrain migrate`: a YAML for plain Axolotl becomes one for this plugin.
+
+Edits whole lines at the marks of YAML's parser, so that comments and order stay, and
+reads the result back: what cannot be edited so is left to the person.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..args import PLUGIN, lists_plugin, reject_unknown_keys
+from ..core.errors import ConfigError
+from ..refusals import Refusal, as_yaml, changes, refusals
+
+SWITCH = "protrain_auto_memory"
+
+Edit = tuple[int, int, list[str]]
+"""First line, the one after the last, and what takes their place."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A YAML before and after, why its lines changed, and what a person has to decide."""
+
+    before: str
+    after: str
+    reasons: tuple[str, ...]
+    undecided: tuple[str, ...]
+
+    def difference(self, name: str) -> str:
+        """As `diff -u` prints it."""
+        before, after = self.before.splitlines(), self.after.splitlines()
+        new = f"{name}, migrated"
+        return "\n".join(difflib.unified_diff(before, after, name, new, lineterm=""))
+
+
+def migrate_file(config: Path, write: bool) -> Migration:
+    """`migrate` a file, and replace it if it is to be written.
+
+    Raises:
+        ConfigError: As `migrate`; names the file.
+        OSError: It cannot be read or written.
+    """
+    try:
+        # bytes: line ends stay
+        found = migrate(config.read_bytes().decode("utf-8"))
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config}: {error}") from error
+    if write and found.reasons:
+        config.write_bytes(found.after.encode("utf-8"))
+    return found
+
+
+def migrate(text: str) -> Migration:
+    """List the plugin, and take out or replace what training with it would refuse.
+
+    Raises:
+        ConfigError: It is no Axolotl YAML, or its keys are not on lines of their own.
+    """
+    try:
+        raw, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"not a readable YAML: {error}") from error
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        raise ConfigError("has to be an Axolotl YAML, each key on a line of its own.")
+    reject_unknown_keys(raw)
+    rows = changes(raw)
+    wanted = {key: raw[key] for key in raw.keys() - {row.key for row in rows}}
+    plugins, switches = wanted.get("plugins") or [], SWITCH not in raw
+    # what is no list is replaced, which reading back finds
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    lines = text.splitlines()
+    spans = dict(_spans(root, lines))
+    edits: list[Edit] = []
+    for row in rows:
+        put = [row.instead] if row.instead else []
+        for key, value in yaml.safe_load(row.instead or "{}").items():
+            put = put if key not in wanted else []
+            wanted.setdefault(key, value)
+        if row.key in spans:
+            edits.append((*spans[row.key], put))
+    reasons = _reasons(rows, raw)
+    if not lists_plugin(plugins):
+        wanted["plugins"] = [*plugins, PLUGIN]
+        reasons.append(f"`plugins` lists {PLUGIN}")
+    if switches:
+        wanted[SWITCH] = True
+        reasons.append(f"`{SWITCH}: true` plans and pages")
+    edits.append(_switched_on(root, lines, spans, lists_plugin(plugins), switches))
+    # from the end on, so that the numbers of lines stay true
+    for start, end, put in sorted(edits, reverse=True):
+        lines[start:end] = put
+    newline = "\r\n" if "\r\n" in text else "\n"
+    after = "".join(line + newline for line in lines) if reasons else text
+    if not _says(after, wanted):
+        raise ConfigError(
+            "keys that share anchors, `<<` or documents cannot be edited line by line. "
+            "Make these changes by hand: " + "; ".join(reasons)
+        )
+    return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
+
+
+def _reasons(rows: Sequence[Refusal], raw: Mapping[str, Any]) -> list[str]:
+    """Keys of one reason together, those that are replaced each with its line."""
+    keys: dict[str, list[str]] = {}
+    for row in rows:
+        why = row.why + (f"; now `{row.instead}`" if row.instead else "; left out")
+        keys.setdefault(why, []).append(as_yaml(row.key, raw[row.key]))
+    return [f"{', '.join(named)}: {why}" for why, named in keys.items()]
+
+
+def _spans(
+    root: yaml.MappingNode, lines: Sequence[str]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each key with its first line and the one after its last.
+
+    What follows and is of no key stays: blank lines, comments in the first column.
+    """
+    for key, value in root.value:
+        start, end = key.start_mark.line, value.end_mark.line
+        # the mark of a block is where the next key begins
+        end += value.end_mark.column > 0
+        while end > start + 1 and (
+            not lines[end - 1].strip() or lines[end - 1].startswith(("#", "..."))
+        ):
+            end -= 1
+        yield key.value, (start, max(end, start + 1))
+
+
+def _switched_on(
+    root: yaml.MappingNode,
+    lines: Sequence[str],
+    spans: Mapping[str, tuple[int, int]],
+    is_listed: bool,
+    switches: bool,
+) -> Edit:
+    """Insert what is missing, at `plugins` or at the end."""
+    put = [f"{SWITCH}: true"] if switches else []
+    if "plugins" not in spans:
+        end = max((end for _, end in spans.values()), default=len(lines))
+        return end, end, ["", "plugins:", f"  - {PLUGIN}", *put]
+    start, end = spans["plugins"]
+    value = next(v for k, v in reversed(root.value) if k.value == "plugins")
+    if is_listed:
+        return end, end, put
+    if not isinstance(value, yaml.SequenceNode) or not value.value:
+        return start, end, ["plugins:", f"  - {PLUGIN}", *put]
+    if not value.flow_style:
+        indent = " " * value.start_mark.column
+        return end, end, [f"{indent}- {PLUGIN}", *put]
+    line, column = lines[end - 1], value.end_mark.column - 1
+    return end - 1, end, [f"{line[:column]}, {PLUGIN}{line[column:]}", *put]
+
+
+def _says(text: str, wanted: Mapping[str, Any]) -> bool:
+    try:
+        return yaml.safe_load(text) == wanted
+    except yaml.YAMLError:
+        return False
