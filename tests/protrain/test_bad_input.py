@@ -163,7 +163,8 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
         {"protrain_capacity_bytes": 10240},
         [
             "protrain_capacity_bytes: the smallest plan needs ",
-            "of 10,240 may be used. Raise protrain_capacity_bytes by at least ",
+            "of 10,240 bytes may be used, ",
+            "If the device has it, set `protrain_capacity_bytes: ",
         ],
     ),
     "host": (
@@ -171,7 +172,8 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
         {"protrain_cpu_capacity_bytes": 512000},
         [
             "protrain_cpu_capacity_bytes: the plan of the overrides needs ",
-            "512,000 may be used. Give the host at least ",
+            "512,000 bytes may be used, ",
+            "If the host has it, set `protrain_cpu_capacity_bytes: ",
         ],
     ),
 }

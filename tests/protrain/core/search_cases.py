@@ -154,7 +154,7 @@ class Judged:
 
 
 def missing_bytes(error: BudgetError) -> int:
-    found = re.search(r"at least ([\d,]+)", str(error))
+    found = re.search(r"([\d,]+) bytes too little", str(error))
     assert found, error
     return int(found.group(1).replace(",", ""))
 

@@ -414,15 +414,13 @@ def test_the_refusal_names_every_term(case: Case) -> None:
         search.fastest()
     message = str(refusal.value)
     estimate = memory.device(search.nearest())
-    assert "100 of 1,100 may be used" in message
+    assert "100 bytes of 1,100 bytes may be used" in message
     assert f"needs {estimate.peak_bytes:,} bytes on the device" in message
     assert estimate.peak.label in message
     listed = message[message.index("(") + 1 : message.index(")")]
     terms = {
         name: int(value.replace(",", ""))
-        for name, _, value in (
-            term.rpartition(" ") for term in re.split(r", (?=\D)", listed)
-        )
+        for name, value in re.findall(r"(\w[^,]*?) ([\d,]+) bytes", listed)
     }
     assert terms == {name: size for name, size in estimate.terms.items() if size}
     assert sum(terms.values()) - 100 == missing_bytes(refusal.value)

@@ -13,6 +13,9 @@ import os
 import pickle  # nosec B403
 import subprocess  # nosec B404
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,21 +145,51 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
     prepare_plugins(cfg)
     PluginManager.get_instance().cfg = cfg
     device_type, args = hardware.name, args_from(cfg)
+    started = time.monotonic()
     try:
-        model = meta_model_of(cfg, device_type).model
-        subject = subject_of(cfg, model, device_type, world)
-        if args.protrain_cpu_capacity_bytes is None:
+        meta = meta_model_of(cfg, device_type)
+
+        def traced(**change: int) -> Subject:
+            with meta.changed(change):
+                subject = subject_of(cfg, meta.model, device_type, world)
+            if args.protrain_cpu_capacity_bytes is not None:
+                return subject
             # at best the whole base is mapped, and takes memory only where it moves
-            subject = subject.loaded_with(sum(p.nbytes for p in model.parameters()))
+            base = sum(param.nbytes for param in meta.model.parameters())
+            return subject.loaded_with(base)
+
+        subject = traced()
         try:
             plan_for(args, subject, hardware)
         except BudgetError as error:
             if _depends_on_rates(args, subject, hardware):
                 return False, "it depends on rates that are measured then"
+            for change in _smaller(cfg):
+                if time.monotonic() - started > SLOWEST_S / 3:
+                    break
+                # what cannot be traced is no way out
+                with suppress(ProTrainError):
+                    plan_for(args, traced(**change), hardware)
+                    lines = "".join(f"\n{key}: {n}" for key, n in change.items())
+                    return True, f"{error}\nThese lines would make it fit:{lines}"
             return True, str(error)
     except ProTrainError as error:
         return False, str(error)
     return False, ""
+
+
+def _smaller(cfg: Any) -> Iterator[dict[str, int]]:
+    """Settings that take less: first those under which the training stays the same."""
+    rows, steps = cfg.micro_batch_size, cfg.gradient_accumulation_steps or 1
+    while rows and rows > 1 and rows % 2 == 0:
+        rows, steps = rows // 2, steps * 2
+        yield {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
+    least = {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
+    for key, smallest in (("lora_r", 4), ("sequence_len", 512)):
+        value = cfg[key] if key != "lora_r" or cfg.adapter else None
+        while value and value // 2 >= smallest:
+            value //= 2
+            yield {**least, key: value}
 
 
 def _depends_on_rates(args: ProTrainArgs, subject: Subject, hardware: Hardware) -> bool:

@@ -407,19 +407,23 @@ class Search:
         missing = estimate.peak_bytes - budget.usable_bytes
         if missing > 0:
             raise BudgetError(
-                f"protrain_capacity_bytes: {what} needs {estimate.peak_bytes:,} bytes "
+                f"protrain_capacity_bytes: {what} needs {_size(estimate.peak_bytes)} "
                 f"on the device at {estimate.peak.label} ({_largest(estimate.terms)}); "
-                f"{budget.usable_bytes:,} of {budget.device_bytes:,} may be used. "
-                f"Raise protrain_capacity_bytes by at least {missing:,}, or lower "
-                f"micro_batch_size, sequence_len or the adapter's rank.{self._way_out()}"
+                f"{_size(budget.usable_bytes)} of {_size(budget.device_bytes)} may be "
+                f"used, {_size(missing)} too little. If the device has it, set "
+                f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
+                "else lower micro_batch_size, sequence_len or the adapter's rank."
+                f"{self._way_out()}"
             )
         host = self.memory.host(plan)
         missing = host.peak_bytes - budget.host_bytes
         raise BudgetError(
-            f"protrain_cpu_capacity_bytes: {what} needs {host.peak_bytes:,} bytes of "
-            f"host memory ({_largest(host.terms)}), {budget.host_bytes:,} may be used. "
-            f"Give the host at least {missing:,} more, raise protrain_capacity_bytes "
-            "so that more stays on the device, or train an adapter."
+            f"protrain_cpu_capacity_bytes: {what} needs {_size(host.peak_bytes)} of "
+            f"host memory ({_largest(host.terms)}); {_size(budget.host_bytes)} may be "
+            f"used, {_size(missing)} too little. If the host has it, set "
+            f"`protrain_cpu_capacity_bytes: {_limit(host.peak_bytes)}`; else raise "
+            "protrain_capacity_bytes so that more stays on the device, or train an "
+            "adapter."
         )
 
     def _way_out(self) -> str:
@@ -447,4 +451,15 @@ def _allowed(redone: Iterable[int], policies: Sequence[Policy]) -> bool:
 
 def _largest(terms: Mapping[str, int]) -> str:
     ordered = sorted(terms.items(), key=lambda term: -term[1])
-    return ", ".join(f"{name} {nbytes:,}" for name, nbytes in ordered if nbytes)
+    return ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in ordered if nbytes)
+
+
+def _size(nbytes: int) -> str:
+    """In GiB; as it is where that would be nothing."""
+    gib = nbytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.05 else f"{nbytes:,} bytes"
+
+
+def _limit(nbytes: int) -> str:
+    """The least value of a key that allows so much, rounded up."""
+    return f'"{-(-nbytes * 10 // 2**30) / 10}GiB"' if nbytes >= 2**30 else f"{nbytes}"
