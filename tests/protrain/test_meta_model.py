@@ -635,7 +635,8 @@ def test_a_preference_is_a_pair_and_its_reference(tmp_path: Path) -> None:
         ({"sequence_len": "long"}, "sequence_len"),
         ({"rl": "dpo"}, "rl"),
         ({"plugins": ["axolotl.integrations.nothing.Plugin"]}, "plugins"),
-        ({"adapter": "qlora", "load_in_4bit": False}, "load_in_4bit"),
+        (LORA | {"adapter": "qlora", "load_in_4bit": False}, "load_in_4bit"),
+        (LORA | {"lora_r": None, "lora_rank": 8}, "^lora_r: .* `lora_rank` is no key"),
     ],
 )
 def test_a_bad_key_is_named(keys: dict[str, Any], names: str, tmp_path: Path) -> None:

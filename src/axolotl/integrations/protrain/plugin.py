@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ class ProTrainPlugin(BasePlugin):
                 sys.excepthook = without_traceback
             require_internals()
             refuse_places(cfg)
+            _require_rank(cfg)
         forget_other_names(self)
 
     def get_input_args(self) -> str:
@@ -157,6 +159,22 @@ class ProTrainPlugin(BasePlugin):
 def _device(cfg: Any) -> torch.device:
     on_cuda = torch.cuda.is_available()
     return torch.device(f"cuda:{cfg.local_rank}" if on_cuda else "cpu")
+
+
+def _require_rank(raw: Any) -> None:
+    """PEFT fails on a rank that is not there, in words of its own."""
+    adapter, rank = raw.get("adapter"), raw.get("lora_r") or raw.get("lora_model_dir")
+    if adapter not in ("lora", "qlora") or rank:
+        return
+    # imported here: the command line reads this module without Axolotl's configuration
+    from axolotl.utils.schemas.config import AxolotlInputConfig
+
+    unknown = [key for key in raw if key not in AxolotlInputConfig.model_fields]
+    near = difflib.get_close_matches("lora_r", map(str, unknown), 1)
+    raise ConfigError(
+        f"lora_r: not set, and {as_yaml('adapter', adapter)} needs it, for example "
+        "`lora_r: 16`." + (f" `{near[0]}` is no key of Axolotl's." if near else "")
+    )
 
 
 def _check_checkpoints(cfg: Any) -> None:
