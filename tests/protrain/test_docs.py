@@ -1,0 +1,205 @@
+"""What README.md, docs/ and examples/ say can be typed, and leads somewhere.
+
+Commands are parsed by those who would get them; the `full` tests also run them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from fork_server import Fork
+from plan_jobs import BASE, run_command
+from test_examples import refused
+from test_plan import GEMMA_27B, GEMMA_27B_TEXT, LLAMA_8B, QWEN_14B, SMALL
+
+from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.cli import protrain
+from axolotl.integrations.protrain.refusals import EXCLUDED, PLACES, TAKEN_OVER
+from axolotl.integrations.protrain.run import LOGGED
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *ROOT.glob("docs/*.md")]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+EXAMPLES = [
+    path
+    for path in ROOT.glob("examples/*.yaml")
+    if "ProTrainPlugin" in path.read_text()
+]
+RUN = {"plan", "migrate", "keys", "doctor"}
+"""Commands run here; `make demo` trains, and selftest and serve have tests of their own."""
+BASES: dict[str, dict[str, Any]] = {
+    "NousResearch/Meta-Llama-3.1-8B": LLAMA_8B,
+    "NousResearch/Meta-Llama-3-70B": LLAMA_8B
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "Qwen/Qwen3-30B-A3B": QWEN_14B
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+    "google/gemma-3-12b-it": GEMMA_27B
+    | {
+        "text_config": GEMMA_27B_TEXT
+        | {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+        }
+    },
+}
+"""config.json of the examples' models, as far as it decides a plan."""
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """Each that a page shows, without its comment and the variables before it."""
+    for text in TEXTS.values():
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words = words[1:]
+                if words:
+                    yield tuple(words)
+
+
+OURS = sorted(
+    {words[2:] for words in commands() if words[:2] == ("axolotl", "protrain")}
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the pages' YAMLs are, and the examples, of models that need no download."""
+    for name, config in {"small": SMALL, **BASES}.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    keys = BASE | {"base_model": "small", "protrain_capacity_bytes": "2GiB"}
+    keys |= {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
+    keys |= {"lora_target_linear": True, "lora_mlp_kernel": False}
+    for name in ("your", "config", "base"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
+    (tmp_path / "examples").mkdir()
+    for path in EXAMPLES:
+        (tmp_path / "examples" / path.name).write_text(path.read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_a_command_is_understood(words: tuple[str, ...], folder: Path) -> None:
+    group = click.Context(protrain)
+    name, command, arguments = protrain.resolve_command(group, list(words))
+    assert name and command
+    assert command.make_context(name, arguments, group)
+
+
+def test_other_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for words in commands():
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, words
+        for word in words:
+            if re.match(r"(examples|benchmarks|tests)/", word):
+                assert (ROOT / word).exists(), words
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    for target, _, heading in re.findall(
+        r"\]\((?!http)([^)#]*)(#([^)]*))?\)", TEXTS[page]
+    ):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        heads = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if heading else []
+        slugs = {
+            re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads
+        }
+        assert not heading or heading in slugs, heading
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_keys_are_keys(page: str) -> None:
+    named = set(re.findall(r"`(protrain_[a-z0-9_]+)\b(?!…)", TEXTS[page]))
+    assert named <= {*ProTrainArgs.model_fields, "protrain_n_"}
+
+
+def test_every_metric_is_explained_and_no_other() -> None:
+    named = re.findall(r"^\| `protrain/(\w+)`", TEXTS["docs/words.md"], re.M)
+    assert named == [*LOGGED, "device_peak_bytes", "host_peak_bytes"]
+
+
+def test_every_key_that_migrate_changes_is_in_the_guide() -> None:
+    changed = [
+        *PLACES,
+        *TAKEN_OVER,
+        *(row.key for row in EXCLUDED if row.instead == ""),
+    ]
+    assert all(f"`{key}" in TEXTS["docs/coming-from.md"] for key in changed)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_accepted_and_listed(path: Path) -> None:
+    keys = yaml.safe_load(path.read_text())
+    plugins = [p for p in keys["plugins"] if "protrain" not in p]
+    assert refused(keys | {"plugins": plugins}) == []
+    assert f"`{path.name}`" in TEXTS["examples/README.md"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [w for w in OURS if w[0] in RUN], ids=" ".join)
+def test_a_command_runs(words: tuple[str, ...], folder: Path) -> None:
+    log = folder / "log.txt"
+    with log.open("w") as file:
+        run = Fork(run_command, list(words), folder=folder, stdout=file, stderr=file)
+    # 2: a small machine, or a card too small
+    assert run.wait(300) in (0, 2), log.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "path",
+    # the loss of a preference is traced with its tokenizer
+    [p for p in EXAMPLES if "24gb" in p.name and "dpo" not in p.name],
+    ids=lambda path: path.name,
+)
+def test_an_example_fits_what_its_name_says(path: Path, folder: Path) -> None:
+    text = path.read_text()
+    several = ["--gpus", "2"] if "2x24gb" in path.name else []
+    ram = re.search(r"(\d+) GB (there|of host|\S+ for one)", text.replace("\n# ", " "))
+    asked = ["plan", f"examples/{path.name}", "--gpu", "4090", *several, "--json"]
+    asked += ["--ram", ram[1]] if ram else []
+    with (folder / "answer.json").open("w") as file:
+        run = Fork(run_command, asked, folder=folder, stdout=file, stderr=file)
+    assert run.wait(600) == 0, (folder / "answer.json").read_text()
+
+
+@pytest.mark.full
+def test_help_comes_at_once() -> None:
+    """No command imports torch before it is asked to do something."""
+    module = "axolotl.integrations.protrain.cli"
+    for name in ("plan", "migrate", "doctor", "selftest", "serve", "keys"):
+        subprocess.run(["python", "-m", module, name, "--help"], check=True, timeout=3)
