@@ -251,6 +251,14 @@ def test_too_small_a_budget_is_refused_before_loading(jobs: Jobs, name: str) -> 
     assert left_behind(before) == set()
 
 
+def test_a_refusal_gives_the_lines_that_would_fit(jobs: Jobs) -> None:
+    """The same batch in more steps, before anything that changes the training."""
+    large = {"micro_batch_size": 4, "protrain_capacity_bytes": 700_000}
+    jobs.train("large", ROOM, {"base_model": WITHOUT_WEIGHTS, **large})
+    said = "would make it fit:\nmicro_batch_size: 1\ngradient_accumulation_steps: 8\n"
+    assert said in jobs["large"].log
+
+
 @pytest.mark.full
 def test_what_depends_on_rates_is_left_to_the_loaded_model(jobs: Jobs) -> None:
     jobs.train("rates_decide", RATES_DECIDE, {"base_model": WITHOUT_WEIGHTS})

@@ -19,7 +19,7 @@ import yaml
 from fork_server import Fork
 from plan_jobs import BASE, run_command
 from test_examples import refused
-from test_plan import GEMMA_27B, GEMMA_27B_TEXT, LLAMA_8B, QWEN_14B, SMALL
+from test_plan import GEMMA_27B, LLAMA_8B, QWEN_14B, SMALL
 
 from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.cli import protrain
@@ -57,19 +57,7 @@ BASES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
-    "google/gemma-3-12b-it": GEMMA_27B
-    | {
-        "text_config": GEMMA_27B_TEXT
-        | {
-            "hidden_size": 3840,
-            "intermediate_size": 15360,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-        }
-    },
+    "google/gemma-3-27b-it": GEMMA_27B,
 }
 """config.json of the examples' models, as far as it decides a plan."""
 
