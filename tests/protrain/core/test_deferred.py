@@ -573,7 +573,7 @@ class AtLine:
 
     FILES = (
         "optim/chunk_update.py",
-        "optim/deferred.py",
+        "optim/pending.py",
         "optim/masters.py",
         "optim/states.py",
         "optim/noted.py",

@@ -23,8 +23,8 @@ optimizer state is handed over, not copied. Several ranks cannot: one would repe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -36,14 +36,11 @@ from .checkpoint import Snapshot, load
 from .layout import Direction
 from .layout.tensors import model_bindings
 from .optim import (
-    DeferredUpdates,
     GradientOffload,
     GradientReduction,
     Gradients,
     HostChunk,
     HostMemory,
-    NotedUpdates,
-    QueuedUpdates,
     Surroundings,
     Updates,
     state_bytes,
@@ -71,7 +68,6 @@ from .runtime import (
     attach_entry,
     drop_ended_backward,
 )
-from .runtime.device import Event
 from .types import Chunk, Counters, Layout, Placement, Plan, Update, sums_in_fp32
 from .viewing import Viewer
 
@@ -144,7 +140,6 @@ class Session:
         self._options = options
         self._params = dict(model.named_parameters())
         self._optimizer: torch.optim.Optimizer | None = None
-        self._updates = Updates()
         self._stale: set[int] = set()
         self.closed = self._watched = False
         self._placed_bytes = 0
@@ -187,6 +182,18 @@ class Session:
             self.settle,
             self._settle_all,
         )
+        around = Surroundings(
+            self._in_use,
+            self._stays,
+            self._before_update,
+            self._stale.__contains__,
+            self._before_step,
+            self._viewer.show_again,
+        )
+        on_host = plan.update is Update.HOST
+        self._updates = Updates(
+            device, self._staging, self._worker, around, ranks, on_host
+        )
         self._gradients = self._new_gradients()
         self._pager = self._new_pager()
         try:
@@ -216,30 +223,7 @@ class Session:
         self._optimizer = plain
         if not self._host_chunks:
             return plain
-        names = {id(p): name for name, p in self._params.items()}
-        viewer = self._viewer
-        around = Surroundings(
-            self._beside,
-            self._own_that_stay,
-            self._before_update,
-            self._stale.__contains__,
-            viewer.hide,
-            viewer.show_again,
-        )
-        given = plain, names, self.device, around, self._ranks
-        updates: NotedUpdates
-        if self.plan.update is Update.DEVICE and self._ranks.world.size == 1:
-            updates = DeferredUpdates(*given, staging=self._staging)
-        else:
-            updates = QueuedUpdates(
-                *given,
-                self.plan.update is Update.HOST,
-                staging=self._staging,
-                worker=self._worker,
-            )
-        self._updates = updates
-        updates.take_chunks(self._host_chunks, self._gradients)
-        return updates.wrapped()
+        return self._updates.wrap(plain, self._host_chunks, self._gradients)
 
     def gathered_state(self) -> AbstractContextManager[None]:
         """Inside, which all ranks have to enter, the optimizer of the first of each node
@@ -323,7 +307,8 @@ class Session:
         self._gradients = self._new_gradients()
         self._attach()
         self._placed_bytes += self.device.used_bytes() - used_bytes
-        self._updates.take_chunks(self._host_chunks, self._gradients)
+        if self._optimizer is not None and self._host_chunks:
+            self._updates.take_chunks(self._host_chunks, self._gradients)
         self._viewer.show_again()
 
     def forget_gradients(self) -> None:
@@ -573,52 +558,28 @@ class Session:
                 self._swap.open_backward(block)
             return
         for index in self.layout.blocks[block].chunks:
-            self._updates.use(index, partial(self._where, self.layout.chunks[index]))
+            self._updates.use(index)
         self._updates.fetch_ahead(block + 1)
 
-    def _where(self, chunk: Chunk) -> InSlot | InBuffer:
+    def _in_use(self, host: HostChunk) -> InSlot | InBuffer:
         """Where the weights of a chunk are that is in use."""
-        slot = self._ring.slot_of(chunk.index)
-        source = self._ring.source(chunk.index)
-        return InSlot(slot, source) if slot else self._stays(chunk)
+        slot = self._ring.slot_of(host.chunk.index)
+        return InSlot(slot, host.weights) if slot else self._on_device(host)
 
-    def _stays(self, chunk: Chunk) -> InBuffer:
-        """Where the weights of a chunk are that do not leave the device."""
-        return InBuffer(
-            self.device,
-            self._residence.buffer_of(chunk),
-            self._ring.source(chunk.index),
-            partial(self._residence.refresh, chunk, self._ring),
-        )
+    def _stays(self, host: HostChunk) -> InBuffer | None:
+        """See `Surroundings`."""
+        paged = host.chunk.index in self._ring.numbers
+        return None if paged else self._on_device(host)
 
-    def _own_that_stay(self, host: HostChunk) -> InBuffer | None:
-        """See `Surroundings`; refreshed before they are used, whatever becomes of them."""
-        if host.chunk.index in self._ring.numbers:
-            return None
+    def _on_device(self, host: HostChunk) -> InBuffer:
+        """Where this rank updates the weights of a chunk that do not leave the device."""
         own = slice(host.start, host.start + host.weights.numel())
         buffer = self._residence.buffer_of(host.chunk)[own]
-        return InBuffer(self.device, buffer, host.weights, lambda: None)
-
-    @contextmanager
-    def _beside(self, chunk: Chunk, after: Event | None) -> Iterator[InBuffer]:
-        """See `Surroundings`."""
-        number = self._ring.numbers.get(chunk.index)
-        if number is None:
-            yield self._stays(chunk)
-            return
-        device = self.device
-        buffer = device.allocate(chunk.nbytes)
-        device.fetch.wait(device.compute.record())
-        if after is not None:
-            device.fetch.wait(after)
-        device.compute.wait(self._ring.fetch(device.fetch, buffer, chunk.index))
-        try:
-            home = self._ring.source(chunk.index)
-            yield InBuffer(device, buffer, home, lambda: None)
-        finally:
-            self._pager.forget(number)
-            device.offload.record().synchronize()
-            device.free(buffer)
+        # several ranks refresh them together, before they are used
+        alone = self._ranks.world.size == 1
+        refresh = partial(self._residence.refresh, host.chunk, self._ring)
+        renew = refresh if alone else lambda: None
+        return InBuffer(self.device, buffer, host.weights, renew)
 
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
@@ -630,13 +591,16 @@ class Session:
         self._updates.fetch_ahead(0)
         for chunk in self.layout.chunks:
             if not chunk.pageable:
-                self._updates.use(chunk.index, partial(self._where, chunk))
+                self._updates.use(chunk.index)
         # or gradients would stay on the device until backward sends the next ones
         self._gradients.retire()
         self.ready()
 
-    def _before_update(self, host: HostChunk) -> None:
+    def _before_step(self) -> None:
+        self._viewer.hide()
         self._pager.close_any()
+
+    def _before_update(self, host: HostChunk) -> None:
         index = host.chunk.index
         if index in self._ring.numbers:
             self._pager.forget(self._ring.numbers[index])

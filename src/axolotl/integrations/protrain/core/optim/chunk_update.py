@@ -13,7 +13,7 @@ has; the first one then refuses to go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -160,24 +160,30 @@ class ChunkUpdate:
         return undo
 
 
+class _Aside(InBuffer):
+    """Weights beside their slot, which finds what has gone home."""
+
+    def send_back(self) -> Event:
+        event = super().send_back()
+        self._device.fetch.wait(event)
+        return event
+
+
 class OnDevice:
     """Makes noted steps on the device; see Note [An update that is interrupted].
 
     Args:
         staging: Through which gradients and states come, and weights from the host.
-        shared: Gives the addresses of what all parameters share with the optimizer.
+        weights: They come together; else weights come alone, when they have to.
     """
 
-    def __init__(
-        self, device: Device, staging: Staging, shared: Callable[[], set[int]]
-    ) -> None:
-        self._device, self._staging, self._shared = device, staging, shared
+    def __init__(self, device: Device, staging: Staging, weights: bool) -> None:
+        self._device, self._staging, self._together = device, staging, weights
         self._leaving: deque[tuple[Event, Change]] = deque()
 
-    def fetch(self, own: ChunkUpdate, weights: bool = False) -> bool:
-        """Bring what an update reads, with its weights or without; False if there is no
-        room."""
-        return self._staging.fetch(own.key, own.sources(weights))
+    def fetch(self, own: ChunkUpdate) -> bool:
+        """Bring what an update reads; False if there is no room."""
+        return self._staging.fetch(own.key, own.sources(self._together))
 
     def make(self, own: ChunkUpdate, weights: InMemory | None = None) -> None:
         """Make the step of a chunk, once; without `weights` they come from the host."""
@@ -189,15 +195,16 @@ class OnDevice:
         if own.undo is not None:
             # an update under way has changed weights, state and operands
             own.undo()
-            self._staging.give_back(own.key)
+            self._give_back(own)
             if weights is not None:
                 weights.spoilt()
-        keep, sources = own.host.chunk.pageable, own.sources(weights is None)
+        keep, together = own.host.chunk.pageable, weights is None and self._together
+        sources = own.sources(together)
         buffer = self._staging.take(own.key, sources, keep)
         operands = parts(buffer, sources)
         if weights is None:
-            home = own.host.weights
-            weights = InBuffer(device, operands.pop(), home, lambda: None)
+            memory = operands.pop() if together else self._alone(own)
+            weights = _Aside(device, memory, own.host.weights, lambda: None)
         own.attempt = attempt = object()
         own.undo = undo = own.remember()
         try:
@@ -214,7 +221,7 @@ class OnDevice:
                 undo()
                 own.undo = None
             device.writes([buffer], device.compute)
-            self._staging.give_back(own.key)
+            self._give_back(own)
             weights.spoilt()
             raise
         device.writes([buffer], device.compute)
@@ -235,7 +242,7 @@ class OnDevice:
         for target, source in change.copies:
             offload.copy(target, source)
         own.left = own.sums.sent = offload.record()
-        self._staging.give_back(own.key, [event, own.left])
+        self._give_back(own, [event, own.left])
         # what an update has made stays until it has been copied
         self._leaving.append((own.left, change))
         while len(self._leaving) > IN_FLIGHT:
@@ -248,6 +255,16 @@ class OnDevice:
         """Return once all of it is at home."""
         while self._leaving:
             self._retire()
+        self._staging.retire()
+
+    def _alone(self, own: ChunkUpdate) -> Tensor:
+        key, weights = ("weights", own.host.chunk.index), own.host.weights
+        return self._staging.take(key, [Source(weights, own.left)], keep=False)
+
+    def _give_back(self, own: ChunkUpdate, busy: Sequence[Event] = ()) -> None:
+        self._staging.give_back(own.key, busy)
+        # the last: a handler may send them home once more, and they do not stay
+        self._staging.give_back(("weights", own.host.chunk.index), busy)
 
     def _retire(self) -> None:
         event, _change = self._leaving.popleft()
@@ -265,7 +282,7 @@ class OnDevice:
                 own.state.to_device(state)
             own.step(noted, weights, gradients, rests)
             region = gradients if state is None else state
-            change = own.state.changed(region, self._shared())
+            change = own.state.changed(region)
         if masters is not None:
             change.copies.append((masters.memory, rests))
         return change
@@ -274,8 +291,8 @@ class OnDevice:
 class OnHost:
     """Makes them where all of it rests, on the thread that calls it."""
 
-    def __init__(self, device: Device, shared: Callable[[], set[int]]) -> None:
-        self._device, self._shared = device, shared
+    def __init__(self, device: Device) -> None:
+        self._device = device
 
     def make(self, own: ChunkUpdate, fetches: Event) -> None:
         """Make the step of a chunk after `fetches`, which may be reading its weights."""
@@ -291,7 +308,7 @@ class OnHost:
         # what it scales, it scales where that is read
         with _updating(host.weights.device):
             own.step(noted, host.weights, own.sums.memory, rests)
-            change = state.changed(state.region, self._shared())
+            change = state.changed(state.region)
             for target, source in change.copies:
                 if target.data_ptr() != source.data_ptr():
                     target.copy_(source)

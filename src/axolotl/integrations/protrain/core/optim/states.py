@@ -13,7 +13,7 @@ of bitsandbytes) on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from types import FunctionType, MethodType
@@ -184,9 +184,9 @@ class HostedState:
         """uint8; everything that travels, its leaves `STATE_ALIGNMENT_BYTES` apart."""
         return self._rest.region
 
-    def adopt(self, stays: Callable[[Leaf], bool], shared: Collection[int]) -> None:
+    def adopt(self, stays: Callable[[Leaf], bool]) -> None:
         """Take over a state that was made or loaded elsewhere; but what `stays`."""
-        found = [leaf for leaf in self._leaves(shared) if not stays(leaf)]
+        found = [leaf for leaf in self._leaves() if not stays(leaf)]
         change = self._moved(found)
         for target, source in change.copies:
             target.copy_(source)
@@ -203,13 +203,13 @@ class HostedState:
                     here.copy_(leaf.tensor)
                 leaf.bind(here)
 
-    def changed(self, buffer: Tensor, shared: Collection[int]) -> Change:
+    def changed(self, buffer: Tensor) -> Change:
         """What an update in `buffer` has changed; what it replaced is put there, too.
 
         What it has made, or made larger, gets another region.
         """
         here = self._torch_device
-        found = [x for x in self._leaves(shared) if x.tensor.device == here]
+        found = [x for x in self._leaves() if x.tensor.device == here]
         if {leaf.path: _kind(leaf.tensor) for leaf in found} != {
             path: place[1:] for path, place in self._rest.places.items()
         }:
@@ -245,7 +245,11 @@ class HostedState:
             for region in regions:
                 rest.callback(self._memory.release, region)
 
-    def _leaves(self, shared: Collection[int]) -> list[Leaf]:
+    def _leaves(self) -> list[Leaf]:
+        # not what all parameters share with the optimizer
+        apart = {"state", "param_groups", "defaults"}
+        common = {k: v for k, v in vars(self._optimizer).items() if k not in apart}
+        shared = {x.tensor.data_ptr() for x in leaves(common) if x.tensor.numel()}
         return [x for x in leaves(self._own()) if x.tensor.data_ptr() not in shared]
 
     def _own(self) -> dict[int, Any]:

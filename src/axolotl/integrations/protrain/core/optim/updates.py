@@ -1,62 +1,535 @@
-"""What a session asks of whoever updates weights whose optimizer state is on the host."""
+"""The plain optimizer, of which a step is noted first and made chunk by chunk later.
+
+# Note [The norm of all gradients]
+
+It is that of `get_total_norm`, to the last bit: a norm for each gradient, in its dtype, and
+the norm of those in the order of the plain run's parameters, wherever each of them is. Each
+is taken on the device, by the rank that updates the weight, and one sum over the node tells
+them to all. Norms of pieces would not do: torch's fp32 norm of 1.5 million numbers is 2e-5
+from the fp64 one, and in bf16 the plain norm is rounded twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from .host_chunks import HostChunk
+from ..errors import AccessError, ConfigError
+from ..runtime import Device, HostWorker, Ranks, Staging
+from .chunk_update import ChunkUpdate
+from .gradients import Gradients
+from .host_chunks import MASTER_KEY, HostChunk, require_masters
+from .masters import Masters
+from .noted import Clip, Noted, marks, require_separable, states_of
+from .pending import PendingUpdates, Surroundings
+from .state_memory import StateMemory, unpack
+from .states import HostedState, Leaf
+from .sums import GradientSums
 
 
-class Updates:
-    """Those of a session without such weights, and the face of all others."""
+class Updates(PendingUpdates):
+    """Notes steps, and knows everything of the weights that they will change.
 
-    def take_chunks(self, chunks: Sequence[HostChunk], gradients: Any) -> None:
+    Without weights whose state is on the host, and before `wrap`, it does nothing.
+
+    Attributes:
+        kind: The class of `plain`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        staging: Staging,
+        worker: HostWorker,
+        around: Surroundings,
+        ranks: Ranks,
+        on_host: bool = False,
+    ) -> None:
+        super().__init__(device, staging, worker, around, ranks, on_host)
+        self._memory = StateMemory(device, not on_host, ranks.world.local_size > 1)
+        self._places: dict[int, tuple[ChunkUpdate, int]] = {}
+        self._clip: Clip | None = None
+        # there may be state
+        self._stepped = self._noting = False
+        # on one of several ranks, who has the state of all
+        self._gathered = ranks.world.local_size == 1
+
+    def wrap(
+        self,
+        plain: torch.optim.Optimizer,
+        chunks: Sequence[HostChunk],
+        gradients: Gradients,
+    ) -> torch.optim.Optimizer:
+        """The optimizer to train with: `plain` itself, in front of its class another.
+
+        Raises:
+            ConfigError: See `require_separable`.
+        """
+        require_separable(plain)
+        self.plain, self.kind = plain, type(plain)
+        self.take_chunks(chunks, gradients)
+        name = f"Paged{self.kind.__name__}"
+        bases = (PagedOptimizer, self.kind)
+        switches = {
+            method: partialmethod(PagedOptimizer.switch, method)
+            for method in ("train", "eval")
+            if hasattr(self.kind, method)
+        }
+        self.plain.__class__ = type(name, bases, {"updates": self, **switches})
+        return self.plain
+
+    def take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         """These are on the host from now on, known ones and more; nothing is pending."""
+        self._gradients, gradients.arrives = gradients, self._arrives
+        known = {id(own.host): own for own in self._all}
+        where = torch.device("cpu") if self._on_host else self._device.torch_device
+        for host in chunks:
+            if id(host) not in known:
+                params = [host.params[index] for index in host.span]
+                state = HostedState(self.plain, params, where, self._memory)
+                known[id(host)] = ChunkUpdate(self.plain, host, state)
+        before, self._all = {*map(id, self._all)}, [known[id(host)] for host in chunks]
+        self._own = {own.host.chunk.index: own for own in self._all}
+        self._places = {
+            id(param): (own, index)
+            for own in self._all
+            for index, param in enumerate(own.host.params)
+        }
+        self.adopt([own for own in self._all if id(own) not in before])
+
+    def adopt(self, chunks: Sequence[ChunkUpdate] | None = None) -> None:
+        """Bring state home that was made or loaded elsewhere, of all chunks or some."""
+        groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
+        for own in self._all if chunks is None else chunks:
+            self._drop_others(own)
+
+            def stays(leaf: Leaf, own: ChunkUpdate = own) -> bool:
+                if self._on_host:
+                    return False
+                group = groups[id(own.host.params[own.host.span[leaf.path[0]]])]
+                # the rule of torch.optim.Optimizer.load_state_dict
+                on_device = group.get("fused") or group.get("capturable")
+                return leaf.key == "step" and not on_device
+
+            own.state.adopt(stays)
+
+    # gradients
 
     def clip_grad_norm(
         self, parameters: Sequence[nn.Parameter], max_norm: float
     ) -> Tensor | None:
-        """Total 2-norm of all gradients; scales them as `clip_grad_norm_` would.
+        """Total 2-norm of all gradients; scales them as `clip_grad_norm_` would, on the
+        host as they are updated.
 
         `parameters` come in the order of the plain run, which fixes the last bit. None
         if all gradients are on the device, where the plain way sees them.
         """
-        return None
+        if not self._all:
+            return None
+        if self._clip is not None:
+            # once more without a step: the second one sees what the first has scaled
+            self.settle_gradients()
+        self._settle()
+        self._share_norms()
+        norms, here = [], []
+        for param in parameters:
+            own, index = self._places.get(id(param), (None, 0))
+            if own is not None and index in own.sums.present:
+                norms.append(own.sums.norms[index])
+            elif own is None and param.grad is not None:
+                norms.append(torch.nn.utils.get_total_norm([param.grad]))
+                here.append(param)
+        # that of a number is the number: its order of dtypes is torch's affair
+        total_norm = torch.nn.utils.get_total_norm(norms)
+        if max_norm != float("inf"):
+            torch.nn.utils.clip_grads_with_norm_(here, max_norm, total_norm)
+            self._clip = (max_norm, total_norm)
+        return total_norm
 
     def settle_gradients(self) -> None:
         """Return once every gradient is where it is read, and clipped."""
+        if not self._all:
+            return
+        self.flush()
+        self._settle()
+        self._scale()
+        for own in self._all:
+            if own.clip is not None:
+                # what the last step has used, while it is still there
+                _clip(own, set(own.used) - own.sums.present, own.clip)
+                own.clip = None
+        # what other ranks have scaled is read next
+        self._ranks.node_sum(torch.zeros(1))
+
+    def _scale(self) -> None:
+        """Scale on the host what was to be scaled by the update."""
+        if self._clip is not None:
+            for own in self._all:
+                _clip(own, own.sums.present, self._clip)
+            self._clip = None
+
+    def _arrives(self, chunk: int) -> None:
+        """A gradient comes in backward, and finds those so far as the plain run has them."""
+        if self.pending(chunk):
+            name = self._own[chunk].host.chunk.tensors[0].name
+            raise AccessError(
+                f"{name}: this weight has a gradient, but it has been used since the last "
+                "step without a forward of the model that would have updated it. Call the "
+                "model, not functions of its weights."
+            )
+        self._scale()
+
+    def _replaced(self, chunk: int) -> None:
+        """Somebody has set a gradient, which is not to be scaled by what was before."""
+        self.flush_chunk(chunk)
+        self._scale()
+
+    def forget_clip(self) -> None:
+        """Gradients that were to be scaled are gone."""
+        self._clip = None
 
     def forget_gradients(self) -> None:
         """Nothing is left of the gradients since the last update."""
+        self._clip = None
+        for own in self._all:
+            own.sums.present.clear()
+            own.sums.norms.clear()
 
-    def use(self, chunk: int, weights: Callable[[], Any]) -> None:
-        """A chunk is about to be used where `weights` says: make its noted step."""
+    # steps
 
-    def fetch_ahead(self, block: int) -> None:
-        """Bring what the next updates read, from a block on, as far as there is room."""
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the plain step, which must see only what it has to update now."""
+        stood: list[tuple[nn.Parameter, Tensor]] = []
 
-    def finish(self) -> None:
-        """Send home what an interrupt has kept from it, before slots are filled."""
+        def note(*_: Any) -> None:
+            # what is shown would be taken for what somebody has written after it
+            self._around.hide()
+            self._settle()
+            self.flush()
+            noted, self._stepped = self._noted(), True
+            for own in self._all:
+                params = own.host.params
+                stood.extend((p, p.grad) for p in params if p.grad is not None)
+                for param in params:
+                    param.grad = None
+                self._hide_states(params)
+                if own.sums.present:
+                    own.used = tuple(sorted(own.sums.present))
+                    own.sums.present.clear()
+                    own.sums.norms.clear()
+                    own.noted = noted
 
-    def flush(self) -> None:
-        """Return once nothing is pending: the host's copy is the truth."""
+        # the last one: others may change groups and gradients
+        handle = self.plain.register_step_pre_hook(note)
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting = False
+            handle.remove()
+            self.show_states()
+            for param, stand_in in stood:
+                param.grad = stand_in
+            self._gradients.spend()
+        self._note()
+        self._around.show_again()
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside, which all ranks enter, the first of each node has the state of all."""
-        return nullcontext()
+    def complete_states(self) -> None:
+        """Somebody is about to read or change them, unless it is the step itself."""
+        if not self._noting:
+            self.flush()
+            self._device.before_write(self.memory())
+
+    def switch(self, method: str) -> None:
+        """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
+        self.flush()
+        noted = Noted(self.plain, self.kind, method=method)
+        before = [dict(group) for group in self.plain.param_groups]
+        moved = self._all if self._stepped else []
+        for own in moved:
+            self._hide_states(own.host.params)
+        try:
+            getattr(self.kind, method)(self.plain)
+        finally:
+            self.show_states()
+        if before != [dict(group) for group in self.plain.param_groups]:
+            self.settle_gradients()
+            for own in moved:
+                own.noted = noted
+            self.flush()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the load of a state, which lands where the main parameters are then."""
+        self.flush()
+        mains = {p: main for own in self._all for p, main in own.mains.items()}
+        try:
+            for main in mains.values():
+                main.data = main.data.cpu()
+            self._exchange(mains)
+            yield
+        finally:
+            self._exchange({main: param for param, main in mains.items()})
+        self._stepped = True
+        self.adopt()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, which all ranks enter, the first of each node has the state of all
+        weights; the others may end sooner."""
+        self.flush()
+        if self._ranks.world.local_size == 1 or not self._all:
+            yield
+            return
+        params = {p: number for number, p in enumerate(_params(self.plain))}
+        own = {
+            params[p]: self._states[p]
+            for update in self._all
+            for p in update.params.values()
+            if p in self._states
+        }
+        every = self._ranks.collect_on_node(self._memory.pack(own))
+        self._gathered = self._ranks.local_rank == 0
+        by_number = [*params]
+        others: dict[Tensor, Any] = {}
+        for packed in every[1:] if self._gathered else ():
+            others.update((by_number[n], own) for n, own in unpack(packed).items())
+        before = {p: self._states[p] for p in others if p in self._states}
+        self._states.update(others)
+        try:
+            yield
+        finally:
+            self._gathered = False
+            for param in others:
+                self._states.pop(param, None)
+            self._states.update(before)
+            # nobody changes what the first one reads
+            self._ranks.node_sum(torch.zeros(1))
+
+    def require_gathered(self) -> None:
+        """Raise AccessError where this rank has only a part of the state."""
+        if not self._gathered and any(self._states.values()):
+            raise AccessError(
+                "optimizer: each rank has the state of the weights that it updates. Call "
+                "`state_dict` inside `with session.gathered_state():`, which all ranks "
+                "enter."
+            )
+
+    def add_masters(self, packed: dict[str, Any]) -> None:
+        """Complete what `state_dict` has made: each state has its master beside it."""
+        states = packed["state"]
+        for number, param in enumerate(_params(self.plain)):
+            masters, index = self._masters_of(param)
+            # one that was never updated is its weight
+            if masters is not None and (number in states or masters.any(index)):
+                state = states.get(number, {})
+                states[number] = {**state, MASTER_KEY: masters.join(index)}
+
+    def without_masters(
+        self, saved: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[nn.Parameter, Tensor]]:
+        """A state as the plain optimizer has it, and the masters in it.
+
+        Raises:
+            CheckpointError: It has masters and this run none, or the other way round.
+        """
+        states = {number: dict(state) for number, state in saved["state"].items()}
+        found: dict[nn.Parameter, Tensor] = {}
+        for number, param in enumerate(_params(self.plain)):
+            if number in states:
+                master = states[number].pop(MASTER_KEY, None)
+                has_master = self._masters_of(param)[0] is not None
+                require_masters(master is not None, has_master)
+                if master is not None:
+                    found[param] = master
+        return {**saved, "state": states}, found
+
+    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
+        """Overwrite masters, and weights with them; nothing is pending."""
+        self._around.hide()
+        for param, master in saved.items():
+            masters, index = self._masters_of(param)
+            assert masters is not None
+            own, _ = self._places[id(param)]
+            self._around.rewrites(own.host)
+            if index in own.params:
+                masters.load(index, master)
+        self._ranks.node_sum(torch.zeros(1))
+        self._around.show_again()
+
+    def _masters_of(self, param: nn.Parameter) -> tuple[Masters | None, int]:
+        """Where the master of a parameter is, if it has one."""
+        own, index = self._places.get(id(param), (None, 0))
+        masters = None if own is None else own.host.masters
+        return (masters, index) if masters and index in masters else (None, 0)
+
+    def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
+        """Let groups and state be of other parameters."""
+        for group in self.plain.param_groups:
+            group["params"] = [other.get(p, p) for p in group["params"]]
+        for param in [p for p in self._states if p in other]:
+            self._states[other[param]] = self._states.pop(param)
+
+    def order_states(self) -> None:
+        """Let them be in the order in which the plain run makes them."""
+        state = self._states
+        every = [p for group in self.plain.param_groups for p in group["params"]]
+        state.update([(p, state.pop(p)) for p in every if p in state])
+
+    def close(self) -> None:
+        """Let go of all memory; no copy may be in flight."""
+        if not self._all:
+            return
+        self.show_states()
+        self.order_states()
+        self.plain.__class__ = self.kind
+        with ExitStack() as rest:
+            for own in self._all:
+                rest.callback(own.state.release)
 
     def memory(self) -> list[Tensor]:
         """Host memory of weights and their state, chunk by chunk as they are updated:
         nobody writes there without a `Device.before_write`."""
-        return []
+        pairs = ((own.host.weights, own.state.region) for own in self._all)
+        return [memory for pair in pairs for memory in pair]
 
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""
-        return 0
+        return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)
 
-    def close(self) -> None:
-        """Let go of all memory; no copy may be in flight."""
+    def _noted(self) -> Noted:
+        """The step that is being made now."""
+        clip, self._clip = self._clip, None
+        if not self._on_host:
+            return Noted(self.plain, self.kind, clip)
+        if clip is not None:
+            clip = clip[0], clip[1].cpu()
+        # how a device computes is its affair
+        fused = self._device.torch_device.type != "cpu"
+        # spares a pass over all gradients
+        return Noted(
+            self.plain, self.kind, clip if _scales(clip) else None, fused=fused
+        )
+
+    def _settle(self) -> None:
+        self._gradients.settle()
+        self._gradients.take_back(self._replaced)
+
+    def _share_norms(self) -> None:
+        """Let all ranks know the norm of every gradient; see Note [The norm of all gradients]."""
+        known: list[tuple[GradientSums, int]] = []
+        for own in self._all:
+            sums = own.sums
+            for index in sorted(sums.present):
+                known.append((sums, index))
+                if index in own.params and index not in sums.norms:
+                    # somebody has changed it on the host
+                    gradient = sums.total(index).to(self._device.torch_device)
+                    sums.norms[index] = sums.norm(gradient)
+        if self._ranks.world.local_size == 1 or not known:
+            return
+        of_others = torch.zeros(len(known), dtype=torch.float64)
+        for number, (sums, index) in enumerate(known):
+            if index in sums.norms:
+                of_others[number] = sums.norms[index]
+        for norm, (sums, index) in zip(
+            self._ranks.node_sum(of_others), known, strict=True
+        ):
+            if index not in sums.norms:
+                dtype = sums.norm(sums.total(index).new_empty(0)).dtype
+                sums.norms[index] = norm.to(self._device.torch_device, dtype)
+
+    def _drop_others(self, own: ChunkUpdate) -> None:
+        """Of weights that other ranks update keep what is no tensor."""
+        states = self._states
+        for index, param in enumerate(own.host.params):
+            if index not in own.params and param in states:
+                states[param] = marks(states.pop(param))
+                if not states[param]:
+                    del states[param]
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Put in front of the plain optimizer's class while its weights are paged."""
+
+    updates: ClassVar[Updates]
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Any, Any]:
+        """That of every parameter, once nothing is pending."""
+        self.updates.complete_states()
+        return states_of(self)
+
+    @state.setter
+    def state(self, states: dict[Any, Any]) -> None:
+        self.updates.complete_states()
+        vars(self)["state"] = states
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ConfigError("optimizer: a closure cannot be called under paging")
+        with self.updates.noting():
+            return super().step()
+
+    # torch is not to call the hooks around this one, too
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def switch(self, method: str) -> None:
+        """What `train` and `eval` are, where the plain optimizer has them."""
+        self.updates.switch(method)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.updates.flush()
+        self.updates.require_gathered()
+        self.updates.order_states()
+        packed = super().state_dict()
+        self.updates.add_masters(packed)
+        return packed
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        others, masters = self.updates.without_masters(state_dict)
+        with self.updates.loading():
+            super().load_state_dict(others, *args, **kwargs)
+        self.updates.load_masters(masters)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        self.updates.forget_clip()
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class of an optimizer, without what is put in front of it here."""
+    if isinstance(optimizer, PagedOptimizer):
+        return optimizer.updates.kind
+    return type(optimizer)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _clip(own: ChunkUpdate, indices: Collection[int], clip: Clip) -> None:
+    sums, holders = own.sums, []
+    for index in indices:
+        sums.norms.pop(index, None)
+        if index not in own.params:
+            continue
+        holder = sums.total(index).detach()
+        holder.grad = sums.total(index)
+        holders.append(holder)
+    torch.nn.utils.clip_grads_with_norm_(holders, *clip)
+
+
+def _scales(clip: Clip | None) -> bool:
+    """Whether `clip_grads_with_norm_` changes anything, as it computes it."""
+    one = torch.ones(1)
+    one.grad = torch.ones(1)
+    if clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(one, *clip)
+    return bool(one.grad != 1)

@@ -1,0 +1,205 @@
+"""Updates of weights whose optimizer state is on the host, until they are made.
+
+# Note [The deferred update]
+
+`step` updates what has its state on the device; for every other chunk it only notes what
+it would have done (Note [The ghost] in noted.py). The chunk is then *pending*: before its
+weights are used next, gradient and state come beside them, the noted step is made, and
+weights and state go back. Who reads the host's copy meanwhile has it made first (`flush`).
+There is room for one gradient a chunk, so the next step makes what is pending first, and
+refuses a gradient that has come meanwhile.
+
+Every number is that of the run without paging: the same kernels with the same arguments on
+the same device, one chunk later. Gradients, sums and norms never pass through another
+processor.
+
+# Note [Updates beside the next forward]
+
+Where ranks share the weights on the host, each updates its span of every chunk, on its
+device, and where the plan says so updates happen on the host. Both are queued when the
+step is made, chunk by chunk in the order in which the next forward needs them. A slot that holds the chunk is stale from then on. Who reads the weights next
+waits for the update of that very chunk and of no other: a fetch of the pager, or, for
+weights that stay on the device, `Session.ready` when a module above the blocks is entered.
+An update has landed when all ranks of the node have made theirs: each then enters a
+barrier, asynchronously, on the host thread, and a fetch waits for that one too. It cannot
+be deferred: who reads a weight would need the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..runtime import Device, HostWorker, Ranks, Staging
+from ..runtime.device import Event
+from .chunk_update import ChunkUpdate, InMemory, OnDevice, OnHost
+from .host_chunks import HostChunk
+from .noted import marks, states_of
+
+
+class Surroundings(NamedTuple):
+    """What the owner of the weights does around updates.
+
+    Attributes:
+        in_use: The weights of a chunk that is about to be used.
+        stays: Those that this rank updates of a chunk which is on the device, there.
+        rewrites: The host's copy of some weights is about to be written.
+        stale: Whether the device's copy of a chunk that stays there is older than it.
+        hide: Nobody looks at gradients or uses weights from here on.
+        show_again: A step is over: whoever looked may go on.
+    """
+
+    in_use: Callable[[HostChunk], InMemory]
+    stays: Callable[[HostChunk], InMemory | None]
+    rewrites: Callable[[HostChunk], None]
+    stale: Callable[[int], bool]
+    hide: Callable[[], None]
+    show_again: Callable[[], None]
+
+
+class PendingUpdates:
+    """Makes noted steps where weights are used next, or queues them at once.
+
+    Args:
+        staging: Through which gradients, states and weights come to the device.
+        worker: Waits for the other ranks, and makes updates on the host.
+        around: What the owner of the weights does.
+        ranks: Those of the node, each with a span of every chunk.
+        on_host: Steps are made on the host.
+
+    Attributes:
+        plain: The optimizer that the run would have used without paging.
+    """
+
+    plain: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        device: Device,
+        staging: Staging,
+        worker: HostWorker,
+        around: Surroundings,
+        ranks: Ranks,
+        on_host: bool = False,
+    ) -> None:
+        self._device, self._worker, self._around = device, worker, around
+        self._ranks, self._on_host = ranks, on_host
+        self._defers = not on_host and ranks.world.size == 1
+        self._with_device = OnDevice(device, staging, weights=not self._defers)
+        self._with_host = OnHost(device)
+        self._all: list[ChunkUpdate] = []
+        self._own: dict[int, ChunkUpdate] = {}
+        self._hidden: dict[Any, Any] = {}
+
+    @property
+    def _states(self) -> dict[Any, Any]:
+        return states_of(self.plain)
+
+    def _note(self) -> None:
+        """A step has been noted."""
+        if self._defers:
+            self.fetch_ahead(0)
+            return
+        waiting = [own for own in self._all if own.noted is not None]
+        ahead = deque(
+            own
+            for own in waiting
+            if own.changes(own.noted) and self._around.stays(own.host) is None
+        )
+        for own in waiting:
+            while ahead and not self._on_host and self._with_device.fetch(ahead[0]):
+                ahead.popleft()
+            self._queue(own)
+
+    def fetch_ahead(self, block: int) -> None:
+        """Bring what the next updates read, from a block on, as far as there is room."""
+        for own in self._all if self._defers else ():
+            at = own.host.chunk.block
+            if own.noted is not None and at is not None and at >= block:
+                if not self._with_device.fetch(own):
+                    return
+
+    def pending(self, chunk: int) -> bool:
+        """Whether the last step of a chunk has not yet reached who uses it."""
+        if self._defers and self._own[chunk].noted is not None:
+            return True
+        return self._worker.pending(chunk) or self._around.stale(chunk)
+
+    def use(self, chunk: int) -> None:
+        """A chunk is about to be used: make its noted step."""
+        own = self._own.get(chunk)
+        if self._defers and own is not None and own.noted is not None:
+            self.show_states()
+            self._with_device.make(own, self._around.in_use(own.host))
+
+    def finish(self) -> None:
+        """Send home what an interrupt has kept from it, before slots are filled."""
+        for own in self._all:
+            self._with_device.send_home(own)
+
+    def flush_chunk(self, chunk: int) -> None:
+        """Return once the last step of a chunk has been made."""
+        # what is noted then no other thread will make
+        self._worker.wait(chunk)
+        own = self._own[chunk]
+        if own.noted is None:
+            return
+        if not self._defers:
+            self._queue(own)
+            self._worker.wait(chunk)
+            return
+        self.show_states()
+        weights = self._around.stays(own.host)
+        if weights is None:
+            self._around.rewrites(own.host)
+        self._with_device.make(own, weights)
+        # memory beside the slots is there for one chunk
+        self._with_device.settle()
+
+    def flush(self) -> None:
+        """Return once nothing is pending: the host's copy is the truth."""
+        self.finish()
+        for own in self._all:
+            self.flush_chunk(own.host.chunk.index)
+        self._with_device.settle()
+
+    def _queue(self, own: ChunkUpdate) -> None:
+        self.show_states()
+        self._around.rewrites(own.host)
+        index, fetches = own.host.chunk.index, self._device.fetch.record()
+        if self._on_host:
+            land = partial(self._with_host.make, own, fetches)
+        else:
+            self._worker.wait(index)
+            if own.changes(own.noted):
+                self._with_device.make(own, self._around.stays(own.host))
+            own.noted = None
+            land = partial(_wait, own.left)
+        self._worker.submit(partial(self._land, land), changes=index)
+
+    def _land(self, land: Callable[[], None]) -> Any:
+        land()
+        return self._ranks.updated()
+
+    def _hide_states(self, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            if param in self._states:
+                self._hidden[param] = state = self._states[param]
+                self._states[param] = marks(state)
+
+    def show_states(self) -> None:
+        """A step that was being noted no longer hides what it is not to change."""
+        if self._hidden:
+            self._states.update(self._hidden)
+            # not before: an interrupt in between would lose them
+            self._hidden = {}
+
+
+def _wait(event: Event | None) -> None:
+    if event is not None:
+        event.synchronize()
