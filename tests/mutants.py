@@ -66,11 +66,10 @@ class Mutant(NamedTuple):
 
 SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
 UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
-GRADIENTS, NOTED = "optim/gradients.py", "optim/noted_updates.py"
-MAKING, QUEUED = "optim/chunk_update.py", "optim/queued.py"
+GRADIENTS, NOTED = "optim/gradients.py", "optim/updates.py"
+MAKING, PENDING = "optim/chunk_update.py", "optim/pending.py"
 SESSION, VIEWING = "session.py", "viewing.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
-DEFERRING = "optim/deferred.py"
 STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
@@ -743,8 +742,8 @@ MUTANTS = (
     Mutant(
         "a staging buffer is given back while its state leaves",
         MAKING,
-        "        self._staging.give_back(own.key, [event, own.left])\n",
-        "        self._staging.give_back(own.key)\n",
+        "        self._give_back(own, [event, own.left])\n",
+        "        self._give_back(own)\n",
         DEFERRED,
     ),
     Mutant(
@@ -763,9 +762,9 @@ MUTANTS = (
     ),
     Mutant(
         "who reads the state finds updates on their way home",
-        DEFERRING,
+        PENDING,
         "            self.flush_chunk(own.host.chunk.index)\n"
-        "        self._on_device.settle()\n",
+        "        self._with_device.settle()\n",
         "            self.flush_chunk(own.host.chunk.index)\n",
         DEFERRED,
     ),
@@ -786,7 +785,7 @@ MUTANTS = (
     Mutant(
         "a handler's update begins with what is half made",
         MAKING,
-        "            own.undo()\n            self._staging.give_back(own.key)\n"
+        "            own.undo()\n            self._give_back(own)\n"
         "            if weights is not None:\n"
         "                weights.spoilt()\n",
         "            pass\n",
@@ -794,8 +793,8 @@ MUTANTS = (
     ),
     Mutant(
         "an update that is cut off on its way home is made again",
-        DEFERRING,
-        "        for own in self._all:\n            self._on_device.send_home(own)\n",
+        PENDING,
+        "        for own in self._all:\n            self._with_device.send_home(own)\n",
         "        pass\n",
         DEFERRED,
     ),
@@ -821,32 +820,32 @@ MUTANTS = (
         DEFERRED,
     ),
     Mutant(
-        "weights are updated aside in memory that compute uses",
-        SESSION,
-        "        device.fetch.wait(device.compute.record())\n",
+        "a slot is filled before what was updated aside is home",
+        MAKING,
+        "        self._device.fetch.wait(event)\n",
         "",
         DEFERRED,
     ),
     Mutant(
-        "weights are updated aside before they are there",
-        SESSION,
-        "        device.compute.wait(self._ring.fetch(device.fetch, buffer, chunk.index))\n",
-        "        self._ring.fetch(device.fetch, buffer, chunk.index)\n",
-        DEFERRED,
-    ),
-    Mutant(
         "memory of weights that are updated aside ends on their way home",
-        SESSION,
-        "            device.offload.record().synchronize()\n            device.free",
-        "            device.free",
+        MAKING,
+        '        self._staging.give_back(("weights", own.host.chunk.index), busy)\n',
+        '        self._staging.give_back(("weights", own.host.chunk.index))\n',
         DEFERRED,
     ),
     Mutant(
         "a slot stays current though its chunk was updated aside",
-        SESSION,
-        "            self._pager.forget(number)\n",
+        PENDING,
+        "            self._around.rewrites(own.host)\n",
         "            pass\n",
         DEFERRED,
+    ),
+    Mutant(
+        "a window stays open while its weights are updated",
+        SESSION,
+        "        self._viewer.hide()\n        self._pager.close_any()\n\n",
+        "        self._viewer.hide()\n\n",
+        SESSIONS,
     ),
     Mutant(
         "the host updates weights that are being fetched",
@@ -886,20 +885,20 @@ MUTANTS = (
     Mutant(
         "averages are used before they arrive",
         REDUCTION,
-        "        while self._in_flight:\n            self._retire()\n        width",
-        "        width",
+        "        self._settle_own()\n        if not reduces:\n",
+        "        if not reduces:\n",
         RANKS,
     ),
     Mutant(
         "weights are fetched before other ranks have updated theirs",
-        QUEUED,
+        PENDING,
         "        return self._ranks.updated()\n",
         "        return None\n",
         RANKS,
     ),
     Mutant(
         "weights count as updated on their way home",
-        QUEUED,
+        PENDING,
         "        event.synchronize()\n",
         "        pass\n",
         RANKS,

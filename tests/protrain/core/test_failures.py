@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.optim import GradientOffload
+from axolotl.integrations.protrain.core.optim import Gradients
 from axolotl.integrations.protrain.core.runtime import CpuDevice, asked_bytes
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
@@ -471,7 +471,7 @@ def test_buffers_for_gradients_that_do_not_fit(monkeypatch: Any) -> None:
     """Several ranks take them last, when all blocks have their hooks."""
     model = stack()
     hooks = hook_counts(model)
-    monkeypatch.setattr(GradientOffload, "attach", raises(no_memory))
+    monkeypatch.setattr(Gradients, "attach", raises(no_memory))
     with pytest.raises(torch.OutOfMemoryError):
         open_session(model, swap=[0], recompute=[1])
     assert hook_counts(model) == hooks

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from axolotl.integrations.protrain.core.layout import Direction, Schedule
 from axolotl.integrations.protrain.core.optim import (
-    GradientOffload,
+    Gradients,
     HostChunk,
     HostMemory,
 )
@@ -94,7 +94,7 @@ class Schedules:
             self.device.pin(region)
         self._write_arena()
         self.worker = HostWorker(self.device)
-        self.offload = GradientOffload(self.device, Staging(self.device, Counters()))
+        self.offload = Gradients(self.device, Staging(self.device, Counters()))
         # a norm is taken at once, of what a kernel fills later
         self.offload.begin_micro_batch(False)
         self.hosts: list[Any] = [

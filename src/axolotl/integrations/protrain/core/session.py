@@ -36,7 +36,6 @@ from .checkpoint import Snapshot, load
 from .layout import Direction
 from .layout.tensors import model_bindings
 from .optim import (
-    GradientOffload,
     GradientReduction,
     Gradients,
     HostChunk,
@@ -462,7 +461,7 @@ class Session:
 
     def _new_gradients(self) -> Gradients:
         if self._ranks.world.size == 1:
-            return GradientOffload(self.device, self._staging, self.counters)
+            return Gradients(self.device, self._staging, self.counters)
         return GradientReduction(
             self.device,
             self._worker,

@@ -3,8 +3,8 @@
 Four lanes work side by side: compute, copies to the device, copies from it, and the one
 host thread; with several ranks their collectives are a fifth, and all ranks take the
 same time. The calling thread queues their work and sometimes waits; every rule for
-who waits for whom is that of `Pager`, `Slot`, `GradientOffload`, `GradientReduction`,
-`DeferredUpdates`, `QueuedUpdates`, `Staging` and `Session`. At the update every lane is idle and the
+who waits for whom is that of `Pager`, `Slot`, `Gradients`, `GradientReduction`,
+`PendingUpdates`, `Staging` and `Session`. At the update every lane is idle and the
 slots hold the chunks that forward begins with, so one step, from update to update, is the
 period of the training.
 
@@ -170,7 +170,7 @@ class Step:
         self._landing = "host" if demand.on_host else "offload"
 
     def update(self) -> None:
-        """`QueuedUpdates`: the device's part, then one chunk after another."""
+        """`PendingUpdates`: the device's part, then one chunk after another."""
         d = self._demand
         self._run(d.update_s)
         for work in d.works:
@@ -331,7 +331,7 @@ class Step:
         """A block's window has opened in forward."""
 
     def _reach(self, block: int, first: bool) -> None:
-        """`GradientOffload.reach`: the sums of this block and the one before it."""
+        """`Gradients.reach`: the sums of this block and the one before it."""
         if not first:
             for at in range(block, max(block - 2, -1), -1):
                 for work in self._demand.gradients[at]:
@@ -386,7 +386,7 @@ class Step:
         return 0.0
 
     def _send(self, work: TrainedWork, first: bool, last: bool) -> None:
-        """`GradientOffload.take` of each gradient of a chunk, which then leaves."""
+        """A pass over each gradient of a chunk, which then leaves."""
         self._add(work, first)
         if last:
             self._run(work.norm_s)
@@ -415,7 +415,7 @@ class Step:
 
 
 class DeferredStep(Step):
-    """The same where updates wait until weights are used: `DeferredUpdates`."""
+    """The same where updates wait until weights are used: Note [The deferred update]."""
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
@@ -464,7 +464,7 @@ class DeferredStep(Step):
         return left
 
     def _fetch_operands(self) -> None:
-        """`DeferredUpdates.fetch_ahead`: as many as there is room for."""
+        """`PendingUpdates.fetch_ahead`: as many as there is room for."""
         for work in self._pending:
             staged = work.chunk in self._staged
             if not staged and not self._stage(work, work.operand_bytes):

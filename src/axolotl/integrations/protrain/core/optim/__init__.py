@@ -1,6 +1,6 @@
 """Exact updates of parameters whose state is on the host."""
 
-from .gradients import GradientOffload, Gradients
+from .gradients import Gradients
 from .host_chunks import HostChunk, HostMemory
 from .pending import Surroundings
 from .reduction import GradientReduction

@@ -204,7 +204,8 @@ class OnDevice:
         operands = parts(buffer, sources)
         if weights is None:
             memory = operands.pop() if together else self._alone(own)
-            weights = _Aside(device, memory, own.host.weights, lambda: None)
+            kind = InBuffer if together else _Aside
+            weights = kind(device, memory, own.host.weights, lambda: None)
         own.attempt = attempt = object()
         own.undo = undo = own.remember()
         try:

@@ -38,19 +38,34 @@ from .sums import GradientSums
 
 
 class Gradients:
-    """Brings gradients of host chunks to where the update reads them."""
+    """Brings gradients of host chunks to where the update reads them, of a rank alone;
+    see Note [Sums of micro-batches].
+
+    Args:
+        staging: Through which sums come back.
+    """
 
     host_bytes = 0
     """Page-locked, beside what the chunks have."""
 
-    def __init__(self) -> None:
-        self._shown: list[ShownGradients] = []
+    def __init__(
+        self, device: Device, staging: Staging, counters: Counters | None = None
+    ) -> None:
         self.arrives: Callable[[int], None] = lambda chunk: None
         """Called before a gradient of a chunk is there, or the sum so far is fetched."""
+        self._shown: list[ShownGradients] = []
+        self._device, self._staging = device, staging
+        self._counters = counters or Counters()
+        self._expected: list[GradientSums] = []
+        self._of_block: dict[int | None, list[GradientSums]] = {}
+        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
+        self._synchronises = True
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         """Hook every parameter of the chunks, whose state is on the host."""
-        raise NotImplementedError
+        for host in chunks:
+            self._expect(host.sums)
+        return [handle for host in chunks for handle in self._hook(host)]
 
     def show(self) -> None:
         """Let `.grad` of parameters be their settled gradients; see `ShownGradients`."""
@@ -80,37 +95,54 @@ class Gradients:
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
+        self._synchronises = synchronises
 
     def reach(self, block: int) -> None:
         """Backward has come to a block, whose window is not open yet."""
+        self._ahead(block)
+        self._ahead(block - 1)
 
     def left(self, block: int) -> None:
         """Backward has come past a block, and the next one's window is open."""
+        # what has not arrived of it never will
+        for sums in self._of_block.get(block, ()):
+            self._send(sums)
+        self._ahead(block - 2)
 
     def retire(self) -> None:
         """Let go of what has arrived on the host; waits for nothing."""
+        while self._in_flight and self._in_flight[0][0].query():
+            self._retire()
 
     def settle(self) -> None:
         """Return once every gradient produced so far is where the update reads it."""
+        self._settle_own()
 
     def discard(self) -> None:
         """Forget what has not been sent; return once nothing is on its way."""
+        for sums in self._expected:
+            sums.arrived.clear()
+        self._settle_own()
 
     def close(self) -> None:
         """Release gradients and memory; no copy may be in flight."""
+        self._in_flight.clear()
+        for sums in self._expected:
+            sums.arrived.clear()
 
-    def _hook(
-        self,
-        host: HostChunk,
-        take: Callable[[int, Tensor], None],
-        drop: Callable[[int], None],
-        settle: Callable[[], None],
-    ) -> list[Removable]:
-        """Give each gradient of a chunk away, with the index of its parameter, as soon as
-        autograd has accumulated it.
+    def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
+        """A gradient of a micro-batch is there."""
+        self._add(host.sums, index, gradient)
 
-        `drop` is called before, if the parameter has none: somebody set it to None;
-        `settle` if somebody set it to a tensor, which replaces what is on its way.
+    def _drop(self, host: HostChunk, index: int) -> None:
+        """Forget the sum of a parameter so far, if there is one."""
+        self._forget(host.sums, index)
+
+    def _hook(self, host: HostChunk) -> list[Removable]:
+        """Take each gradient of a chunk as soon as autograd has accumulated it.
+
+        If the parameter has none before, somebody set it to None, and the sum is dropped;
+        if somebody set it to a tensor, that replaces what is on its way.
         """
         shown = ShownGradients(host)
         self._shown.append(shown)
@@ -132,13 +164,13 @@ class Gradients:
                 accumulates = _accumulates(param)
             if accumulates:
                 self.arrives(host.chunk.index)
-                shown.make_room(index, settle, drop)
+                shown.make_room(index, self._settle_own, partial(self._drop, host))
 
         def after(index: int, param: Tensor) -> None:
             gradient = param.grad
             shown.put(index)
             if gradient is not None:
-                take(index, gradient)
+                self._take(host, index, gradient)
 
         handles: list[Removable] = []
         for index, param in enumerate(host.params):
@@ -147,85 +179,27 @@ class Gradients:
             handles.append(param.register_post_accumulate_grad_hook(hook))
         return handles
 
-
-class GradientOffload(Gradients):
-    """`Gradients` of a rank alone; see Note [Sums of micro-batches].
-
-    Args:
-        staging: Through which sums come back.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        staging: Staging,
-        counters: Counters | None = None,
-    ) -> None:
-        super().__init__()
-        self._device, self._staging = device, staging
-        self._counters = counters or Counters()
-        self._expected: list[GradientSums] = []
-        self._of_block: dict[int | None, list[GradientSums]] = {}
-        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
-        self._synchronises = True
-
-    def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
-        handles: list[Removable] = []
-        for host in chunks:
-            sums = host.sums
-            self.expect(sums)
-            take, drop = partial(self.take, sums), partial(self.drop, sums)
-            handles += self._hook(host, take, drop, self.settle)
-        return handles
-
-    def expect(self, sums: GradientSums) -> None:
+    def _expect(self, sums: GradientSums) -> None:
         """Gradients of a chunk will come."""
         self._expected.append(sums)
         self._of_block.setdefault(sums.chunk.block, []).append(sums)
 
-    def begin_micro_batch(self, synchronises: bool) -> None:
-        self._synchronises = synchronises
-
-    def reach(self, block: int) -> None:
-        self._ahead(block)
-        self._ahead(block - 1)
-
-    def left(self, block: int) -> None:
-        # what has not arrived of it never will
-        for sums in self._of_block.get(block, ()):
-            self._send(sums)
-        self._ahead(block - 2)
-
-    def retire(self) -> None:
-        while self._in_flight and self._in_flight[0][0].query():
-            self._retire()
-
-    def send(self) -> None:
+    def _send_all(self) -> None:
         """Send what has arrived: parameters the loss does not depend on never do."""
         for sums in self._expected:
             self._send(sums)
 
-    def settle(self) -> None:
-        self.send()
+    def _settle_own(self) -> None:
+        """Return once what this rank has is on its host."""
+        self._send_all()
         while self._in_flight:
             self._retire()
 
-    def discard(self) -> None:
-        for sums in self._expected:
-            sums.arrived.clear()
-        self.settle()
-
-    def close(self) -> None:
-        self._in_flight.clear()
-        for sums in self._expected:
-            sums.arrived.clear()
-
-    def take(self, sums: GradientSums, index: int, gradient: Tensor) -> None:
-        """A gradient of a micro-batch is there."""
+    def _add(self, sums: GradientSums, index: int, gradient: Tensor) -> None:
         if index in sums.arrived:
             # the next micro-batch: sums keep the order of the plain run
             self._send(sums)
-        gradient = self.added(sums, index, gradient)
+        gradient = self._added(sums, index, gradient)
         sums.norms.pop(index, None)
         if self._synchronises:
             sums.norms[index] = sums.norm(gradient)
@@ -234,13 +208,12 @@ class GradientOffload(Gradients):
         if len(sums.arrived) == len(sums.chunk.tensors):
             self._send(sums)
 
-    def drop(self, sums: GradientSums, index: int) -> None:
-        """Forget the sum of a parameter so far, if there is one."""
+    def _forget(self, sums: GradientSums, index: int) -> None:
         if index in sums.present or index in sums.arrived:
-            self.settle()
+            self._settle_own()
             sums.present.discard(index)
 
-    def added(self, sums: GradientSums, index: int, gradient: Tensor) -> Tensor:
+    def _added(self, sums: GradientSums, index: int, gradient: Tensor) -> Tensor:
         """A gradient with the sum so far, in the dtype of that, which is spent then."""
         gradient = gradient.to(sums.total(index).dtype)
         if index not in sums.present:
@@ -267,7 +240,7 @@ class GradientOffload(Gradients):
         self._device.writes((flat,), compute)
         return flat.view(gradient.shape)
 
-    def let_go(self, sums: GradientSums) -> None:
+    def _let_go(self, sums: GradientSums) -> None:
         """What has come back of a chunk has been used."""
         fetched = self._staging.give_back(_key(sums))
         if fetched is not None:
@@ -281,27 +254,35 @@ class GradientOffload(Gradients):
         return max(of_blocks, default=SUM_PIECE_BYTES)
 
     def _send(self, sums: GradientSums) -> None:
-        self.let_go(sums)
+        self._let_go(sums)
         gradients, sums.arrived = sums.arrived, {}
         if not gradients:
             return
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._retire()
+        self._make_room()
         stream = self._device.offload
         stream.wait(self._device.compute.record())
         for index, gradient in gradients.items():
             stream.copy(sums.total(index), gradient)
             sums.present.add(index)
-        event = sums.sent = stream.record()
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
-        self._in_flight.append((event, list(gradients.values())))
-        self.retire()
+        self._leaves(sums, list(gradients.values()))
 
     def _ahead(self, block: int) -> None:
         for sums in self._of_block.get(block, ()):
             if sums.present:
                 self.arrives(sums.chunk.index)
                 self._staging.fetch(_key(sums), [_source(sums)])
+
+    def _make_room(self) -> None:
+        """Return once another chunk may be on its way."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._retire()
+
+    def _leaves(self, sums: GradientSums, gradients: list[Tensor]) -> None:
+        """What is held until the copies into sums, queued now, have ended."""
+        sums.sent = self._device.offload.record()
+        self._in_flight.append((sums.sent, gradients))
+        self.retire()
 
     def _retire(self) -> None:
         event, _gradients = self._in_flight.popleft()

@@ -26,7 +26,6 @@ rank that has not used the chunk since, so launching waits for that update first
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -36,9 +35,8 @@ from torch import Tensor
 from ..errors import AccessError
 from ..layout import main_chunk
 from ..runtime import Arena, Device, HostWorker, Ranks, Removable, Staging
-from ..runtime.device import Event
-from ..types import IN_FLIGHT, Counters
-from .gradients import GradientOffload, Gradients
+from ..types import Counters
+from .gradients import Gradients
 from .host_chunks import HostChunk
 from .sums import GradientSums
 
@@ -62,45 +60,38 @@ class GradientReduction(Gradients):
         sums_fp32: bool,
         counters: Counters,
     ) -> None:
-        super().__init__()
-        self._device, self._worker, self._ranks = device, worker, ranks
+        super().__init__(device, staging, counters)
+        self._worker, self._ranks = worker, ranks
         self._order, self._sums_fp32 = order, sums_fp32
-        self._counters = counters
-        self._offload = GradientOffload(device, staging, counters)
         self._waiting: list[_Waiting] = []
+        self._of_chunk: dict[int, _Waiting] = {}
         self._first_of_block: dict[int, int] = {}
-        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._sums_arena = Arena()
         self._pinned: Tensor | None = None
-        self._synchronises = True
         self._due = self._ends = False
         self._next = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         chunks = sorted(chunks, key=self._turn)
         self._waiting = [_Waiting(host) for host in chunks]
-        handles: list[Removable] = []
+        self._of_chunk = {w.host.chunk.index: w for w in self._waiting}
         for number, waiting in enumerate(self._waiting):
             block = waiting.host.chunk.block
             if block is not None:
                 self._first_of_block.setdefault(block, number)
-            take, drop = partial(self._take, waiting), partial(self._drop, waiting)
-            handles += self._hook(waiting.host, take, drop, self._offload.settle)
-        return handles
+        return [handle for host in chunks for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
-        self._synchronises = synchronises
-        # norms are those of averages
-        self._offload.begin_micro_batch(False)
+        super().begin_micro_batch(synchronises)
         if synchronises:
             # or a gradient would be added to less than there is
-            self._offload.send()
+            self._send_all()
             self._due, self._ends, self._next = True, False, 0
             for waiting in self._waiting:
                 waiting.launched = False
 
     def reach(self, block: int) -> None:
-        self._offload.reach(block)
+        super().reach(block)
         # what follows the block in forward is done
         if not self._due or not self._waiting:
             return
@@ -112,23 +103,15 @@ class GradientReduction(Gradients):
         if block in self._first_of_block:
             self._launch_until(self._first_of_block[block])
 
-    def left(self, block: int) -> None:
-        self._offload.left(block)
-
-    def retire(self) -> None:
-        self._offload.retire()
-        while self._in_flight and self._in_flight[0][0].query():
-            self._retire()
-
     def settle(self) -> None:
         # all ranks call it at the same point of a step
-        if not self._due or not self._waiting:
-            self._offload.settle()
+        reduces = self._due and bool(self._waiting)
+        if reduces:
+            self._launch_until(len(self._waiting))
+            self._due = False
+        self._settle_own()
+        if not reduces:
             return
-        self._launch_until(len(self._waiting))
-        self._due = False
-        while self._in_flight:
-            self._retire()
         width = max(len(waiting.host.params) for waiting in self._waiting)
         flags = torch.zeros(len(self._waiting), width, dtype=torch.uint8)
         for row, waiting in zip(flags, self._waiting, strict=True):
@@ -148,13 +131,12 @@ class GradientReduction(Gradients):
 
     def discard(self) -> None:
         self._due = False
-        self._offload.discard()
+        super().discard()
         for waiting in self._waiting:
             waiting.forget()
 
     def close(self) -> None:
-        self._offload.close()
-        self._in_flight.clear()
+        super().close()
         for waiting in self._waiting:
             waiting.forget()
         if self._pinned is not None:
@@ -170,12 +152,13 @@ class GradientReduction(Gradients):
         known = chunk.index in self._order
         return (self._order.index(chunk.index) if known else len(self._order),)
 
-    def _take(self, waiting: _Waiting, index: int, gradient: Tensor) -> None:
+    def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
+        waiting = self._of_chunk[host.chunk.index]
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
             if waiting.launched or index in waiting.gradients:
-                name = waiting.host.chunk.tensors[index].name
+                name = host.chunk.tensors[index].name
                 raise AccessError(
                     f"{name}: a second backward pass in the last micro-batch of a step "
                     "has reached this weight, whose gradient is on its way to the other "
@@ -183,20 +166,19 @@ class GradientReduction(Gradients):
                     "add the losses up, use gradient_accumulation_steps, or set "
                     "protrain_force_all_persistent: true."
                 )
-            earlier = waiting.host.earlier
-            if earlier is not None:
-                gradient = self._offload.added(earlier, index, gradient)
+            if host.earlier is not None:
+                gradient = self._added(host.earlier, index, gradient)
             self._device.writes((gradient,), self._device.compute)
             waiting.gradients[index] = gradient
             return
         if self._pinned is None:
             self._begin_sums()
-        assert waiting.host.earlier is not None
-        self._offload.take(waiting.host.earlier, index, gradient)
+        assert host.earlier is not None
+        self._add(host.earlier, index, gradient)
 
-    def _drop(self, waiting: _Waiting, index: int) -> None:
-        if waiting.host.earlier is not None:
-            self._offload.drop(waiting.host.earlier, index)
+    def _drop(self, host: HostChunk, index: int) -> None:
+        if host.earlier is not None:
+            self._forget(host.earlier, index)
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
@@ -215,7 +197,7 @@ class GradientReduction(Gradients):
                 self._device,
                 range(len(own.tensors)),
             )
-            self._offload.expect(earlier)
+            self._expect(earlier)
 
     def _launch_until(self, number: int) -> None:
         while self._next < number:
@@ -227,8 +209,7 @@ class GradientReduction(Gradients):
         device, host = self._device, waiting.host
         self._worker.wait(host.chunk.index)
         averages = self._scaled(waiting)
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._retire()
+        self._make_room()
         communicate, offload = device.communicate, device.offload
         communicate.wait(device.compute.record())
         for rank, span in enumerate(host.owners):
@@ -242,9 +223,7 @@ class GradientReduction(Gradients):
         for index in host.span:
             offload.copy(host.sums.total(index), averages[index])
             self._counters.offloaded_bytes += averages[index].nbytes
-        host.sums.sent = offload.record()
-        self._in_flight.append((host.sums.sent, averages))
-        self.retire()
+        self._leaves(host.sums, averages)
 
     def _scaled(self, waiting: _Waiting) -> list[Tensor]:
         """This rank's part of the average of each gradient of a chunk."""
@@ -258,18 +237,14 @@ class GradientReduction(Gradients):
             if own is None:
                 own = torch.zeros(param.shape, dtype=dtype, device=param.device)
                 if earlier is not None:
-                    own = self._offload.added(earlier, index, own)
+                    own = self._added(earlier, index, own)
             own = own.to(dtype).contiguous()
             scaled.append(own.mul_(1.0 / self._ranks.world.size))
         if earlier is not None:
-            self._offload.let_go(earlier)
+            self._let_go(earlier)
         self._device.writes(scaled, compute)
         waiting.launched = True
         return scaled
-
-    def _retire(self) -> None:
-        event, _averages = self._in_flight.popleft()
-        event.synchronize()
 
 
 class _Waiting:
