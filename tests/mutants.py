@@ -446,7 +446,7 @@ MUTANTS = (
     Mutant(
         "an update overwrites what a save has still to write",
         MAKING,
-        "        self._device.before_write([own.host.weights, *homes])\n",
+        "        self._device.before_write([own.host.weights.memory, *homes])\n",
         "",
         SNAPSHOTS,
     ),

@@ -273,10 +273,10 @@ class Schedules:
     def _task(self, host: HostChunk, fetches: Any, sums: dict[str, float]) -> Any:
         def update() -> None:
             fetches.synchronize()
-            self.device.writes((host.weights, host.sums.memory))
+            self.device.writes((host.weights.memory, host.sums.memory))
             for index, spec in enumerate(host.chunk.tensors):
                 if spec.name in sums:
-                    gradient, total = host.sums.total(index), sums[spec.name]
+                    gradient, total = host.sums[index], sums[spec.name]
                     if not bool((gradient == total).all()):
                         self.wrong.append(f"a sum of {gradient.tolist()}, not {total}")
                     self.arena.tensor(host.chunk.index, spec).sub_(gradient)

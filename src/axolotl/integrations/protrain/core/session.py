@@ -563,7 +563,7 @@ class Session:
     def _in_use(self, host: HostChunk) -> InSlot | InBuffer:
         """Where the weights of a chunk are that is in use."""
         slot = self._ring.slot_of(host.chunk.index)
-        return InSlot(slot, host.weights) if slot else self._on_device(host)
+        return InSlot(slot, host.weights.memory) if slot else self._on_device(host)
 
     def _stays(self, host: HostChunk) -> InBuffer | None:
         """See `Surroundings`."""
@@ -572,13 +572,13 @@ class Session:
 
     def _on_device(self, host: HostChunk) -> InBuffer:
         """Where this rank updates the weights of a chunk that do not leave the device."""
-        own = slice(host.start, host.start + host.weights.numel())
-        buffer = self._residence.buffer_of(host.chunk)[own]
+        weights = host.weights
+        buffer = self._residence.buffer_of(host.chunk)[weights.within_chunk]
         # several ranks refresh them together, before they are used
         alone = self._ranks.world.size == 1
         refresh = partial(self._residence.refresh, host.chunk, self._ring)
         renew = refresh if alone else lambda: None
-        return InBuffer(self.device, buffer, host.weights, renew)
+        return InBuffer(self.device, buffer, weights.memory, renew)
 
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""

@@ -29,7 +29,6 @@ from .host_chunks import HostChunk
 from .masters import join, split
 from .noted import Clip, Noted, states_of
 from .states import Change, HostedState, leaves, structure
-from .sums import tensor_in
 
 
 class InMemory(Protocol):
@@ -94,7 +93,7 @@ class ChunkUpdate:
         if region.numel():
             travelling.append(region)
         changed = [Source(memory, self.left) for memory in travelling]
-        brought = [Source(self.host.weights, self.left)] if weights else []
+        brought = [Source(self.host.weights.memory, self.left)] if weights else []
         return [Source(self.sums.memory, self.sums.sent), *changed, *brought]
 
     def step(
@@ -121,7 +120,7 @@ class ChunkUpdate:
         for index in self.changes(noted):
             param = self.params[index]
             main = self.mains[param]
-            weight = tensor_in(weights, host.chunk.tensors[index], host.start)
+            weight = host.weights.within(weights, index)
             mastered = masters is not None and index in masters
             rest = masters.within(rests, index) if masters and mastered else None
             main.data = weight if rest is None else join(weight, rest)
@@ -205,7 +204,7 @@ class OnDevice:
         if weights is None:
             memory = operands.pop() if together else self._alone(own)
             kind = InBuffer if together else _Aside
-            weights = kind(device, memory, own.host.weights, lambda: None)
+            weights = kind(device, memory, own.host.weights.memory, lambda: None)
         own.attempt = attempt = object()
         own.undo = undo = own.remember()
         try:
@@ -236,7 +235,7 @@ class OnDevice:
         change, weights, clip = own.done
         own.undo = None
         homes = [target for target, _ in change.copies]
-        self._device.before_write([own.host.weights, *homes])
+        self._device.before_write([own.host.weights.memory, *homes])
         own.state.take(change)
         event = weights.send_back()
         offload = self._device.offload
@@ -259,8 +258,8 @@ class OnDevice:
         self._staging.retire()
 
     def _alone(self, own: ChunkUpdate) -> Tensor:
-        key, weights = ("weights", own.host.chunk.index), own.host.weights
-        return self._staging.take(key, [Source(weights, own.left)], keep=False)
+        key, home = ("weights", own.host.chunk.index), own.host.weights.memory
+        return self._staging.take(key, [Source(home, own.left)], keep=False)
 
     def _give_back(self, own: ChunkUpdate, busy: Sequence[Event] = ()) -> None:
         self._staging.give_back(own.key, busy)
@@ -302,13 +301,13 @@ class OnHost:
         # queued again by who came after an interrupt, it has been made
         if noted is None:
             return
-        host, state, masters = own.host, own.state, own.host.masters
+        state, masters, weights = own.state, own.host.masters, own.host.weights.memory
         rests = own.sums.memory if masters is None else masters.memory
-        changed = host.weights, own.sums.memory, rests, state.region
+        changed = weights, own.sums.memory, rests, state.region
         self._device.writes(changed)
         # what it scales, it scales where that is read
-        with _updating(host.weights.device):
-            own.step(noted, host.weights, own.sums.memory, rests)
+        with _updating(weights.device):
+            own.step(noted, weights, own.sums.memory, rests)
             change = state.changed(state.region)
             for target, source in change.copies:
                 if target.data_ptr() != source.data_ptr():

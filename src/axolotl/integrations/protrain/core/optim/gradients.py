@@ -215,7 +215,7 @@ class Gradients:
 
     def _added(self, sums: GradientSums, index: int, gradient: Tensor) -> Tensor:
         """A gradient with the sum so far, in the dtype of that, which is spent then."""
-        gradient = gradient.to(sums.total(index).dtype)
+        gradient = gradient.to(sums[index].dtype)
         if index not in sums.present:
             return gradient
         # on the host it is old from now on
@@ -262,7 +262,7 @@ class Gradients:
         stream = self._device.offload
         stream.wait(self._device.compute.record())
         for index, gradient in gradients.items():
-            stream.copy(sums.total(index), gradient)
+            stream.copy(sums[index], gradient)
             sums.present.add(index)
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._leaves(sums, list(gradients.values()))

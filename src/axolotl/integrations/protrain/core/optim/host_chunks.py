@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..layout import main_chunk, rest_chunk, span_bytes, spans
+from ..layout import main_chunk, rest_chunk, spans
 from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk
+from .host_tensors import HostTensors
 from .masters import Masters
 from .sums import GradientSums
 
@@ -68,7 +69,7 @@ class HostChunk:
     Attributes:
         owners: For each rank of the node the indices of the tensors that it updates, and
             as `span` those of this one.
-        weights: uint8, the arena's bytes of the span.
+        weights: In the arena.
         sums: Gradients of all ranks, of all micro-batches; the update reads them there.
         earlier: Of one of several ranks, those of micro-batches before the last.
         masters: What masters have beyond the weights.
@@ -86,23 +87,18 @@ class HostChunk:
         self.params = [params[spec.name] for spec in chunk.tensors]
         self.owners = memory.spans[chunk.index]
         self.span = self.owners[ranks.local_rank]
-        weights = memory.weights.chunk(chunk.index)
-        own = span_bytes(chunk, self.span)
-        self.weights, self.start = weights[own], own.start
-        summed, gradients = main_chunk(chunk, memory.sums_fp32), memory.gradients
+        self.weights = HostTensors(chunk, memory.weights, self.span)
         self.sums = GradientSums(
             chunk,
-            summed,
-            gradients.chunk(chunk.index),
-            [gradients.tensor(chunk.index, spec) for spec in summed.tensors],
+            memory.gradients,
             self._device,
             self.span,
-            in_fp32=memory.masters,
+            memory.sums_fp32,
+            norms_fp32=memory.masters,
         )
         if chunk.has_masters(memory.masters):
-            views = [memory.weights.tensor(chunk.index, s) for s in chunk.tensors]
-            rests = memory.rests.chunk(chunk.index)
-            self.masters = Masters(chunk, rests, views, self._device, self.span)
+            weights, rests = self.weights, memory.rests
+            self.masters = Masters(chunk, rests, weights, self._device, self.span)
 
     def main_dtype(self, index: int) -> torch.dtype:
         """In which a parameter is updated."""
@@ -120,8 +116,8 @@ class HostChunk:
         """A parameter's gradient of all micro-batches so far, in the dtype of the sum; no
         rank may be writing it. One of several ranks gets a copy."""
         if self.earlier is not None and index in self.earlier.present:
-            return self.earlier.total(index)
-        total = self.sums.total(index)
+            return self.earlier[index]
+        total = self.sums[index]
         return total.clone() if self.shared else total
 
     def replace(self, index: int, gradient: Tensor) -> None:

@@ -12,75 +12,62 @@ way does not grow with the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..layout import rest_chunk, span_bytes
-from ..runtime import Device
+from ..layout import rest_chunk
+from ..runtime import Arena, Device
 from ..types import SPLIT_NUMEL, Chunk
-from .sums import tensor_in
+from .host_tensors import HostTensors
 
 
-class Masters:
-    """What the fp32 masters of a chunk have beyond its weights.
+class Masters(HostTensors):
+    """What the fp32 masters of a chunk have beyond its weights; see `rest_chunk`.
 
     Args:
-        whole: uint8, page-locked, laid out as `rest_chunk` says.
-        weights: Of the whole chunk, on the host.
+        arena: Has it, page-locked.
+        weights: Of the chunk.
         span: Parameters that this rank updates.
-
-    Attributes:
-        memory: That of the span.
     """
 
     def __init__(
         self,
         chunk: Chunk,
-        whole: Tensor,
-        weights: Sequence[Tensor],
+        arena: Arena,
+        weights: HostTensors,
         device: Device,
         span: range,
     ) -> None:
+        super().__init__(rest_chunk(chunk), arena, span)
         self.chunk, self._weights, self._device = chunk, weights, device
-        rests = rest_chunk(chunk)
-        self._specs, self._whole = rests.tensors, whole
-        own = span_bytes(rests, span)
-        self.memory, self._start = whole[own], own.start
 
     def __contains__(self, index: int) -> bool:
         return self.chunk.tensors[index].is_16_bit
 
-    def within(self, buffer: Tensor, index: int) -> Tensor:
-        """That of a parameter in a copy of the memory."""
-        return tensor_in(buffer, self._specs[index], self._start)
-
     def any(self, index: int) -> bool:
         """Whether a master is not its weight."""
-        return bool(self._rest(index).any())
+        return bool(self[index].any())
 
     def join(self, index: int) -> Tensor:
         """A master, in memory of its own."""
-        self._device.reads((self._weights[index], self._whole))
-        return join(self._weights[index], self._rest(index))
+        self._device.reads((self._weights[index], self[index]))
+        return join(self._weights[index], self[index])
 
     def load(self, index: int, master: Tensor) -> None:
         """Overwrite a master, and with it the weight."""
-        self._device.writes((self._weights[index], self._whole))
-        split(master.contiguous(), self._weights[index], self._rest(index))
+        self._device.writes((self._weights[index], self[index]))
+        split(master.contiguous(), self._weights[index], self[index])
 
     def renew(self, written: Mapping[str, Tensor] | None = None) -> None:
         """Weights are their masters now: all, or of those named where they say, bool."""
-        self._device.writes((self._whole,))
         for index, spec in enumerate(self.chunk.tensors):
             if spec.is_16_bit and (written is None or spec.name in written):
+                self._device.writes((self[index],))
                 where = None if written is None else written[spec.name]
-                renew(self._weights[index], self._rest(index), where)
-
-    def _rest(self, index: int) -> Tensor:
-        return tensor_in(self._whole, self._specs[index])
+                renew(self._weights[index], self[index], where)
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor) -> None:

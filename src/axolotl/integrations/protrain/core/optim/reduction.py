@@ -188,14 +188,13 @@ class GradientReduction(Gradients):
         assert self._pinned is not None
         self._device.pin(self._pinned)
         self.host_bytes = self._sums_arena.nbytes
-        for waiting, own in zip(self._waiting, summed, strict=True):
+        for waiting, own in zip(self._waiting, chunks, strict=True):
             earlier = waiting.host.earlier = GradientSums(
-                waiting.host.chunk,
                 own,
-                self._sums_arena.chunk(own.index),
-                [self._sums_arena.tensor(own.index, spec) for spec in own.tensors],
+                self._sums_arena,
                 self._device,
                 range(len(own.tensors)),
+                self._sums_fp32,
             )
             self._expect(earlier)
 
@@ -221,7 +220,7 @@ class GradientReduction(Gradients):
                     communicate.call(norm, ())
         offload.wait(communicate.record())
         for index in host.span:
-            offload.copy(host.sums.total(index), averages[index])
+            offload.copy(host.sums[index], averages[index])
             self._counters.offloaded_bytes += averages[index].nbytes
         self._leaves(host.sums, averages)
 
@@ -231,7 +230,7 @@ class GradientReduction(Gradients):
         gradients, earlier = waiting.gradients, host.earlier
         scaled = []
         for index, param in enumerate(host.params):
-            own, dtype = gradients.pop(index, None), host.sums.total(index).dtype
+            own, dtype = gradients.pop(index, None), host.sums[index].dtype
             if own is not None or (earlier is not None and index in earlier.present):
                 waiting.used.add(index)
             if own is None:

@@ -396,7 +396,7 @@ class Updates(PendingUpdates):
     def memory(self) -> list[Tensor]:
         """Host memory of weights and their state, chunk by chunk as they are updated:
         nobody writes there without a `Device.before_write`."""
-        pairs = ((own.host.weights, own.state.region) for own in self._all)
+        pairs = ((own.host.weights.memory, own.state.region) for own in self._all)
         return [memory for pair in pairs for memory in pair]
 
     def host_bytes(self) -> int:
@@ -430,7 +430,7 @@ class Updates(PendingUpdates):
                 known.append((sums, index))
                 if index in own.params and index not in sums.norms:
                     # somebody has changed it on the host
-                    gradient = sums.total(index).to(self._device.torch_device)
+                    gradient = sums[index].to(self._device.torch_device)
                     sums.norms[index] = sums.norm(gradient)
         if self._ranks.world.local_size == 1 or not known:
             return
@@ -442,7 +442,7 @@ class Updates(PendingUpdates):
             self._ranks.node_sum(of_others), known, strict=True
         ):
             if index not in sums.norms:
-                dtype = sums.norm(sums.total(index).new_empty(0)).dtype
+                dtype = sums.norm(sums[index].new_empty(0)).dtype
                 sums.norms[index] = norm.to(self._device.torch_device, dtype)
 
     def _drop_others(self, own: ChunkUpdate) -> None:
@@ -520,8 +520,8 @@ def _clip(own: ChunkUpdate, indices: Collection[int], clip: Clip) -> None:
         sums.norms.pop(index, None)
         if index not in own.params:
             continue
-        holder = sums.total(index).detach()
-        holder.grad = sums.total(index)
+        holder = sums[index].detach()
+        holder.grad = sums[index]
         holders.append(holder)
     torch.nn.utils.clip_grads_with_norm_(holders, *clip)
 
