@@ -67,20 +67,14 @@ class TrainedBytes:
         ]
 
     @cached_property
-    def tensors(self) -> list[tuple[int, ...]]:
-        """The tensors of their optimizer state."""
-        return [sum(own, ()) for own in self._states]
-
-    @cached_property
     def state(self) -> list[int]:
         """All of their optimizer state."""
-        return [sum(tensors) for tensors in self.tensors]
+        return [sum(map(sum, states)) for states in self._states]
 
     @cached_property
     def region(self) -> list[int]:
         """The same as it lies on the host."""
-        size = STATE_ALIGNMENT_BYTES
-        return [sum(aligned(t, size) for t in tensors) for tensors in self.tensors]
+        return [sum(map(_region_bytes, states)) for states in self._states]
 
     @cached_property
     def managed(self) -> list[int]:
@@ -131,11 +125,7 @@ class TrainedBytes:
     def _operands(self, chunk: Chunk, sums: Chunk, span: range) -> int:
         """Of a span of a chunk for its update."""
         w, states = self.workload, self._states[chunk.index]
-        region = sum(
-            aligned(nbytes, STATE_ALIGNMENT_BYTES)
-            for index in span
-            for nbytes in states[index]
-        )
+        region = sum(_region_bytes(states[index]) for index in span)
         parts = [span_bytes(sums, span)]
         if w.fp32_master:
             parts.append(span_bytes(rest_chunk(chunk), span))
@@ -162,6 +152,11 @@ class TrainedBytes:
         # master by master, with its gradient in fp32 until it is split
         copies = (not self.sums_fp32) + w.update_copies + w.update_parameter_copies
         return single + max(round(copies * single), min(single, 4 * SPLIT_NUMEL))
+
+
+def _region_bytes(tensors: tuple[int, ...]) -> int:
+    """Of the state of a tensor where it lies on the host or in staging."""
+    return sum(aligned(nbytes, STATE_ALIGNMENT_BYTES) for nbytes in tensors)
 
 
 @dataclass(frozen=True)

@@ -194,14 +194,12 @@ class HostedState:
 
     def to_device(self, buffer: Tensor) -> None:
         """Bind what travels to its copy in a device buffer."""
-        for leaf in leaves(self._own()):
-            place = self._rest.places.get(leaf.path)
-            if place is not None:
-                here = place.within(buffer)
-                if not self.is_at_rest(leaf.tensor):
-                    # somebody has put it there since
-                    here.copy_(leaf.tensor)
-                leaf.bind(here)
+        for leaf, place in self._at_rest():
+            here = place.within(buffer)
+            if not self.is_at_rest(leaf.tensor):
+                # somebody has put it there since
+                here.copy_(leaf.tensor)
+            leaf.bind(here)
 
     def changed(self, buffer: Tensor) -> Change:
         """What an update in `buffer` has changed; what it replaced is put there, too.
@@ -226,11 +224,8 @@ class HostedState:
         if change.rest is not self._rest:
             self._left.append(self.region)
             self._rest = change.rest
-        self.to_host()
-
-    def to_host(self) -> None:
-        """Bind everything to where it rests."""
-        self._bind(lambda place: place.on_host(self.region))
+        for leaf, place in self._at_rest():
+            leaf.bind(place.on_host(self.region))
 
     def is_at_rest(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the region."""
@@ -256,11 +251,10 @@ class HostedState:
         states, pairs = vars(self._optimizer)["state"], enumerate(self._params)
         return {n: states[p] for n, p in pairs if p in states}
 
-    def _bind(self, tensor_at: Callable[[_Place], Tensor]) -> None:
-        for leaf in leaves(self._own()):
-            place = self._rest.places.get(leaf.path)
-            if place is not None:
-                leaf.bind(tensor_at(place))
+    def _at_rest(self) -> Iterator[tuple[Leaf, _Place]]:
+        """What travels, and where it lies in the region."""
+        places = self._rest.places
+        return ((x, places[x.path]) for x in leaves(self._own()) if x.path in places)
 
     def _moved(self, found: Sequence[Leaf]) -> Change:
         places, end = {}, 0
