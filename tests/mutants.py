@@ -841,13 +841,6 @@ MUTANTS = (
         DEFERRED,
     ),
     Mutant(
-        "a window stays open while its weights are updated",
-        SESSION,
-        "        self._viewer.hide()\n        self._pager.close_any()\n\n",
-        "        self._viewer.hide()\n\n",
-        SESSIONS,
-    ),
-    Mutant(
         "the host updates weights that are being fetched",
         MAKING,
         "        fetches.synchronize()\n",

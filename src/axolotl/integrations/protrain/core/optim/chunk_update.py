@@ -258,6 +258,8 @@ class OnDevice:
         self._staging.retire()
 
     def _alone(self, own: ChunkUpdate) -> Tensor:
+        # memory beside slots and staging is there for one chunk
+        self.settle()
         key, home = ("weights", own.host.chunk.index), own.host.weights.memory
         return self._staging.take(key, [Source(home, own.left)], keep=False)
 

@@ -143,7 +143,7 @@ class PendingUpdates:
             self._with_device.send_home(own)
 
     def flush_chunk(self, chunk: int) -> None:
-        """Return once the last step of a chunk has been made."""
+        """Have the last step of a chunk made, and wait for it where it is queued."""
         # what is noted then no other thread will make
         self._worker.wait(chunk)
         own = self._own[chunk]
@@ -158,8 +158,6 @@ class PendingUpdates:
         if weights is None:
             self._around.rewrites(own.host)
         self._with_device.make(own, weights)
-        # memory beside the slots is there for one chunk
-        self._with_device.settle()
 
     def flush(self) -> None:
         """Return once nothing is pending: the host's copy is the truth."""

@@ -187,6 +187,7 @@ class Updates(PendingUpdates):
     def _replaced(self, chunk: int) -> None:
         """Somebody has set a gradient, which is not to be scaled by what was before."""
         self.flush_chunk(chunk)
+        self._with_device.settle()
         self._scale()
 
     def forget_clip(self) -> None:
