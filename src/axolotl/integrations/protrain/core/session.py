@@ -560,10 +560,12 @@ class Session:
             self._updates.use(index)
         self._updates.fetch_ahead(block + 1)
 
-    def _in_use(self, host: HostChunk) -> InSlot | InBuffer:
+    def _in_use(self, host: HostChunk) -> InBuffer:
         """Where the weights of a chunk are that is in use."""
         slot = self._ring.slot_of(host.chunk.index)
-        return InSlot(slot, host.weights.memory) if slot else self._on_device(host)
+        if slot is None:
+            return self._on_device(host)
+        return InSlot(self.device, slot, host.weights.memory)
 
     def _stays(self, host: HostChunk) -> InBuffer | None:
         """See `Surroundings`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +29,6 @@ from .host_chunks import HostChunk
 from .masters import join, split
 from .noted import Clip, Noted, states_of
 from .states import Change, HostedState, leaves, structure
-
-
-class InMemory(Protocol):
-    """The weights of a chunk where they compute: all of it in a buffer, uint8."""
-
-    buffer: Tensor
-
-    def changed(self) -> None:
-        """Compute has written them."""
-
-    def send_back(self) -> Event:
-        """Queue the way home of what compute has changed."""
-
-    def spoilt(self) -> None:
-        """They are not to be used: compute has changed some of them."""
 
 
 class ChunkUpdate:
@@ -72,7 +57,7 @@ class ChunkUpdate:
         self.noted: Noted | None = None
         self.used: tuple[int, ...] = ()
         # what an update has left on the device, until it is on its way home
-        self.done: tuple[Change, InMemory, Clip | None] | None = None
+        self.done: tuple[Change, InBuffer, Clip | None] | None = None
         # while an update is under way, what puts the state back to rest
         self.undo: Callable[[], None] | None = None
         self.clip: Clip | None = None
@@ -184,7 +169,7 @@ class OnDevice:
         """Bring what an update reads; False if there is no room."""
         return self._staging.fetch(own.key, own.sources(self._together))
 
-    def make(self, own: ChunkUpdate, weights: InMemory | None = None) -> None:
+    def make(self, own: ChunkUpdate, weights: InBuffer | None = None) -> None:
         """Make the step of a chunk, once; without `weights` they come from the host."""
         device, noted = self._device, own.noted
         assert noted is not None

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..runtime import Device, HostWorker, Ranks, Staging
+from ..runtime import Device, HostWorker, InBuffer, Ranks, Staging
 from ..runtime.device import Event
-from .chunk_update import ChunkUpdate, InMemory, OnDevice, OnHost
+from .chunk_update import ChunkUpdate, OnDevice, OnHost
 from .host_chunks import HostChunk
 from .noted import marks, states_of
 
@@ -54,8 +54,8 @@ class Surroundings(NamedTuple):
         show_again: A step is over: whoever looked may go on.
     """
 
-    in_use: Callable[[HostChunk], InMemory]
-    stays: Callable[[HostChunk], InMemory | None]
+    in_use: Callable[[HostChunk], InBuffer]
+    stays: Callable[[HostChunk], InBuffer | None]
     rewrites: Callable[[HostChunk], None]
     stale: Callable[[int], bool]
     hide: Callable[[], None]

@@ -155,6 +155,10 @@ class Slot:
         self._device.writes([self.buffer], self._device.compute)
         self._device.begin_use(self.buffer)
 
+    def forget(self) -> None:
+        """The host has another copy."""
+        self.holds = None
+
     def overwritten(self) -> None:
         """Compute has written through the parameters; order the next `fetch` after."""
         self._device.writes([self.buffer], self._device.compute)
@@ -162,28 +166,9 @@ class Slot:
         self.holds = None
 
 
-class InSlot:
-    """Weights of a chunk in a slot whose window is open, to be updated there."""
-
-    def __init__(self, slot: Slot, home: Tensor) -> None:
-        self._slot, self._home, self.buffer = slot, home, slot.buffer
-
-    def changed(self) -> None:
-        """Compute has written them."""
-        self._slot.changed()
-
-    def send_back(self) -> Event:
-        """Queue the way home of what compute has changed."""
-        return self._slot.send_back(self._home)
-
-    def spoilt(self) -> None:
-        """They are not to be used: compute has changed some of them."""
-        self._slot.changed()
-        self._slot.holds = None
-
-
 class InBuffer:
-    """The same in a buffer that is no slot; `renew` brings the host's copy there."""
+    """Weights of a chunk on the device, uint8, to be updated there; `renew` brings the
+    host's copy back."""
 
     def __init__(
         self, device: Device, buffer: Tensor, home: Tensor, renew: Callable[[], None]
@@ -203,6 +188,20 @@ class InBuffer:
         """They are not to be used: compute has changed some of them."""
         self.changed()
         self._renew()
+
+
+class InSlot(InBuffer):
+    """The same in a slot whose window is open."""
+
+    def __init__(self, device: Device, slot: Slot, home: Tensor) -> None:
+        super().__init__(device, slot.buffer, home, slot.forget)
+        self._slot = slot
+
+    def changed(self) -> None:
+        self._slot.changed()
+
+    def send_back(self) -> Event:
+        return self._slot.send_back(self._home)
 
 
 def send_home(device: Device, home: Tensor, buffer: Tensor) -> Event:
