@@ -595,7 +595,7 @@ MUTANTS = (
     Mutant(
         "a second backward overwrites what is on its way",
         REDUCTION,
-        "            if waiting.launched or index in waiting.gradients:\n",
+        "            if launched or index in host.sums.arrived:\n",
         "            if index is None:\n",
         ("test_ranks.py::test_two_backward_passes_at_once_are_refused[2-twice]",),
     ),

@@ -63,23 +63,25 @@ class GradientReduction(Gradients):
         super().__init__(device, staging, counters)
         self._worker, self._ranks = worker, ranks
         self._order, self._sums_fp32 = order, sums_fp32
-        self._waiting: list[_Waiting] = []
-        self._of_chunk: dict[int, _Waiting] = {}
+        self._hosts: list[HostChunk] = []
+        self._number_of: dict[int, int] = {}
+        # which parameters of each had a gradient in this step
+        self._used: list[set[int]] = []
         self._first_of_block: dict[int, int] = {}
         self._sums_arena = Arena()
         self._pinned: Tensor | None = None
         self._due = self._ends = False
+        # who is reduced next
         self._next = 0
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
-        chunks = sorted(chunks, key=self._turn)
-        self._waiting = [_Waiting(host) for host in chunks]
-        self._of_chunk = {w.host.chunk.index: w for w in self._waiting}
-        for number, waiting in enumerate(self._waiting):
-            block = waiting.host.chunk.block
-            if block is not None:
-                self._first_of_block.setdefault(block, number)
-        return [handle for host in chunks for handle in self._hook(host)]
+        self._hosts = sorted(chunks, key=self._turn)
+        self._used = [set() for _ in self._hosts]
+        for number, host in enumerate(self._hosts):
+            self._number_of[host.chunk.index] = number
+            if host.chunk.block is not None:
+                self._first_of_block.setdefault(host.chunk.block, number)
+        return [handle for host in self._hosts for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         super().begin_micro_batch(synchronises)
@@ -87,61 +89,62 @@ class GradientReduction(Gradients):
             # or a gradient would be added to less than there is
             self._send_all()
             self._due, self._ends, self._next = True, False, 0
-            for waiting in self._waiting:
-                waiting.launched = False
 
     def reach(self, block: int) -> None:
         super().reach(block)
         # what follows the block in forward is done
-        if not self._due or not self._waiting:
+        if not self._due or not self._hosts:
             return
         if not self._ends:
             # before the hooks of DDP that wait, and called once all of backward has run
             self._ends = True
-            launch_all = partial(self._launch_until, len(self._waiting))
+            launch_all = partial(self._launch_until, len(self._hosts))
             torch.autograd.Variable._execution_engine.queue_callback(launch_all)
         if block in self._first_of_block:
             self._launch_until(self._first_of_block[block])
 
     def settle(self) -> None:
         # all ranks call it at the same point of a step
-        reduces = self._due and bool(self._waiting)
+        reduces = self._due and bool(self._hosts)
         if reduces:
-            self._launch_until(len(self._waiting))
+            self._launch_until(len(self._hosts))
             self._due = False
         self._settle_own()
         if not reduces:
             return
-        width = max(len(waiting.host.params) for waiting in self._waiting)
-        flags = torch.zeros(len(self._waiting), width, dtype=torch.uint8)
-        for row, waiting in zip(flags, self._waiting, strict=True):
-            params = waiting.host.params
+        width = max(len(host.params) for host in self._hosts)
+        flags = torch.zeros(len(self._hosts), width, dtype=torch.uint8)
+        for row, host, used in zip(flags, self._hosts, self._used, strict=True):
             # not what somebody has set to None since
-            row[[i for i in waiting.used if params[i].grad is not None]] = 1
-            waiting.used.clear()
+            row[[i for i in used if host.params[i].grad is not None]] = 1
+            used.clear()
         # a parameter that no rank has used keeps its weight, as without paging
-        for row, waiting in zip(
-            self._ranks.maximum(flags).tolist(), self._waiting, strict=True
-        ):
-            present = waiting.host.sums.present
-            present.clear()
-            present.update(i for i, was_used in enumerate(row) if was_used)
+        flags = self._ranks.maximum(flags)
+        for row, host in zip(flags.tolist(), self._hosts, strict=True):
+            host.sums.present.clear()
+            host.sums.present.update(i for i, was_used in enumerate(row) if was_used)
         for shown in self._shown:
             shown.stand_in()
 
     def discard(self) -> None:
         self._due = False
         super().discard()
-        for waiting in self._waiting:
-            waiting.forget()
+        self._forget_all()
 
     def close(self) -> None:
         super().close()
-        for waiting in self._waiting:
-            waiting.forget()
+        self._forget_all()
         if self._pinned is not None:
             self._device.unpin(self._pinned)
             self._pinned = None
+
+    def _forget_all(self) -> None:
+        """No gradient is wanted."""
+        for host, used in zip(self._hosts, self._used, strict=True):
+            host.sums.arrived.clear()
+            used.clear()
+            if host.earlier is not None:
+                host.earlier.present.clear()
 
     def _turn(self, host: HostChunk) -> tuple[int, ...]:
         """Backward's order: the plan's, else from the last block to the first, and then
@@ -153,11 +156,11 @@ class GradientReduction(Gradients):
         return (self._order.index(chunk.index) if known else len(self._order),)
 
     def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
-        waiting = self._of_chunk[host.chunk.index]
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
-            if waiting.launched or index in waiting.gradients:
+            launched = self._number_of[host.chunk.index] < self._next
+            if launched or index in host.sums.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(
                     f"{name}: a second backward pass in the last micro-batch of a step "
@@ -169,7 +172,7 @@ class GradientReduction(Gradients):
             if host.earlier is not None:
                 gradient = self._added(host.earlier, index, gradient)
             self._device.writes((gradient,), self._device.compute)
-            waiting.gradients[index] = gradient
+            host.sums.arrived[index] = gradient
             return
         if self._pinned is None:
             self._begin_sums()
@@ -182,32 +185,27 @@ class GradientReduction(Gradients):
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
-        chunks = [waiting.host.chunk for waiting in self._waiting]
-        summed = [main_chunk(chunk, self._sums_fp32) for chunk in chunks]
+        summed = [main_chunk(host.chunk, self._sums_fp32) for host in self._hosts]
         self._pinned = self._sums_arena.add(summed)
         assert self._pinned is not None
         self._device.pin(self._pinned)
         self.host_bytes = self._sums_arena.nbytes
-        for waiting, own in zip(self._waiting, chunks, strict=True):
-            earlier = waiting.host.earlier = GradientSums(
-                own,
-                self._sums_arena,
-                self._device,
-                range(len(own.tensors)),
-                self._sums_fp32,
-            )
-            self._expect(earlier)
+        for host in self._hosts:
+            whole = range(len(host.params))
+            given = self._sums_arena, self._device, whole, self._sums_fp32
+            host.earlier = GradientSums(host.chunk, *given)
+            self._expect(host.earlier)
 
     def _launch_until(self, number: int) -> None:
         while self._next < number:
-            self._launch(self._waiting[self._next])
+            self._launch(self._next)
             self._next += 1
 
-    def _launch(self, waiting: _Waiting) -> None:
+    def _launch(self, number: int) -> None:
         """See Note [Averages]."""
-        device, host = self._device, waiting.host
+        device, host = self._device, self._hosts[number]
         self._worker.wait(host.chunk.index)
-        averages = self._scaled(waiting)
+        averages = self._scaled(host, self._used[number])
         self._make_room()
         communicate, offload = device.communicate, device.offload
         communicate.wait(device.compute.record())
@@ -224,15 +222,14 @@ class GradientReduction(Gradients):
             self._counters.offloaded_bytes += averages[index].nbytes
         self._leaves(host.sums, averages)
 
-    def _scaled(self, waiting: _Waiting) -> list[Tensor]:
+    def _scaled(self, host: HostChunk, used: set[int]) -> list[Tensor]:
         """This rank's part of the average of each gradient of a chunk."""
-        host, compute = waiting.host, self._device.compute
-        gradients, earlier = waiting.gradients, host.earlier
+        gradients, earlier = host.sums.arrived, host.earlier
         scaled = []
         for index, param in enumerate(host.params):
             own, dtype = gradients.pop(index, None), host.sums[index].dtype
             if own is not None or (earlier is not None and index in earlier.present):
-                waiting.used.add(index)
+                used.add(index)
             if own is None:
                 own = torch.zeros(param.shape, dtype=dtype, device=param.device)
                 if earlier is not None:
@@ -241,27 +238,8 @@ class GradientReduction(Gradients):
             scaled.append(own.mul_(1.0 / self._ranks.world.size))
         if earlier is not None:
             self._let_go(earlier)
-        self._device.writes(scaled, compute)
-        waiting.launched = True
+        self._device.writes(scaled, self._device.compute)
         return scaled
-
-
-class _Waiting:
-    """One chunk until it is reduced; `used` are indices of its parameters that had a
-    gradient in this step, `launched` says that the reduction has begun."""
-
-    def __init__(self, host: HostChunk) -> None:
-        self.host = host
-        self.gradients: dict[int, Tensor] = {}
-        self.used: set[int] = set()
-        self.launched = False
-
-    def forget(self) -> None:
-        """Its gradients are not wanted."""
-        self.gradients.clear()
-        self.used.clear()
-        if self.host.earlier is not None:
-            self.host.earlier.present.clear()
 
 
 def _take_norm(sums: GradientSums, index: int, average: Tensor) -> None:
