@@ -820,13 +820,6 @@ MUTANTS = (
         DEFERRED,
     ),
     Mutant(
-        "a slot is filled before what was updated aside is home",
-        MAKING,
-        "        self._device.fetch.wait(event)\n",
-        "",
-        DEFERRED,
-    ),
-    Mutant(
         "memory of weights that are updated aside ends on their way home",
         MAKING,
         '        self._staging.give_back(("weights", own.host.chunk.index), busy)\n',
