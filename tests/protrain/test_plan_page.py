@@ -662,6 +662,9 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         "+25.0%"
         in figure(root.all("section", "panel")[1], "Predicted and measured").text
     )
+    step = forecast()["step_s"]
+    rate = step["tokens_per_s"] * step["total"] / 2.5
+    assert f"{rate:,.0f}" in root.all(style="big")[0].text
     with pytest.raises(ConfigError, match="no report of a finished run"):
         read_reports([tmp_path])
 
