@@ -607,8 +607,8 @@ def test_text_of_the_longest_labels(
     columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a terminal of 80 and 160 columns, and piped without either."""
-    if columns:
-        monkeypatch.setenv("COLUMNS", columns)
+    # empty: as if it were not there
+    monkeypatch.setenv("COLUMNS", columns)
     text = plan_text(longest())
     assert max(map(len, text.splitlines())) <= int(columns or 100)
     shown = Path(__file__).parent / "shown" / f"plan-{columns or 'piped'}.txt"
