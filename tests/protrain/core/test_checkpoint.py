@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from core_models import adamw, batches, open_session, stack, train, twin
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from axolotl.integrations.protrain.cli import protrain
 from axolotl.integrations.protrain.core.checkpoint import (
     STAGING,
     checkpoints,
@@ -33,7 +35,7 @@ from axolotl.integrations.protrain.core.checkpoint import (
 )
 from axolotl.integrations.protrain.core.errors import CheckpointError
 
-FILES = ("model.safetensors", "rng_state.pth", "trainer_state.json")
+FILES = ("model.bin", "rng_state.pth", "trainer_state.json")
 
 
 def save(checkpoint: Path, content: str) -> None:
@@ -63,7 +65,7 @@ class AtLine:
         self._seen: set[tuple[str, int]] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> AtLine | None:
-        own = (Path(__file__).name, "folders.py")
+        own = (Path(__file__).name, "folders.py", "manifest.py")
         if not frame.f_code.co_filename.endswith(own):
             return None
         line = (frame.f_code.co_filename, frame.f_lineno)
@@ -253,6 +255,88 @@ def test_weights_alone_are_whole_where_they_are_asked_for(newest: Path) -> None:
     require_whole(newest, weights_only=True)
     with pytest.raises(CheckpointError, match="optimizer.pt is missing"):
         require_whole(newest, weights_only=False)
+
+
+# -------------------------------------------------------------- what it is compared with
+
+
+@pytest.fixture
+def listed(trained: tuple[nn.Module, Path], tmp_path: Path) -> Path:
+    """The same files, published; one is in a folder, as an adapter of several is."""
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(trained[1] / "checkpoint-2", staged(checkpoint))
+    (staged(checkpoint) / "other").mkdir()
+    save_file({"embed": torch.zeros(3)}, staged(checkpoint) / "other" / "a.safetensors")
+    publish(checkpoint)
+    return checkpoint
+
+
+def verified(folder: Path, *options: str) -> tuple[int, str]:
+    """Exit code and output of `axolotl protrain verify`."""
+    result = CliRunner().invoke(protrain, ["verify", str(folder), *options])
+    return result.exit_code, result.output
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_was_written_is_whole(listed: Path) -> None:
+    assert fault_of(listed) is None
+    for folder in (listed, listed.parent):
+        assert verified(folder) == (0, f"{listed}: whole\n")
+    assert json.loads(verified(listed, "--json")[1]) == {str(listed): []}
+
+
+def test_one_bit_is_named_by_its_tensor(listed: Path) -> None:
+    path = listed / "model.safetensors"
+    header = header_of(path)
+    last = max(header, key=lambda key: header[key]["data_offsets"])
+    flip(path, -1)
+    assert fault_of(listed) is None
+    line = f"{listed}: model.safetensors: {last} differs\n"
+    assert verified(listed) == (2, line)
+    flip(path, -1)
+    flip(path, 9)
+    assert verified(listed) == (2, f"{listed}: model.safetensors: header differs\n")
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    raw = path.read_bytes()
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+
+
+@pytest.mark.parametrize("name", [*ALL_FILES, "other/a.safetensors"])
+def test_each_file_is_compared(listed: Path, name: str) -> None:
+    flip(listed / name, 0)
+    code, text = verified(listed.parent)
+    assert code == 2 and f"{name}: " in text
+    truncate(lambda size: size - 1)(listed / name)
+    assert name.rpartition("/")[2] in str(fault_of(listed))
+    (listed / name).unlink()
+    assert verified(listed) == (2, f"{listed}: {name} is missing\n")
+
+
+def test_without_a_list_nothing_is_said(trained: tuple[nn.Module, Path]) -> None:
+    code, text = verified(trained[1])
+    assert code == 3 and text.count("no protrain.json") == 2
+    assert verified(trained[1] / "nowhere")[0] == 3
+
+
+def test_a_list_that_is_damaged_is_named(listed: Path) -> None:
+    truncate(lambda size: size // 2)(listed / "protrain.json")
+    code, text = verified(listed)
+    assert code == 2 and "protrain.json is truncated or damaged" in text
+    assert "protrain.json is truncated" in str(fault_of(listed))
+
+
+def test_the_state_may_be_removed(listed: Path) -> None:
+    """As the message of a damaged one says."""
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (listed / name).unlink()
+    assert fault_of(listed) is None
 
 
 # ---------------------------------------------------------------------- what is in them

@@ -79,7 +79,7 @@ def _doctor(as_json: bool) -> None:
 
 
 class _Unplanned(click.ClickException):
-    """A question that `plan` cannot answer: one line on stderr."""
+    """A question that has no answer: one line on stderr."""
 
     exit_code = 3
 
@@ -87,8 +87,8 @@ class _Unplanned(click.ClickException):
         super().__init__(printable(" ".join(message.split())))
 
 
-class _PlanCommand(click.Command):
-    """Ends with 3 on usage errors; 2 means that the model does not fit."""
+class _AnswerCommand(click.Command):
+    """Ends with 3 on usage errors; 2 is an answer: it does not fit, it differs."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -144,7 +144,7 @@ def _check_cards(
         )
 
 
-@protrain.command("plan", cls=_PlanCommand)
+@protrain.command("plan", cls=_AnswerCommand)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--gpu",
@@ -310,7 +310,7 @@ def _lean_imports() -> Iterator[None]:
             del sys.modules[name]
 
 
-@protrain.command("report", cls=_PlanCommand)
+@protrain.command("report", cls=_AnswerCommand)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page."
@@ -335,7 +335,7 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     click.echo(printable(report_text(reports)))
 
 
-@protrain.command("migrate", cls=_PlanCommand)
+@protrain.command("migrate", cls=_AnswerCommand)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--write", is_flag=True, help="Change the file, not only show how.")
 def _migrate(config: Path, write: bool) -> None:
@@ -356,6 +356,29 @@ def _migrate(config: Path, write: bool) -> None:
     lines += (f"! left to you: {line}" for line in found.undecided)
     click.echo(printable("\n".join(lines)))
     sys.exit(2 if found.undecided else 0)
+
+
+@protrain.command("verify", cls=_AnswerCommand)
+@click.argument("folder", type=click.Path(True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print an object for programs.")
+def _verify(folder: Path, as_json: bool) -> None:
+    """Compare the bytes of checkpoint FOLDER, or of each one in it, with those written.
+
+    Exit code 0: they are the same; 2: a file or tensor is missing or differs; 3: one has
+    no list of them (protrain.json), or there is none.
+    """
+    with _silence():
+        # imported here: `axolotl --help` reads this module
+        from ..core.checkpoint import MANIFEST, checkpoints, differences
+
+        found = {str(p): differences(p) for p in checkpoints(folder) or [folder]}
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        for path, faults in found.items():
+            lines = [f"no {MANIFEST}"] if faults is None else faults or ["whole"]
+            click.echo(printable("\n".join(f"{path}: {line}" for line in lines)))
+    sys.exit(2 if any(found.values()) else 3 if None in found.values() else 0)
 
 
 @protrain.command("serve")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import FOREIGN_ERRORS, CheckpointError
 from ..optim import kind_of
+from .manifest import MANIFEST, size_faults
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 _WEIGHTS = tuple(
@@ -28,7 +29,7 @@ _WEIGHTS = tuple(
 )
 _EXAMINED = (
     *(STATE, OPTIMIZER, SCHEDULER, "rng_state*.pth", "*config.json", "*.index.json"),
-    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"),
+    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", MANIFEST),
 )
 _WITH_OBJECTS = ("apollo_torch", "galore_torch")
 """Packages whose optimizers keep objects of their own in a state, which torch reads only
@@ -62,7 +63,10 @@ def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
     found = (
         _file_fault(p) for f in folders for kind in _EXAMINED for p in f.glob(kind)
     )
-    return next((fault for fault in found if fault is not None), None)
+    # the state may have been removed on purpose
+    allowed = [f"{name} is missing" for name in has]
+    sizes = (fault for fault in size_faults(checkpoint) if fault not in allowed)
+    return next((fault for fault in chain(found, sizes) if fault is not None), None)
 
 
 def require_whole(checkpoint: Path, weights_only: bool) -> None:

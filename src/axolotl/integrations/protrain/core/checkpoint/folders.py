@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError
 from ..types import Layout
+from .manifest import write_manifest
 
 STAGING = "_incomplete"
 """Folder of a run in which a checkpoint is written. No reader of `checkpoint-*` sees it,
@@ -113,12 +114,13 @@ def restore(run_dir: Path) -> None:
 
 
 def publish(checkpoint: Path) -> None:
-    """Flush what is staged as `checkpoint` and give it its name.
+    """List and flush what is staged as `checkpoint`, and give it its name.
 
     One of that name is replaced: `restore` puts it back if this is cut short between two
     renames.
     """
     source = staged(checkpoint)
+    write_manifest(source)
     for path in (*source.rglob("*"), source):
         _flush(path)
     try:
