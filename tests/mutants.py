@@ -48,6 +48,10 @@ MEASURED = tuple(
     )
 )
 AHEAD = ("../test_service.py::test_the_next_adapter_comes_while_one_computes",)
+SENT = (
+    "../test_saving.py::"
+    "test_what_sends_checkpoints_waits_for_them_and_training_does_not"
+)
 BEFORE_LOADING = (
     "../test_bad_input.py::test_too_small_a_budget_is_refused_before_loading[device]",
     "../test_bad_input.py::test_what_depends_on_rates_is_left_to_the_loaded_model",
@@ -512,6 +516,34 @@ MUTANTS = (
         """                patch.object(self, "_push_from_checkpoint", lambda _folder: None),\n""",
         "",
         ("../test_saving.py::test_a_push_sees_whole_checkpoints_by_their_names",),
+    ),
+    Mutant(
+        "a checkpoint is sent before it has its name",
+        TRAINER,
+        """        if event == "on_save" and self.protrain.saves_beside:\n""",
+        "        if False:\n",
+        (SENT,),
+    ),
+    Mutant(
+        "a checkpoint is sent as that of a later step",
+        TRAINER,
+        "partial(call, state=copy(state))",
+        "partial(call, state=state)",
+        (SENT,),
+    ),
+    Mutant(
+        "a run resumes from files that have grown or shrunk",
+        FAULTS,
+        "for fault in chain(found, sizes) if",
+        "for fault in found if",
+        FOLDERS,
+    ),
+    Mutant(
+        "a part of a file that differs is not named",
+        "checkpoint/manifest.py",
+        "                if _hash(file, begin, end) != hashed:\n",
+        "                if not hashed:\n",
+        FOLDERS,
     ),
     Mutant(
         "the best checkpoint is known by the folder it was written in",

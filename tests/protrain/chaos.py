@@ -129,8 +129,10 @@ class Chaos:
         act: Mapping[str, Any] | None = None,
         ranks: int = 1,
         name: str = "",
+        watch: Callable[[list[Fork]], None] | None = None,
     ) -> Outcome:
-        """`axolotl train` to the end, in the output folder `name`."""
+        """`axolotl train` to the end, in the output folder `name`, `watch`ed by whoever
+        may kill it."""
         name = name or self.new()
         merged: dict[str, Any] = {**COMMON, "output_dir": name}
         for layer in settings:
@@ -159,6 +161,8 @@ class Chaos:
             log = Future[str]()
             threading.Thread(target=_read_to_end, args=(ours, log)).start()
             logs.append(log)
+        if watch is not None:
+            watch(forks)
         _wait(forks)
         codes = [fork.wait() for fork in forks]
         # that of who failed, rather than of who was told to end

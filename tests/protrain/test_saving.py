@@ -141,6 +141,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("from_stateless", PAGED, STATELESS, first, after=["stateless"])
     for name, (settings, _) in BESIDE.items():
         jobs.train(name, SLOW_DISK, PAGED, settings, {"save_total_limit": 2})
+    uploads = {**SLOW_DISK, "plugins": [PROTRAIN, SEEDING, "saving_jobs.Uploads"]}
+    jobs.train("uploads", uploads, PAGED, {"save_total_limit": 1})
     beside = {**MANY, **SLOW_DISK, "save_steps": 3}
     jobs.train("interrupt_beside", beside, PAGED, watch=interrupt(4, 0.0))
     jobs.train("full_moments", EACH)
@@ -513,6 +515,18 @@ def test_a_save_beside_training_is_that_of_its_step(jobs: Jobs, name: str) -> No
         assert difference(weights(ended.folder), weights(plain.folder)) is None
     assert fault_of(ended.folder / "checkpoint-3") is None
     assert differences(ended.folder / "checkpoint-3") == []
+
+
+def test_what_sends_checkpoints_waits_for_them_and_training_does_not(
+    jobs: Jobs,
+) -> None:
+    ended = jobs["uploads"].finished
+    assert "made beside a save: step 3" in ended.log
+    sent = [line for line in ended.log.splitlines() if "sent: " in line]
+    for step, line in enumerate(sent, 1):
+        assert f"uploads/checkpoint-{step}', " in line and MANIFEST in line
+        assert f"checkpoint_global_step_{step}'" in line
+    assert len(sent) == 4
 
 
 def test_ctrl_c_waits_for_the_save_under_way(jobs: Jobs) -> None:

@@ -200,7 +200,7 @@ class ProTrainArgs(BaseModel):
     protrain_async_save: Flag = Field(
         default=True,
         description="Write checkpoints while training goes on, where one process trains "
-        "and nobody reads a checkpoint in `on_save`. False: training waits.",
+        "and nobody looks at weights in `on_save`. False: training waits.",
     )
     protrain_snapshot_bytes: Bytes | None = Field(
         default=None,

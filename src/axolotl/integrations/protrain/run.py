@@ -120,6 +120,7 @@ class TrainingRun:
         self._logged: dict[str, float] = {}
         self._looked_at: set[str] | None = None
         self._under_way: Snapshot | None = None
+        self._after_save: list[Callable[[], object]] = []
         self._said: set[str] = set()
         self._told = 0.0
         self._watching = ExitStack()
@@ -362,6 +363,15 @@ class TrainingRun:
         self.session.device.kept = self._under_way = snapshot
         snapshot.start(checkpoint, then)
 
+    @property
+    def saves_beside(self) -> bool:
+        """Whether a checkpoint is on its way, and may not have its name yet."""
+        return self._under_way is not None
+
+    def after_save(self, act: Callable[[], object]) -> None:
+        """Do something on this thread once the checkpoint on its way has its name."""
+        self._after_save.append(act)
+
     def settle_save(self, blocks: bool = True) -> None:
         """Return once no checkpoint is being written; or, if not `blocks`, at once.
 
@@ -374,7 +384,10 @@ class TrainingRun:
             under_way, self._under_way = self._under_way, None
             if self.session is not None:
                 self.session.device.kept = None
+            acts, self._after_save = self._after_save, []
             under_way.check()
+            for act in acts:
+                act()
 
     def replan(self, forecast: Forecast) -> None:
         """Go on with the step under a smaller plan."""

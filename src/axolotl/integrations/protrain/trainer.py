@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import ExitStack, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,13 @@ from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
 from .run import TrainingRun
 from .saving import later
+
+_UPLOADERS = (
+    "TrainerCallback WandbCallback MLflowCallback TrackioCallback ClearMLCallback "
+    "SwanLabCallback"
+).split()
+"""Whose `on_save` does nothing, or sends the folder of the state's step and looks at
+nothing else that training changes: they may wait for the folder."""
 
 
 @dataclass
@@ -182,9 +190,11 @@ class ProTrainTrainerMixin(_Mixed):
 
     def _readers(self) -> list[str]:
         """Who may read a checkpoint as soon as it is saved."""
-        callbacks = [type(callback) for callback in self.callback_handler.callbacks]
-        plain = TrainerCallback.on_save
-        readers = [kind.__name__ for kind in callbacks if kind.on_save is not plain]
+        readers = [
+            type(callback).__name__
+            for callback in self.callback_handler.callbacks
+            if type(callback).on_save.__qualname__.partition(".")[0] not in _UPLOADERS
+        ]
         return readers + ["push_to_hub"] * self.args.push_to_hub
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -225,9 +235,15 @@ class ShowingHandlerMixin(_MixedHandler):
 
     protrain: ClassVar[TrainingRun]
 
-    def call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
+    def call_event(
+        self, event: str, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> Any:
+        call = partial(super().call_event, event, args, control=control, **kwargs)
+        if event == "on_save" and self.protrain.saves_beside:
+            self.protrain.after_save(partial(call, state=copy(state)))
+            return control
         with self.protrain.for_event(event, self.callbacks):
-            return super().call_event(event, *args, **kwargs)
+            return call(state=state)
 
 
 class RunCallback(TrainerCallback):
