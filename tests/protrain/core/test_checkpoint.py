@@ -330,6 +330,8 @@ def test_a_list_that_is_damaged_is_named(listed: Path) -> None:
     code, text = verified(listed)
     assert code == 2 and "protrain.json is truncated or damaged" in text
     assert "protrain.json is truncated" in str(fault_of(listed))
+    (listed / "protrain.json").write_text("{}")
+    assert verified(listed)[0] == 2 and "protrain.json" in str(fault_of(listed))
 
 
 def test_the_state_may_be_removed(listed: Path) -> None:

@@ -63,10 +63,7 @@ def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
     found = (
         _file_fault(p) for f in folders for kind in _EXAMINED for p in f.glob(kind)
     )
-    # the state may have been removed on purpose
-    allowed = [f"{name} is missing" for name in has]
-    sizes = (fault for fault in size_faults(checkpoint) if fault not in allowed)
-    return next((fault for fault in chain(found, sizes) if fault is not None), None)
+    return next((fault for fault in found if fault is not None), None)
 
 
 def require_whole(checkpoint: Path, weights_only: bool) -> None:
@@ -128,6 +125,11 @@ def _file_fault(path: Path) -> str | None:
             value = json.loads(path.read_text("utf-8"))
             if path.name == STATE and type(value["global_step"]) is not int:
                 return f"{STATE} has no global_step"
+            if path.name == MANIFEST:
+                # the state may have been removed on purpose
+                allowed = [f"{name} is missing" for name in (OPTIMIZER, SCHEDULER)]
+                sizes = (f for f in size_faults(path.parent) if f not in allowed)
+                return next(sizes, None)
             if path.name.endswith(".index.json"):
                 for shard in {*value["weight_map"].values()}:
                     if not (path.parent / shard).is_file():
