@@ -319,6 +319,8 @@ def drop_a_parameter(checkpoint: Path) -> None:
     group = state["param_groups"][0]
     del state["state"][group["params"].pop()]
     torch.save(state, checkpoint / "optimizer.pt")
+    # which says what it was
+    (checkpoint / "protrain.json").unlink()
 
 
 def test_the_optimizer_state_may_be_left_out(jobs: Jobs) -> None:

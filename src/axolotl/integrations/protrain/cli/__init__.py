@@ -359,7 +359,7 @@ def _migrate(config: Path, write: bool) -> None:
 
 
 @protrain.command("verify", cls=_AnswerCommand)
-@click.argument("folder", type=click.Path(True, file_okay=False, path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print an object for programs.")
 def _verify(folder: Path, as_json: bool) -> None:
     """Compare the bytes of checkpoint FOLDER, or of each one in it, with those written.
