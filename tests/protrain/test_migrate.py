@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,16 @@ def test_comments_and_order_stay() -> None:
             f"plugins: [x, {PLUGIN}]  # y\nprotrain_auto_memory: true\n",
         ),
         (
+            "plugins: [\n  x,  # y\n]\n",
+            f"plugins: [\n  x, {PLUGIN},  # y\n]\nprotrain_auto_memory: true\n",
+        ),
+        (
             f"protrain_auto_memory: false\nplugins: [{PLUGIN}]",
             f"protrain_auto_memory: true\nplugins: [{PLUGIN}]\n",
+        ),
+        (
+            f"protrain_auto_memory: 0\n1: a\nplugins: [{PLUGIN}]\n",
+            f"protrain_auto_memory: true\n1: a\nplugins: [{PLUGIN}]\n",
         ),
     ],
 )
@@ -95,6 +104,7 @@ def test_the_plugin_is_listed_however_others_are(plugins: str, after: str) -> No
             "fsdp: [a]\nfsdp_config: &x {b: 1}\nc: *x\n",
             "by hand: `fsdp`, `fsdp_config`:",
         ),
+        ("deepspeed: a\nb: 1\ndeepspeed: c\n", "are there twice"),
         ("{deepspeed: zero3.json}", "each key on a line of its own"),
         ("- a\n", "has to be an Axolotl YAML"),
         ("a: [\n", "not a readable YAML"),
@@ -120,6 +130,26 @@ def test_what_a_person_decides_is_said_and_the_rest_is_written(tmp_path: Path) -
     assert "deepspeed" in config.read_text()
     CliRunner().invoke(protrain, ["migrate", str(config), "--write"])
     assert "deepspeed" not in config.read_text() and "fp16" in config.read_text()
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    """And a link stays a link, to a file of the same mode."""
+    config, link = tmp_path / "train.yaml", tmp_path / "link.yaml"
+    text = "deepspeed: zero3.json\n# long\n" + "# comment\n" * 1000
+    config.write_text(text)
+    config.chmod(0o640)
+    link.symlink_to(config.name)
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        full = CliRunner().invoke(protrain, ["migrate", str(link), "--write"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert full.exit_code == 3 and "File too large" in full.stderr
+    assert config.read_text() == text and len([*tmp_path.iterdir()]) == 2
+    CliRunner().invoke(protrain, ["migrate", str(link), "--write"])
+    assert link.is_symlink() and "deepspeed" not in config.read_text()
+    assert config.stat().st_mode & 0o777 == 0o640
 
 
 KEYS = [*PLACES, "tiled_mlp", "optimizer", "fsdp_version", "unfrozen_parameters"]

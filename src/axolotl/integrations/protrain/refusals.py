@@ -58,6 +58,11 @@ def _entry(mapping: object, key: str) -> object:
     return mapping.get(key) if isinstance(mapping, Mapping) else None
 
 
+def _is_off(value: object) -> bool:
+    """As pydantic reads it."""
+    return str(value).lower() in ("false", "off", "no", "f", "n", "0")
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -104,7 +109,7 @@ _MIGRATED = (
     Refusal(
         "protrain_auto_memory",
         "trains without ProTrain",
-        when=lambda value: value is False,
+        when=_is_off,
         instead="protrain_auto_memory: true",
     ),
 )
@@ -218,7 +223,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         # plain weights once they are loaded
         settings = {**settings, "model_quantization_config": None}
     if not settings.get("torch_compile"):
-        settings = {k: settings[k] for k in settings if k[:14] != "torch_compile_"}
+        settings = {k: v for k, v in settings.items() if str(k)[:14] != "torch_compile_"}
     lines = [
         row.message(settings[row.key])
         for row in EXCLUDED

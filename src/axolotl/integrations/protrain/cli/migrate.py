@@ -7,6 +7,8 @@ reads the result back: what cannot be edited so is left to the person.
 from __future__ import annotations
 
 import difflib
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +55,19 @@ def migrate_file(config: Path, write: bool) -> Migration:
     except (ConfigError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: {error}") from error
     if write and found.reasons:
-        config.write_bytes(found.after.encode("utf-8"))
+        _replace(config.resolve(), found.after.encode("utf-8"))
     return found
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write all of a file or nothing, under its mode."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(content)
+        shutil.copymode(file, aside)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def migrate(text: str) -> Migration:
@@ -100,8 +113,8 @@ def migrate(text: str) -> Migration:
     after = "".join(line + newline for line in lines) if reasons else text
     if not _says(after, wanted):
         raise ConfigError(
-            "keys that share anchors, `<<` or documents cannot be edited line by line. "
-            "Make these changes by hand: " + "; ".join(reasons)
+            "keys that are there twice, share anchors or `<<`, or do not begin their "
+            "line cannot be edited. Make these changes by hand: " + "; ".join(reasons)
         )
     return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
 
@@ -154,8 +167,10 @@ def _switched_on(
     if not value.flow_style:
         indent = " " * value.start_mark.column
         return end, end, [f"{indent}- {PLUGIN}", *put]
-    line, column = lines[end - 1], value.end_mark.column - 1
-    return end - 1, end, [f"{line[:column]}, {PLUGIN}{line[column:]}", *put]
+    # at the last entry: a comma and a comment may follow it
+    mark, rest = value.value[-1].end_mark, lines[value.value[-1].end_mark.line : end]
+    rest[0] = f"{rest[0][: mark.column]}, {PLUGIN}{rest[0][mark.column :]}"
+    return mark.line, end, [*rest, *put]
 
 
 def _says(text: str, wanted: Mapping[str, Any]) -> bool:
