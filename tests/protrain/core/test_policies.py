@@ -287,6 +287,20 @@ def test_a_graph_that_is_dropped_frees_its_memory(device: Device) -> None:
         assert session.measured().host_swap_bytes <= 2 * taken
 
 
+def test_a_result_that_its_node_keeps_is_freed_without_backward() -> None:
+    """As `rsqrt` does in every norm: handed to autograd as it is, it would keep its graph,
+    and the shape of each weight in it, for good."""
+    swap, weight = Swap(CpuDevice(), [], {}), nn.Parameter(torch.ones(2, 3))
+    with swap.saving(0):
+        dropped = (weight * 2).rsqrt().sum()
+    del dropped
+    weight.data = torch.ones(5)
+    with swap.saving(0):
+        kept = (weight * 2).rsqrt().sum()
+    kept.backward()
+    assert weight.grad is not None and weight.grad.shape == (5,)
+
+
 def test_a_larger_batch_grows_the_host_memory_once() -> None:
     model = stack(width=32)
     keep = freeze(model, ["norm"])

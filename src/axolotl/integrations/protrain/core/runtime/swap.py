@@ -217,7 +217,8 @@ class Swap:
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             if not self._swaps(tensor):
-                return tensor
+                # a node that keeps its own result would never be freed without backward
+                return tensor if tensor.is_leaf else tensor.detach()
             storage, version = tensor.untyped_storage(), tensor._version
             life = self._known.get(storage._cdata)
             known = life() if life is not None else None
