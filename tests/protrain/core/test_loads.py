@@ -64,6 +64,24 @@ def test_what_is_no_piece_of_a_file_is_copied(path: Path) -> None:
         assert torch.equal(target, source)
 
 
+@pytest.mark.parametrize(
+    "name", [b"\xe2\x80\xa8 (x)", b"\x0b\x1c", b"\xff\xfe", b" a "]
+)
+def test_names_of_any_bytes_are_read(path: Path, name: bytes) -> None:
+    """What ends a line elsewhere, and what is no text."""
+    moved = path.rename(path.with_name(os.fsdecode(name)))
+    mapped = torch.from_file(os.fsencode(moved), size=4096, dtype=torch.uint8)
+    (read,) = plan_load([mapped])
+    assert read.path == moved
+    assert torch.equal(loaded([mapped])[0], mapped)
+
+
+def test_a_view_that_negates_is_not_the_files_bytes(path: Path) -> None:
+    there = torch.from_file(str(path), size=64, dtype=torch.int32)
+    view = torch._neg_view(there)
+    assert torch.equal(loaded([view])[0], -there)
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_name_that_is_another_files_now_is_not_read(path: Path, moved: bool) -> None:
     there = load_file(path)

@@ -223,7 +223,9 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         # plain weights once they are loaded
         settings = {**settings, "model_quantization_config": None}
     if not settings.get("torch_compile"):
-        settings = {k: v for k, v in settings.items() if str(k)[:14] != "torch_compile_"}
+        settings = {
+            k: v for k, v in settings.items() if str(k)[:14] != "torch_compile_"
+        }
     lines = [
         row.message(settings[row.key])
         for row in EXCLUDED

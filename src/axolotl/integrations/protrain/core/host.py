@@ -65,9 +65,14 @@ class MappedFile(NamedTuple):
 
 def mapped_files() -> list[MappedFile]:
     """By address; empty where the system does not tell (/proc/self/maps)."""
-    listing, found = Path("/proc/self/maps"), []
-    for line in listing.read_text().splitlines() if listing.is_file() else ():
-        addresses, _, offset, _, inode, *path = line.split(maxsplit=5)
+    try:
+        # bytes: a name may have any, what ends a line elsewhere too
+        listing = Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return []
+    found = []
+    for line in filter(None, listing.split(b"\n")):
+        addresses, _, offset, _, inode, *path = map(os.fsdecode, line.split(None, 5))
         # a file without a name is memory that processes share
         if path and path[0].startswith("/") and not path[0].endswith(" (deleted)"):
             first, end = (int(address, 16) for address in addresses.split("-"))

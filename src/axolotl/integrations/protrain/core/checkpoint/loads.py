@@ -54,7 +54,8 @@ def plan_load(tensors: Sequence[Tensor]) -> tuple[Read, ...]:
         pages = opened.enter_context(_page_table())
         known: dict[Path, bool] = {}
         for number, tensor in enumerate(tensors):
-            file = file_of(tensor, files) if tensor.is_contiguous() else None
+            is_plain = tensor.is_contiguous() and not tensor.is_neg()
+            file = file_of(tensor, files) if is_plain else None
             if file is None or tensor.data_ptr() + tensor.nbytes > file.end:
                 continue
             if file.path not in known:
@@ -120,8 +121,12 @@ def _read_at(descriptor: int, target: Tensor, piece: Read) -> None:
 
 
 def _is_there(file: MappedFile) -> bool:
-    """Whether the file's name is still that of what is mapped."""
-    return file.path.is_file() and file.path.stat().st_ino == file.inode
+    """Whether the file's name is still that of what is mapped, and may be read."""
+    return (
+        os.access(file.path, os.R_OK)
+        and file.path.is_file()
+        and file.path.stat().st_ino == file.inode
+    )
 
 
 @contextmanager
