@@ -669,6 +669,18 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         read_reports([tmp_path])
 
 
+@pytest.mark.parametrize("key", [None, "hardware", "notes", "plan", "step_s", "verdict"])
+def test_a_report_of_other_versions_is_refused(key: str | None, tmp_path: Path) -> None:
+    """One that lacks a key names it; with other contents it is none."""
+    report, file = finished(1.0), tmp_path / "report.json"
+    said = "no report of a finished run" if key is None else f"lacks {key}, as another"
+    report["plan"] = {"mode": "B"}
+    report.pop(key, None)
+    file.write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=said):
+        read_reports([file])
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_draws_the_report(tmp_path: Path) -> None:
     """Its script ends: the first run is shown, the other can be chosen."""

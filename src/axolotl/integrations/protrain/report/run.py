@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError
+from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner import Forecast
 from ..core.session import Measured
 from .forecast import answer_dict, format_bytes, knobs_dict
-from .text import forecast_table
+from .text import forecast_table, report_text
 
 WATCHED_STEPS = 3
 """First steps in which the CPU device counts every allocation, which slows them: the
@@ -21,8 +21,11 @@ optimizer's state appears in the first one, and the second one is like all other
 
 COMPUTE = "compute"
 REPORT_FILE = Path("protrain") / "report.json"
-REPORT_KEYS = {"about", "blocks", "compared", "losses", "measured", "timeline"}
-"""Keys that showing a report needs and earlier versions did not write."""
+REPORT_KEYS = frozenset(
+    "about alternatives assumptions blocks compared device_bytes hardware host_bytes "
+    "losses measured notes plan step_s timeline verdict".split()
+)
+"""Keys that showing a report needs, which other versions may not have written."""
 
 
 @dataclass
@@ -172,7 +175,10 @@ def read_reports(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
         try:
             report = json.loads(file.read_text("utf-8"))
             lacking = sorted(REPORT_KEYS - report.keys())
-        except (OSError, ValueError, AttributeError) as error:
+            if not lacking:
+                # what cannot be shown is nobody's, or damaged
+                report_text({str(run): report})
+        except (OSError, *FOREIGN_ERRORS) as error:
             raise ConfigError(
                 f"{file}: no report of a finished run ({error}). Give the output_dir of "
                 "one that trained with protrain_auto_memory."
