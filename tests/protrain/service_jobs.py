@@ -290,6 +290,24 @@ def not_finite(path: Path) -> tuple[str, bool]:
         return str(error), same and after.keys() == before.keys()
 
 
+def begun_again(path: Path) -> list[str]:
+    """Ids that come again right after an unload, while another model's request runs: the
+    layers of one created from a saved state, and why one that cannot be has no answers."""
+    with service(path) as served:
+        for name in "ac":
+            create(served, name)
+        path_ = served.save("c", "kept").result()
+        served.create("b", 1, ["attn"]).result()
+        told = []
+        for wanted in (path_, "tinker://b/weights/none"):
+            served.forward_backward("a", rows(1, 60))
+            served.unload("b")
+            served.create_from("b", wanted, True)
+            asked = served.forward_backward("b", rows(2), forward_only=True)
+            told.append(str(asked.exception() or served.spec("b").kinds))
+        return told
+
+
 def exported(path: Path) -> dict[str, list[float]]:
     """The largest difference between what the service and PEFT compute, for each row: of
     rows as the service pads them, two at a time to 64 tokens, and of each row alone."""

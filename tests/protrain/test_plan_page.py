@@ -669,7 +669,9 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         read_reports([tmp_path])
 
 
-@pytest.mark.parametrize("key", [None, "hardware", "notes", "plan", "step_s", "verdict"])
+@pytest.mark.parametrize(
+    "key", [None, "hardware", "notes", "plan", "step_s", "verdict"]
+)
 def test_a_report_of_other_versions_is_refused(key: str | None, tmp_path: Path) -> None:
     """One that lacks a key names it; with other contents it is none."""
     report, file = finished(1.0), tmp_path / "report.json"

@@ -123,6 +123,13 @@ def test_a_loss_that_is_not_finite_is_refused(served: Path) -> None:
     assert "the loss is" in error and same
 
 
+def test_an_id_that_comes_again_is_a_new_model(served: Path) -> None:
+    """The one that was unloaded would answer, or refuse other layers than its own."""
+    made, lacking = call(service_jobs.begun_again, served, at=served.parent)
+    assert made == "('mlp', 'unembed')"
+    assert lacking == "model_id: b could not be created."
+
+
 def test_an_export_is_an_adapter_of_peft(served: Path) -> None:
     """Other names, scale or layers in adapter_config.json would give other logits. Rows of
     other shapes do, too, in the last bits: products sum up in another order."""

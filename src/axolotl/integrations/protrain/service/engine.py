@@ -299,7 +299,7 @@ class AdapterService:
     def _begin(self, model: str, asks: Any, act: Callable[[], Any]) -> Ticket:
         # its first save would be refused
         path_of(model, "weights", "first")
-        return self.turns.begin(model, Ticket(act, asks))
+        return self.turns.begin(model, Ticket(partial(self._begun, model, act), asks))
 
     def _ask(
         self,
@@ -339,9 +339,17 @@ class AdapterService:
 
     def _forget(self) -> None:
         for model in [name for name in self.store.layouts if name not in self.turns]:
-            self.live.leave()
-            self.store.drop(model)
-            self._unsaved.discard(model)
+            self._drop(model)
+
+    def _drop(self, model: str) -> None:
+        self.live.leave()
+        self.store.drop(model)
+        self._unsaved.discard(model)
+
+    def _begun(self, model: str, act: Callable[[], Any]) -> Any:
+        # one of this id that was unloaded may not be forgotten yet
+        self._drop(model)
+        return act()
 
     def _create(self, model: str, spec: AdapterSpec, seed: int | None) -> str:
         self.live.leave()
