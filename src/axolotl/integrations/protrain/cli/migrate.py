@@ -168,7 +168,8 @@ def _switched_on(
         indent = " " * value.start_mark.column
         return end, end, [f"{indent}- {PLUGIN}", *put]
     # at the last entry: a comma and a comment may follow it
-    mark, rest = value.value[-1].end_mark, lines[value.value[-1].end_mark.line : end]
+    mark = value.value[-1].end_mark
+    rest = list(lines[mark.line : end])
     rest[0] = f"{rest[0][: mark.column]}, {PLUGIN}{rest[0][mark.column :]}"
     return mark.line, end, [*rest, *put]
 
