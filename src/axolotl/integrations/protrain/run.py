@@ -509,11 +509,12 @@ class TrainingRun:
                 f"Taken over: {', '.join(self._taken_over)}. {plan.n_checkpoint} of "
                 f"{len(plan.policies)} blocks recompute, {plan.n_swap} swap."
             )
-        effective = self._cfg.micro_batch_size * forecast.workload.accumulation
-        if plan.paged and effective < 4:
+        rows = self._cfg.micro_batch_size
+        if plan.paged and rows < 4:
             notes.append(
-                f"An effective batch of {effective} is under 4: the transfer "
-                "of the weights is not amortised. Raise gradient_accumulation_steps."
+                f"micro_batch_size {rows} is under 4: weights are fetched for each "
+                "micro-batch, which its compute may not hide. Raise micro_batch_size or "
+                "sequence_len."
             )
             self.log.warning(notes[-1])
         return notes

@@ -41,7 +41,9 @@ REFUSED = {
 _NOT_HONOURED = {
     "ttl_seconds": "a state stays until its folder is deleted",
     "sampling_session_seq_id": _ELSEWHERE,
-    "weights_access_token": "there are no accounts; every state may be loaded",
+    "weights_access_token": (  # nosec B105 - no password
+        "there are no accounts; every state may be loaded"
+    ),
 }
 """Fields of clients that may only be unset. `user_metadata` is not kept."""
 
