@@ -9,12 +9,13 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
 from accelerate.utils import DynamoBackend
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -22,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from .core.checkpoint import (
     OPTIMIZER,
     SCHEDULER,
+    discard,
     load_states,
     publish,
     require_space,
@@ -173,13 +175,18 @@ class ProTrainTrainerMixin(_Mixed):
                     self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
             if snapshot is None:
                 publish_together(ranks, final)
-        rotate = partial(
-            rotate_checkpoints,
-            output_dir=run,
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        best_model = self.state.best_model_checkpoint
+
+        def rotate() -> None:
+            removal = SimpleNamespace(rmtree=discard)
+            with patch.object(trainer_utils, "shutil", removal):
+                rotate_checkpoints(
+                    output_dir=run,
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=best_model,
+                    use_mtime=True,
+                )
+
         if snapshot is not None:
             self.protrain.write_beside(snapshot, final, rotate)
             return

@@ -14,6 +14,7 @@ from .folders import (
     STAGING as STAGING,
     TOKEN_BYTES as TOKEN_BYTES,
     checkpoint_bytes,
+    discard,
     publish,
     require_space,
     restore,

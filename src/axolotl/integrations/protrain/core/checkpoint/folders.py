@@ -136,6 +136,18 @@ def publish(checkpoint: Path) -> None:
     shutil.rmtree(source.parent, ignore_errors=True)
 
 
+def discard(checkpoint: str, ignore_errors: bool = True) -> None:
+    """`shutil.rmtree` of a checkpoint, which under its name is whole or not there."""
+    path = Path(checkpoint)
+    aside = path.parent / STAGING
+    with suppress(OSError):
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / f"old-{path.name}")
+    shutil.rmtree(aside, ignore_errors)
+    # where it could not be renamed
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
