@@ -26,8 +26,6 @@ ELSEWHERE = {
     # of instances
     "_parameters",
     "_untyped_storage",
-    # of named tuples
-    "_replace",
 }
 
 

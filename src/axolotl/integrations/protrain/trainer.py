@@ -200,7 +200,7 @@ class ProTrainTrainerMixin(_Mixed):
         readers = [
             type(callback).__name__
             for callback in self.callback_handler.callbacks
-            if type(callback).on_save.__qualname__.partition(".")[0] not in _UPLOADERS
+            if _saver(callback) not in _UPLOADERS
         ]
         return readers + ["push_to_hub"] * self.args.push_to_hub
 
@@ -281,3 +281,8 @@ def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
             f"ProTrain{own.__name__}", (mixin, own), {"protrain": run}
         )
     trainer.add_callback(RunCallback(trainer, run))
+
+
+def _saver(callback: TrainerCallback) -> str:
+    """Name of the class that says what a callback does at a save."""
+    return next(c.__name__ for c in type(callback).__mro__ if "on_save" in vars(c))
