@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def kill_at_save(forks: list[Fork], folder: Path, number: int, delay_s: float) -
     """That long after that many new saves have begun, unless the run ends before."""
     known, seen = {path.name for path in checkpoints(folder)}, set[str]()
     while len(seen) < number and all(fork.poll() is None for fork in forks):
-        seen |= {path.name for path in (folder / STAGING).glob("checkpoint-*")} - known
+        # it may go meanwhile
+        with suppress(FileNotFoundError):
+            seen |= {p.name for p in (folder / STAGING).glob("checkpoint-*")} - known
         time.sleep(0.002)
     if len(seen) == number:
         time.sleep(delay_s)
