@@ -10,6 +10,7 @@ import zipfile
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,11 @@ def create(path: Path, plan: FilePlan) -> int:
     descriptor = os.open(
         path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
     )
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(os.close, descriptor)
         os.ftruncate(descriptor, plan.nbytes)
         write_at(descriptor, plan.header, 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        on_failure.pop_all()
     return descriptor
 
 
