@@ -74,6 +74,7 @@ GRADIENTS, NOTED = "optim/gradients.py", "optim/updates.py"
 MAKING, PENDING = "optim/chunk_update.py", "optim/pending.py"
 SESSION, VIEWING = "session.py", "viewing.py"
 SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
+ROWS = "runtime/rows.py"
 STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
@@ -87,6 +88,20 @@ MUTANTS = (
         SLOTS,
         "        stream.wait(self._last_use)\n",
         "",
+    ),
+    Mutant(
+        "rows are looked up into memory from which others still leave",
+        ROWS,
+        "            self._copied.synchronize()\n",
+        "            pass\n",
+        ("test_rows.py",),
+    ),
+    Mutant(
+        "compute does not wait for rows",
+        ROWS,
+        "        device.compute.copy(rows",
+        "        device.fetch.copy(rows",
+        ("test_rows.py",),
     ),
     Mutant(
         "a fetch does not wait for the first poison of its slot",

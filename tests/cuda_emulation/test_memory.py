@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from test_emulation import in_process
 
-
-def outcome(code: str, **env: str) -> str:
-    """What a program prints in a process of its own with these settings of the device."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch\nfrom test_paging import *\n" + code],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+SESSIONS = "from test_paging import *\n"
 
 
 @pytest.mark.parametrize("limit", ["60000", "200000"])
@@ -29,7 +16,9 @@ session = opened(stack(**SIZES), n_buffer=2)
 print(session.device.pageable_bytes > 0)
 session.close()
 """
-    assert outcome(code, FAKECUDA_PINNED_LIMIT=limit) == "[True, True]\nTrue"
+    assert (
+        in_process(SESSIONS + code, FAKECUDA_PINNED_LIMIT=limit) == "[True, True]\nTrue"
+    )
 
 
 def test_a_shortage_in_mid_step_leaves_the_step_to_be_repeated() -> None:
@@ -40,17 +29,8 @@ plain = twin(model).to(CUDA)
 session = opened(model, n_buffer=2, resident=(0, 1, 2))
 own, reference = session.wrap_optimizer(adamw(model)), adamw(plain)
 hog = []
-def step(of, optimizer):
-    losses = []
-    for tokens in DATA[0]:
-        loss = of(tokens.to(CUDA)) / 2
-        loss.backward()
-        losses.append(loss.item())
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses
-theirs = [step(plain, reference) for _ in range(3)]
-ours = [step(model, own)]
+theirs = [train(plain, reference, DATA[:1]) for _ in range(3)]
+ours = [train(model, own, DATA[:1], session)]
 for nbytes in (1 << 24, 1 << 21, 1 << 18, 1 << 14, 512):
     try:
         while True:
@@ -58,16 +38,43 @@ for nbytes in (1 << 24, 1 << 21, 1 << 18, 1 << 14, 512):
     except torch.OutOfMemoryError:
         pass
 try:
-    step(model, own)
+    train(model, own, DATA[:1], session)
     print("no shortage")
 except torch.OutOfMemoryError:
     pass
 hog.clear()
 session.forget_gradients()
 session.replan(make_plan(session.layout, n_buffer=2, resident=(0,)))
-ours += [step(model, own) for _ in range(2)]
+ours += [train(model, own, DATA[:1], session) for _ in range(2)]
 session.close()
 same = all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), plain.parameters()))
 print(ours == theirs, same)
 """
-    assert outcome(code, FAKECUDA_MEMORY=str(64 << 20)) == "True True"
+    assert in_process(SESSIONS + code, FAKECUDA_MEMORY=str(64 << 20)) == "True True"
+
+
+def test_a_backward_that_fails_leaves_nothing_on_the_device() -> None:
+    """Its nodes wait in queues of torch's threads, with all that they have saved."""
+    code = """
+model = stack(**SIZES)
+session = opened(model, n_buffer=2, recompute=(1, 3), swap=(0,))
+optimizer = session.wrap_optimizer(adamw(model))
+train(model, optimizer, DATA[:3], session)
+session.forget_gradients()
+torch.cuda.synchronize()
+before, left = torch.cuda.memory_allocated(), []
+for block in (0, 2, 3, 5):
+    layer = model.layers[block]
+    layer.raise_in_backward = RuntimeError("here")
+    try:
+        train(model, optimizer, DATA[3:], session)
+    except RuntimeError:
+        pass
+    layer.raise_in_backward = None
+    session.forget_gradients()
+    torch.cuda.synchronize()
+    left.append(torch.cuda.memory_allocated() - before)
+session.close()
+print(left)
+"""
+    assert in_process(SESSIONS + code) == "[0, 0, 0, 0]"

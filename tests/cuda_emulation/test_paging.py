@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from core_models import (
     freeze,
     make_plan,
     stack,
+    train,
     twin,
 )
 from torch import Tensor, nn
@@ -44,6 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "outside on the host": {"n_buffer": 2, "outside": HOST_STATE},
     "updates on the host": {"n_buffer": 2, "update": Update.HOST},
     "all resident": {"resident": ALL},
+    "rows": {"n_buffer": 2, "rows": {"embed.weight": 24 * 64 * 4}},
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": adamw,
@@ -54,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         model.parameters(), 1e-3, relative_step=False, scale_parameter=False
     ),
 }
-DATA = [batches(2, seed) for seed in range(4)]
+DATA = [[tokens.to(CUDA) for tokens in batches(2, seed)] for seed in range(4)]
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +70,18 @@ def nothing_stays_on_the_device() -> Any:
     assert torch.cuda.memory_allocated() == before
 
 
-def opened(model: nn.Module, keep: Sequence[str] = (), **plan: Any) -> Session:
-    layout = build_layout(model, keep)
+def opened(
+    model: nn.Module,
+    adapters: Sequence[str] = (),
+    rows: Mapping[str, int] = MappingProxyType({}),
+    **plan: Any,
+) -> Session:
+    layout = build_layout(model, adapters=adapters, rows=rows)
     device = devices.CudaDevice(0)
     return Session(model, layout, make_plan(layout, **plan), device, Options(True))
 
 
-def train(
+def scheduled(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     session: Session | None = None,
@@ -86,21 +94,11 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step, micro_batches in enumerate(DATA):
         between(step)
-        for tokens in micro_batches:
-            loss = model(tokens.to(CUDA)) / len(micro_batches)
-            loss.backward()
-            found.append(loss.item())
-        if clip:
-            norm = session.clip_grad_norm(clip) if session else None
-            if norm is None:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            found.append(norm.item())
-        optimizer.step()
+        found += train(model, optimizer, [micro_batches], session, clip or None)
         schedule.step()
-        optimizer.zero_grad()
         if step == 1:
             with torch.inference_mode():
-                found.append(model(micro_batches[0].to(CUDA)).item())
+                found.append(model(micro_batches[0]).item())
     return found
 
 
@@ -123,19 +121,19 @@ def equals_plain(
     """Whether losses, norms, weights and states are; `then` is the plan from the third
     step on."""
     model = stack(dtype=dtype, **SIZES)
-    keep = sorted(freeze(model, ["extra"])) if frozen else ()
+    adapters = sorted(freeze(model, ["extra"])) if frozen else ()
     plain = twin(model).to(CUDA)
-    session = opened(model, keep, **plan)
+    session = opened(model, adapters, **plan)
 
     def replan(step: int) -> None:
         if then is not None and step == 2:
             session.replan(make_plan(session.layout, **then))
 
     reference = OPTIMIZERS[optimizer](plain)
-    theirs = train(plain, reference, clip=clip)
+    theirs = scheduled(plain, reference, clip=clip)
     try:
         own = session.wrap_optimizer(OPTIMIZERS[optimizer](model))
-        ours = train(model, own, session, clip, replan)
+        ours = scheduled(model, own, session, clip, replan)
         saved = {k: v.cpu().clone() for k, v in model.state_dict().items()}
         states = leaves(own.state_dict()["state"])
     finally:

@@ -50,6 +50,8 @@ BASE: dict[str, Any] = {
     # the plugin is listed in plain runs too: Axolotl merges what plugins add to its
     # classes once a process
     "protrain_auto_memory": False,
+    # or a run would plan with what another test's has shown
+    "protrain_learn_peak": False,
     "tokenizer_config": str(TOKENIZER),
     "datasets": [{"path": str(DATA), "ds_type": "json", "type": "completion"}],
     "dataset_prepared_path": "prepared",

@@ -144,7 +144,8 @@ class Step:
         dropout: Of the adapters.
         padding: Tokens at the end of the first row.
         fp32_master: Update 16-bit weights through masters on the host.
-        outside: Where trainable weights outside the blocks have their state.
+        outside: Where trainable weights outside the blocks have their state, or that the
+            host looks up embeddings.
         compiled: Each block's forward is compiled by inductor.
     """
 
@@ -215,7 +216,7 @@ def peaks(step: Step) -> Peaks:
         if p.requires_grad and step.method != "full"
     }
     traced = trace(model, batch, autocast_dtype(step), step.compiled)
-    layout = build_layout(model, adapters, traced.trace.blocks)
+    layout = build_layout(model, adapters, traced.trace.blocks, rows=traced.rows)
     plan = make_plan(
         layout,
         n_persist=round(PORTIONS[step.resident] * len(layout.pageable)),

@@ -1,8 +1,10 @@
 """Axolotl plugins for the tests: an operator of the second step finds no memory.
 
-Each plugin fails in one place: the second micro-batch's forward or backward, the
-clipping before the update, or the update itself. Some fail again when the step is
+Each plugin fails in one place: the second micro-batch's inputs, forward or backward, the
+clipping before the update, or the update itself; of each there is one that fails on one
+rank of several (`OfRank0`). Some fail again when the step is
 repeated, one in the words of cuBLAS, and one asks for more than there is under any plan.
+Another takes memory that no trace sees.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from axolotl.integrations.base import BasePlugin
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 STEP, MICRO_BATCH = 2, 2
 ASKED_BYTES = 4096
@@ -25,12 +29,15 @@ class FailingPlugin(BasePlugin):
 
     where: str
     times = 1
+    rank: int | None = None
     error: RuntimeError = torch.OutOfMemoryError(
         f"Tried to allocate {ASKED_BYTES} bytes."
     )
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
-        return [_Fail(_Operators(_PLACES[self.where], self.times, self.error))]
+        return [
+            _Fail(_Operators(_PLACES[self.where], self.times, self.error), self.rank)
+        ]
 
 
 class FailForward(FailingPlugin):
@@ -43,6 +50,30 @@ class FailBackward(FailingPlugin):
 
 class FailClipping(FailingPlugin):
     where = "clipping"
+
+
+class FailInputs(FailingPlugin):
+    where = "inputs"
+
+
+class FailBefore(FailingPlugin):
+    """Between the inputs and the model's forward."""
+
+    where = "before"
+
+
+class FailEntry(FailingPlugin):
+    where = "entry"
+
+
+class FailTurn(FailingPlugin):
+    where = "turn"
+
+
+class FailLate(FailingPlugin):
+    """When weights of the last blocks, and of the first, have had their gradients."""
+
+    where = "late"
 
 
 class FailUpdate(FailingPlugin):
@@ -66,6 +97,32 @@ class FailWithoutMeasure(FailingPlugin):
     error = torch.OutOfMemoryError("Tried to allocate 1.00 GiB.")
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNSEEN_BYTES = (32 if DEVICE == "cuda" else 1) << 20
+
+
+class TakeUnseen(BasePlugin):
+    """Each forward holds `UNSEEN_BYTES` beside what was there when the run was planned."""
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
+        return [_Take()]
+
+
+class _Take(TrainerCallback):
+    def on_train_begin(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        def take(*_: Any) -> None:
+            self.held = None
+            self.held = torch.zeros(UNSEEN_BYTES, dtype=torch.uint8, device=DEVICE)
+
+        model.register_forward_pre_hook(take)
+
+
+for _kind in FailingPlugin.__subclasses__() + [FailFourTimes]:
+    for _rank in range(2):
+        _name = f"{_kind.__name__}OfRank{_rank}"
+        globals()[_name] = type(_name, (_kind,), {"rank": _rank})
+
+
 class _Operators(TorchDispatchMode):
     """Counts forwards by their embeddings, and raises where it is told to."""
 
@@ -83,10 +140,13 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         self._num_forwards += name == "embedding"
+        self.fail(name)
+        return func(*args, **(kwargs or {}))
+
+    def fail(self, name: str) -> None:
         if self._times_left and self._place(name, self._num_forwards):
             self._times_left -= 1
             raise type(self._error)(*self._error.args)
-        return func(*args, **(kwargs or {}))
 
 
 _PLACES: dict[str, Callable[[str, int], bool]] = {
@@ -96,19 +156,43 @@ _PLACES: dict[str, Callable[[str, int], bool]] = {
         batch == MICRO_BATCH
         and name == "_scaled_dot_product_flash_attention_for_cpu_backward"
     ),
+    "inputs": lambda name, batch: batch == MICRO_BATCH - 1 and name == "inputs",
+    "before": lambda name, batch: batch == MICRO_BATCH - 1 and name == "before",
+    "entry": lambda name, batch: batch == MICRO_BATCH and name == "embedding",
+    "turn": lambda name, batch: (
+        batch == MICRO_BATCH and name == "_log_softmax_backward_data"
+    ),
+    "late": lambda name, batch: (
+        batch == MICRO_BATCH and name == "embedding_dense_backward"
+    ),
     "clipping": lambda name, _: name in ("_foreach_norm", "linalg_vector_norm"),
     "update": lambda name, _: name == "_fused_adamw_",
 }
 
 
 class _Fail(TrainerCallback):
-    def __init__(self, operators: _Operators) -> None:
-        self._operators = operators
+    def __init__(self, operators: _Operators, rank: int | None) -> None:
+        self._operators, self._rank = operators, rank
         self._inside = ExitStack()
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_kw: Any) -> None:
-        if state.global_step + 1 == STEP:
+        own = dist.get_rank() if dist.is_initialized() else 0
+        if state.global_step + 1 == STEP and self._rank in (None, own):
             self._inside.enter_context(self._operators)
+            for name, moment in (
+                ("_prepare_input", "inputs"),
+                ("compute_loss", "before"),
+            ):
+                self._inside.enter_context(self._failing(name, moment))
+
+    def _failing(self, name: str, moment: str) -> Any:
+        plain = getattr(Trainer, name)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self._operators.fail(moment)
+            return plain(*args, **kwargs)
+
+        return patch.object(Trainer, name, failing)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         self._inside.close()

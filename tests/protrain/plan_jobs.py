@@ -56,8 +56,9 @@ class Answer:
 class Plans:
     """Commands in `folder`, `NUM_AT_ONCE` at a time, in the order of `add`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, documents: int | None = None) -> None:
+        """`documents` of equal length are in a packed row, instead of as many as usual."""
+        self.folder, self.documents = folder, documents
         self._pool = ThreadPoolExecutor(NUM_AT_ONCE)
         self._answers: dict[str, Future[Answer]] = {}
 
@@ -101,7 +102,8 @@ class Plans:
     def _run(self, name: str, folder: Path, argv: list[str]) -> Answer:
         out, err = (self.folder / f"{name}.{stream}" for stream in ("out", "err"))
         with out.open("w") as stdout, err.open("w") as stderr:
-            fork = Fork(run_command, argv, folder=folder, stdout=stdout, stderr=stderr)
+            files = {"stdout": stdout, "stderr": stderr}
+            fork = Fork(run_command, argv, self.documents, folder=folder, **files)
         code = fork.wait(SLOWEST_COMMAND_S)
         return Answer(code, out.read_text(), err.read_text(), folder)
 
@@ -112,8 +114,13 @@ class Plans:
         return str(folder)
 
 
-def run_command(argv: list[str]) -> None:
+def run_command(argv: list[str], documents: int | None = None) -> None:
     """Become `axolotl protrain`; ends with its exit code."""
     from axolotl.integrations.protrain.cli import protrain
+
+    if documents is not None:
+        from axolotl.integrations.protrain.offline import batches
+
+        batches.DOCUMENTS_PER_ROW = documents
 
     protrain(argv, prog_name="axolotl protrain")

@@ -120,6 +120,7 @@ def test_defaults_are_those_of_the_contract():
         "protrain_snapshot_bytes": None,
         "protrain_check_races": False,
         "protrain_cache_dir": None,
+        "protrain_learn_peak": True,
     }
 
 

@@ -194,6 +194,9 @@ PARTIAL = {"partial": 1, "partial_resident": 4}
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Every run of this file; all of them begin here, in the background."""
     jobs = Jobs(tmp_path_factory.mktemp("bad_input"))
+    # the longest first
+    large = {"micro_batch_size": 4, "protrain_capacity_bytes": 700_000}
+    jobs.train("large", ROOM, {"base_model": WITHOUT_WEIGHTS, **large})
     jobs.train("off", {"protrain_auto_memory": False})
     jobs.train("absent", {"protrain_auto_memory": None, "plugins": [SEEDING]})
     for name, (settings, _) in REFUSED.items():
@@ -253,8 +256,6 @@ def test_too_small_a_budget_is_refused_before_loading(jobs: Jobs, name: str) -> 
 
 def test_a_refusal_gives_the_lines_that_would_fit(jobs: Jobs) -> None:
     """The same batch in more steps, before anything that changes the training."""
-    large = {"micro_batch_size": 4, "protrain_capacity_bytes": 700_000}
-    jobs.train("large", ROOM, {"base_model": WITHOUT_WEIGHTS, **large})
     said = "would make it fit:\nmicro_batch_size: 1\ngradient_accumulation_steps: 8\n"
     assert said in jobs["large"].log
 

@@ -35,7 +35,10 @@ from axolotl.integrations.protrain.core.profile.emulation import (
 )
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
 from axolotl.integrations.protrain.core.types import Work
-from axolotl.integrations.protrain.offline.batches import sample_batch
+from axolotl.integrations.protrain.offline.batches import (
+    DOCUMENTS_PER_ROW,
+    sample_batch,
+)
 from axolotl.integrations.protrain.offline.fake_kernels import fake_kernels
 from axolotl.integrations.protrain.offline.meta_model import MetaModel, load_meta_model
 from axolotl.integrations.protrain.planning import autocast_dtype, subject_of
@@ -323,6 +326,22 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
         # each weight is read in 4 bits and written in 16 before it is multiplied
         assert packed.moved_bytes - plain.moved_bytes > 2.5 * linear
         assert work_s(packed, card) > work_s(plain, card)
+
+
+def test_documents_of_a_packed_row_attend_to_themselves(tmp_path: Path) -> None:
+    """Not to the whole row, whose attention would take as many times longer."""
+    works = []
+    for packs in (False, True):
+        folder = tmp_path / str(packs)
+        folder.mkdir()
+        keys = {"attn_implementation": "flash_attention_2", "micro_batch_size": 1}
+        keys |= {"sample_packing": packs, "pad_to_sequence_len": packs}
+        meta = meta_model_of(folder, "llama", keys)
+        trace = subject_of(meta.cfg, meta.model, "cuda").traced.trace
+        works.append(sum((s.work for s in trace.segments), Work()))
+    whole, packed = works
+    assert packed.attention_16 == whole.attention_16 / DOCUMENTS_PER_ROW > 0
+    assert packed.flops_16 == whole.flops_16
 
 
 def test_fp32_has_no_autocast(tmp_path: Path) -> None:

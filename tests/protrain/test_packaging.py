@@ -89,9 +89,9 @@ def test_wheel_asks_for_the_versions_that_errors_name(wheel: ZipFile) -> None:
 def test_wheel_has_the_command_and_the_plugin(wheel: ZipFile) -> None:
     parser = ConfigParser()
     parser.read_string(wheel.read(metadata_folder(wheel) + "entry_points.txt").decode())
-    assert dict(parser["axolotl.cli_commands"]) == {
-        "protrain": "axolotl.integrations.protrain.cli:protrain"
-    }
+    command = "axolotl.integrations.protrain.cli:protrain"
+    assert dict(parser["axolotl.cli_commands"]) == {"protrain": command}
+    assert dict(parser["console_scripts"]) == {"axolotl-protrain": command}
     # Axolotl reads "module:Class" as the "module.Class" of a YAML
     assert dict(parser["axolotl.plugins"]) == {
         "protrain": "axolotl.integrations.protrain:ProTrainPlugin"

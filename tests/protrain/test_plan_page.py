@@ -193,6 +193,7 @@ def forecast(
             "block_policies": policies,
             "origin": "search",
             "update": "device",
+            "adapters": "host-state",
         }
         if fits
         else None,
@@ -310,7 +311,15 @@ def hostile(value: Any, key: str = "") -> Any:
         return {prefix + name: hostile(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [hostile(item, key) for item in value]
-    one_of_few = ("verdict", "mode", "update", "policy", "placement", "block_policies")
+    one_of_few = (
+        "verdict",
+        "mode",
+        "update",
+        "adapters",
+        "policy",
+        "placement",
+        "block_policies",
+    )
     return (
         HOSTILE + value if isinstance(value, str) and key not in one_of_few else value
     )
@@ -597,6 +606,23 @@ def longest() -> list[dict[str, Any]]:
         f"{key}: 12.34 GiB of device memory missing: the smallest plan takes 36.33 GiB "
         "at forward 12, block 3 (recompute), 23.99 GiB may be used."
     )
+    lever = price | {
+        "change": "liger_fused_linear_cross_entropy",
+        "keys": {
+            "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+            "liger_fused_linear_cross_entropy": True,
+        },
+        "numbers": "the same training, rounded otherwise",
+        "note": None,
+        "sample_s": 0.75,
+        "host_peak_bytes": 20 * GIB,
+        "least_device_bytes": 9 * GIB,
+        "lowers": {"device working set": [9 * GIB, 4 * GIB]},
+    }
+    lacks = {"verdict": "does-not-fit", "step_s": None, "lowers": {}, "note": "a note"}
+    misses["levers"] = [lever, lever | lacks]
+    difference = "--- a.yaml\n+++ b.yaml\n@@ -1 +1 @@\n-a: 1\n+a: 2"
+    misses["fixed"] = lever | {"file": "b.yaml", "difference": difference}
     for card in (fits, misses):
         card["device_bytes"]["peak_at"] = "backward outside blocks, _log_softmax"
     return [fits, misses]
@@ -609,7 +635,7 @@ def test_text_of_the_longest_labels(
     """As in a terminal of 80 and 160 columns, and piped without either."""
     # empty: as if it were not there
     monkeypatch.setenv("COLUMNS", columns)
-    text = plan_text(longest())
+    text = plan_text(longest(), explain=True)
     assert max(map(len, text.splitlines())) <= int(columns or 100)
     shown = Path(__file__).parent / "shown" / f"plan-{columns or 'piped'}.txt"
     assert text + "\n" == shown.read_text("utf-8")

@@ -34,6 +34,9 @@ EXACT = [
     LLAMA,
     replace(LLAMA, recompute="all"),
     replace(LLAMA, resident="all"),
+    # the host looks up the embedding
+    replace(LLAMA, method="qlora", outside=Placement.ROWS),
+    replace(FULL, outside=Placement.HOST_STATE, accumulation=3),
     FULL,
     replace(FULL, resident="half", recompute="half", accumulation=3),
     replace(FULL, resident="all"),

@@ -226,3 +226,17 @@ def test_the_base_never_exists_in_16_bits() -> None:
     run = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("holds") == 3
+
+
+@pytest.mark.parametrize("method", [QLORA, {}], ids=["qlora", "full"])
+def test_the_host_looks_up_an_embedding_for_which_there_is_no_room(
+    run: Run, method: dict[str, Any]
+) -> None:
+    settings = {**method, **KINDS["evaluated"], "bf16": True}
+    settings["gradient_accumulation_steps"] = 3
+    trainings = pair("llama", settings, plan=overrides(0, 2))
+    paged = run(trainings.paged)
+    while "rows" not in paged.report["plan"]["placements"]:
+        less = paged.report["device_bytes"]["peak"] - 1
+        paged = run(trainings.paged.but({"protrain_capacity_bytes": less}))
+    assert_equal(paged, run(trainings.plain))

@@ -49,11 +49,18 @@ from axolotl.integrations.protrain.core.types import Placement
 OTHER_PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(1, 3, 2)}
 MASTER = {"bf16": True, "protrain_fp32_master": True, **OTHER_PLAN}
 
-KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "bf16": {"bf16": True}}
+HOSTED = {**LORA, "lora_r": 512, "protrain_capacity_bytes": "20MiB"}
+"""Adapters so large that their optimizer state is on the host."""
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": LORA,
+    "bf16": {"bf16": True},
+    "hosted": HOSTED,
+}
 """What is trained, paged or not."""
 
 RESUMED: dict[str, tuple[dict[str, Any], str, str]] = {
-    f"{kind}_{how}": ({**KINDS[kind], **plan}, f"{kind}_{first}", f"{kind}_plain")
+    f"{kind}_{how}": ({**plan, **KINDS[kind]}, f"{kind}_{first}", f"{kind}_plain")
     for kind in KINDS
     for how, plan, first in (
         ("same", PAGED, "paged"),
@@ -64,6 +71,7 @@ RESUMED: dict[str, tuple[dict[str, Any], str, str]] = {
 } | {
     "master_same": (MASTER, "master", "master"),
     "master_other": ({**MASTER, **overrides(3, 1)}, "master", "master"),
+    "hosted_resident": ({**HOSTED, **PAGED}, "hosted_paged", "hosted_plain"),
 }
 """Settings of a second half, the run whose first half it continues, and the run in one
 go that both must equal."""
@@ -110,6 +118,7 @@ BESIDE = {
     "beside_tight": ({"protrain_snapshot_bytes": 1}, "3"),
     "beside_master": (MASTER, "3"),
     "beside_host": ({"protrain_cpu_optimizer": "torch"}, "3"),
+    "beside_hosted": (HOSTED, "3"),
     "beside_off": ({"protrain_async_save": False}, ""),
 }
 """Settings of runs that save at each step, and a step that is made beside a save."""
@@ -130,7 +139,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         jobs.train(name, BEST, layers)
     for kind, settings in KINDS.items():
         jobs.train(f"{kind}_plain", settings)
-        jobs.train(f"{kind}_paged", settings, PAGED)
+        jobs.train(f"{kind}_paged", PAGED, settings)
     jobs.train("interrupt_shell", MANY, PAGED, watch=interrupt(2, 0.02), shell=True)
     jobs.train("master", MASTER)
     for name, (settings, first, _) in RESUMED.items():
@@ -190,6 +199,8 @@ def copy_checkpoint(
 def test_checkpoints_are_those_of_the_plain_run(jobs: Jobs, kind: str) -> None:
     ours, plain = jobs[f"{kind}_paged"].finished, jobs[f"{kind}_plain"].finished
     assert ours.paged and not plain.paged
+    hosted = "host-state" in ours.report["plan"]["placements"]
+    assert hosted is (kind == "hosted")
     assert same_checkpoint(ours.folder, plain.folder, step=2) is None
     assert same_checkpoint(ours.folder, plain.folder, step=4) is None
     assert difference(weights(ours.folder), weights(plain.folder)) is None
@@ -511,6 +522,8 @@ def test_a_save_beside_training_is_that_of_its_step(jobs: Jobs, name: str) -> No
     )
     if settings is MASTER:
         plain = jobs["master"].finished
+    if settings is HOSTED:
+        plain = jobs["hosted_plain"].finished
     if name != "beside_host":
         assert ended.history == plain.history
         assert same_checkpoint(ended.folder, plain.folder, step=4) is None

@@ -20,7 +20,7 @@ if [ ! -d "$site/torch" ]; then
 fi
 if [ -n "$more" ]; then
   echo "$more" > "$site/zz_more.pth"
-  printf '#!%s\nimport sys\nfrom axolotl.cli.main import main\nsys.exit(main())\n' \
+  printf '#!%s\nfrom axolotl.cli.main import main\nif __name__ == "__main__":  # not where datasets spawns\n    main()\n' \
     "$(cd "$venv" && pwd)/bin/python" > "$venv/bin/axolotl"
   chmod +x "$venv/bin/axolotl"
 fi

@@ -10,8 +10,17 @@ import copy
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -166,14 +175,15 @@ def make_plan(
     """A plan from what is resident and which blocks recompute, swap, or both.
 
     `outside` is where the trainable weights outside blocks go, `inside` where the
-    chunks named in `resident` go.
+    chunks named in `resident` go; rows of what a layout lets the host look up come.
     """
-    placements = tuple(
-        outside
-        if not chunk.pageable
-        else (inside if chunk.index in resident else Placement.PAGED)
-        for chunk in layout.chunks
-    )
+
+    def place(chunk: Chunk) -> Placement:
+        if chunk.pageable:
+            return inside if chunk.index in resident else Placement.PAGED
+        return Placement.ROWS if chunk.rows_bytes else outside
+
+    placements = tuple(map(place, layout.chunks))
     if Placement.PAGED not in placements:
         n_buffer = 0
     check_slots(layout, placements, n_buffer)
@@ -211,11 +221,12 @@ def open_session(
     accumulates: bool = True,
     poison: bool = True,
     device: Device | None = None,
+    rows: Mapping[str, int] = MappingProxyType({}),
     **plan: Any,
 ) -> Session:
     """A poisoned session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
-    layout = build_layout(model, keep)
+    layout = build_layout(model, keep, rows=rows)
     options = Options(poison, fp32_master, accumulates)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
@@ -335,18 +346,20 @@ def layouts(draw: st.DrawFn) -> Layout:
     """Layouts straight from their types: sizes, trainability, chunks outside blocks."""
     chunks: list[Chunk] = []
 
-    def add(block: int | None) -> int:
+    def add(block: int | None, adapter: bool = False) -> int:
         index, numel = len(chunks), draw(st.integers(1, 40))
-        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-        spec = TensorSpec(f"p{index}", (numel,), dtype, 0)
-        trainable = block is None or draw(st.booleans())
-        chunks.append(Chunk(index, block, trainable, (spec,), spec.nbytes))
+        dtypes = [torch.float32] if adapter else [torch.float32, torch.bfloat16]
+        spec = TensorSpec(f"p{index}", (numel,), draw(st.sampled_from(dtypes)), 0)
+        trainable = block is None or adapter or draw(st.booleans())
+        chunks.append(Chunk(index, block, trainable, (spec,), spec.nbytes, adapter))
         return index
 
     blocks = [
         Block(b, f"layers.{b}", tuple(add(b) for _ in range(draw(st.integers(0, 3)))))
         for b in range(draw(st.integers(1, 6)))
     ]
+    if draw(st.booleans()):
+        blocks = [replace(b, chunks=(*b.chunks, add(b.index, True))) for b in blocks]
     for _ in range(draw(st.integers(0, 2))):
         add(None)
     fixed = st.integers(0, 50)

@@ -180,7 +180,11 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     theirs = _train(case, plain, net, their_optimizer, None)
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    layout = build_layout(model, keep if case.trained else ())
+    looked_up = case.mode != "A" and (case.trained or case.plan)
+    tables = {
+        n: 1 for n in dict(model.named_parameters()) if looked_up and "embed" in n
+    }
+    layout = build_layout(model, keep if case.trained else (), rows=tables)
     shards = ranks.world.local_size if case.mode == "C" else 1
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)

@@ -169,7 +169,12 @@ def cases(
         chunks = tuple(replace(c, trainable=trained) for c in layout.chunks)
         if not trained:
             chunks = tuple(chunk for chunk in chunks if chunk.pageable)
-        layout = replace(layout, chunks=chunks)
+        there = {chunk.index for chunk in chunks}
+        blocks = tuple(
+            replace(block, chunks=tuple(c for c in block.chunks if c in there))
+            for block in layout.blocks
+        )
+        layout = replace(layout, blocks=blocks, chunks=chunks)
     seconds = st.floats(0, 50)
     num_blocks = len(layout.blocks)
     per_block = st.tuples(*[seconds] * num_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -29,6 +30,9 @@ from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.host import (
     host_memory,
     mapped_bytes,
+    memory_nodes,
+    node_of,
+    place,
     processors,
 )
 from axolotl.integrations.protrain.core.profile.block_times import (
@@ -56,6 +60,7 @@ from axolotl.integrations.protrain.core.profile.hardware import (
     measure_hardware,
     weakest,
 )
+from axolotl.integrations.protrain.core.runtime import host_buffer
 from axolotl.integrations.protrain.core.runtime.ranks import Ranks
 from axolotl.integrations.protrain.core.types import Hardware
 
@@ -837,6 +842,31 @@ def test_the_tightest_quota_counts(tmp_path: Path, version: int) -> None:
         assert processors(mounted, own) == 7
         limit(root / "pod" / "job", "20000")
         assert processors(mounted, own) == 1
+
+
+def test_a_device_is_on_the_memory_node_that_the_system_says(tmp_path: Path) -> None:
+    pci = tmp_path / "bus/pci/devices"
+    for node in (0, 1, 10):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+    for address, node in {"0000:65:00.0": 10, "0000:01:00.0": -1, "old": 7}.items():
+        (pci / address).mkdir(parents=True)
+        (pci / address / "numa_node").write_text(f"{node}\n")
+    assert memory_nodes(tmp_path) == [0, 1, 10]
+    found = [node_of(at, tmp_path) for at in (*sorted(os.listdir(pci)), "absent")]
+    assert found == [None, 10, None, None]
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").is_file(), reason="no NUMA maps")
+def test_host_memory_is_asked_for_on_nodes() -> None:
+    """Whether the system lets this process say so or not, the memory is there."""
+    for nodes, policy in (([0], "prefer:0"), ([0, 0], "interleave:0")):
+        buffer = host_buffer(1 << 20)
+        why = place(buffer.data_ptr(), buffer.nbytes, nodes)
+        buffer.fill_(1)
+        maps = Path("/proc/self/numa_maps").read_text().splitlines()
+        (line,) = (m for m in maps if m.startswith(f"{buffer.data_ptr():x} "))
+        assert policy in line or why == "Operation not permitted"
+    assert place(buffer.data_ptr() + 1, 1, [0])
 
 
 def test_pages_of_files_are_told_from_memory(tmp_path: Path) -> None:

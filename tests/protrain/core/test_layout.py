@@ -285,6 +285,17 @@ def test_lora_keeps_its_adapters_when_told() -> None:
     )
 
 
+def test_adapters_whose_state_may_wait_are_a_chunk_of_each_block() -> None:
+    model = lora()
+    adapters = {name for name, p in model.named_parameters() if p.requires_grad}
+    layout = build_layout(model, adapters=adapters)
+    own = [chunk for chunk in layout.chunks if chunk.adapter]
+    assert {spec.name for chunk in own for spec in chunk.tensors} == adapters
+    assert [layout.blocks[c.block].chunks[-1] for c in own] == [c.index for c in own]
+    assert not any(chunk.pageable for chunk in own) and len(layout.pageable) == 3
+    assert layout.fixed_trainable_bytes == layout.num_fixed_trainable == 0
+
+
 @pytest.mark.parametrize(
     "model",
     [

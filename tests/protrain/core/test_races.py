@@ -339,7 +339,9 @@ def trained(
 @pytest.mark.parametrize("delays", DELAYS)
 @pytest.mark.parametrize("recompute", [(), (0, 1, 4)], ids=["keep", "recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("plan", ["adapters", "full", "host-state", "masters"])
+@pytest.mark.parametrize(
+    "plan", ["adapters", "adapters' state", "full", "host-state", "masters"]
+)
 def test_sessions_have_no_race_and_equal_plain(
     plan: str, dropout: float, recompute: Any, delays: str
 ) -> None:
@@ -347,11 +349,15 @@ def test_sessions_have_no_race_and_equal_plain(
     model = stack(dtype=torch.bfloat16 if masters else torch.float32)
     for layer in model.layers:
         layer.norm = nn.Sequential(layer.norm, nn.Dropout(dropout))
-    keep = freeze(model, ["extra"]) if plan == "adapters" else ()
-    plain, layout = twin(model), build_layout(model, keep)
+    names = freeze(model, ["extra", "down"]) if plan.startswith("adapters") else ()
+    waiting = names if "state" in plan else ()
+    keep = set(names) - set(waiting)
+    plain, layout = twin(model), build_layout(model, keep, adapters=waiting)
     knobs: dict[str, Any] = {"n_buffer": 2, "recompute": recompute}
     if masters:
         knobs.update(update=Update.HOST)
+    if waiting:
+        knobs.update(outside=HOST_STATE)
     if plan == "host-state":
         knobs.update(resident=(1, 2, 4), inside=HOST_STATE, outside=HOST_STATE)
 

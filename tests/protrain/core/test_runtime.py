@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,7 +29,9 @@ from axolotl.integrations.protrain.core.runtime import (
     HostWorker,
     Pager,
     Slot,
+    allocator_note,
     asked_bytes,
+    expand_segments,
     open_device,
 )
 from axolotl.integrations.protrain.core.types import Chunk, Layout, TensorSpec
@@ -528,3 +532,30 @@ def test_only_known_devices_open() -> None:
     assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
     with pytest.raises(ValueError, match="meta"):
         open_device(torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    "build, release, said, asks",
+    [
+        ("12.8", "6.8.0-generic", {}, True),
+        (None, "6.8.0-generic", {}, False),
+        ("12.8", "5.15.90.1-microsoft-standard-WSL2", {}, False),
+        ("12.8", "6.8.0-generic", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False),
+    ],
+    ids=["CUDA", "no CUDA", "WSL2", "said"],
+)
+def test_segments_grow_where_nobody_has_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    build: str | None,
+    release: str,
+    said: dict[str, str],
+    asks: bool,
+) -> None:
+    environment = dict(said)
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    expand_segments()
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if asks else {}
+    assert environment == said | wanted
+    assert ("do not grow" in allocator_note(environment)) == (not asks)

@@ -50,7 +50,7 @@ from axolotl.integrations.protrain.core.types import (
     Workload,
 )
 
-RESIDENT, HOST_STATE, PAGED = Placement
+RESIDENT, HOST_STATE, PAGED, ROWS = Placement
 OUTSIDE = st.sampled_from([RESIDENT, HOST_STATE])
 
 

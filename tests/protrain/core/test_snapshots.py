@@ -250,7 +250,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(
             os._exit(0)
         # on a busy machine a child may have saved nothing in half a second
         while number % 2 and not [*run_dir.glob("checkpoint-*")]:
-            assert time.perf_counter() - began < 20
+            assert time.perf_counter() - began < 120
             time.sleep(0.01)
         time.sleep(random.uniform(0.05, 0.5))
         os.kill(process_id, signal.SIGKILL)

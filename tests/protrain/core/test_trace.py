@@ -393,6 +393,37 @@ def test_a_trace_keeps_no_model_alive() -> None:
     assert traced.samples
 
 
+def test_a_sample_has_the_positions_of_the_model() -> None:
+    """Zeros would be timed as packed rows of one token each."""
+
+    class Rotating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return self.proj(x) * positions.unsqueeze(-1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.layers = nn.ModuleList(Rotating() for _ in range(2))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            positions = torch.arange(tokens.shape[1], device=x.device).unsqueeze(0)
+            for layer in self.layers:
+                x = layer(x, positions=positions % 3)
+            return x.sum()
+
+    copied = meta_copy(Model())
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    traced = trace_step(copied, find_blocks(copied), lambda: copied(tokens))
+    given = traced.samples[1].kwargs["positions"]
+    assert given.tolist() == [[0, 1, 2, 0, 1]]
+
+
 # what a segment says
 
 

@@ -216,8 +216,13 @@ class ProTrainArgs(BaseModel):
     )
     protrain_cache_dir: Folder | None = Field(
         default=None,
-        description="Folder for measured hardware and block times. Unset: the "
+        description="Folder for measured hardware, block times and peaks. Unset: the "
         "platform's cache folder.",
+    )
+    protrain_learn_peak: Flag = Field(
+        default=True,
+        description="Plan with the peak that an earlier run of the same model and rows "
+        "had on this device, beside the predicted one.",
     )
 
     # The name is long because a method of the same name in Axolotl's config would

@@ -14,7 +14,6 @@ import pickle  # nosec B403
 import subprocess  # nosec B404
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from .core.host import host_memory
 from .core.profile import gpu_hardware, measured_unseen_bytes
 from .core.runtime import Alone, Ranks
 from .core.types import Hardware, World
+from .levers import smaller
 from .planning import Subject, device_budget, plan_for, subject_of
 
 SLOWEST_S = 120
@@ -164,7 +164,7 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
         except BudgetError as error:
             if _depends_on_rates(args, subject, hardware):
                 return False, "it depends on rates that are measured then"
-            for change in _smaller(cfg):
+            for change in smaller(cfg):
                 if time.monotonic() - started > SLOWEST_S / 3:
                     break
                 # what cannot be traced is no way out
@@ -176,20 +176,6 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
     except ProTrainError as error:
         return False, str(error)
     return False, ""
-
-
-def _smaller(cfg: Any) -> Iterator[dict[str, int]]:
-    """Settings that take less: first those under which the training stays the same."""
-    rows, steps = cfg.micro_batch_size, cfg.gradient_accumulation_steps or 1
-    while rows and rows > 1 and rows % 2 == 0:
-        rows, steps = rows // 2, steps * 2
-        yield {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
-    least = {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
-    for key, smallest in (("lora_r", 4), ("sequence_len", 512)):
-        value = cfg[key] if key != "lora_r" or cfg.adapter else None
-        while value and value // 2 >= smallest:
-            value //= 2
-            yield {**least, key: value}
 
 
 def _depends_on_rates(args: ProTrainArgs, subject: Subject, hardware: Hardware) -> bool:

@@ -11,7 +11,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +37,7 @@ from .core.types import (
     Hardware,
     Knobs,
     Layout,
+    Trace,
     Update,
     Workload,
     World,
@@ -44,7 +45,7 @@ from .core.types import (
 from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
-from .offline.optimizer_state import optimizer_bytes
+from .offline.optimizer_state import OptimizerBytes, optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, refuse_quantised
 from .report.forecast import format_bytes
 
@@ -81,6 +82,7 @@ def subject_of(
     world: World = ALONE,
     real: nn.Module | None = None,
     objective: Objective | None = None,
+    adapters_wait: bool = True,
 ) -> Subject:
     """Trace the largest micro-batch that the YAML, or the data, allow.
 
@@ -91,6 +93,7 @@ def subject_of(
         world: Who trains together.
         real: The same with weights, to be laid out: a bias may be cast in the trace.
         objective: Of a trainer whose loss is more than one forward.
+        adapters_wait: Their optimizer is the trainer's, so its state may be on the host.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -122,7 +125,19 @@ def subject_of(
             model, batch, target, cfg, args, assumptions, objective
         )
     laid_out = model if real is None else real
-    layout = build_layout(laid_out, adapter_names(laid_out), traced.trace.blocks)
+    optimizer = _optimizer(cfg, args, model, device_type, assumptions)
+    adapters = adapter_names(laid_out)
+    waiting: frozenset[str] = frozenset()
+    # of several ranks they are DDP's, and ReLoRA prunes their state where it finds it
+    if adapters_wait and optimizer.separable and world.size == 1 and not cfg.relora:
+        if args.protrain_cpu_optimizer is None:
+            named = dict(laid_out.named_parameters())
+            # those of 16 bits would get masters
+            narrow = 2 if args.protrain_fp32_master else 0
+            waiting = frozenset(n for n in adapters if named[n].itemsize != narrow)
+    layout = build_layout(
+        laid_out, adapters - waiting, traced.trace.blocks, waiting, traced.rows
+    )
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
         # Axolotl sets `forward` on the block's `mlp` itself where the kernel is used
@@ -139,7 +154,7 @@ def subject_of(
             "blocks are under lora_mlp_kernel and recompute where their weights page"
         )
     assumptions += used
-    workload = _workload(cfg, args, model, batch, device_type, world, assumptions)
+    workload = _workload(cfg, args, optimizer, batch, world)
     return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
 
 
@@ -295,29 +310,36 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _workload(
+def _optimizer(
     cfg: Any,
     args: ProTrainArgs,
     model: nn.Module,
-    batch: Mapping[str, Any],
     device_type: str,
-    world: World,
     assumptions: list[str],
-) -> Workload:
-    """What a step of this configuration asks beside the trace of its model."""
-    on_host = args.protrain_cpu_optimizer is not None
+) -> OptimizerBytes:
     mastered: frozenset[str] = frozenset()
     if args.protrain_fp32_master:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         mastered = frozenset(trained - adapter_names(model))
-    optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
+    return optimizer_bytes(cfg, model, device_type, assumptions, mastered)
+
+
+def _workload(
+    cfg: Any,
+    args: ProTrainArgs,
+    optimizer: OptimizerBytes,
+    batch: Mapping[str, Any],
+    world: World,
+) -> Workload:
+    """What a step of this configuration asks beside the trace of its model."""
+    on_host = args.protrain_cpu_optimizer is not None
     micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
     tensors = {k: value for k, value in batch.items() if isinstance(value, Tensor)}
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
     return Workload(
         accumulation=cfg.gradient_accumulation_steps or 1,
-        tokens=sum(t.numel() for k, t in tensors.items() if k.endswith("input_ids")),
+        tokens=batch_tokens(batch),
         fp32_master=args.protrain_fp32_master,
         saves_state=args.protrain_save_optimizer_state and cfg.save_strategy != "no",
         update=Update.HOST if on_host else Update.DEVICE,
@@ -330,6 +352,12 @@ def _workload(
         loader_bytes=(1 + waiting) * sum(t.nbytes for t in tensors.values()),
         world=world,
     )
+
+
+def batch_tokens(batch: Any) -> int:
+    """Tokens of a micro-batch, padding included; 0 where it is none of tensors."""
+    ids = [t for key, t in getattr(batch, "items", dict)() if key.endswith("input_ids")]
+    return sum(t.numel() for t in ids if isinstance(t, Tensor))
 
 
 def _is_adamw(cfg: Any) -> bool:
@@ -448,6 +476,7 @@ def plan_here(
     absent: frozenset[str],
     objective: Objective | None = None,
     reserve_bytes: int = 0,
+    adapters_wait: bool = True,
 ) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
@@ -459,10 +488,11 @@ def plan_here(
         absent: Names of weights that this rank has in name only.
         objective: Of a trainer whose loss is more than one forward.
         reserve_bytes: Of the device, that no step may use.
+        adapters_wait: See `subject_of`.
 
     Returns:
-        The forecast; what makes a smaller plan, if alone; assumptions; a hash of plan
-        and layout, the same on every rank, empty if alone.
+        The forecast; on the first rank what makes a smaller plan; assumptions; a hash of
+        plan and layout, the same on every rank, empty if alone.
 
     Raises:
         ProTrainError: There is no plan, or the ranks do not have the same model.
@@ -473,16 +503,39 @@ def plan_here(
         refuse_quantised(model)
         find_blocks(model)
 
-    def plan() -> tuple[Forecast, Planner | None, list[str]]:
+    planners: list[Planner] = []
+
+    def plan() -> tuple[Forecast, list[str]]:
         subject = subject_of(
-            cfg, profile.meta_copy(model), device.type, world, model, objective
+            cfg,
+            profile.meta_copy(model),
+            device.type,
+            world,
+            model,
+            objective,
+            adapters_wait,
         )
         headroom = subject.headroom_bytes + reserve_bytes
         subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
         measured = _measured(cfg, model, subject, device)
+        notes = list(subject.assumptions)
+        seen = peak_seen(args, device, subject.layout, subject.traced.trace)
+        if seen is not None:
+            unseen = hardware.unseen_bytes + seen.beyond_bytes
+            taught = replace(hardware, unseen_bytes=unseen)
+            # what nothing fits beside was no lesson
+            with suppress(BudgetError):
+                forecast, planner = plan_for(args, subject, taught, measured)
+                notes.append(
+                    f"{format_bytes(abs(seen.beyond_bytes))} of device memory "
+                    f"{'more' if seen.beyond_bytes > 0 else 'less'} than traced, as a run "
+                    f"of {seen.date} showed (protrain_learn_peak)."
+                )
+                planners.append(planner)
+                return forecast, notes
         forecast, planner = plan_for(args, subject, hardware, measured)
-        alone = planner if world.size == 1 else None
-        return forecast, alone, list(subject.assumptions)
+        planners.append(planner)
+        return forecast, notes
 
     # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
@@ -500,19 +553,51 @@ def plan_here(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )
     if world.size == 1:
-        return *plan(), ""
+        forecast, notes = plan()
+        return forecast, planners[0], notes, ""
     gather, reduce, across = profile.measure_collectives(ranks, device)
     hardware = replace(
         hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
     )
     hardware = profile.weakest(ranks.collect(hardware))
-    forecast, planner, notes = ranks.from_first(plan)
+    forecast, notes = ranks.from_first(plan)
     order = tuple(block.name for block in forecast.layout.blocks)
-    own = ranks.together(lambda: build_layout(model, adapter_names(model), order))
+    rows = {c.tensors[0].name: c.rows_bytes for c in forecast.layout.chunks}
+    own = ranks.together(
+        lambda: build_layout(model, adapter_names(model), order, rows=rows)
+    )
     ranks.together(partial(require_same, own, forecast.layout))
     same = hashlib.sha256(repr((forecast.plan, own)).encode()).hexdigest()[:12]
     notes.append(f"{world.size} ranks, {world.local_size} a node, run plan {same}.")
-    return forecast, planner, notes, same
+    return forecast, planners[0] if planners else None, notes, same
+
+
+def peak_seen(
+    args: ProTrainArgs, device: torch.device, layout: Layout, trace: Trace
+) -> profile.PeakSeen | None:
+    """What an earlier run of this step on this device showed of its peak, if any did."""
+    folder, key = args.protrain_cache_dir, _peak_key(device, layout, trace)
+    known = args.protrain_learn_peak and profile.recall(folder, key, profile.PeakSeen)
+    return profile.PeakSeen(**known) if known else None
+
+
+def keep_peak(
+    args: ProTrainArgs, device: torch.device, forecast: Forecast, beyond_bytes: int
+) -> None:
+    """Let later runs plan with what this one took beyond its trace.
+
+    Raises:
+        ConfigError: The cache cannot be written.
+    """
+    key = _peak_key(device, forecast.layout, forecast.trace)
+    today = datetime.now(timezone.utc).date().isoformat()
+    seen = profile.PeakSeen(beyond_bytes, today)
+    profile.keep(args.protrain_cache_dir, key, asdict(seen))
+
+
+def _peak_key(device: torch.device, layout: Layout, trace: Trace) -> dict[str, Any]:
+    step = hashlib.sha256(repr((layout, trace)).encode()).hexdigest()
+    return {**profile.measurement_key("peak", device, _versions()), "step": step}
 
 
 def this_machine(

@@ -24,6 +24,7 @@ from .args import (
 from .before_loading import require_plan
 from .core.checkpoint import checkpoints, fault_of, require_whole, restore
 from .core.errors import ConfigError
+from .core.runtime import expand_segments
 from .planning import missing_capacity
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
@@ -69,6 +70,8 @@ class ProTrainPlugin(BasePlugin):
         if cfg.get("protrain_auto_memory", True):
             if sys.excepthook is sys.__excepthook__:
                 sys.excepthook = without_traceback
+            # before Axolotl asks the GPU what it can
+            expand_segments()
             require_internals()
             refuse_places(cfg)
             _require_rank(cfg)

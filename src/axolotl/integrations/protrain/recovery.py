@@ -1,7 +1,8 @@
 """A step that ran out of device memory is taken again from its start.
 
 All that a step does runs through `StepRecovery.attempt`, which remembers it: random
-numbers go back, a smaller plan is taken, and all of it is done again.
+numbers go back, a smaller plan is taken, and all of it is done again, by several ranks
+together: Note [A rank that has no room] in data_parallel.py.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import random
 import traceback
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 
 from .core.errors import BudgetError, DeviceMemoryError
-from .core.planner import Planner
+from .core.planner import Forecast, Planner
 from .core.runtime import asked_bytes, is_shortage
+from .data_parallel import Owed
 from .report.forecast import format_bytes
 from .report.run import RunReport
 from .versions import COUNTERS
@@ -45,12 +48,14 @@ class Shortage:
         in_use_bytes: Allocated at that moment, as a prediction counts it.
         asked_bytes: What could not be allocated; 0 if the error does not say.
         predicted_bytes: The plan's peak.
+        rank: That had no room, if all ranks know of it and can repeat what they did.
     """
 
     phase: str
     in_use_bytes: int
     asked_bytes: int
     predicted_bytes: int
+    rank: int | None = None
 
     @property
     def unplanned_bytes(self) -> int:
@@ -61,11 +66,20 @@ class Shortage:
         why = "less than the plan may take, so others use the device too"
         if self.unplanned_bytes > 0:
             why = f"{format_bytes(self.unplanned_bytes)} were not planned"
+        where = "" if self.rank is None else f" on rank {self.rank}"
         return (
-            f"out of device memory in {self.phase}: {format_bytes(self.in_use_bytes)} "
+            f"out of device memory in {self.phase}{where}: {format_bytes(self.in_use_bytes)} "
             f"in use and {format_bytes(self.asked_bytes)} asked for, "
             f"{format_bytes(self.predicted_bytes)} predicted at most; {why}"
         )
+
+
+class SharedShortage(torch.OutOfMemoryError):
+    """What a rank had no room for, on all of them."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(str(shortage))
+        self.shortage = shortage
 
 
 class StepRecovery:
@@ -110,14 +124,17 @@ class StepRecovery:
             else:
                 self._done.append(act)
                 return result
-            # the error is gone, and with it the tensors that its traceback held
-            gc.collect()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._let_go()
             self._lower(shortage)
             before = self._done
             for rewind in self._rewinds:
                 rewind()
+
+    def _let_go(self) -> None:
+        """The error is gone, and with it the tensors that its traceback held."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Recovery(StepRecovery):
@@ -127,7 +144,11 @@ class Recovery(StepRecovery):
         run: Whose session goes on under a smaller plan.
         report: Its forecast is of the plan that runs.
         device: Where it trains.
-        planner: Makes a smaller plan; None where several ranks train.
+        planner: Makes a smaller plan; the first rank's.
+        repeats: Whether the ranks know what one of them leaves out.
+
+    Attributes:
+        unplanned_bytes: The most that an attempt wanted beyond its trace; 0 for none.
     """
 
     def __init__(
@@ -136,9 +157,13 @@ class Recovery(StepRecovery):
         report: RunReport,
         device: torch.device,
         planner: Planner | None,
+        repeats: bool,
     ) -> None:
+        self._may_repeat = repeats
+        self._owed: Owed | None = None
         self._run, self._report, self._planner = run, report, planner
         self._repeats, self._updating = 0, False
+        self.unplanned_bytes = 0
         super().__init__(device, self._shortage, self._smaller)
 
     def begin(self, trainer: Trainer | None) -> None:
@@ -152,7 +177,8 @@ class Recovery(StepRecovery):
         """Look for room before an update, not while it changes weights."""
 
         def before(*_: Any) -> None:
-            self.attempt(self._probe_update, "update")
+            probe = partial(self.met, self._probe_update, "update")
+            self.attempt(probe, "update")
             self._updating = True
 
         def after(*_: Any) -> None:
@@ -160,6 +186,76 @@ class Recovery(StepRecovery):
 
         before_step = optimizer.register_step_pre_hook(before)
         return [before_step, optimizer.register_step_post_hook(after)]
+
+    def met(
+        self,
+        act: Callable[[], Result],
+        phase: str,
+        rest: Callable[[], bool] | None = None,
+    ) -> Result:
+        """`act`'s result, once all ranks have it.
+
+        Args:
+            act: No rank waits in it for one that fails, but for what is in `rest`.
+            phase: Which it is.
+            rest: What other ranks wait for, after `act` has failed; whether the step can
+                be repeated then.
+
+        Raises:
+            SharedShortage: A rank had no room for it.
+        """
+        ranks = self._run.ranks
+        if ranks.world.size == 1 or not self._may_repeat:
+            return act()
+        shortage: Shortage | None = None
+        try:
+            result = act()
+        except RuntimeError as error:
+            if isinstance(error, SharedShortage) or not is_shortage(error):
+                raise
+            if rest is not None and self._owed and not self._owed.has_entered:
+                # who knows what others do together before it
+                raise
+            shortage = replace(self._shortage(error, phase), rank=ranks.rank)
+            traceback.clear_frames(error.__traceback__)
+        if shortage is not None:
+            self._let_go()
+            if rest is not None and not rest():
+                shortage = replace(shortage, rank=None)
+        if ranks.maximum(torch.tensor([shortage is not None], dtype=torch.uint8)).any():
+            short = [one for one in ranks.collect(shortage) if one is not None]
+            # who needs more yet says so when the step is repeated
+            short.sort(key=lambda one: (one.rank is None, one.unplanned_bytes))
+            raise SharedShortage(short[-1])
+        return result
+
+    def met_after(
+        self, pass_: Callable[[], Result], model: nn.Module, synchronises: bool
+    ) -> Result:
+        """The same of a micro-batch's forward and backward of `model`, as the trainer has
+        wrapped it, in which the ranks reduce gradients if it `synchronises`."""
+        session = self._run.session
+        if session is None or self._run.ranks.world.size == 1:
+            return pass_()
+        if self._owed is None:
+            self._owed = Owed(model)
+        owed = self._owed
+        owed.begin()
+
+        def rest() -> bool:
+            repeats = not (synchronises and owed.is_spent)
+            loss = owed.loss()
+            session.sit_out()
+            if loss is not None and synchronises:
+                loss.backward()
+            return repeats
+
+        return self.met(pass_, "forward", rest)
+
+    def close(self) -> None:
+        """Remove what was hooked."""
+        if self._owed is not None:
+            self._owed.close()
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise what an error means that no smaller plan has averted."""
@@ -184,6 +280,10 @@ class Recovery(StepRecovery):
 
     def _shortage(self, error: RuntimeError, phase: str) -> Shortage:
         """What an error says; `forward` may have been backward too."""
+        if isinstance(error, SharedShortage):
+            unplanned = error.shortage.unplanned_bytes
+            self.unplanned_bytes = max(self.unplanned_bytes, unplanned)
+            return error.shortage
         ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if phase == "forward" and torch.autograd.backward.__code__ in ran:
             phase = "backward"
@@ -191,24 +291,32 @@ class Recovery(StepRecovery):
         in_use = session.device.used_bytes() if session else 0
         in_use += forecast.hardware.unseen_bytes
         peak_bytes = forecast.device.peak_bytes
-        return Shortage(phase, in_use, asked_bytes(error), peak_bytes)
+        shortage = Shortage(phase, in_use, asked_bytes(error), peak_bytes)
+        self.unplanned_bytes = max(self.unplanned_bytes, shortage.unplanned_bytes)
+        return shortage
 
     def _smaller(self, shortage: Shortage) -> None:
         """Take the fastest plan that has room for what was missing, if there is one."""
         if self._repeats == MAX_REPEATS:
             raise self._refusal(shortage, f"{_REPEATED}, {MAX_REPEATS} times")
-        if self._planner is None:
-            why = "a step of several ranks cannot be repeated by one of them"
+        if self._run.ranks.world.size > 1 and shortage.rank is None:
+            why = "what all ranks do together was under way, so it cannot be repeated"
             raise self._refusal(shortage, why)
-        assert self._run.session is not None
+        session = self._run.session
+        assert session is not None
         all_resident = self._run.args.protrain_force_all_persistent
-        try:
-            forecast = self._planner.replan(
+
+        def replan() -> Forecast:
+            assert self._planner is not None
+            return self._planner.replan(
                 self._report.forecast.plan,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
-                frozenset() if all_resident else self._run.session.movable,
+                frozenset() if all_resident else session.movable,
             )
+
+        try:
+            forecast = self._run.ranks.from_first(replan)
         except BudgetError as error:
             raise self._refusal(shortage, "no smaller plan leaves that room") from error
         self._repeats += 1

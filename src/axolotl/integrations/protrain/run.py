@@ -29,10 +29,25 @@ from .core.checkpoint import (
 from .core.errors import CheckpointError, ConfigError, ProTrainError
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
-from .core.runtime import Alone, CheckedDevice, Ranks, open_device
+from .core.profile import measured_unseen_bytes
+from .core.runtime import (
+    Alone,
+    CheckedDevice,
+    Ranks,
+    allocator_note,
+    open_device,
+)
 from .core.session import Options, Session
 from .data_parallel import ignore_in_ddp
-from .planning import about, adapter_names, compile_keys, plan_here
+from .planning import (
+    about,
+    adapter_names,
+    batch_tokens,
+    compile_keys,
+    keep_peak,
+    peak_seen,
+    plan_here,
+)
 from .recovery import Recovery
 from .report.forecast import format_bytes, format_seconds
 from .report.run import WATCHED_STEPS, RunReport
@@ -123,6 +138,7 @@ class TrainingRun:
         self._after_save: list[Callable[[], object]] = []
         self._said: set[str] = set()
         self._told = 0.0
+        self._most_tokens = 0
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -133,6 +149,7 @@ class TrainingRun:
         saves_optimizer: bool,
         objective: Objective | None = None,
         reserve_bytes: int = 0,
+        adapters_wait: bool = True,
     ) -> None:
         """Plan for `model` and move it to train on `device`.
 
@@ -142,6 +159,7 @@ class TrainingRun:
             saves_optimizer: Checkpoints with optimizer state will be written.
             objective: Of a trainer whose loss is more than one forward.
             reserve_bytes: Of the device, that the plan leaves free.
+            adapters_wait: See `subject_of`.
 
         Raises:
             ProTrainError: It cannot be trained so, or not twice with one trainer.
@@ -159,7 +177,14 @@ class TrainingRun:
             "ProTrain traces a micro-batch and measures what this machine gives."
         )
         forecast, planner, notes, self._plan_hash = plan_here(
-            self._cfg, model, device, self.ranks, absent, objective, reserve_bytes
+            self._cfg,
+            model,
+            device,
+            self.ranks,
+            absent,
+            objective,
+            reserve_bytes,
+            adapters_wait,
         )
         adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
         nbytes = partial(checkpoint_bytes, forecast.layout, adapter)
@@ -175,8 +200,14 @@ class TrainingRun:
             notes.append(NOT_REPACKED)
         if compile_keys(self._cfg) and device.type == "cpu":
             notes.append(UNCOUNTED)
+        if device.type == "cuda":
+            notes.append(allocator_note(os.environ))
         self.report = RunReport(forecast, str(device), notes, about(self._cfg))
-        self.recovery = Recovery(self, self.report, device, planner)
+        # of one forward a micro-batch it is known which collectives are left
+        known = objective is None and not self._cfg.ddp_find_unused_parameters
+        repeats = self.ranks.world.size == 1 or known
+        self.recovery = Recovery(self, self.report, device, planner, repeats)
+        self._undo.callback(self.recovery.close)
         if self._is_first:
             self.log.info("\n" + self.report.table())
         self.ranks.together(self._require_space)
@@ -209,6 +240,11 @@ class TrainingRun:
             )
             self.report.notes.append(line)
             self.log.warning(line)
+        if opened.unplaced:
+            self.report.notes.append(
+                f"Host memory may lie on another socket than the GPU's, node {opened.node} "
+                f"({opened.unplaced}): see `axolotl protrain doctor`."
+            )
         if self.ranks.world.size > 1:
             self._undo.callback(ignore_in_ddp(model, self.session.host_kept))
 
@@ -286,9 +322,10 @@ class TrainingRun:
             )
         return {event for event, looks in zip(EVENTS, every, strict=True) if looks}
 
-    def begin_micro_batch(self, synchronises: bool) -> None:
+    def begin_micro_batch(self, synchronises: bool, batch: Any) -> None:
         """See `Session.begin_micro_batch`."""
         assert self.session is not None
+        self._most_tokens = max(self._most_tokens, batch_tokens(batch))
         self.session.begin_micro_batch(synchronises)
 
     def begin_step(self, trainer: Trainer) -> None:
@@ -407,19 +444,18 @@ class TrainingRun:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
-        planned, peak = forecast.device.peak_bytes, self.session.device.peak_bytes()
+        planned, peak = _counted_bytes(report), self.session.device.peak_bytes()
         usable, lines = forecast.budget.usable_bytes, []
+        learns = self._learn(report, [peak])
         if (
             abs(peak - planned) > BYTES_APART * planned
             and UNCOUNTED not in report.notes
         ):
-            advice = (
-                "Lower protrain_capacity_bytes by the difference if a step runs out."
-            )
+            advice = "Lower protrain_capacity_bytes by that much if a step runs out."
             if peak < planned:
-                advice = (
-                    "Training is safe; protrain_capacity_bytes may be that much more."
-                )
+                advice = "Training is safe."
+            if learns:
+                advice = "The next run of this model and these rows plans with it."
             lines.append(
                 f"device peak: {format_bytes(planned)} predicted, {format_bytes(peak)} "
                 f"measured, {format_bytes(usable)} may be used. {advice}"
@@ -438,6 +474,39 @@ class TrainingRun:
             report.notes.append(line)
             self.log.warning(f"ProTrain's prediction is off: {line}")
 
+    def _learn(self, report: RunReport, peaks: Sequence[int]) -> bool:
+        """Let later runs plan with the peak of these ranks, where it is far from its
+        prediction; whether they do."""
+        forecast, device = report.forecast, torch.device(report.device)
+        beyond, apart = self.recovery.unplanned_bytes, 0.0
+        if not beyond:
+            # of a step and the next, of all ranks, and a prediction that counts all
+            if (
+                len(report.step_s) < 2
+                or len(peaks) < forecast.workload.world.size
+                or UNCOUNTED in report.notes
+                or not self._is_first
+            ):
+                return False
+            apart = BYTES_APART * _counted_bytes(report)
+            beyond = max(peaks) - forecast.device.peak_bytes
+            beyond += forecast.hardware.unseen_bytes
+        if beyond < 0:
+            if self._most_tokens < forecast.workload.tokens:
+                return False
+            # another plan may need it
+            beyond //= 2
+        known = peak_seen(self.args, device, forecast.layout, forecast.trace)
+        close = abs(beyond - (known.beyond_bytes if known else 0)) <= apart
+        if close or not self.args.protrain_learn_peak:
+            return False
+        try:
+            keep_peak(self.args, device, forecast, beyond)
+        except ConfigError as error:
+            self.log.warning(str(error))
+            return False
+        return True
+
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
         if ranks.world.size > 1:
@@ -445,6 +514,8 @@ class TrainingRun:
             own["host_peak_bytes"] = host_peak_bytes()
             own["step_s"] = report.median_step_s()
             report.ranks = ranks.collect(own)
+        peaks = [rank["device_peak_bytes"] for rank in report.ranks]
+        self._learn(report, peaks or [measured.device_peak_bytes])
         if not self._is_first:
             return
         self.log.info(report.summary(measured))
@@ -518,6 +589,13 @@ class TrainingRun:
             )
             self.log.warning(notes[-1])
         return notes
+
+
+def _counted_bytes(report: RunReport) -> int:
+    """Of the predicted peak what torch's allocator counts."""
+    forecast, device = report.forecast, torch.device(report.device)
+    beside = measured_unseen_bytes(device, forecast.hardware.device_bytes)
+    return forecast.device.peak_bytes - beside
 
 
 def _others_compute() -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, send_to_device
 from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
@@ -32,6 +32,7 @@ from .core.checkpoint import (
     restored_on_failure,
     staged,
 )
+from .core.errors import ConfigError
 from .core.runtime import Ranks, is_shortage
 from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
@@ -116,10 +117,29 @@ class ProTrainTrainerMixin(_Mixed):
         self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
         return self.optimizer
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.protrain.begin_micro_batch(self.accelerator.sync_gradients)
-        step = partial(super().training_step, *args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        synchronises, plain = self.accelerator.sync_gradients, super().training_step
+
+        def step() -> Any:
+            # when it is repeated the last one of its step may be under way
+            alone = self.accelerator.no_sync(model)
+            with nullcontext() if synchronises else alone:
+                self.protrain.begin_micro_batch(synchronises, inputs)
+                return self.protrain.recovery.met_after(
+                    partial(plain, model, inputs, *args, **kwargs), model, synchronises
+                )
+
         return self.protrain.recovery.attempt(step, "forward")
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepare, model = partial(super()._prepare_inputs, inputs), cast(Any, self.model)
+        if self.protrain.session is None:
+            # before and after training the model is on the host
+            return send_to_device(prepare(), model.device)
+        # an evaluation is not repeated
+        if not model.training:
+            return prepare()
+        return self.protrain.recovery.met(prepare, "forward")
 
     def _clip_grad_norm(self, model: Any) -> Any:
         plain = super()._clip_grad_norm
@@ -128,7 +148,8 @@ class ProTrainTrainerMixin(_Mixed):
             norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)
             return norm if norm is not None else plain(model)
 
-        return self.protrain.recovery.attempt(clip, "update")
+        clip_together = partial(self.protrain.recovery.met, clip, "update")
+        return self.protrain.recovery.attempt(clip_together, "update")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         plain = super()._get_grad_norm
@@ -138,7 +159,8 @@ class ProTrainTrainerMixin(_Mixed):
                 return plain(model, grad_norm=grad_norm)
             return plain(model, grad_norm=self.protrain.clip_grad_norm(float("inf")))
 
-        return self.protrain.recovery.attempt(norm, "update")
+        norm_together = partial(self.protrain.recovery.met, norm, "update")
+        return self.protrain.recovery.attempt(norm_together, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.protrain.note_peak()
@@ -218,6 +240,17 @@ class ProTrainTrainerMixin(_Mixed):
             self.protrain.log.warning(
                 f"{folder} has weights only: optimizer and learning rate begin anew."
             )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        where = next(cast(Any, self.model).parameters()).device
+        if self.protrain.session is None and where.type != self.args.device.type:
+            raise ConfigError(
+                f"trainer.evaluate: the model is on the host, and batches go to "
+                f"{self.args.device}. It is evaluated paged while it trains "
+                "(`eval_strategy`); before and after that call "
+                "`trainer.model.to(trainer.args.device)`, where it fits."
+            )
+        return super().evaluation_loop(*args, **kwargs)
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         # training is over; from here on the model is an ordinary one

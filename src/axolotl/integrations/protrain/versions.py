@@ -77,6 +77,7 @@ PARAMETERS = {
     "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._load_best_model": "self",
     "transformers:Trainer._load_optimizer_and_scheduler": "self checkpoint",
+    "transformers:Trainer._prepare_inputs": "self inputs",
     "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader",
     "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
     "transformers:Trainer._save_checkpoint": "self model trial",

@@ -12,13 +12,23 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..core.errors import ConfigError, ProTrainError, printable
+
+if TYPE_CHECKING:
+    from .fitting import Fitting
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -194,6 +204,20 @@ def _check_cards(
     type=click.Choice(["seq", "batch", "rank"]),
     help="Ask for the largest sequence, micro-batch or adapter rank that fits.",
 )
+@click.option(
+    "--levers",
+    is_flag=True,
+    help="Also price what Axolotl can change: loss, kernels, optimizer, rows, adapter.",
+)
+@click.option(
+    "--explain", is_flag=True, help="Say what of the memory each lever lowers."
+)
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="If it does not fit, write a YAML that does, with as little changed as can be.",
+)
 def _plan(
     config: Path,
     gpus: tuple[str, ...],
@@ -204,11 +228,15 @@ def _plan(
     as_json: bool,
     html: Path | None,
     largest: str | None,
+    levers: bool,
+    explain: bool,
+    write: Path | None,
 ) -> None:
     """Say whether CONFIG fits, with which settings, and how fast it will be.
 
     Nothing is loaded: the base model's config.json is enough, in the Hugging Face cache
-    or in a folder. Exit code 0: it fits every card; 2: it does not fit one; 3: it cannot be planned.
+    or in a folder. Exit code 0: it fits every card, or what was written does; 2: it does
+    not fit one; 3: it cannot be planned.
     """
     try:
         # what can be said before a minute of work
@@ -219,8 +247,12 @@ def _plan(
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             raise ConfigError(f"--html: {html} is no file in a folder that exists.")
         _check_cards(config, gpus, num_gpus, link)
+        levers = levers or explain or write is not None
+        if levers:
+            _check_levers(gpus, largest, write)
+        question = (config, gpus, num_gpus, ram_gib, link)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with _silence(), _lean_imports():
+        with _silence(), _fitting(levers, question) as fitting, lean_imports():
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             # imported here: `axolotl --help` reads this module
@@ -232,8 +264,8 @@ def _plan(
                 from ..offline.meta_model import download_config
 
                 download_config(config)
-            dry_run = DryRun(config, gpus, num_gpus, ram_gib, link)
-            answers = dry_run.largest(largest) if largest else dry_run.forecasts()
+            ask = DryRun(*question)
+            answers = ask.largest(largest) if largest else ask.forecasts(fitting, write)
         if html is not None:
             from ..report.page import plan_page
 
@@ -248,8 +280,31 @@ def _plan(
     if as_json:
         _print_json(shown)
     else:
-        click.echo(printable(largest_text(shown) if largest else plan_text(shown)))
-    sys.exit(0 if all(answer["verdict"] == FITS for answer in answers) else 2)
+        text = largest_text(shown) if largest else plan_text(shown, explain)
+        click.echo(printable(text))
+    fits = (answer["verdict"] == FITS or answer.get("fixed") for answer in answers)
+    sys.exit(0 if all(fits) else 2)
+
+
+def _check_levers(
+    gpus: tuple[str, ...], largest: str | None, file: Path | None
+) -> None:
+    if largest or len(gpus) > 1:
+        raise ConfigError("--levers and --write: for one card, and without --max.")
+    if file is not None and (file.exists() or not file.parent.is_dir()):
+        raise ConfigError(f"--write: {file} is no new file in a folder that exists.")
+
+
+def _fitting(
+    levers: bool, question: tuple[Any, ...]
+) -> AbstractContextManager[Fitting | None]:
+    """What prices levers, which imports meanwhile what is imported here too."""
+    if not levers:
+        return nullcontext()
+    # imported here: `axolotl --help` reads this module
+    from .fitting import Fitting
+
+    return Fitting(*question)
 
 
 def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
@@ -275,7 +330,7 @@ def _silence() -> Iterator[None]:
 
 
 @contextmanager
-def _lean_imports() -> Iterator[None]:
+def lean_imports() -> Iterator[None]:
     """Leave out what libraries prepare while they are imported and a plan never runs.
 
     bitsandbytes compiles functions, which imports a compiler, transformers looks for
@@ -351,7 +406,12 @@ def _migrate(config: Path, write: bool) -> None:
         found = migrate_file(config, write)
     except (ProTrainError, OSError) as error:
         raise _Unplanned(str(error)) from error
-    lines = [found.difference(config.name)] if found.reasons else ["Nothing to change."]
+    name = config.name
+    lines = (
+        [found.difference(name, f"{name}, migrated")]
+        if found.reasons
+        else ["Nothing to change."]
+    )
     lines += (f"* {reason}" for reason in found.reasons)
     lines += (f"! left to you: {line}" for line in found.undecided)
     click.echo(printable("\n".join(lines)))

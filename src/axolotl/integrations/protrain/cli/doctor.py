@@ -7,6 +7,7 @@ rates are those that a plan would be made from.
 from __future__ import annotations
 
 import copy
+import mmap
 import os
 import platform
 import shutil
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
-from ..core.host import host_memory, processors
+from ..core.host import host_memory, memory_nodes, processors
 from ..core.layout import build_layout, slot_floor
 from ..core.profile.hardware import (
     device_memory,
@@ -40,8 +41,6 @@ from ..versions import require_internals
 GOOD, POOR, BAD = "good", "poor", "bad"
 EXIT_CODES = {GOOD: 0, POOR: 2, BAD: 3}
 PACKAGES = ("axolotl", "torch", "transformers", "peft", "bitsandbytes", "triton")
-_NODES = Path("/sys/devices/system/node")
-_PCI = Path("/sys/bus/pci/devices")
 
 LOW_LINK = 10e9
 """Bytes a second: of PCI Express 3 with 16 lanes and 4 with 8; adapters and switches in
@@ -157,25 +156,20 @@ def _host() -> Iterator[Finding]:
 
 def _memory_nodes(device: torch.device) -> Finding:
     """Sockets; copies between a card and the memory of another one are slower."""
-    nodes = [path.name for path in _NODES.glob("node[0-9]*")]
-    if len(nodes) < 2:
-        return Finding("memory nodes", "one")
-    own = "-1"
-    if device.type == "cuda":
-        place: Any = torch.cuda.get_device_properties(device)
-        address = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}"
-        address += f":{place.pci_device_id:02x}.0"
-        file = _PCI / address / "numa_node"
-        own = file.read_text().strip() if file.is_file() else own
-    found = f"{len(nodes)}, the device's is {own if own != '-1' else 'not known'}"
-    if own == "-1":
+    nodes, opened = memory_nodes(), open_device(device)
+    if opened.node is None:
+        found = "one" if len(nodes) < 2 else f"{len(nodes)}, the device's is not known"
         return Finding("memory nodes", found)
-    bound = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    opened.near(host_buffer(mmap.PAGESIZE))
+    why, own = opened.unplaced, opened.node
+    found = f"{len(nodes)}, the device's is {own}, "
+    found += why or "where training asks for host memory"
     return _judged(
         "memory nodes",
         found,
-        bound,
-        f"Start training with `numactl --cpunodebind={own} --preferred={own}`.",
+        not why,
+        f"Start training with `numactl --preferred={own}`, or let a container ask for it "
+        "(`--cap-add sys_nice`).",
     )
 
 
@@ -228,7 +222,7 @@ def _rates(rates: Hardware) -> Iterator[Finding]:
 def _overlap(device: Device) -> Finding:
     """How much of a copy hides behind products that take as long."""
     where, nbytes = device.torch_device, 256 << 20
-    left = torch.randn(4096, 4096, device=where, dtype=torch.bfloat16)
+    left = torch.randn(2048, 2048, device=where, dtype=torch.bfloat16)
     host, target = host_buffer(nbytes), device.allocate(nbytes)
 
     def products() -> None:

@@ -35,10 +35,9 @@ class Migration:
     reasons: tuple[str, ...]
     undecided: tuple[str, ...]
 
-    def difference(self, name: str) -> str:
-        """As `diff -u` prints it."""
+    def difference(self, name: str, new: str) -> str:
+        """As `diff -u` prints it, of two names."""
         before, after = self.before.splitlines(), self.after.splitlines()
-        new = f"{name}, migrated"
         return "\n".join(difflib.unified_diff(before, after, name, new, lineterm=""))
 
 
@@ -76,12 +75,7 @@ def migrate(text: str) -> Migration:
     Raises:
         ConfigError: It is no Axolotl YAML, or its keys are not on lines of their own.
     """
-    try:
-        raw, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not a readable YAML: {error}") from error
-    if not isinstance(root, yaml.MappingNode) or root.flow_style:
-        raise ConfigError("has to be an Axolotl YAML, each key on a line of its own.")
+    raw, root = _parsed(text)
     reject_unknown_keys(raw)
     rows = changes(raw)
     wanted = {key: raw[key] for key in raw.keys() - {row.key for row in rows}}
@@ -105,18 +99,68 @@ def migrate(text: str) -> Migration:
     if switches:
         wanted[SWITCH] = True
         reasons.append(f"`{SWITCH}: true` plans and pages")
-    edits.append(_switched_on(root, lines, spans, lists_plugin(plugins), switches))
+    switch = [f"{SWITCH}: true"] if switches else []
+    plugin = None if lists_plugin(plugins) else PLUGIN
+    edits.append(_listed(root, lines, spans, plugin, switch))
+    after = _edited(text, edits, wanted, reasons) if reasons else text
+    return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
+
+
+def with_keys(text: str, keys: Mapping[str, Any]) -> str:
+    """A YAML in which these keys have these values; what `plugins` has stays.
+
+    Raises:
+        ConfigError: As `migrate`.
+    """
+    raw, root = _parsed(text)
+    lines = text.splitlines()
+    spans, nodes = dict(_spans(root, lines)), {k.value: v for k, v in root.value}
+    edits: list[Edit] = []
+    wanted, put = {**raw, **keys}, []
+    for key, value in keys.items():
+        if key == "plugins":
+            continue
+        (line,) = yaml.safe_dump({key: value}).splitlines()
+        if key not in spans:
+            put.append(line)
+            continue
+        start, end, node = *spans[key], nodes[key]
+        # what follows on the line is a comment
+        rest = lines[start][node.end_mark.column :] if end == start + 1 else ""
+        edits.append((start, end, [line + rest]))
+    listed = raw.get("plugins") or []
+    more = [plugin for plugin in keys.get("plugins", ()) if plugin not in listed]
+    if "plugins" in keys:
+        wanted["plugins"] = [*listed, *more]
+    edits.append(_listed(root, lines, spans, more[0] if more else None, put))
+    return _edited(text, edits, wanted, [as_yaml(*item) for item in keys.items()])
+
+
+def _parsed(text: str) -> tuple[dict[str, Any], yaml.MappingNode]:
+    try:
+        raw, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"not a readable YAML: {error}") from error
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        raise ConfigError("has to be an Axolotl YAML, each key on a line of its own.")
+    return raw, root
+
+
+def _edited(
+    text: str, edits: Sequence[Edit], wanted: Mapping[str, Any], by_hand: Sequence[str]
+) -> str:
+    lines = text.splitlines()
     # from the end on, so that the numbers of lines stay true
     for start, end, put in sorted(edits, reverse=True):
         lines[start:end] = put
     newline = "\r\n" if "\r\n" in text else "\n"
-    after = "".join(line + newline for line in lines) if reasons else text
+    after = "".join(line + newline for line in lines)
     if not _says(after, wanted):
         raise ConfigError(
             "keys that are there twice, share anchors or `<<`, or do not begin their "
-            "line cannot be edited. Make these changes by hand: " + "; ".join(reasons)
+            "line cannot be edited. Make these changes by hand: " + "; ".join(by_hand)
         )
-    return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
+    return after
 
 
 def _reasons(rows: Sequence[Refusal], raw: Mapping[str, Any]) -> list[str]:
@@ -146,31 +190,30 @@ def _spans(
         yield key.value, (start, max(end, start + 1))
 
 
-def _switched_on(
+def _listed(
     root: yaml.MappingNode,
     lines: Sequence[str],
     spans: Mapping[str, tuple[int, int]],
-    is_listed: bool,
-    switches: bool,
+    plugin: str | None,
+    put: Sequence[str],
 ) -> Edit:
-    """Insert what is missing, at `plugins` or at the end."""
-    put = [f"{SWITCH}: true"] if switches else []
+    """List a plugin, if there is one to list, and then `put`, at `plugins` or the end."""
     if "plugins" not in spans:
         end = max((end for _, end in spans.values()), default=len(lines))
-        return end, end, ["", "plugins:", f"  - {PLUGIN}", *put]
+        return end, end, [*(["", "plugins:", f"  - {plugin}"] if plugin else []), *put]
     start, end = spans["plugins"]
     value = next(v for k, v in reversed(root.value) if k.value == "plugins")
-    if is_listed:
-        return end, end, put
+    if plugin is None:
+        return end, end, [*put]
     if not isinstance(value, yaml.SequenceNode) or not value.value:
-        return start, end, ["plugins:", f"  - {PLUGIN}", *put]
+        return start, end, ["plugins:", f"  - {plugin}", *put]
     if not value.flow_style:
         indent = " " * value.start_mark.column
-        return end, end, [f"{indent}- {PLUGIN}", *put]
+        return end, end, [f"{indent}- {plugin}", *put]
     # at the last entry: a comma and a comment may follow it
     mark = value.value[-1].end_mark
     rest = list(lines[mark.line : end])
-    rest[0] = f"{rest[0][: mark.column]}, {PLUGIN}{rest[0][mark.column :]}"
+    rest[0] = f"{rest[0][: mark.column]}, {plugin}{rest[0][mark.column :]}"
     return mark.line, end, [*rest, *put]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
 from ..offline.meta_model import load_meta_model
 from ..planning import Subject, about, plan_for, subject_of, this_machine
 from ..report import forecast as report
+from .fitting import Fitting
 
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
@@ -48,6 +49,7 @@ class DryRun:
         num_gpus: How many of each.
         ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
         link: Between host and card; None for each card's fastest.
+        card: Known already, with the device to trace for.
 
     Raises:
         ConfigError: A key, an option or a file is at fault.
@@ -62,24 +64,74 @@ class DryRun:
         num_gpus: int,
         ram_gib: float | None,
         link: str | None,
+        card: Hardware | None = None,
+        device_type: str | None = None,
     ) -> None:
         self._is_here, self._num_gpus, self._ram_gib = not gpus, num_gpus, ram_gib
-        self._device_type = "cuda" if gpus or torch.cuda.is_available() else "cpu"
+        has_gpu = gpus or torch.cuda.is_available()
+        self._device_type = device_type or ("cuda" if has_gpu else "cpu")
         host_bytes = int((ram_gib or DEFAULT_RAM_GIB) * 2**30)
         named = partial(_card, link=link, host_bytes=host_bytes, num_gpus=num_gpus)
         self._meta = load_meta_model(config, self._device_type)
         self._cfg = self._meta.cfg
         self._args = args_from(self._cfg)
         self._cards = [named(gpu, tf32=self._cfg.tf32 is True) for gpu in gpus]
-        if not gpus:
+        if card is not None:
+            self._cards = [card]
+        elif not gpus:
             host_bytes = host_memory() if ram_gib is None else host_bytes
             device = torch.device(self._device_type)
             self._cards = [this_machine(self._args, device, host_bytes)]
         self._subject = cache(self._traced)
 
-    def forecasts(self) -> list[dict[str, Any]]:
-        """One object for each card, as `--json` prints it, and what the page shows."""
-        return [self._answer(card) for card in self._cards]
+    def forecasts(
+        self, fitting: Fitting | None = None, file: Path | None = None
+    ) -> list[dict[str, Any]]:
+        """One object for each card, as `--json` prints it, and what the page shows.
+
+        With `fitting` the first one has all levers in place of other settings and, with
+        a `file`, what was written there if the YAML does not fit.
+        """
+        answers = [self._answer(card, fitting is None) for card in self._cards]
+        if fitting is not None:
+            given = self._cfg, self._cards[0], self._device_type
+            answers[0]["levers"] = fitting.levers(*given)
+        if fitting is not None and file is not None:
+            fits = answers[0]["verdict"] == report.FITS
+            answers[0]["fixed"] = None if fits else fitting.write(file)
+        return answers
+
+    def first_fitting(self, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The price of the first of `changes` that fits the first card, or of the last.
+
+        Beside its price: the bytes that it `lacks`, the terms of the plan that takes the
+        `least`, and seconds a row.
+        """
+        (card,) = self._cards
+        for change in changes:
+            forecast, _ = self._plan(card, **change)
+            if report.lack(forecast) is None:
+                break
+        no_room = self._args.model_copy(update={"protrain_capacity_bytes": 1})
+        least, _ = plan_for(no_room, self._subject(**change), card, anyway=True)
+        budget, fits = forecast.budget, report.lack(forecast) is None
+        over = (
+            forecast.device.peak_bytes - budget.usable_bytes,
+            forecast.host.peak_bytes - budget.host_bytes,
+        )
+        rows = change.get("micro_batch_size", self._cfg.micro_batch_size)
+        samples = rows * forecast.workload.accumulation * self._num_gpus
+        price = report.price_dict(forecast if fits else None)
+        return {
+            "verdict": report.FITS if fits else report.DOES_NOT_FIT,
+            **price,
+            "sample_s": price["step_s"] and price["step_s"] / samples,
+            "lacks": sum(max(nbytes, 0) for nbytes in over),
+            "least_device_bytes": least.device.peak_bytes,
+            "host_peak_bytes": forecast.host.peak_bytes,
+            "least": {"device": least.device.terms, "host": forecast.host.terms},
+            "change": change,
+        }
 
     def largest(self, what: str) -> list[dict[str, Any]]:
         """For each card the largest `seq`, `batch` or `rank` that some plan fits.
@@ -137,11 +189,13 @@ class DryRun:
 
     # one card
 
-    def _answer(self, card: Hardware) -> dict[str, Any]:
+    def _answer(self, card: Hardware, changes_keys: bool) -> dict[str, Any]:
         forecast, planner = self._plan(card)
         answer = report.answer_dict(forecast, fits=report.lack(forecast) is None)
         answer["about"] = about(self._cfg)
-        answer["alternatives"] = list(self._alternatives(card, planner, forecast))
+        answer["alternatives"] = list(
+            self._alternatives(card, planner, forecast, changes_keys)
+        )
         answer["assumptions"] = [
             *self._meta.assumptions,
             *self._subject().assumptions,
@@ -195,10 +249,11 @@ class DryRun:
                 yield f"{key} asks for more than the {report.format_bytes(has)} beside {name}"
 
     def _alternatives(
-        self, card: Hardware, planner: Planner, forecast: Forecast
+        self, card: Hardware, planner: Planner, forecast: Forecast, changes_keys: bool
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
-        keys = [setting for setting in _SETTINGS.values() if self._is_set(setting[0])]
+        settings = _SETTINGS.values() if changes_keys else ()
+        keys = [setting for setting in settings if self._is_set(setting[0])]
         if report.lack(forecast) is None:
             for key, *_ in keys:
                 yield self._other(card, key, 2 * self._cfg[key])
@@ -325,9 +380,16 @@ class DryRun:
                 world,
                 objective=self._meta.objective(),
             )
-        if change and "lora_r" not in change:
+        packed = self._cfg.load_in_4bit or self._cfg.load_in_8bit
+        if change and packed and "lora_r" not in change:
             # bitsandbytes casts biases while they run: one model, one layout
-            subject = replace(subject, layout=self._subject().layout)
+            rows = {c.tensors[0].name: c.rows_bytes for c in subject.layout.chunks}
+            layout = self._subject().layout
+            chunks = tuple(
+                replace(chunk, rows_bytes=rows.get(chunk.tensors[0].name, 0))
+                for chunk in layout.chunks
+            )
+            subject = replace(subject, layout=replace(layout, chunks=chunks))
         return subject
 
 

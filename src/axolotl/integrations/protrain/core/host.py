@@ -1,4 +1,5 @@
-"""What the host gives this process: memory and processors, as cgroups limit them.
+"""What the host gives this process: memory, its nodes, and processors, as cgroups limit
+them.
 
 A container sees the machine's memory and processors, and is stopped or killed beyond its
 own: rented ones show 96 processors for a quota of 8.
@@ -6,7 +7,9 @@ own: rented ones show 96 processors for a quota of 8.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +26,9 @@ _MEMORY = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED, _INTERLEAVE, _MOST_NODES = 1, 3, 1024
 
 
 def host_memory(mounted: Path = _MOUNTED, own: Path = _OWN) -> int:
@@ -51,6 +57,41 @@ def processors(mounted: Path = _MOUNTED, own: Path = _OWN) -> int:
             if quota.isdigit():
                 limits.append(int(quota) / int(period))
     return max(int(min(limits)), 1)
+
+
+def memory_nodes(root: Path = Path("/sys")) -> list[int]:
+    """The machine's memory by socket (NUMA): a device reaches that of its own fastest."""
+    found = (root / "devices/system/node").glob("node[0-9]*")
+    return sorted(int(path.name[4:]) for path in found)
+
+
+def node_of(pci_address: str, root: Path = Path("/sys")) -> int | None:
+    """The memory node of a device; None where nobody knows."""
+    file = root / "bus/pci/devices" / pci_address / "numa_node"
+    node = int(file.read_text()) if file.is_file() else -1
+    return node if node in memory_nodes(root) else None
+
+
+def place(address: int, nbytes: int, nodes: Sequence[int]) -> str:
+    """Let whole pages from an address on, as they are first touched, lie on a memory node
+    while it has room, or on several in turn (mbind(2)).
+
+    Returns:
+        Why the system does not do it, as containers may forbid; empty if it does.
+    """
+    if platform.system() != "Linux" or platform.machine() not in _MBIND:
+        return f"no mbind on {platform.system()} {platform.machine()}"
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (_MOST_NODES // bits))()
+    for node in nodes:
+        mask[node // bits] |= 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.syscall(
+        *(_MBIND[platform.machine()], ctypes.c_void_p(address)),
+        *(ctypes.c_ulong(nbytes), _PREFERRED if len(nodes) == 1 else _INTERLEAVE),
+        *(mask, ctypes.c_ulong(_MOST_NODES), 0),
+    )
+    return os.strerror(ctypes.get_errno()) if failed else ""
 
 
 class MappedFile(NamedTuple):

@@ -18,7 +18,8 @@ and before the weights move. A failed background task is raised once, by whoever
 After an out-of-memory error `forget_gradients` leaves what the step has begun, and `replan`
 may bind parameters anew, because no graph is alive between two attempts. Chunks in the
 arena stay where they are, those that move to the host get a mapping of their own, and
-optimizer state is handed over, not copied. Several ranks cannot: one would repeat alone.
+optimizer state is handed over, not copied. Several ranks take the plan together, between two
+micro-batches; what trains stays where it is, for DDP knows it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from .runtime import (
     CompiledForward,
     Device,
     Hook,
+    HostRows,
     HostWorker,
     InBuffer,
     InSlot,
@@ -143,7 +145,8 @@ class Session:
         self.closed = self._watched = False
         self._placed_bytes = 0
         self._handles: list[Removable] = []
-        self._running: list[Recompute | SwapBlock] = []
+        self._running: list[Recompute | SwapBlock | HostRows] = []
+        self._looked_up: list[HostRows] = []
         self._pinned: list[Tensor] = []
         self._swap: Swap | None = None
         self._host_chunks: list[HostChunk] = []
@@ -250,6 +253,7 @@ class Session:
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A micro-batch of training begins; several ranks have to say so, and which
         one `synchronises`: the last of a step, after which gradients are averaged."""
+        self._pager.begin_micro_batch()
         self._gradients.begin_micro_batch(synchronises)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
@@ -263,8 +267,8 @@ class Session:
     @property
     def movable(self) -> frozenset[int]:
         """Chunks that `replan` may move to the host: those that train only if the
-        optimizer has a side there from the start."""
-        trains = bool(self._host_chunks)
+        optimizer has a side there from the start, and of one rank."""
+        trains = bool(self._host_chunks) and self._ranks.world.size == 1
         return frozenset(
             c.index for c in self.layout.chunks if trains or not c.trainable
         )
@@ -276,10 +280,8 @@ class Session:
         After an error the session can only be closed.
 
         Raises:
-            ValueError: The plan moves a chunk that may not move, or several ranks train.
+            ValueError: The plan moves a chunk that may not move.
         """
-        if self._ranks.world.size > 1:
-            raise ValueError("several ranks train under the plan they began with")
         pairs = zip(self.plan.placements, plan.placements, strict=True)
         for index, (old, new) in enumerate(pairs):
             if old.on_host != new.on_host and (
@@ -294,6 +296,8 @@ class Session:
         used_bytes = self.device.used_bytes()
         _remove(self._handles)
         self._running.clear()
+        while self._looked_up:
+            self._looked_up.pop().close()
         swap, self._swap = self._swap, None
         if swap is not None:
             swap.close()
@@ -312,13 +316,7 @@ class Session:
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
-        for block in self._running:
-            block.unwind()
-        drop_ended_backward()
-        if self._swap is not None:
-            # what was under way for backward keeps its memory until then
-            self._swap.settle()
-        self._pager.close_any()
+        self._unwind()
         self._gradients.discard()
         self._worker.drain()
         self._staging.forget()
@@ -326,12 +324,30 @@ class Session:
         for param in self._params.values():
             param.grad = None
 
+    def _unwind(self) -> None:
+        for block in self._running:
+            block.unwind()
+        drop_ended_backward()
+        if self._swap is not None:
+            # what was under way for backward keeps its memory until then
+            self._swap.settle()
+        self._pager.close_any()
+
+    def sit_out(self) -> None:
+        """Take part in what other ranks do together in the rest of a micro-batch that has
+        failed here, and forget the passes since the last update."""
+        self._unwind()
+        self.ready()
+        if self._has_windows:
+            self._gradients.sit_out(self._pager.sit_out)
+        self.forget_gradients()
+
     def ready(self) -> None:
         """Make weights that stay on the device current after a host update."""
         for index in sorted(self._stale):
             self._worker.wait(index)
             self._residence.refresh(self.layout.chunks[index], self._ring)
-        self._stale.clear()
+            self._stale.discard(index)
 
     def settle(self) -> None:
         """Return once no host update is pending: what is read next is the truth."""
@@ -388,6 +404,8 @@ class Session:
                 undo.callback(slot.release)
             while self._pinned:
                 undo.callback(self.device.unpin, self._pinned.pop())
+            while self._looked_up:
+                undo.callback(self._looked_up.pop().close)
             if self._swap is not None:
                 undo.callback(self._swap.close)
             undo.callback(self._gradients.close)
@@ -418,7 +436,8 @@ class Session:
         trained = [chunk for chunk in new if chunk.trainable]
         moving = [chunk for chunk in on_host if chunk.index not in stay]
         self._ring.take(plan)
-        self.arena.add(new)
+        if (memory := self.arena.add(new)) is not None:
+            self.device.near(memory, spread=ranks.world.local_size > 1)
         progress, total = self._options.progress, sum(c.nbytes for c in moving)
         moved = 0
 
@@ -435,12 +454,13 @@ class Session:
         # not before: pages are committed as chunks move in
         if plan.shards > 1:
             self.arena.forget_pages()
-        # of what trains each rank sends whole tensors home
+        # of what trains each rank sends whole tensors home; rows are copied once more
         regions = [
             self._ring.source(chunk.index)
             if plan.shards > 1 and not chunk.trainable
             else self.arena.chunk(chunk.index)
             for chunk in new
+            if chunk.trainable or plan.placements[chunk.index] is not _ROWS
         ]
         regions += self._memory.add(trained)
         total, locked = sum(region.nbytes for region in regions), 0
@@ -453,7 +473,7 @@ class Session:
         # in the order of their updates: what lies outside blocks is read first
         self._host_chunks = sorted(
             [*self._host_chunks, *made],
-            key=lambda host: (host.chunk.pageable, host.chunk.index),
+            key=lambda host: (_block(host.chunk), host.chunk.index),
         )
         for chunk in moving:
             if chunk.index in state:
@@ -498,9 +518,9 @@ class Session:
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
             self._handles.append(settle)
         self._pager, viewer = self._new_pager(), self._viewer
-        needs_windows = (
+        self._has_windows = (
             bool(self.plan.paged)
-            or any(host.chunk.pageable for host in self._host_chunks)
+            or any(host.chunk.block is not None for host in self._host_chunks)
             or self._swap is not None
         )
         for index, block in enumerate(blocks):
@@ -510,7 +530,7 @@ class Session:
                 self._running.append(Recompute(block, saving))
             elif swap is not None and policy.swaps:
                 self._running.append(SwapBlock(block, index, swap))
-            if needs_windows:
+            if self._has_windows:
                 self._handles += attach_block(
                     block,
                     index,
@@ -522,10 +542,20 @@ class Session:
         # before buffers are taken, which may fail
         self._handles += self._running
         self._handles += self._gradients.attach(self._host_chunks)
-        if self._handles:
+        looked_up = [i for i, at in enumerate(self.plan.placements) if at is _ROWS]
+        if self._handles or looked_up:
             self._handles += attach_entry(
                 self.model, self.layout, self._enter, viewer.left, viewer.copying
             )
+        # the last: what enters unwinds those that run
+        for index in looked_up:
+            spec = self.layout.chunks[index].tensors[0]
+            owner = self.model.get_submodule(spec.name.rpartition(".")[0])
+            table = self.arena.tensor(index, spec)
+            rows = HostRows(owner, table, self.device, self.counters)
+            self._looked_up.append(rows)
+            self._running.append(rows)
+            self._handles.append(rows)
         how = self._options.compiled
         if how is not None:
             self._handles += (CompiledForward(block, how) for block in blocks)
@@ -569,8 +599,8 @@ class Session:
 
     def _stays(self, host: HostChunk) -> InBuffer | None:
         """See `Surroundings`."""
-        paged = host.chunk.index in self._ring.numbers
-        return None if paged else self._on_device(host)
+        away = host.chunk.index in self.plan.away
+        return None if away else self._on_device(host)
 
     def _on_device(self, host: HostChunk) -> InBuffer:
         """Where this rank updates the weights of a chunk that do not leave the device."""
@@ -591,8 +621,10 @@ class Session:
         self._updates.finish()
         self._updates.fetch_ahead(0)
         for chunk in self.layout.chunks:
-            if not chunk.pageable:
-                self._updates.use(chunk.index)
+            if chunk.block is None:
+                looked_up = self.plan.placements[chunk.index] is _ROWS
+                updates = self._updates
+                (updates.land if looked_up else updates.use)(chunk.index)
         # or gradients would stay on the device until backward sends the next ones
         self._gradients.retire()
         self.ready()
@@ -605,7 +637,7 @@ class Session:
         index = host.chunk.index
         if index in self._ring.numbers:
             self._pager.forget(self._ring.numbers[index])
-        else:
+        elif self.plan.placements[index] is not _ROWS:
             self._stale.add(index)
 
     def _before_read(self, host: Collection[Tensor]) -> None:
@@ -631,6 +663,13 @@ class Session:
             if host.chunk is chunk:
                 host.renew()
         self._pager.forget_all()
+
+
+_ROWS = Placement.ROWS
+
+
+def _block(chunk: Chunk) -> int:
+    return -1 if chunk.block is None else chunk.block
 
 
 def _with_host_state(plan: Plan) -> set[int]:

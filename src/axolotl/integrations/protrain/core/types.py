@@ -45,6 +45,8 @@ class Placement(Enum):
     """Weights on the device; a host copy, gradients and optimizer state on the host."""
     PAGED = "paged"
     """All of it on the host; the weights pass through a slot while a block computes."""
+    ROWS = "rows"
+    """All of it on the host, which looks up the rows that a micro-batch asks for."""
 
     @property
     def on_host(self) -> bool:
@@ -90,13 +92,17 @@ class TensorSpec:
 class Chunk:
     """Parameters laid out back to back that move together, in registration order; all
     of them trained, or none. `index` is the position in `Layout.chunks`, `block` None
-    for weights outside blocks; `nbytes` has the alignment gaps in it."""
+    for weights outside blocks; `nbytes` has the alignment gaps in it. Those of an `adapter`
+    stay on the device. `rows_bytes` are those of the rows that a micro-batch takes of an
+    embedding which is only looked up, so that the host can do it; 0 for all others."""
 
     index: int
     block: int | None
     trainable: bool
     tensors: tuple[TensorSpec, ...]
     nbytes: int
+    adapter: bool = False
+    rows_bytes: int = 0
 
     # cached: a search asks thousands of times
     @cached_property
@@ -116,7 +122,7 @@ class Chunk:
     @property
     def pageable(self) -> bool:
         """Only a block's chunks page: fused losses read the head without calling it."""
-        return self.block is not None
+        return self.block is not None and not self.adapter
 
 
 @dataclass(frozen=True)
@@ -134,11 +140,11 @@ class Layout:
 
     Attributes:
         blocks: In the order of use.
-        chunks: Block chunks first, in block order, then one for each trainable
-            parameter outside the blocks.
+        chunks: Of blocks first, in block order, then of their adapters, then one for each
+            parameter outside the blocks that trains or is only looked up.
         fixed_frozen_bytes: Frozen weights and buffers that never leave the device.
-        fixed_trainable_bytes: Trainable weights that never leave it (adapters), of
-            `num_fixed_trainable` parameters.
+        fixed_trainable_bytes: Trainable weights that never leave it, nor does their state
+            (other adapters), of `num_fixed_trainable` parameters.
     """
 
     blocks: tuple[Block, ...]
@@ -241,6 +247,13 @@ class Plan(Knobs):
         """Chunk indices that pass through slots, in the order of use."""
         pairs = enumerate(self.placements)
         return tuple(index for index, at in pairs if at is Placement.PAGED)
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Chunk indices whose weights the device does not have between two passes."""
+        pairs = enumerate(self.placements)
+        away = Placement.PAGED, Placement.ROWS
+        return tuple(index for index, at in pairs if at in away)
 
     @property
     def mode(self) -> str:

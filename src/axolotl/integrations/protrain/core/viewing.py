@@ -99,8 +99,10 @@ class Viewer:
     def before_backward(self) -> None:
         """Backward comes to a block."""
         self.hide()
-        if self._backward != torch._C._current_graph_task_id():
-            self._backward = torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()
+        # -1 outside of it, where a rank sits out
+        if task not in (self._backward, -1):
+            self._backward = task
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._after_backward)
 
@@ -132,7 +134,7 @@ class Viewer:
                 "weights and gradients can be looked at between two passes through the "
                 "model, not inside of one"
             )
-        shown = frozenset(plan.paged)
+        shown = frozenset(plan.away)
         if together:
             self.settle_all()
         else:

@@ -18,6 +18,8 @@ import torch
 from bitsandbytes.autograd._functions import MatMul8bitFp
 from torch import Tensor
 
+from ..core.profile.meta import value_of
+
 PLANNED_ATTENTION = "protrain_planning"
 """Attention that saves what a flash kernel saves; runs on the meta device only."""
 
@@ -60,6 +62,7 @@ def planned_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """A flash kernel on the meta device: saves q, k, v, output and fp32 log-sum-exp.
@@ -68,6 +71,7 @@ def planned_attention(
         query: [batch, heads, length, dim]; key and value may have fewer heads.
         attention_mask: [batch, length] if rows have padding: it is cut out of q, k, v
             and put back into the output, which copies all four.
+        position_ids: [1, length] of a packed row: each document attends to itself.
 
     Returns:
         Output [batch, length, heads, dim].
@@ -81,12 +85,28 @@ def planned_attention(
     dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < dim:
         value = torch.nn.functional.pad(value, [0, dim - value_dim])
+    shape = query.shape
+    documents = _documents(position_ids, shape)
+    query, key, value = (
+        t.unflatten(2, (documents, -1)).transpose(1, 2).flatten(0, 1)
+        for t in (query, key, value)
+    )
     # the operator also carries the count of floating point operations
     output = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, True, False, scale=scaling
     )[0]
     output = output[..., :value_dim].transpose(1, 2)
+    output = output.reshape(shape[0], shape[2], *output.shape[2:])
     return output if attention_mask is None else output.clone(), None
+
+
+def _documents(positions: Tensor | None, shape: torch.Size) -> int:
+    """How many of equal length a packed row has; 1 if that is not known, or several rows."""
+    known = None if positions is None else value_of(positions)
+    if known is None or known.shape != (1, shape[2]) or shape[0] != 1:
+        return 1
+    documents = int((known == 0).sum())
+    return documents if documents and shape[2] % documents == 0 else 1
 
 
 @contextmanager

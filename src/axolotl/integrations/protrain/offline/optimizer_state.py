@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
-from ..core.errors import FOREIGN_ERRORS
+from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..core.optim.noted import require_separable
 from ..core.optim.states import leaves
 
 _MANAGED_NUMEL = 100_000
@@ -34,12 +35,13 @@ _OF_PARAMETERS = ("state", "param_groups")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerBytes:
-    """See the attributes of the same names of `Workload`."""
+    """See the attributes of the same names of `Workload`, and `require_separable`."""
 
     state_bytes: dict[str, tuple[int, ...]] | None
     managed_bytes: dict[str, int]
     update_copies: float
     update_parameter_copies: float
+    separable: bool = False
 
 
 _ADAMW = OptimizerBytes(None, {}, 1.0, 0.0)
@@ -64,7 +66,11 @@ def optimizer_bytes(
             named[name].data = weight.float()
         with _without_values():
             optimizer = plain_optimizer(cfg, model)
-            return _probed(optimizer, model, named, on_cpu=device_type == "cpu")
+            found = _probed(optimizer, model, named, on_cpu=device_type == "cpu")
+        with suppress(ConfigError):
+            require_separable(optimizer)
+            found = dataclasses.replace(found, separable=True)
+        return found
     except (*FOREIGN_ERRORS, ImportError) as error:
         name = getattr(cfg.optimizer, "value", cfg.optimizer)
         assumptions.append(

@@ -31,6 +31,7 @@ PLACEMENTS = {
     "resident": "weights and optimizer state on the device",
     "host-state": "weights on the device, optimizer state on the host",
     "paged": "all on the host, weights pass through a slot",
+    "rows": "all on the host, which looks up the rows of a micro-batch",
 }
 UPDATES = {
     "device": "weights with state on the host: on the device, as they are used next",
@@ -77,6 +78,10 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
             "num_nodes": world.num_nodes,
             "origin": plan.origin,
             "update": plan.update.value,
+            "adapters": next(
+                (plan.placements[c.index].value for c in layout.chunks if c.adapter),
+                None,
+            ),
             "num_blocks": len(layout.blocks),
             "num_chunks": len(layout.pageable),
             "resident_chunks": [

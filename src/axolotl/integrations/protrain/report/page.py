@@ -269,6 +269,6 @@ def _terms(memory: Values | None, colours: Colours) -> list[Piece]:
     if not memory:
         return []
     terms = memory["terms"]
-    pieces = [(colours[name], size, name) for name, size in terms.items() if size]
+    pieces = [(colours[name], size, name) for name, size in terms.items() if size > 0]
     rest = memory["peak"] - sum(terms.values())
     return [*pieces, ("other", rest, "not broken down")] if rest > 0 else pieces

@@ -49,7 +49,10 @@ class RunReport:
         self, step: int, shortage: Mapping[str, Any], forecast: Forecast
     ) -> None:
         """A step ran out of memory and goes on under another forecast's plan."""
-        before, after = knobs_dict(self.forecast.plan), knobs_dict(forecast.plan)
+        before, after = (
+            {**knobs_dict(plan), "placements": [at.value for at in plan.placements]}
+            for plan in (self.forecast.plan, forecast.plan)
+        )
         self.notches.append({"step": step, **shortage, "from": before, "to": after})
         self.forecast = forecast
 

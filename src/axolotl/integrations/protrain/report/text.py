@@ -8,6 +8,7 @@ from io import StringIO
 from itertools import groupby
 from typing import Any
 
+import yaml
 from rich import box
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -19,6 +20,7 @@ from .forecast import (
     FITS,
     LANES,
     MODES,
+    PLACEMENTS,
     UPDATES,
     VERDICTS,
     compared_rows,
@@ -49,7 +51,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     local_size = forecast.workload.world.local_size
     shown = forecast_dict(forecast)
     plan, step = shown["plan"], shown["step_s"]
-    outside = [placements[c.index].value for c in layout.chunks if not c.pageable]
+    outside = [c for c in layout.chunks if c.block is None]
     (peak, budget, terms), (host_peak, host_budget, host_terms) = (
         (format_bytes(m["peak"]), format_bytes(m["budget"]), _filled(m["terms"]))
         for m in (shown["device_bytes"], shown["host_bytes"])
@@ -60,8 +62,8 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     policies = format_policies(plan["block_policies"])
     resident = f"{plan['n_persist']} of {plan['num_chunks']}"
     speed = f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}"
-    at = forecast.device.peak.label
-    where = ", ".join(sorted(set(outside))) or "frozen, resident"
+    peak_at = forecast.device.peak.label
+    where = ", ".join(sorted({placements[c.index].value for c in outside}))
     host = "host (all its ranks)" if local_size > 1 else "host"
     title, value = f"ProTrain plan ({plan['origin']})", Column("value", justify="right")
     table = Table("what", value, "detail", title=title, title_justify="left")
@@ -72,8 +74,13 @@ def forecast_table(forecast: Forecast, device: str) -> str:
         ("slots", str(plan["n_buffer"]), format_bytes(forecast.device.states.slots)),
         ("activations", knobs, f"of {plan['num_blocks']} blocks: {policies}"),
         ("updates", plan["update"], UPDATES[plan["update"]]),
-        ("outside blocks", where, f"{len(outside)} trainable"),
-        (f"device ({device})", peak, f"of {budget}, at {at}: {_listed(terms)}"),
+        (
+            "outside blocks",
+            where or "frozen, resident",
+            f"{sum(c.trainable for c in outside)} trainable",
+        ),
+        *([("adapters", at, PLACEMENTS[at])] if (at := plan["adapters"]) else []),
+        (f"device ({device})", peak, f"of {budget}, at {peak_at}: {_listed(terms)}"),
         (
             host,
             host_peak,
@@ -89,9 +96,12 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     return _printed([table])
 
 
-def plan_text(answers: Sequence[Answer]) -> str:
-    """All cards of `--json`: a line for each, then what each of them needs and takes."""
-    shown = [part for answer in answers for part in _card(answer)]
+def plan_text(answers: Sequence[Answer], explain: bool = False) -> str:
+    """All cards of `--json`: a line for each, then what each of them needs and takes.
+
+    `explain`: also which terms of the memory a lever lowers.
+    """
+    shown = [part for answer in answers for part in _card(answer, explain)]
     if len(answers) > 1:
         shown[:0] = _listing(
             ("card", "verdict", "device, GiB", "host, GiB", "step", "tokens/s"),
@@ -102,7 +112,8 @@ def plan_text(answers: Sequence[Answer]) -> str:
         hanging = Table.grid()
         hanging.add_row("  - ", Padding(line, 0))
         shown.append(hanging)
-    return _paragraphs(shown)
+    texts = (_fixed(answer) for answer in answers if "fixed" in answer)
+    return "\n\n".join((_paragraphs(shown), *texts))
 
 
 def _paragraphs(shown: Iterable[RenderableType]) -> str:
@@ -157,7 +168,24 @@ def report_text(reports: Mapping[str, Answer]) -> str:
     return _paragraphs(shown)
 
 
-def _card(answer: Answer) -> Iterator[RenderableType]:
+def _fixed(answer: Answer) -> str:
+    """What `--write` has done."""
+    fixed = answer["fixed"]
+    if answer["verdict"] == FITS:
+        return "It fits as it is: nothing is written."
+    if fixed is None:
+        return (
+            "All levers together are not enough: nothing is written. A larger card, more "
+            "host memory or a smaller base would do."
+        )
+    pace = format_pace(fixed["step_s"], fixed["tokens_per_s"])
+    return (
+        f"{fixed['file']}: fits, {pace}, {format_bytes(fixed['device_peak_bytes'])} of "
+        f"the device;\n{fixed['numbers']}.\n{fixed['difference']}"
+    )
+
+
+def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     plan, step, hardware = answer["plan"], answer["step_s"], answer["hardware"]
     fits, mode = answer["verdict"] == FITS, plan["mode"]
     others = answer["alternatives"]
@@ -170,7 +198,14 @@ def _card(answer: Answer) -> Iterator[RenderableType]:
     if answer["reason"]:
         yield answer["reason"]
     heads = ("instead", "verdict", "device", "step", "tokens/s")
-    priced = _listing(heads, [_alternative(other) for other in others])
+    levers = answer.get("levers", ())
+    named = ("lever", "verdict", "at least", "host", "s/sample", "tokens/s")
+    priced = [
+        *_listing(heads, [_alternative(other) for other in others]),
+        *_listing(named, [_lever(lever, explain) for lever in levers]),
+    ]
+    if not fits and "levers" not in answer:
+        priced.append("More ways: --levers. A YAML that fits: --write FILE.")
     if not fits:
         yield from priced
     ranks, device, host = "", "device", "host"
@@ -183,6 +218,7 @@ def _card(answer: Answer) -> Iterator[RenderableType]:
         f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
         f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
         f"{plan['num_blocks']} blocks ({format_policies(plan['block_policies'])})"
+        + (f", adapters {adapters}" if (adapters := plan.get("adapters")) else "")
     )
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
     # the host's terms are those of training; loading or saving may take more
@@ -217,6 +253,27 @@ def _alternative(other: Answer) -> Row:
         format_seconds(other["step_s"]) if fits else "-",
         format_rate(other["tokens_per_s"]) if fits else "-",
         other["note"] or "",
+    )
+
+
+def _lever(lever: Answer, explain: bool) -> Row:
+    fits, lowers = lever["step_s"] is not None, lever["lowers"]
+    keys = yaml.safe_dump(lever["keys"], sort_keys=False).rstrip()
+    notes = [lever["numbers"] + (f"; {lever['note']}" if lever["note"] else "")]
+    if explain:
+        changed = (
+            f"{term} {format_bytes(before)} -> {format_bytes(after)}"
+            for term, (before, after) in lowers.items()
+        )
+        notes.append(f"lowers {', '.join(changed) or 'nothing'}")
+    return (
+        lever["change"],
+        VERDICTS[lever["verdict"]],
+        format_bytes(lever["least_device_bytes"]),
+        format_bytes(lever["host_peak_bytes"]),
+        f"{lever['sample_s']:.3g}" if fits else "-",
+        format_rate(lever["tokens_per_s"]) if fits else "-",
+        "\n".join((*notes, keys)),
     )
 
 

@@ -110,7 +110,8 @@ class Base:
         self.device = torch.device("cuda:0" if on_cuda else "cpu")
         self.run = TrainingRun(cfg, (), LOG)
         reserved = self.live.reserve_bytes
-        self.run.open(self.model, self.device, False, reserve_bytes=reserved)
+        # adapters have optimizers of their own
+        self.run.open(self.model, self.device, False, None, reserved, False)
         assert self.run.session is not None and self.run.report is not None
         self.session, self.report = self.run.session, self.run.report
         self.live.open(self.session.device)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from .files import bytes_of
 from .plans import PIECE_BYTES
 
 _READERS = 4
-"""Threads; the system's read lets go of Python."""
+"""Threads; the system's read and torch's copy let go of Python."""
 
 
 class Read(NamedTuple):
@@ -92,7 +92,7 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             opened.callback(os.close, files[path])
         pool = opened.enter_context(ThreadPoolExecutor(_READERS))
         memory = {number: bytes_of(pairs[number][0]) for number in read}
-        under_way = [
+        under_way: list[Future[Any]] = [
             pool.submit(
                 _read_at,
                 files[piece.path],
@@ -101,9 +101,12 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             )
             for piece in reads
         ]
-        for number, (target, source) in enumerate(pairs):
-            if number not in read:
-                target.copy_(source)
+        # by threads too: who touches a page first waits for the system to clear it
+        under_way += [
+            pool.submit(target.copy_, source.detach())
+            for number, (target, source) in enumerate(pairs)
+            if number not in read
+        ]
         for future in under_way:
             future.result()
 

@@ -60,7 +60,7 @@ class TrainedWork(NamedTuple):
         weight_bytes: Go home after it; so do `state_bytes`.
         update_s: Of the device, or of the host.
         renew_bytes: Come after it, where weights stay on the device, and are gathered in
-            `gather_s`.
+            `gather_s`; 0 where the host looks up rows, once the weights are at home.
     """
 
     chunk: int
@@ -94,7 +94,7 @@ def trained_work(
     state = trained.region[index] + trained.rests[index]
     read = trained.state[index] + trained.rests[index]
     operands, returned, back = main.nbytes + state, chunk.nbytes, state
-    if several and number is not None:
+    if several and number is not None or not renew_bytes:
         operands += chunk.nbytes
     update_s = update_seconds(own, read, hardware)
     if workload.update is Update.HOST:
@@ -109,7 +109,7 @@ def trained_work(
         main.payload_bytes,
         -(-main.payload_bytes // ranks),
         # weights outside blocks are tensors of their own, and come without gaps
-        main.nbytes if chunk.pageable else main.payload_bytes,
+        main.nbytes if chunk.block is not None else main.payload_bytes,
         # two are read, one is written
         3 * main.payload_bytes / hardware.memory_bytes_s,
         norm_seconds(main.payload_bytes, hardware) / ranks,
@@ -171,6 +171,16 @@ class Demand:
         ]
         self.outside_s = times.outside_forward_s + times.outside_backward_s
         self.update_s = times.update_s
+        looked_up = (
+            chunk.rows_bytes
+            for chunk, at in zip(layout.chunks, plan.placements, strict=True)
+            if at is Placement.ROWS
+        )
+        self.rows_bytes = sum(looked_up)
+        # read and written, by the host, and then copied
+        host_bytes_s = ADAM_MOVED_BYTES * hardware.adam_bytes_s
+        self.look_up_s = 2 * self.rows_bytes / host_bytes_s
+        self.rows_s = self.rows_bytes / hardware.fetch_bytes_s
 
         paged = [layout.chunks[index] for index in plan.paged]
         self.num_chunks, self.num_slots = len(paged), plan.n_buffer
@@ -216,6 +226,8 @@ class Demand:
                 on_device[at] += chunk.payload_bytes
                 continue
             fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
+            if plan.placements[chunk.index] is Placement.ROWS:
+                fetched = 0, 0.0
             number = numbers.get(chunk.index)
             works[at].append(trained_work(chunk, number, trained, hardware, *fetched))
         # of DDP, when each block's backward is done
@@ -265,7 +277,7 @@ class Demand:
         offloaded = sum(traffic.offload_bytes for traffic in passes)
         self.least_s = self._least_s(passes)
         # without swapped activations
-        self.fetched_bytes = fetched - self.accumulation * back
+        self.fetched_bytes = fetched + self.accumulation * (self.rows_bytes - back)
         offloaded -= self.accumulation * out
         self.offloaded_bytes = offloaded - self.returned_bytes
 
@@ -280,6 +292,7 @@ class Demand:
             compute_s += sum(work.update_s for work in self.works)
         if self.defers:
             compute_s += self.first.fetch_s * sum(w.operand_bytes for w in self.outside)
+        compute_s += self.accumulation * (self.look_up_s + self.rows_s)
         return max(
             compute_s,
             sum(traffic.fetch_bytes * traffic.fetch_s for traffic in passes),

@@ -359,15 +359,17 @@ class MemoryModel:
         states = host_state_bytes(self.trained, plan.placements, plan.shards)
         out = self.activations(plan.policies).moved.out
         states = replace(states, swapped=workload.world.local_size * sum(out))
-        chunks = [chunk.nbytes for chunk in layout.chunks]
-        model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes + sum(chunks)
+        model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
+        model += sum(chunk.nbytes for chunk in layout.chunks)
+        pairs = zip(layout.chunks, plan.placements, strict=True)
+        moves = max((chunk.nbytes for chunk, at in pairs if at.on_host), default=0)
         save = self._states(plan).gradients
         if workload.fp32_master and workload.saves_state:
             # a checkpoint has whole masters
             on_host = (c for c in layout.chunks if c.trainable)
             save += 2 * sum(chunk.payload_16_bit_bytes for chunk in on_host)
         phases = {
-            "load": model - workload.mapped_bytes + max(chunks, default=0),
+            "load": model - workload.mapped_bytes + moves,
             "train": states.total,
             "save": states.total + save,
         }
@@ -438,12 +440,15 @@ class MemoryModel:
                 continue
             nbytes = trained.update[chunk.index]
             if chunk.block is None:
-                outside.append(nbytes + trained.operands[chunk.index])
+                # weights that are not there come, too
+                weights = chunk.nbytes * (placement is Placement.ROWS)
+                outside.append(nbytes + trained.operands[chunk.index] + weights)
                 continue
             # the first update makes the state beside the staging, where that of the
             # chunks before it has not yet left
             made = trained.state[chunk.index] if overlaps else 0
-            of_block[chunk.block] = nbytes + made
+            highest = max(of_block.get(chunk.block, 0), nbytes + made)
+            of_block[chunk.block] = highest
         at_once = IN_FLIGHT if overlaps else 1
         return sum(sorted(outside)[-at_once:]), of_block
 

@@ -165,7 +165,7 @@ class StateBytes:
 
     Attributes:
         fixed: Frozen weights and buffers outside blocks that never move.
-        adapters: Trainable weights that never move.
+        adapters: Their weights, and other trainable ones that never move.
         resident: Weights of resident chunks.
         host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
@@ -201,29 +201,39 @@ def state_bytes(
     layout, workload = trained.layout, trained.workload
     on_device, state_on_host = Placement.RESIDENT, Placement.HOST_STATE
     resident = host_state = 0
-    trained_bytes = layout.fixed_trainable_bytes
+    trained_bytes = adapters = layout.fixed_trainable_bytes
+    fixed = layout.fixed_frozen_bytes
     moments = trained.fixed_state
     leaving: list[Chunk] = []
     for chunk, placement in zip(layout.chunks, placements, strict=True):
-        if placement is on_device:
+        if placement is Placement.ROWS:
+            # one element stands for all
+            fixed += chunk.tensors[0].dtype.itemsize
+        elif placement is on_device and chunk.rows_bytes and not chunk.trainable:
+            fixed += chunk.payload_bytes
+        elif placement is on_device:
             # tensor by tensor; only what has a host copy lies there in one piece
-            resident += chunk.payload_bytes
+            adapters += chunk.adapter * chunk.payload_bytes
+            resident += (not chunk.adapter) * chunk.payload_bytes
             if chunk.trainable:
                 trained_bytes += chunk.payload_bytes
                 moments += trained.state[chunk.index] - trained.managed[chunk.index]
             continue
         if placement is state_on_host:
-            host_state += padded_bytes(chunk, shards)
+            adapters += chunk.adapter * chunk.nbytes
+            host_state += (not chunk.adapter) * padded_bytes(chunk, shards)
         if chunk.trainable:
             leaving.append(chunk)
-    largest = max((trained.operands[c.index] for c in leaving if c.pageable), default=0)
+    largest = max(
+        (trained.operands[c.index] for c in leaving if c.block is not None), default=0
+    )
     if not largest and workload.accumulation > 1:
         # sums outside blocks come back through buffers of their own then
         whole = max((chunk.payload_bytes for chunk in leaving), default=0)
         largest = aligned(min(whole, SUM_PIECE_BYTES))
     return StateBytes(
-        fixed=layout.fixed_frozen_bytes,
-        adapters=layout.fixed_trainable_bytes,
+        fixed=fixed,
+        adapters=adapters,
         resident=resident,
         host_state=host_state,
         slots=sum(slot_bytes(layout, placements, n_buffer, shards)),
@@ -246,6 +256,7 @@ class HostBytes:
         moments: Optimizer state of what has it on the host, or in managed memory.
         swapped: Saved tensors of swapped blocks.
         loader: Batches that wait in the dataloader.
+        rows: Of embeddings that the host looks up, on their way.
     """
 
     arena: int
@@ -254,6 +265,7 @@ class HostBytes:
     moments: int
     swapped: int = 0
     loader: int = 0
+    rows: int = 0
 
     @property
     def total(self) -> int:
@@ -280,4 +292,5 @@ def host_state_bytes(
         masters=sum(held.rests[chunk.index] for chunk in trained),
         moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,
         loader=ranks * workload.loader_bytes,
+        rows=ranks * sum(chunk.rows_bytes for chunk in kept),
     )

@@ -194,6 +194,10 @@ class Step:
         self._traffic = traffic = d.first if first else d.later
         missing = (d.missing_first if first else d.missing_later)[::-1]
         self._enter(traffic)
+        if d.rows_bytes:
+            # `LookUp`: it reads what compute has made, here as in `_refresh`
+            self._block(max(self.now, self.issued) + d.look_up_s, "host")
+            self._refresh(d.rows_s, 0.0)
         for block, (start, stop) in enumerate(d.bounds):
             while missing and missing[-1] < stop:
                 self._block(self._updated[missing[-1]], self._landing)
@@ -437,7 +441,9 @@ class DeferredStep(Step):
         for work in self._noted:
             seconds = work.operand_bytes * traffic.fetch_s
             self._await(self._queue("fetch", seconds, self.now))
-            self._update(work)
+            left = self._update(work)
+            if not work.renew_bytes:
+                self._block(left, self._landing)
         self._noted = ()
 
     def _opened(self, block: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from torch import nn
 
@@ -30,17 +32,21 @@ def build_layout(
     model: nn.Module,
     keep_resident: Collection[str] = frozenset(),
     order: Sequence[str] = (),
+    adapters: Collection[str] = frozenset(),
+    rows: Mapping[str, int] = MappingProxyType({}),
 ) -> Layout:
     """Assign every parameter of `model` to a chunk or to the fixed part.
 
-    A block gives one chunk for its frozen parameters and one for its trainable
-    ones. A trainable parameter outside the blocks is a chunk of its own, so that
-    its gradient leaves as soon as it is there. Frozen parameters outside the blocks,
-    parameters that several blocks or a block and the rest share, empty or strided ones,
-    biases of quantised weights and those named in `keep_resident` never leave the
+    A block gives one chunk for its frozen parameters, one for its trainable ones and one
+    for its `adapters`, whose state may leave the device. A trainable parameter outside
+    the blocks is a chunk of its own, so that its gradient leaves as soon as it is there,
+    and so is an embedding of which `rows` says how many bytes a micro-batch looks up.
+    Other frozen parameters outside the blocks, those that several blocks or a block and
+    the rest share, empty or strided ones, biases of quantised weights and those named in
+    `keep_resident` never leave the
     device. A quantised weight takes its quant state along as tensors of its own.
-    `requires_grad` must be final; `keep_resident` are names of trainable parameters
-    (adapters), `order` those of all blocks in the order of first use, by default that of
+    `requires_grad` must be final; `keep_resident` and `adapters` are names of trainable
+    parameters, `order` those of all blocks in the order of first use, by default that of
     their definition.
 
     Raises:
@@ -59,13 +65,15 @@ def build_layout(
         for key, own in held.items()
         if own[0].name in keep_resident or not all(map(_fits_in_chunk, own))
     }
+    apart = {id(p) for name, p in named.items() if name in adapters}
     stay = kept | _shared_parameters(model, inside)
+    kept |= apart
     chunks: list[Chunk] = []
     chunked: set[int] = set()
     blocks = []
     for index, (name, params) in enumerate(inside.items()):
         first = len(chunks)
-        members = [p for p in params if id(p) not in stay]
+        members = [p for p in params if id(p) not in stay and id(p) not in apart]
         for trainable in (False, True):
             same = [p for p in members if p.requires_grad is trainable]
             if same:
@@ -73,16 +81,29 @@ def build_layout(
                 chunks.append(_pack(len(chunks), index, trainable, tensors))
         chunked.update(map(id, members))
         blocks.append(Block(index, name, tuple(range(first, len(chunks)))))
+    for index, params in enumerate(inside.values()):
+        members = [p for p in params if id(p) in apart and id(p) not in stay]
+        if members:
+            tensors = [binding for p in members for binding in held[id(p)]]
+            chunk = _pack(len(chunks), index, True, tensors)
+            chunks.append(replace(chunk, adapter=True))
+            own_chunks = *blocks[index].chunks, chunk.index
+            blocks[index] = replace(blocks[index], chunks=own_chunks)
+        chunked.update(map(id, members))
 
     fixed = {False: 0, True: 0}
     num_fixed_trainable = 0
     for p in named.values():
         if id(p) in chunked:
             continue
-        if p.requires_grad and id(p) not in kept:
-            chunks.append(_pack(len(chunks), None, True, held[id(p)]))
+        own = held[id(p)]
+        rows_bytes = rows.get(own[0].name, 0)
+        rows_bytes *= rows_bytes < p.nbytes
+        if (p.requires_grad or rows_bytes) and id(p) not in kept:
+            chunk = _pack(len(chunks), None, p.requires_grad, own)
+            chunks.append(replace(chunk, rows_bytes=rows_bytes))
         else:
-            fixed[p.requires_grad] += sum(b.tensor.nbytes for b in held[id(p)])
+            fixed[p.requires_grad] += sum(b.tensor.nbytes for b in own)
             num_fixed_trainable += p.requires_grad
     fixed[False] += sum(buffer.nbytes for buffer in model.buffers())
     return Layout(

@@ -182,7 +182,10 @@ class OnDevice:
             self._give_back(own)
             if weights is not None:
                 weights.spoilt()
-        keep, together = own.host.chunk.pageable, weights is None and self._together
+        keep, together = (
+            own.host.chunk.block is not None,
+            weights is None and self._together,
+        )
         sources = own.sources(together)
         buffer = self._staging.take(own.key, sources, keep)
         operands = parts(buffer, sources)
@@ -249,7 +252,10 @@ class OnDevice:
         return self._staging.take(key, [Source(home, own.left)], keep=False)
 
     def _give_back(self, own: ChunkUpdate, busy: Sequence[Event] = ()) -> None:
-        self._staging.give_back(own.key, busy)
+        if self._staging.give_back(own.key, busy) is None:
+            # sent home once more: nobody else waits for these copies
+            for event in busy:
+                event.synchronize()
         # the last: a handler may send them home once more, and they do not stay
         self._staging.give_back(("weights", own.host.chunk.index), busy)
 

@@ -124,6 +124,9 @@ class Gradients:
             sums.arrived.clear()
         self._settle_own()
 
+    def sit_out(self, passes: Callable[[], None]) -> None:
+        """Take part in what other ranks reduce in the rest of the `passes`."""
+
     def close(self) -> None:
         """Release gradients and memory; no copy may be in flight."""
         self._in_flight.clear()
@@ -221,7 +224,7 @@ class Gradients:
         # on the host it is old from now on
         sums.present.discard(index)
         compute = self._device.compute
-        if sums.chunk.pageable:
+        if sums.chunk.block is not None:
             memory = self._staging.take(_key(sums), [_source(sums)])
             own = sums.within(memory, index)
             gradient.add_(own)
@@ -250,7 +253,7 @@ class Gradients:
     def _piece_bytes(self) -> int:
         """In what sums outside of blocks come back: what the staging has for blocks."""
         every = self._expected
-        of_blocks = [sums.memory.numel() for sums in every if sums.chunk.pageable]
+        of_blocks = [s.memory.numel() for s in every if s.chunk.block is not None]
         return max(of_blocks, default=SUM_PIECE_BYTES)
 
     def _send(self, sums: GradientSums) -> None:

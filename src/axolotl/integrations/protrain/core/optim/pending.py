@@ -159,6 +159,12 @@ class PendingUpdates:
             self._around.rewrites(own.host)
         self._with_device.make(own, weights)
 
+    def land(self, chunk: int) -> None:
+        """The same, and return once its weights are at home."""
+        if chunk in self._own:
+            self.flush_chunk(chunk)
+            _wait(self._own[chunk].left)
+
     def flush(self) -> None:
         """Return once nothing is pending: the host's copy is the truth."""
         self.finish()

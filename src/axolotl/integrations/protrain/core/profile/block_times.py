@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from ..layout.tensors import map_tensors, model_bindings, tensors_in
 from ..runtime import CompiledForward
@@ -183,12 +184,16 @@ def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
     def described(tensor: Tensor) -> list[Any]:
         return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
 
+    inputs = list(tensors_in((sample.args, sample.kwargs)))
+    whole = [t for t in inputs if not (t.is_meta or t.is_floating_point())]
+
     return {
         "class": f"{type(block).__module__}.{type(block).__qualname__}",
         "parameters": [
             [name, *described(param)] for name, param in block.named_parameters()
         ],
-        "inputs": [described(t) for t in tensors_in((sample.args, sample.kwargs))],
+        "inputs": [described(t) for t in inputs],
+        "values": [xxh3_64_hexdigest(t.cpu().numpy().tobytes()) for t in whole],
         "dropout": [m.p for m in block.modules() if isinstance(m, nn.Dropout)],
     }
 

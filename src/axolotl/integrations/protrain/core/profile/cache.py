@@ -85,20 +85,55 @@ def cached(
     Raises:
         ConfigError: The folder cannot be made or written.
     """
-    folder = default_folder() if folder is None else Path(folder)
-    text = json.dumps(key, sort_keys=True, allow_nan=False)
-    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-    value = _read(file, json.loads(text), kind, apart)
+    value = recall(folder, key, kind, apart)
     if value is None:
         # before the time for measuring is spent
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"key": key, "value": make()}, indent=1, allow_nan=False)
-        with _writing(folder):
-            _write(file, content)
-        # as a later run reads it: lists for tuples
-        value = json.loads(content)["value"]
+        file = _file(folder, key)
+        with _writing(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        value = keep(folder, key, make())
     return value
+
+
+def recall(
+    folder: str | Path | None,
+    key: Mapping[str, JSON],
+    kind: type,
+    apart: Sequence[str] = (),
+) -> dict[str, Any] | None:
+    """What was kept under this key, as for `cached`; None where nothing was."""
+    text = json.dumps(key, sort_keys=True, allow_nan=False)
+    return _read(_file(folder, key), json.loads(text), kind, apart)
+
+
+def keep(
+    folder: str | Path | None, key: Mapping[str, JSON], value: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keep a value under this key; it as a later run reads it: lists for tuples.
+
+    Raises:
+        ConfigError: As for `cached`.
+    """
+    file = _file(folder, key)
+    content = json.dumps({"key": key, "value": value}, indent=1, allow_nan=False)
+    with _writing(file.parent):
+        _write(file, content)
+    return json.loads(content)["value"]
+
+
+def _file(folder: str | Path | None, key: Mapping[str, JSON]) -> Path:
+    folder = default_folder() if folder is None else Path(folder)
+    text = json.dumps(key, sort_keys=True, allow_nan=False)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakSeen:
+    """What a run took of the device beyond its trace, or half of what it took less, for
+    another plan may need it; and when."""
+
+    beyond_bytes: int
+    date: str
 
 
 def measurement_key(

@@ -33,6 +33,7 @@ MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Larger than the caches, small enough for the time this may take."""
 _NUM_KERNELS = 300
+_EMULATED_FLOPS = 2e11
 
 
 def measure_hardware(
@@ -59,8 +60,11 @@ def measure_hardware(
     device = open_device(torch_device)
     torch_device = device.torch_device
     kind = torch_device.type
-    size, nbytes = matmul or MATMUL_SIZES[kind], _COPY_BYTES[kind]
     with torch.no_grad():
+        small = _matmul_rate(torch_device, MATMUL_SIZES["cpu"], torch.float32)
+        # of an emulated card those of a card would take minutes
+        scale = kind if small > _EMULATED_FLOPS else "cpu"
+        size, nbytes = matmul or MATMUL_SIZES[scale], _COPY_BYTES[scale]
         fetch, offload, fetch_both, offload_both = _copy_rates(device, nbytes)
         flops_16 = _matmul_rate(torch_device, size, torch.bfloat16)
         flops_32 = _matmul_rate(torch_device, size, torch.float32)

@@ -36,17 +36,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import graph
 
 from ..errors import TraceError
 from ..layout import CACHES
 from ..layout.tensors import hold_quantised, map_tensors, tensors_in
+from ..runtime import LookUp
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta
 from .graphs import as_graphs
-from .meta import MetaMode, empty_like
+from .meta import MetaMode, empty_like, value_of
 from .operators import may_multiply, work_of, workspace_bytes
 from .repeats import skipping_repeats
 
@@ -58,12 +60,15 @@ class TracedStep:
     `uncounted` names operators that take weights and may multiply them, and of which
     nobody knows how many operations they do: they count as the bytes they move.
     `drew` says that the model read values that depend on weights: Note [Values].
+    `rows` has the embeddings outside blocks that were only looked up, with the bytes of
+    the rows.
     """
 
     trace: Trace
     samples: Mapping[int, BlockSample]
     uncounted: tuple[str, ...] = ()
     drew: bool = False
+    rows: Mapping[str, int] = field(default_factory=dict)
 
 
 def trace_step(
@@ -288,6 +293,12 @@ class _Recorder(MetaMode):
             if param.ndim > 1
         }
         self._uncounted: dict[str, None] = {}
+        self._rows: Counter[str] = Counter()
+        # weights of embeddings that are or may be only looked up, what else has read,
+        # and the one that is being looked up
+        self._tables: set[int] = set()
+        self._read_whole: set[int] = set()
+        self._looked_up: int | None = None
         self._records: dict[int, _Record] = {}
         self._all: list[_Record] = []
         self._ended: deque[_End] = deque()
@@ -326,6 +337,10 @@ class _Recorder(MetaMode):
                     )
                 )
                 enter(block.register_forward_hook(partial(self._after, index)))
+            for name, module in _tables(self._model, self._blocks):
+                self._tables.add(module.weight.untyped_storage()._cdata)
+                look_up = partial(self._look_up, f"{name}.weight", module.weight)
+                stack.callback(LookUp(module, look_up).remove)
             for name, param in self._model.named_parameters():
                 if param.requires_grad:
                     arrived = partial(self._arrived, name)
@@ -354,6 +369,7 @@ class _Recorder(MetaMode):
         made = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         read = list(tensors_in(args))
         given = {tensor.untyped_storage()._cdata for tensor in read}
+        self._read_whole |= self._tables & (given - {self._looked_up})
         for tensor in made:
             # an operator in place may change a parameter, which is no activation
             if tensor.untyped_storage()._cdata not in given:
@@ -365,6 +381,15 @@ class _Recorder(MetaMode):
         now.work += work_of(func, args, output, read, made)
         if not self._weights.isdisjoint(given) and may_multiply(func):
             self._uncounted[func._overloadpacket._qualified_op_name] = None
+
+    def _look_up(
+        self, name: str, weight: Tensor, ids: Tensor, padding_idx: int | None
+    ) -> Tensor:
+        self._rows[name] += ids.numel() * weight.shape[1] * weight.itemsize
+        self._looked_up = weight.untyped_storage()._cdata
+        rows = F.embedding(ids, weight, padding_idx)
+        self._looked_up = None
+        return rows
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -521,7 +546,13 @@ class _Recorder(MetaMode):
             blocks=tuple(self._blocks[index][0] for index in order),
         )
         samples = {number[old]: sample for old, sample in self._samples.items()}
-        return TracedStep(trace, samples, tuple(self._uncounted), self.drew)
+        rows = {
+            name: nbytes
+            for name, nbytes in self._rows.items()
+            if self._model.get_parameter(name).untyped_storage()._cdata
+            not in self._read_whole
+        }
+        return TracedStep(trace, samples, tuple(self._uncounted), self.drew, rows)
 
     def _fill_in(self, segments: Sequence[_Open]) -> None:
         """Give skipped blocks what the block of their kind has shown."""
@@ -538,6 +569,20 @@ class _Recorder(MetaMode):
                     own.copy(theirs, *names)
                     moved |= {theirs: own, after.get(theirs): after.get(own)}
             self._all += _copied(made[ran], skipped, ran, moved)
+
+
+def _tables(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, nn.Embedding]]:
+    """Embeddings outside of blocks whose weights have no other owner."""
+    inside = tuple(f"{name}." for name, _ in blocks)
+    every = model.named_parameters(remove_duplicate=False)
+    owners = Counter(id(param) for _, param in every)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and not f"{name}.".startswith(inside):
+            plain = not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+            if plain and owners[id(module.weight)] == 1:
+                yield name, module
 
 
 def _copied(
@@ -600,7 +645,9 @@ def _detached(value: Any) -> Any:
     """The same structure without autograd's graph; keeps `requires_grad`."""
 
     def detached(tensor: Tensor) -> Tensor:
-        own = empty_like(tensor) if tensor.is_meta else tensor.detach().clone()
+        # positions and masks decide what a kernel does: zeros are packed rows of one token
+        seen = value_of(tensor)
+        own = empty_like(tensor) if seen is None else seen.detach().clone()
         return own.requires_grad_(tensor.requires_grad)
 
     return map_tensors(value, detached)

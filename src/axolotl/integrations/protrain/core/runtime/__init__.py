@@ -10,7 +10,9 @@ from .device import (
     CudaDevice,
     Device,
     Event,
+    allocator_note,
     asked_bytes,
+    expand_segments,
     is_shortage,
     open_device,
 )
@@ -27,6 +29,7 @@ from .races import CheckedDevice
 from .ranks import Alone, Ranks
 from .recompute import Recompute
 from .residence import Residence
+from .rows import HostRows, LookUp
 from .slots import InBuffer, InSlot, Slot
 from .staging import Source, Staging
 from .swap import Swap, SwapBlock

@@ -8,9 +8,10 @@ streams and pinned memory. The runtime knows nothing else about where it runs.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..host import processors
+from ..host import memory_nodes, node_of, place, processors
 
 BUSY_THREADS = 2
 """Of each rank: the one that queues work, and autograd's."""
+ALLOCATOR_KEYS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Of the environment, read when CUDA begins; the second is the older name."""
 POISON_BYTE = 0xFF
 """Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
 
@@ -86,6 +89,8 @@ class Device:
         host_threads: Intra-op threads for host updates, None for torch's own number.
         pageable_bytes: Of host memory that should be page-locked and is not: copies from
             and to it take several times as long and hide behind nothing.
+        node: The host's memory node that it reaches fastest, None if all alike.
+        unplaced: Why memory could not be asked for there; empty if it could.
         kept: What somebody else has still to read of host memory as it is now.
     """
 
@@ -98,6 +103,8 @@ class Device:
     host_threads: int | None = None
     stall_s = 0.0
     pageable_bytes = 0
+    node: int | None = None
+    unplaced = ""
 
     @property
     def compute(self) -> Stream:
@@ -115,6 +122,10 @@ class Device:
     def place(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device."""
         raise NotImplementedError
+
+    def near(self, host: Tensor, spread: bool = False) -> None:
+        """Host pages that are touched from now on lie on the device's node, or `spread`
+        over all, which several devices or the host's cores read."""
 
     def pin(self, host: Tensor) -> None:
         """Page-lock a host buffer so that copies from and to it can overlap.
@@ -370,6 +381,10 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._peak = 0
         self._pageable: dict[int, int] = {}
+        if len(memory_nodes()) > 1:
+            at: Any = torch.cuda.get_device_properties(self.torch_device)
+            pci = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+            self.node = node_of(pci)
 
     @property
     def compute(self) -> Stream:
@@ -385,7 +400,13 @@ class CudaDevice(Device):
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.torch_device)
 
+    def near(self, host: Tensor, spread: bool = False) -> None:
+        if self.node is not None:
+            nodes = memory_nodes() if spread else [self.node]
+            self.unplaced = place(host.data_ptr(), host.nbytes, nodes) or self.unplaced
+
     def pin(self, host: Tensor) -> None:
+        self.near(host)
         # the stock pinned allocator rounds up to powers of two
         address, nbytes = host.data_ptr(), host.nbytes
         if self._failed(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)):
@@ -459,6 +480,30 @@ def asked_bytes(error: RuntimeError) -> int:
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     said = re.search(r"allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
     return round(float(said[1]) * units[said[2]]) if said else 0
+
+
+def expand_segments() -> None:
+    """Have torch grow its segments of GPU memory: a slot or what a block saves then finds
+    room wherever as much is free, not only where one piece is.
+
+    Does nothing where the environment says something about the allocator, once CUDA has
+    read it, and on WSL2, whose driver fails at the first such segment.
+    """
+    if (
+        torch.version.cuda is not None
+        and not torch.cuda.is_initialized()
+        and "microsoft" not in platform.release().lower()
+        and not any(name in os.environ for name in ALLOCATOR_KEYS)
+    ):
+        os.environ[ALLOCATOR_KEYS[0]] = "expandable_segments:True"
+
+
+def allocator_note(environment: Mapping[str, str]) -> str:
+    """How torch keeps the memory of GPUs, as a line of the plan."""
+    said = [f"{n}={environment[n]}" for n in ALLOCATOR_KEYS if n in environment]
+    grows = any("expandable_segments:true" in line.lower() for line in said)
+    how = "grow" if grows else "do not grow, so pieces of it may be free and of no use"
+    return f"Segments of GPU memory {how} ({', '.join(said) or 'PYTORCH_ALLOC_CONF unset'})."
 
 
 def open_device(torch_device: torch.device) -> Device:

@@ -210,7 +210,7 @@ def attach_entry(
         parts = block.name.split(".")
         names += (".".join(parts[:depth]) for depth in range(len(parts)))
     for chunk in layout.chunks:
-        if chunk.block is None:
+        if chunk.block is None and chunk.trainable:
             owners = (spec.name.rpartition(".")[0] for spec in chunk.tensors)
             names += (o for o in owners if not f"{o}.".startswith(inside))
     handles: list[Removable] = []

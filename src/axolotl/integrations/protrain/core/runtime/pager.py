@@ -41,9 +41,9 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
-from ..types import Chunk, Counters, Layout, Plan
+from ..types import Chunk, Counters, Layout, Placement, Plan
 from .arena import Arena
-from .device import Device, Event, Stream
+from .device import POISON_BYTE, Device, Event, Stream
 from .ranks import Ranks
 from .slots import Slot, Transport
 from .updates import HostWorker
@@ -151,6 +151,12 @@ class Pager:
         if self.window is not None:
             self.close(self.window)
 
+    def begin_micro_batch(self) -> None:
+        """A forward begins, and a backward after it."""
+
+    def sit_out(self) -> None:
+        """Make the fetches that other ranks wait for in the rest of a micro-batch."""
+
     def pages(self, block: int) -> bool:
         """Whether weights of a block are in slots."""
         return bool(self._needed[block])
@@ -210,6 +216,17 @@ class ShardedPager(Pager):
             self._pass(self._until(block)[:-1])
         super().open(block, self._direction)
         self._at = block
+
+    def begin_micro_batch(self) -> None:
+        self.complete()
+        self._direction, self._at = Direction.FORWARD, -1
+
+    def sit_out(self) -> None:
+        num_blocks = self._schedule.num_blocks
+        if not self._down:
+            self._pass(self._until(num_blocks - 1))
+            self._direction, self._at = Direction.BACKWARD, num_blocks
+        self._pass(self._until(0))
 
     def complete(self) -> None:
         """Open what is left of the pass."""
@@ -296,7 +313,12 @@ class Ring:
         return self.slots[number % self._plan.n_buffer] if number is not None else None
 
     def buffer_of(self, chunk: Chunk) -> Tensor:
-        """What a host-kept chunk's parameters become views of: its slot, or new memory."""
+        """What a host-kept chunk's parameters become views of: its slot, or new memory;
+        one element of poison where rows alone come."""
+        if self._plan.placements[chunk.index] is Placement.ROWS:
+            element = self._device.allocate(chunk.tensors[0].dtype.itemsize)
+            self._device.compute.fill(element, POISON_BYTE)
+            return element
         slot = self.slot_of(chunk.index)
         if slot is None:
             return self._device.allocate(padded_bytes(chunk, self._plan.shards))

@@ -202,6 +202,9 @@ class CheckedDevice(Device):
             self._end(buffer, "frees")
         self._device.free(buffer)
 
+    def near(self, host: Tensor, spread: bool = False) -> None:
+        self._device.near(host, spread)
+
     def pin(self, host: Tensor) -> None:
         self._device.pin(host)
         with self._settled():

@@ -25,6 +25,7 @@ version than it left refuses to go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -45,6 +46,8 @@ from .device import Device
 from .hooks import Hook, Removable, StateAccess, attach_state_dict
 from .pager import Ring
 from .ranks import Ranks
+
+_COPIERS = 4
 
 
 class Residence:
@@ -230,8 +233,12 @@ class Residence:
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
-        for binding in self._bindings.values():
-            binding.bind(binding.tensor.cpu())
+        # threads: the system clears each new page for who touches it first
+        with ThreadPoolExecutor(_COPIERS) as pool:
+            bindings = self._bindings.values()
+            moved = pool.map(lambda binding: binding.tensor.cpu(), bindings)
+            for binding, tensor in zip(bindings, moved, strict=True):
+                binding.bind(tensor)
         for buffer in self._model.buffers():
             buffer.data = buffer.data.cpu()
         if self._held is not None:
@@ -271,24 +278,25 @@ class Residence:
                 continue
             tensors = {n: self._arena.tensor(chunk.index, s) for n, s in own.items()}
             self._state_handles += [
-                *self._attach_side_state(module, chunk, [s.name for s in own.values()]),
+                *self._attach_side_state(module, chunk, own.values()),
                 *attach_state_dict(module, chunk, tensors, self._access),
             ]
 
     def _attach_side_state(
-        self, owner: nn.Module, chunk: Chunk, params: Collection[str]
+        self, owner: nn.Module, chunk: Chunk, own: Collection[TensorSpec]
     ) -> list[Removable]:
-        """Let `state_dict` read the quant state of a module's weights on the host.
+        """Let `state_dict` read the quant state of a module's `own` weights on the host.
 
         Its tensors are not parameters: bitsandbytes turns them into entries, some into
-        plain numbers, while it reads the module. So it must see the host copies then.
-        `params` are the names of the weights from the model root.
+        plain numbers, while it reads the module. So it must see the host copies then; and
+        so must a load of a weight of which rows alone come, for the one element that is
+        there cannot be written.
         """
-        prefixes = tuple(f"{name}." for name in params)
+        prefixes = tuple(f"{spec.name}." for spec in own)
         side = [
             (self._bindings[spec.name], self._arena.tensor(chunk.index, spec))
             for spec in chunk.tensors
-            if spec.name.startswith(prefixes)
+            if spec.name.startswith(prefixes) or chunk.rows_bytes
         ]
         if not side:
             return []
@@ -304,6 +312,11 @@ class Residence:
             for binding, tensor in bound.pop():
                 binding.bind(tensor)
 
+        if chunk.rows_bytes:
+            return [
+                owner.register_load_state_dict_pre_hook(Hook(show_host)),
+                owner.register_load_state_dict_post_hook(Hook(show_device)),
+            ]
         return [
             owner.register_state_dict_pre_hook(Hook(show_host)),
             owner.register_state_dict_post_hook(
@@ -358,6 +371,8 @@ class Residence:
 
 def _view(buffer: Tensor, spec: TensorSpec) -> Tensor:
     flat = buffer[spec.offset : spec.offset + spec.nbytes]
+    if flat.numel() < spec.nbytes:
+        return flat.view(spec.dtype).expand(spec.shape)
     return flat.view(spec.dtype).view(spec.shape)
 
 

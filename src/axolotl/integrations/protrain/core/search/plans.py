@@ -79,22 +79,30 @@ def place(
 ) -> tuple[Placement, ...]:
     """Where each chunk sits when `n_persist` of the pageable ones stay, spread over the
     blocks, `n_host_state` of them without the state of what trains there; `outside` is
-    for the state of trainable weights outside the blocks."""
+    for the state of adapters and of trainable weights outside the blocks, and with it for
+    embeddings that the host can look up; ROWS for those of them alone that are frozen."""
     # pageable chunks come first in a layout
     order = spread_order(len(layout.pageable))[:n_persist]
     staying, whole = set(order), set(order[: n_persist - n_host_state])
     paged, state_on_host = Placement.PAGED, Placement.HOST_STATE
-    resident = Placement.RESIDENT
+    resident, rows = Placement.RESIDENT, Placement.ROWS
 
     def where(chunk: Chunk) -> Placement:
         if chunk.pageable and chunk.index not in staying:
             return paged
+        on_host = outside is state_on_host
+        if chunk.rows_bytes and (on_host or outside is rows and not chunk.trainable):
+            return rows
         # masters live on the host, so the state of what trains does too
         if chunk.trainable and chunk.has_masters(fp32_master):
             return state_on_host
         if chunk.trainable and chunk.pageable and chunk.index not in whole:
             return state_on_host
-        return resident if chunk.pageable else outside
+        return (
+            state_on_host
+            if on_host and chunk.trainable and not chunk.pageable
+            else resident
+        )
 
     return tuple(map(where, layout.chunks))
 

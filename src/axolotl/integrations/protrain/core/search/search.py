@@ -116,15 +116,17 @@ class Search:
             self._update_s += sum(self._updates_s) / memory.workload.world.local_size
         # what has masters is updated on the host anyhow
         masters = memory.workload.fp32_master
-        choice = any(
-            not chunk.pageable and not chunk.has_masters(masters)
-            for chunk in layout.chunks
-        )
+        outside = [chunk for chunk in layout.chunks if not chunk.pageable]
+        self._outside = [Placement.RESIDENT]
+        if any(c.rows_bytes and not c.trainable for c in outside):
+            self._outside.append(Placement.ROWS)
+        beside = [c for c in outside if c.trainable]
+        if any(c.rows_bytes or not c.has_masters(masters) for c in beside):
+            self._outside.append(Placement.HOST_STATE)
         self._hosts_state = memory.workload.update is Update.DEVICE and any(
             chunk.trainable and not chunk.has_masters(memory.workload.fp32_master)
             for chunk in layout.pageable
         )
-        self._outside = (Placement.RESIDENT, Placement.HOST_STATE)[: 1 + choice]
         nothing = place(layout, 0, False, Placement.RESIDENT)
         self._most_slots = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
         self._activations = lru_cache(maxsize=None)(self._walk)

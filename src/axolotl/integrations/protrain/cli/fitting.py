@@ -1,0 +1,270 @@
+"""Prices the levers of a YAML, and puts those together under which it fits.
+
+What Axolotl patches for one YAML stays in its process. So another process imports it,
+and each YAML is built, traced and planned in a fork of that one, beside others.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle  # nosec B403
+import subprocess  # nosec B404
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from ..core.errors import ConfigError, ProTrainError
+from ..core.host import processors
+from ..core.types import Hardware
+from ..levers import LEVERS, NUMBERS, Keys, Lever
+from ..report import forecast as report
+from .migrate import migrate, with_keys
+
+SLOWEST_S = 600
+"""All that is priced beside each other; a fork that was killed would not answer."""
+
+Priced = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Levers and their keys: those to build with, and quick ones, of which the first
+    that fit are taken."""
+
+    levers: tuple[Lever, ...] = ()
+    keys: Keys = field(default_factory=dict)
+    quick: tuple[Keys, ...] = ({},)
+
+    def and_then(self, lever: Lever, settings: Sequence[Keys]) -> Way:
+        """Also this one: of quick ones, after the most that those before can do."""
+        levers = (*self.levers, lever)
+        if lever.is_quick:
+            quick = tuple({**self.quick[-1], **keys} for keys in settings)
+            return Way(levers, self.keys, quick)
+        plugins = [*self.keys.get("plugins", ()), *settings[0].get("plugins", ())]
+        both = {**self.keys, **settings[0]}
+        both |= {"plugins": plugins} if plugins else {}
+        return Way(levers, both, self.quick)
+
+
+class Fitting:
+    """The levers of one YAML on one card.
+
+    Args:
+        config: The YAML.
+        asked: The arguments of `DryRun` beside it.
+
+    Raises:
+        ConfigError: The file cannot be edited; names it.
+    """
+
+    def __init__(self, config: Path, *asked: Any) -> None:
+        text = config.read_bytes().decode("utf-8")
+        try:
+            self._migration = migrate(text)
+        except ConfigError as error:
+            raise ConfigError(f"{config}: {error}") from error
+        self._config, self._asked = config, asked
+        code = f"from {__name__} import serve; serve()"
+        self._child = subprocess.Popen(  # nosec B603
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # forks may not touch a GPU
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def __enter__(self) -> Fitting:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    def levers(self, cfg: Any, card: Hardware, device_type: str) -> list[Priced]:
+        """Each lever with its price: the fastest that fits first, then who lacks least.
+
+        Args:
+            cfg: Axolotl's validated configuration.
+            card: Where to train.
+            device_type: "cuda" or "cpu".
+        """
+        self._given = (*self._asked, card, device_type)
+        self._rows = [
+            (lever, found)
+            for lever in LEVERS
+            if (found := lever.settings(cfg, device_type == "cuda"))
+        ]
+        ways = [Way(), *(Way().and_then(*row) for row in self._rows)]
+        self._as_it_is, *priced = self._priced(ways)
+        self._singles = [
+            (way, row, one)
+            for way, row, one in zip(ways[1:], self._rows, priced, strict=True)
+            if one["verdict"] != report.UNSUPPORTED
+        ]
+        for way, _, one in self._singles:
+            one["change"] = _named(one["keys"], cfg)
+            one["note"] = way.levers[0].hint
+            one["lowers"] = {
+                f"{where} {term}": [nbytes, one["least"][where].get(term, 0)]
+                for where, terms in self._as_it_is["least"].items()
+                for term, nbytes in terms.items()
+                if one["least"][where].get(term, 0) < 0.99 * nbytes
+            }
+        lacks = self._as_it_is["lacks"]
+        helping = (one for _, _, one in self._singles if one["lacks"] <= 0.99 * lacks)
+        return [_shown(one) for one in sorted(helping, key=_rank)]
+
+    def write(self, file: Path) -> Priced | None:
+        """Write the YAML that fits by the least change, after `levers`.
+
+        Returns:
+            The change with its price and the `difference`; None if all levers together
+            are not enough.
+        """
+        found, migration = self._least_change(), self._migration
+        if found is None:
+            return None
+        after = with_keys(migration.after, found["keys"])
+        file.write_bytes(after.encode("utf-8"))
+        difference = replace(migration, after=after).difference(
+            self._config.name, str(file)
+        )
+        return {**_shown(found), "difference": difference, "file": str(file)}
+
+    def _least_change(self) -> Priced | None:
+        """What changes the numbers least: one lever, or several in the table's order."""
+        lacks = self._as_it_is["lacks"]
+        helping = [
+            (row, one)
+            for _, row, one in self._singles
+            if one["lacks"] < lacks and row[0].is_here
+        ]
+        alone = [one for _, one in helping if one["verdict"] == report.FITS]
+        alone.sort(key=lambda one: (NUMBERS.index(one["numbers"]), _rank(one)))
+        most = NUMBERS.index(alone[0]["numbers"]) if alone else len(NUMBERS)
+        rows: list[tuple[Lever, list[Keys]]] = []
+        ways = []
+        for row, one in helping:
+            if NUMBERS.index(one["numbers"]) < most:
+                # of one group the later row takes less
+                rows = [other for other in rows if other[0].group != row[0].group]
+                rows.append(row)
+                ways.append(_together(rows))
+        for way, one in zip(ways, self._priced(ways), strict=True):
+            if one["verdict"] == report.FITS:
+                return self._without_needless(way, one)
+        return alone[0] if alone else None
+
+    def _without_needless(self, way: Way, found: Priced) -> Priced:
+        """The last one was needed; of those before it some may not be."""
+        while True:
+            rows = [row for _, row, _ in self._singles if row[0] in way.levers]
+            ways = [
+                _together([row for row in rows if row[0] is not dropped])
+                for dropped in reversed(way.levers[:-1])
+            ]
+            for fewer, other in zip(ways, self._priced(ways), strict=True):
+                kept = {k: v for k, v in found["keys"].items() if k in other["keys"]}
+                if other["verdict"] == report.FITS and other["keys"] == kept:
+                    way, found = fewer, other
+                    break
+            else:
+                return found
+
+    def _priced(self, ways: Sequence[Way]) -> list[Priced]:
+        texts = [with_keys(self._migration.after, way.keys) for way in ways]
+        questions = [(text, way.quick) for text, way in zip(texts, ways, strict=True)]
+        stdin, stdout = self._child.stdin, self._child.stdout
+        assert stdin is not None and stdout is not None  # nosec B101
+        try:
+            pickle.dump((self._given, questions), stdin)
+            stdin.flush()
+            answers = pickle.load(stdout)  # nosec B301 - from the process above
+        except (EOFError, BrokenPipeError) as error:
+            raise ConfigError(
+                "--levers: the process that prices them ended without an answer; is "
+                "there host memory for it? Plan without."
+            ) from error
+        for way, answer in zip(ways, answers, strict=True):
+            answer["keys"] = {**way.keys, **answer.pop("change", {})}
+            numbers = (lever.numbers for lever in way.levers)
+            answer["numbers"] = max(numbers, key=NUMBERS.index, default=None)
+        return answers
+
+
+def _together(rows: Sequence[tuple[Lever, Sequence[Keys]]]) -> Way:
+    return reduce(lambda way, row: way.and_then(*row), rows, Way())
+
+
+def _shown(one: Priced) -> Priced:
+    return {key: value for key, value in one.items() if key != "least"}
+
+
+def _rank(one: Priced) -> tuple[float, int]:
+    return -(one["tokens_per_s"] or 0), one["lacks"]
+
+
+def _named(keys: Keys, cfg: Any) -> str:
+    """`sequence_len 8192 -> 1024`, of the key that says most."""
+    key = next(key for key in keys if key != "plugins")
+    value, before = keys[key], getattr(cfg[key], "value", cfg[key])
+    if value is True:
+        return ", ".join(key for key in keys if keys[key] is True)
+    return f"{key} {before} -> {value}"
+
+
+# ------------------------------------------------------------- the other process
+
+
+def serve() -> None:
+    """Read questions from standard input, write answers to standard output."""
+    # imported here: the command reads this module before it silences libraries
+    from . import lean_imports
+
+    torch.set_num_threads(1)
+    with os.fdopen(os.dup(1), "wb") as answers, open(os.devnull, "wb") as nothing:
+        # libraries print
+        os.dup2(nothing.fileno(), 1)
+        with lean_imports():
+            from . import plan  # noqa: F401
+        # forks share what none of them writes to
+        gc.disable()
+        gc.freeze()
+        pool = get_context("fork").Pool(min(processors(), 8), maxtasksperchild=1)
+        for given, questions in _asked():
+            answer = partial(_answer, given)
+            priced = pool.map_async(answer, questions, chunksize=1).get(SLOWEST_S)
+            pickle.dump(priced, answers)
+            answers.flush()
+
+
+def _asked() -> Iterator[Any]:
+    while True:
+        try:
+            yield pickle.load(sys.stdin.buffer)  # nosec B301 - from the process above
+        except EOFError:
+            return
+
+
+def _answer(given: tuple[Any, ...], question: tuple[str, Sequence[Keys]]) -> Priced:
+    # imported by `serve`
+    from .plan import DryRun
+
+    text, quick = question
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "levers.yaml")
+        file.write_text(text, "utf-8")
+        try:
+            return DryRun(file, *given).first_fitting(quick)
+        except ProTrainError as error:
+            return {"verdict": report.UNSUPPORTED, "note": str(error)}

@@ -1,0 +1,131 @@
+"""Rows of an embedding whose weight is on the host alone.
+
+The host looks up what a micro-batch asks for, into page-locked memory, and compute's
+stream copies it to the device: the same bytes as a look-up there. The parameter itself
+shows one element of poison, expanded to its shape, so that whoever reads it otherwise
+gets no plausible numbers; a trace has seen that the model does not. Where it trains its
+gradient is a tensor like any other, and its update brings the weight and takes it home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..types import Counters
+from .arena import host_buffer
+from .device import Device, Event
+from .hooks import AroundForward
+
+_LookUp = Callable[[Tensor, "int | None"], Tensor]
+
+
+class LookUp(AroundForward):
+    """Lets `rows` answer what an embedding looks up in its weight: of indices of any
+    shape, and the one of padding, the rows, [*shape, width]. What else its forward does
+    stays its own."""
+
+    def __init__(self, embedding: nn.Module, rows: _LookUp) -> None:
+        self._rows = rows
+        super().__init__(embedding)
+
+    def around(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> Generator[Any, None, None]:
+        with _Answering(block.weight, self._rows):
+            yield None
+
+
+class _Answering(TorchFunctionMode):
+    def __init__(self, weight: Any, rows: _LookUp) -> None:
+        super().__init__()
+        self._weight, self._rows = weight, rows
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self._weight:
+            return self._rows(args[0], kwargs["padding_idx"])
+        return func(*args, **(kwargs or {}))
+
+
+class _Rows(torch.autograd.Function):
+    """A look-up whose gradient is that of torch's, which does not read the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        ids: Tensor,
+        padding_idx: int | None,
+        look_up: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.how = weight.shape[0], -1 if padding_idx is None else padding_idx
+        return look_up(ids)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        backward = torch.ops.aten.embedding_backward
+        return backward(*gradients, ids, *ctx.how, False, False), None, None, None
+
+
+class HostRows(LookUp):
+    """The same from host memory. What trains has landed there before.
+
+    Args:
+        embedding: Its weight is on the host alone.
+        table: That weight there.
+        device: Where the rows go.
+        counters: Their bytes are counted here.
+    """
+
+    def __init__(
+        self, embedding: nn.Module, table: Tensor, device: Device, counters: Counters
+    ) -> None:
+        self._table, self._device, self._counters = table, device, counters
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._copied: Event | None = None
+        super().__init__(embedding, partial(self._asked, embedding.weight))
+
+    def close(self) -> None:
+        """Give the memory back. No copy may be in flight."""
+        self._take_room(0)
+
+    def _asked(self, weight: Any, ids: Tensor, padding_idx: int | None) -> Tensor:
+        return _Rows.apply(weight, ids, padding_idx, self._look_up)
+
+    @torch.no_grad()
+    def _look_up(self, ids: Tensor) -> Tensor:
+        table, device = self._table, self._device
+        shape = *ids.shape, table.shape[1]
+        rows = torch.empty(shape, dtype=table.dtype, device=device.torch_device)
+        # waits for compute, which may be making them
+        wanted = ids.reshape(-1).cpu()
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._room.numel() < rows.nbytes:
+            self._take_room(rows.nbytes)
+        room = self._room[: rows.nbytes]
+        device.reads((table,))
+        device.writes((room,))
+        on_way = room.view(table.dtype).view(-1, table.shape[1])
+        torch.index_select(table, 0, wanted, out=on_way)
+        device.compute.copy(rows, on_way.view(shape))
+        self._copied = device.compute.record()
+        self._counters.fetched_bytes += rows.nbytes
+        return rows
+
+    def _take_room(self, nbytes: int) -> None:
+        if self._room.numel():
+            self._device.unpin(self._room)
+        self._room = host_buffer(nbytes) if nbytes else self._room[:0]
+        if nbytes:
+            self._device.pin(self._room)

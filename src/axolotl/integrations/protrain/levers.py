@@ -1,0 +1,171 @@
+"""What a YAML of Axolotl can change to take less memory or time, as a table.
+
+`axolotl protrain plan --levers` prices each row that is one for a YAML; `cli/fitting.py`
+puts them together. What Axolotl or a model refuses falls out when it is priced.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+ROUNDING = "the same training, rounded otherwise"
+UPDATES = "other updates"
+TRAINING = "another training"
+NUMBERS = (ROUNDING, UPDATES, TRAINING)
+"""What becomes of the numbers, the least change first."""
+
+Keys = Mapping[str, Any]
+Settings = Callable[[Any, bool], list[Keys]]
+"""Of a validated configuration and whether it is for CUDA: keys and values, the least
+change first; none where that is no lever."""
+
+
+class Lever(NamedTuple):
+    """A row. Of rows of one ``group`` a YAML has one at most.
+
+    ``is_quick``: takes less, by numbers under which a model that is built stays the
+    same. ``package``: what Axolotl does not bring along.
+    """
+
+    group: str
+    numbers: str
+    settings: Settings
+    is_quick: bool = False
+    package: str | None = None
+    note: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what it needs is installed."""
+        return not self.package or importlib.util.find_spec(self.package) is not None
+
+    @property
+    def hint(self) -> str | None:
+        """What a person has to know of it."""
+        return self.note if self.is_here else f"{self.package} is to be installed first"
+
+
+_LOSSES = (
+    "cut_cross_entropy chunked_cross_entropy liger_cross_entropy "
+    "liger_fused_linear_cross_entropy"
+).split()
+_KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
+_LEAST = {"sequence_len": 512, "lora_r": 4}
+
+
+def _loss(keys: Keys) -> Settings:
+    def settings(cfg: Any, on_cuda: bool) -> list[Keys]:
+        has_own = cfg.rl or cfg.reward_model or cfg.process_reward_model
+        taken = has_own or any(cfg[key] for key in _LOSSES)
+        return [keys] if on_cuda and not taken else []
+
+    return settings
+
+
+def _kernels(cfg: Any, on_cuda: bool) -> list[Keys]:
+    off = {key: True for key in _KERNELS if not cfg[key]}
+    return [off] if off and on_cuda and cfg.adapter and not cfg.lora_dropout else []
+
+
+def _optimizer(name: str) -> Settings:
+    def settings(cfg: Any, _on_cuda: bool) -> list[Keys]:
+        now = str(getattr(cfg.optimizer, "value", cfg.optimizer))
+        is_other = now.startswith("adamw") and "8bit" not in now
+        return [{"optimizer": name}] if is_other else []
+
+    return settings
+
+
+def _fewer_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
+    return list(_with_rows(cfg, 1, 2))
+
+
+def _more_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
+    return [*_with_rows(cfg, 2, 1)][:1]
+
+
+def _with_rows(cfg: Any, more: int, less: int) -> Iterator[Keys]:
+    """The same effective batch in other micro-batches, further and further away."""
+    rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
+    while rows % less == 0 and steps % more == 0:
+        rows, steps = rows * more // less, steps * less // more
+        yield {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
+
+
+def _halved(key: str) -> Settings:
+    def settings(cfg: Any, _on_cuda: bool) -> list[Keys]:
+        if not cfg[key] or (key == "lora_r" and not cfg.adapter):
+            return []
+        values = (cfg[key] >> n for n in range(1, 32))
+        return [{key: n, **_scale(cfg, key, n)} for n in values if n >= _LEAST[key]]
+
+    return settings
+
+
+def _scale(cfg: Any, key: str, value: int) -> Keys:
+    """`lora_alpha` over `lora_r` stays."""
+    alpha, rest = divmod((cfg.lora_alpha or 0) * value, cfg[key])
+    return {"lora_alpha": alpha} if key == "lora_r" and alpha and not rest else {}
+
+
+def _in_4_bits(cfg: Any, _on_cuda: bool) -> list[Keys]:
+    is_plain = cfg.adapter == "lora" and not cfg.load_in_8bit and not cfg.load_in_4bit
+    return [{"adapter": "qlora", "load_in_4bit": True}] if is_plain else []
+
+
+def _packed(cfg: Any, _on_cuda: bool) -> list[Keys]:
+    takes = not (cfg.sample_packing or cfg.rl or cfg.reward_model)
+    return [{"sample_packing": True, "pad_to_sequence_len": True}] if takes else []
+
+
+def smaller(cfg: Any) -> Iterator[Keys]:
+    """Quick ways to take less: first those under which the training stays the same."""
+    least: Keys = {}
+    for lever in LEVERS:
+        settings = lever.settings(cfg, True) if lever.is_quick else []
+        yield from ({**least, **keys} for keys in settings)
+        least = settings[-1] if settings and lever.numbers == ROUNDING else least
+
+
+_PLUGIN = "axolotl.integrations.{}"
+LEVERS = (
+    Lever("loss", ROUNDING, _loss({"chunked_cross_entropy": True})),
+    Lever(
+        "loss",
+        ROUNDING,
+        _loss(
+            {
+                "plugins": [_PLUGIN.format("liger.LigerPlugin")],
+                "liger_fused_linear_cross_entropy": True,
+            }
+        ),
+    ),
+    Lever(
+        "loss",
+        ROUNDING,
+        _loss(
+            {
+                "plugins": [_PLUGIN.format("cut_cross_entropy.CutCrossEntropyPlugin")],
+                "cut_cross_entropy": True,
+            }
+        ),
+        package="cut_cross_entropy",
+    ),
+    Lever("kernels", ROUNDING, _kernels),
+    Lever("rows", ROUNDING, _fewer_rows, is_quick=True),
+    Lever("rows", ROUNDING, _more_rows),
+    Lever("optimizer", UPDATES, _optimizer("adamw_bnb_8bit")),
+    Lever("optimizer", UPDATES, _optimizer("adafactor")),
+    Lever("base", TRAINING, _in_4_bits),
+    Lever("adapter", TRAINING, _halved("lora_r"), is_quick=True),
+    Lever(
+        "packing",
+        TRAINING,
+        _packed,
+        note="how many samples a row then holds is a matter of the data",
+    ),
+    Lever("row", TRAINING, _halved("sequence_len"), is_quick=True),
+)
+"""The least change first; of one group, what takes less later."""
