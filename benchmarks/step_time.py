@@ -27,7 +27,6 @@ from unittest import mock
 import torch
 from closed_form import closed_form_s
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axolotl.integrations.protrain.core.cost import StepTime, time as time_model
 from axolotl.integrations.protrain.core.cost.demand import Demand
@@ -41,6 +40,7 @@ from axolotl.integrations.protrain.core.types import (
     Placement,
     Plan,
     Policy,
+    Update,
     Workload,
 )
 
@@ -125,7 +125,7 @@ class Case:
         recompute: Blocks that recompute, the first ones.
         accumulation: Micro-batches.
         state_on_host: Whether the state of resident chunks is on the host.
-        host_bytes_s: Slows host AdamW down to less than this; None does not.
+        host_bytes_s: The host makes the updates, and slower than this; None: the device.
     """
 
     link_bytes_s: float
@@ -136,6 +136,10 @@ class Case:
     accumulation: int = 1
     state_on_host: bool = False
     host_bytes_s: float | None = None
+
+    @property
+    def update(self) -> Update:
+        return Update.DEVICE if self.host_bytes_s is None else Update.HOST
 
     @property
     def name(self) -> str:
@@ -250,6 +254,7 @@ def plan_of(case: Case, layout: Layout) -> Plan:
             for block in range(NUM_BLOCKS)
         ),
         origin="benchmark",
+        update=case.update,
     )
 
 
@@ -299,11 +304,27 @@ def plain_times(full: bool) -> BlockTimes:
 @lru_cache
 def adam_bytes_s() -> float:
     """Fused AdamW on tensors of a block."""
+    block, optimizer = block_with_gradients()
+    return sum(p.nbytes for p in block.parameters()) / median_s(optimizer.step, 20)
+
+
+@lru_cache
+def memory_bytes_s() -> float:
+    """What clipping and an update move, ten times the weights of a block."""
+    block, optimizer = block_with_gradients()
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+        optimizer.step()
+
+    return 10 * sum(p.nbytes for p in block.parameters()) / median_s(update, 20)
+
+
+def block_with_gradients() -> tuple[nn.Module, torch.optim.AdamW]:
     block = Model().layers[0]
-    optimizer = adamw(block)
     for param in block.parameters():
         param.grad = torch.ones_like(param)
-    return sum(p.nbytes for p in block.parameters()) / median_s(optimizer.step, 20)
+    return block, adamw(block)
 
 
 @lru_cache
@@ -346,7 +367,7 @@ def hardware_of(case: Case) -> Hardware:
         flops_16=1,
         flops_32=1,
         attention_16=1,
-        memory_bytes_s=1,
+        memory_bytes_s=memory_bytes_s(),
         kernel_s=0,
         fetch_bytes_s=link,
         offload_bytes_s=link,
@@ -358,21 +379,20 @@ def hardware_of(case: Case) -> Hardware:
 
 @contextmanager
 def host_at(bytes_s: float | None) -> Iterator[None]:
-    """Slow host AdamW down by what its weights take at that rate, clipping included: to
-    scale and for the norm three bytes are moved where the update moves seven."""
+    """Slow host AdamW down to what its weights take at that rate, clipping included: to
+    scale two bytes are moved where the update moves seven."""
 
-    def pause(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if threading.current_thread() is threading.main_thread() or bytes_s is None:
-            return
-        groups = optimizer.param_groups
-        nbytes = sum(p.nbytes for g in groups for p in g["params"])
-        time.sleep(10 / 7 * nbytes / bytes_s)
+    # torch.optim hides the module that steps of AdamW come from
+    module = sys.modules[torch.optim.Adam.__module__]
+    plain = module.adam
 
-    handle = register_optimizer_step_pre_hook(pause)
-    try:
+    def slow(params: list[Tensor], *args: Any, **options: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(9 / 7 * sum(p.nbytes for p in params) / bytes_s)
+        plain(params, *args, **options)
+
+    with mock.patch.object(module, "adam", plain if bytes_s is None else slow):
         yield
-    finally:
-        handle.remove()
 
 
 def measure(case: Case, model: Model, layout: Layout, plan: Plan) -> float:
@@ -414,7 +434,7 @@ def run(case: Case) -> Result:
         share = on_device / sum(chunk.nbytes for chunk in layout.chunks)
         times = replace(times, update_s=times.update_s * share)
     hardware = hardware_of(case)
-    workload = Workload(case.accumulation)
+    workload = Workload(case.accumulation, update=case.update)
     demand = Demand(TrainedBytes(layout, workload), plan, times, hardware)
     with mock.patch.object(time_model, "Step", ComputesOnCaller):
         step = time_model.simulate(demand)
