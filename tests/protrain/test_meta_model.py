@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from axolotl.integrations.protrain.core.cost import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.layout.tensors import tensors_in
 from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (
     Emulation,
@@ -34,6 +35,7 @@ from axolotl.integrations.protrain.core.profile.emulation import (
     outputs_as_fp32,
 )
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.core.profile.operators import work_of
 from axolotl.integrations.protrain.core.types import Work
 from axolotl.integrations.protrain.offline.batches import (
     DOCUMENTS_PER_ROW,
@@ -180,7 +182,7 @@ def write_yaml(folder: Path, base_model: Path, keys: Mapping[str, Any]) -> Path:
 def configuration_of(folder: Path, model: str | Mapping[str, Any]) -> Path:
     """A folder with nothing but a config.json: of a tiny family, or as given."""
     base_model = folder / "model"
-    base_model.mkdir()
+    base_model.mkdir(parents=True)
     if isinstance(model, str):
         random_model(model).config.save_pretrained(base_model)
     else:
@@ -203,6 +205,7 @@ class Run:
     made: set[tuple[int, ...]] = field(default_factory=set)
     without_gradient: list[str] = field(default_factory=list)
     fakes: list[str] = field(default_factory=list)
+    flops: int = 0
 
 
 class _Watch(MetaMode):
@@ -215,6 +218,9 @@ class _Watch(MetaMode):
         for tensor in outputs:
             if isinstance(tensor, Tensor):
                 self.run.made.add(tuple(tensor.shape))
+        made = list(tensors_in(output))
+        work = work_of(func, args, output, list(tensors_in(args)), made)
+        self.run.flops += work.flops_16 + work.flops_32
 
 
 def run_on_meta(meta: MetaModel) -> Run:
@@ -421,6 +427,10 @@ def test_cut_cross_entropy_has_no_logits(tmp_path: Path) -> None:
     assert not run.without_gradient
     assert not any(shape[-1:] == (VOCABULARY,) for shape in run.made)
     assert any("cut_cross_entropy" in line for line in meta.assumptions)
+    plain = run_on_meta(meta_model_of(tmp_path / "plain", "llama", {}))
+    # backward makes the logits once more
+    logits = BATCH * LENGTH * VOCABULARY
+    assert run.flops - plain.flops == 2 * logits * meta.model.config.hidden_size
 
 
 # ---------------------------------------------------------------------- images

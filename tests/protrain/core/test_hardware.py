@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from fork_server import Fork
 from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -40,6 +42,7 @@ from axolotl.integrations.protrain.core.profile.block_times import (
     BlockSeconds,
     measure_blocks,
     time_block,
+    time_outside,
 )
 from axolotl.integrations.protrain.core.profile.cache import (
     cached,
@@ -511,6 +514,41 @@ def test_frozen_blocks_still_pass_gradients_on() -> None:
     module = Recorder().requires_grad_(False)
     _, backward_s = time_block(module, BlockSample((hidden(2, 4),), {}), CPU, None)
     assert backward_s >= BACKWARD_S
+
+
+class Outside(nn.Module):
+    """Embedding, blocks, and a head that takes known times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([Recorder(), Recorder()])
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)["hidden"]
+        return self.head(_Sleep.apply(torch.dropout(hidden, 0.5, True))).mean()
+
+
+@pytest.mark.parametrize("trained", ["embedding", "layers", "head"])
+def test_outside_the_blocks_no_block_is_run(trained: str) -> None:
+    # whatever trains, backward goes through the head
+    model = Outside().requires_grad_(False)
+    model.get_submodule(trained).requires_grad_()
+    output = {"hidden": hidden(2, 4), "more": [hidden(2, 4, requires_grad=False), 3]}
+    given = hidden(2, 4, requires_grad=trained == "embedding")
+    sample = BlockSample((given,), {}, output)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    samples = {"layers.0": sample, "layers.1": sample}
+    ids = torch.tensor([1, 2])
+    seconds = time_outside(model, samples, lambda copied: copied(ids), CPU)
+    assert FORWARD_S <= seconds.forward_s < seconds.backward_s
+    assert BACKWARD_S <= seconds.backward_s
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 # cache

@@ -34,6 +34,7 @@ from axolotl.integrations.protrain.core.profile import (
 )
 from axolotl.integrations.protrain.core.profile.emulation import autocast_on_meta
 from axolotl.integrations.protrain.core.profile.meta import MetaMode
+from axolotl.integrations.protrain.core.profile.operators import launch
 from axolotl.integrations.protrain.core.profile.repeats import skipping_repeats
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.types import Segment, Trace, Workload
@@ -525,6 +526,22 @@ def test_an_operator_without_a_count_is_named() -> None:
     assert (
         "addmm_" in names(after_blocks)
     ) and after_blocks.work.flops_32 == 2 * 2 * 8**2
+
+
+def test_a_kernel_nobody_sees_inside_takes_the_time_of_its_bytes() -> None:
+    def moved(times: int) -> int:
+        model = meta_copy(stack())
+        x = torch.zeros(2, 8, dtype=torch.long, device="meta")
+
+        def loss() -> Tensor:
+            for _ in range(times):
+                launch([x, x])
+            return model(x).sum()
+
+        traced = trace_step(model, find_blocks(model), loss).trace
+        return sum(segment.work.moved_bytes for segment in traced.segments)
+
+    assert moved(3) - moved(0) == 3 * 2 * 2 * 8 * 8
 
 
 class FlashBlock(nn.Module):

@@ -58,6 +58,7 @@ class Subject:
     """What a plan is for: one micro-batch run without weights, the rest of a step.
 
     Attributes:
+        batch: Of the model's own loss; None where a trainer's was traced.
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for what is no part of the traced step.
         assumptions: What was not known, and what was taken instead.
@@ -66,6 +67,7 @@ class Subject:
     traced: profile.TracedStep
     layout: Layout
     workload: Workload
+    batch: Mapping[str, Any] | None
     redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
@@ -155,7 +157,9 @@ def subject_of(
         )
     assumptions += used
     workload = _workload(cfg, args, optimizer, batch, world)
-    return Subject(traced, layout, workload, redone, headroom, tuple(assumptions))
+    own = None if objective else batch
+    notes = tuple(assumptions)
+    return Subject(traced, layout, workload, own, redone, headroom, notes)
 
 
 def _require_training(cfg: Any, model: nn.Module) -> None:
@@ -276,7 +280,10 @@ def _note_unknowns(traced: profile.TracedStep, assumptions: list[str]) -> None:
 
 
 def _loss_of_output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    outputs = model(**batch)
+    return _loss_in(model(**batch))
+
+
+def _loss_in(outputs: Any) -> Tensor:
     # the loss of a reward model is made of its few logits
     return outputs["loss"] if "loss" in outputs else outputs["logits"].sum()
 
@@ -369,13 +376,12 @@ def plan_for(
     args: ProTrainArgs,
     subject: Subject,
     hardware: Hardware,
-    measured: Mapping[int, tuple[float, float]] | None = None,
+    measured: Mapping[int | None, tuple[float, float]] | None = None,
     anyway: bool = False,
 ) -> tuple[Forecast, Planner]:
     """Plan a subject on one machine; limits among the keys win over what it has.
 
-    `measured` are forward and backward seconds of the blocks that were timed; for the
-    rest see `choose`.
+    `measured` is as for `block_times`; for the rest see `choose`.
     """
     trace, layout = subject.traced.trace, subject.layout
     budget = Budget(
@@ -517,8 +523,8 @@ def plan_here(
         )
         headroom = subject.headroom_bytes + reserve_bytes
         subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
-        measured = _measured(cfg, model, subject, device)
         notes = list(subject.assumptions)
+        measured = _measured(cfg, model, subject, device, notes)
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
         if seen is not None:
             unseen = hardware.unseen_bytes + seen.beyond_bytes
@@ -645,9 +651,14 @@ def missing_capacity() -> ConfigError:
 
 
 def _measured(
-    cfg: Any, model: nn.Module, subject: Subject, device: torch.device
-) -> dict[int, tuple[float, float]]:
-    """Seconds of the blocks, from the cache under everything that changes them."""
+    cfg: Any,
+    model: nn.Module,
+    subject: Subject,
+    device: torch.device,
+    notes: list[str],
+) -> dict[int | None, tuple[float, float]]:
+    """Seconds of the blocks, from the cache under everything that changes them, and of
+    what is outside them."""
     folder, dtype = args_from(cfg).protrain_cache_dir, autocast_dtype(cfg)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
@@ -667,9 +678,34 @@ def _measured(
         return profile.cached(folder, key, measure, profile.BlockSeconds)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
-    return profile.measure_blocks(
+    blocks = profile.measure_blocks(
         model, names, samples, device, dtype, cached_times, compile_keys(cfg)
     )
+    times: dict[int | None, tuple[float, float]] = dict(blocks.items())
+    if subject.batch is None:
+        notes.append(
+            "seconds outside the blocks are computed, not timed: the loss is the trainer's own"
+        )
+        return times
+    batch = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in subject.batch.items()
+    }
+
+    def loss_of(copied: nn.Module) -> Tensor:
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            outputs = copied(**batch)
+        return _loss_in(outputs if dtype is None else profile.outputs_as_fp32(outputs))
+
+    by_name = {names[index]: sample for index, sample in samples.items()}
+    try:
+        outside = profile.time_outside(model, by_name, loss_of, device)
+    except FOREIGN_ERRORS as error:
+        why = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+        notes.append(f"seconds outside the blocks are computed, not timed: {why}")
+    else:
+        times[None] = outside.forward_s, outside.backward_s
+    return times
 
 
 def about(cfg: Any) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A model on the meta device runs the Python around a kernel as it is: autograd functions,
 chunk loops, buffers for outputs. What is left out is the launch itself. So the memory of
-a fused kernel is that of its own code, read at the moment of planning.
+a fused kernel is that of its own code, read at the moment of planning, and its time that
+of the bytes it is given.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from bitsandbytes.autograd._functions import MatMul8bitFp
 from torch import Tensor
 
+from ..core.layout.tensors import tensors_in
 from ..core.profile.meta import value_of
+from ..core.profile.operators import launch as launched_on, products
 
 PLANNED_ATTENTION = "protrain_planning"
 """Attention that saves what a flash kernel saves; runs on the meta device only."""
@@ -132,7 +135,7 @@ def _equal(a: Tensor, b: Tensor, equal: Callable = torch.equal) -> bool:
 
 @contextmanager
 def _triton_launches(used: list[str]) -> Iterator[None]:
-    """All buffers of a Triton kernel are made by its caller; the launch is left out."""
+    """All buffers of a Triton kernel are made by its caller."""
     if importlib.util.find_spec("triton") is None:
         yield
         return
@@ -144,6 +147,7 @@ def _triton_launches(used: list[str]) -> Iterator[None]:
         while hasattr(self, "fn") and not hasattr(self, "__name__"):
             self = self.fn
         launched[str(getattr(self, "__name__", self)).strip("_")] = None
+        launched_on([*tensors_in(args), *tensors_in(kwargs)])
 
     with ExitStack() as undo:
         for launcher in (jit.JITFunction, tuner.Autotuner, tuner.Heuristics):
@@ -151,7 +155,9 @@ def _triton_launches(used: list[str]) -> Iterator[None]:
         yield
     if launched:
         names = ", ".join(launched)
-        used.append(f"Triton kernels {names}: buffers are counted, their work is not")
+        used.append(
+            f"Triton kernels {names}: seconds are those of the bytes that they are given"
+        )
 
 
 @contextmanager
@@ -161,12 +167,13 @@ def _axolotl_dequantize(used: list[str]) -> Iterator[None]:
 
     def dequantize(W: Tensor, absmax: Tensor, *others: Any) -> Tensor:
         _code2, _absmax2, offset, *_blocksizes, shape, dtype = others
-        line = "Axolotl's 4-bit dequantisation: buffers are counted, its work is not"
+        line = "Axolotl's 4-bit dequantisation: seconds are those of its bytes"
         if line not in used:
             used.append(line)
         output = torch.empty(tuple(shape), dtype=dtype, device=W.device)
         scales = torch.empty(absmax.numel(), dtype=torch.float32, device=W.device)
         scales += offset
+        launched_on([W, absmax, output])
         return output.t() if W.shape[0] == 1 else output
 
     with patch.object(quantize, "_ctypes_nf4_dequant", dequantize):
@@ -256,10 +263,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         log_sum_exp = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, log_sum_exp)
+        products(hidden, weight, 1)
         return hidden.new_empty((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        # logits are made again, then a product for each gradient
+        products(*ctx.saved_tensors[:2], 1 + sum(ctx.needs_input_grad))
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         hidden, weight = (torch.empty_like(x) if needs else None for x, needs in needed)
         return hidden, weight

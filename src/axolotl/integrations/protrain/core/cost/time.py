@@ -50,10 +50,11 @@ def block_times(
     trace: Trace,
     layout: Layout,
     hardware: Hardware,
-    measured: Mapping[int, tuple[float, float]] | None = None,
+    measured: Mapping[int | None, tuple[float, float]] | None = None,
 ) -> BlockTimes:
     """Times of all blocks by the roofline, for devices that are not here; of those that
-    were `measured`, forward and backward seconds as they were."""
+    were `measured`, and under None of what is outside them, forward and backward seconds
+    as they were."""
     # of each block and last of what runs outside them
     forward, backward = ([0.0] * (len(trace.blocks) + 1) for _ in range(2))
     for segment in trace.segments:
@@ -61,7 +62,8 @@ def block_times(
         ways = backward if segment.backward else forward
         ways[at] += work_s(segment.work, hardware)
     for index, seconds in (measured or {}).items():
-        forward[index], backward[index] = seconds
+        at = -1 if index is None else index
+        forward[at], backward[at] = seconds
     fixed = layout.fixed_trainable_bytes
     return BlockTimes(
         forward_s=tuple(forward[:-1]),

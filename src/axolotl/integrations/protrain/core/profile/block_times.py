@@ -1,4 +1,5 @@
-"""Seconds of one block, forward and backward, timed on the device with made-up inputs.
+"""Seconds of blocks, forward and backward, timed on the device with made-up inputs; and
+of what runs outside them, in a copy of the model whose blocks take no time.
 
 What is left out: adding a gradient to one that is already there, from the second
 micro-batch on.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from xxhash import xxh3_64_hexdigest
 from ..layout.tensors import map_tensors, model_bindings, tensors_in
 from ..runtime import CompiledForward
 from .hardware import elapsed_s
+from .meta import empty_like, meta_copy
 
 INPUT_SCALE = 0.02
 """Spread of made-up floats: small enough for any block to stay finite."""
@@ -33,16 +36,18 @@ class BlockSample:
 
     Tensors may be on the meta device: shape, stride, dtype and `requires_grad` count.
     They may be nested in tuples, lists and mappings; other values are passed as they
-    are.
+    are. `output` is what it returned.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    output: Any = None
 
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Of a block in one micro-batch; backward takes none where nothing trains."""
+    """Of a block, or of what is outside them all, in one micro-batch; backward takes none
+    where nothing trains."""
 
     forward_s: float
     backward_s: float = 0.0
@@ -167,6 +172,105 @@ def measure_blocks(
             known[text] = value["forward_s"], value["backward_s"]
         times[index] = known[text]
     return times
+
+
+class _HandOn(torch.autograd.Function):
+    """Other tensors for those that came in, and in backward the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Sequence[Tensor], *inputs: Tensor) -> Any:
+        # of one number each: what is read of them outside the blocks is next to nothing
+        ctx.gradients = [t.new_zeros(()).expand_as(t) for t in inputs]
+        fixed = [not tensor.requires_grad for tensor in given]
+        outputs = [tensor.detach() for tensor in given]
+        ctx.mark_non_differentiable(*compress(outputs, fixed))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+def time_outside(
+    model: nn.Module,
+    samples: Mapping[str, BlockSample],
+    loss_of: Callable[[nn.Module], Tensor],
+    device: torch.device,
+    repeats: int = 3,
+) -> BlockSeconds:
+    """Median seconds of what runs outside the blocks: embedding, head and loss, by the
+    kernels that training uses.
+
+    A copy of the model runs whose blocks hand on made-up tensors; the model and the
+    random state stay as they were.
+
+    Args:
+        model: With its weights, on the host; those outside the blocks are copied.
+        samples: One call of each block, by its name.
+        loss_of: Runs the forward of such a copy and returns the loss.
+        device: Where to time.
+        repeats: Timed runs, after one that does not count.
+    """
+    random_devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(random_devices, device_type="cuda"),
+        torch.enable_grad(),
+    ):
+        copied = _without_blocks(model, samples, device)
+        leaves = [p for p in copied.parameters() if p.requires_grad and not p.is_meta]
+
+        def once() -> tuple[float, float]:
+            losses: list[Tensor] = []
+            forward_s = elapsed_s(device, lambda: losses.append(loss_of(copied)))
+            backward = partial(torch.autograd.grad, losses, leaves, allow_unused=True)
+            return forward_s, elapsed_s(device, backward)
+
+        once()
+        rounds = [once() for _ in range(repeats)]
+    return BlockSeconds(*map(statistics.median, zip(*rounds, strict=True)))
+
+
+def _without_blocks(
+    model: nn.Module, samples: Mapping[str, BlockSample], device: torch.device
+) -> nn.Module:
+    """A copy on the device whose blocks hand on what they are told by samples."""
+    inside = tuple(f"{name}." for name in samples)
+    copied = meta_copy(
+        model,
+        lambda name, weight: (
+            empty_like(weight) if name.startswith(inside) else weight.to(device)
+        ),
+    )
+    for buffer in copied.buffers():
+        buffer.data = buffer.data.to(device)
+    # backward goes through the head whatever trains
+    leaf = nn.Parameter(torch.zeros((), device=device))
+    copied.register_parameter("protrain_leaf", leaf)
+    made: dict[Any, Tensor] = {}
+
+    def like(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return _real(tensor, device)
+        # all blocks hand on the same ones: nobody writes to them
+        key = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        if key not in made:
+            made[key] = _real(tensor, device)
+        return made[key]
+
+    def forward_of(output: Any) -> Callable[..., Any]:
+        result = map_tensors(output, like)
+        given = list(tensors_in(result))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            outputs = iter(_HandOn.apply(given, leaf, *inputs))
+            return map_tensors(result, lambda _: next(outputs))
+
+        return forward
+
+    for name, sample in samples.items():
+        vars(copied.get_submodule(name))["forward"] = forward_of(sample.output)
+    return copied
 
 
 def _copy_on(device: torch.device, block: nn.Module) -> nn.Module:

@@ -48,24 +48,28 @@ _CHECKS = (
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
+def meta_copy(
+    model: nn.Module, instead: Callable[[str, Tensor], Tensor] | None = None
+) -> nn.Module:
     """A copy of `model` whose parameters are on the meta device; copies no weight.
 
     Hooks, patched methods and buffers come along; parameters keep class, dtype,
-    strides, `requires_grad` and being shared, quantised ones their quant state.
+    strides, `requires_grad` and being shared, quantised ones their quant state. They are
+    what `instead` gives, if it is there, for the name of a binding and its tensor.
     """
+    of = instead or (lambda _name, tensor: empty_like(tensor))
     own_quant_states(model)
     memo: dict[int, Any] = {}
     copies = []
     for name, param in model.named_parameters():
         data, *side = bindings(name, param)
         copied = torch.Tensor._make_subclass(
-            type(param), empty_like(data.tensor), param.requires_grad
+            type(param), of(name, data.tensor), param.requires_grad
         )
         # deepcopy takes what it finds here for the copy
         memo[id(param)] = copied
         memo.update(
-            (id(binding.tensor), empty_like(binding.tensor)) for binding in side
+            (id(binding.tensor), of(binding.name, binding.tensor)) for binding in side
         )
         if (again := data_again(data)) is not None:
             memo[id(again.CB)] = copied.data

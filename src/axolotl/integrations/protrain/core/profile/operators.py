@@ -18,6 +18,17 @@ from ..types import Work
 
 _aten = torch.ops.aten
 
+_library = torch.library.Library("protrain", "DEF")
+_library.define("launch(Tensor[] tensors) -> ()")
+_library.define("products(Tensor rows, Tensor weight, int times) -> ()")
+for _name in "launch", "products":
+    _library.impl(_name, lambda *_: None, "Meta")
+launch = torch.ops.protrain.launch
+"""Stands for a kernel on the meta device that reads or writes each of these once."""
+products = torch.ops.protrain.products
+"""Stands for products inside a kernel, of [..., K] rows and an [N, K] weight or of the
+same size, which make no tensor."""
+
 _COUNTED_AS = {
     # fused LoRA kernels add the adapter's product where the layer's already is
     _aten.addmm_: _aten.addmm,
@@ -36,6 +47,7 @@ _PRODUCTS: dict[str, Callable[..., int]] = {
     # grouped product are spread over the experts, so each meets one weight
     "aten::_grouped_mm": lambda a, b, *_: b.shape[-1],
     "aten::_int_mm": lambda a, b, *_: b.shape[-1],
+    "protrain::products": lambda rows, weight, times: times * weight.shape[0],
     "bitsandbytes::gemm_4bit": lambda a, b, shape, *_: shape[0],
     "bitsandbytes::gemv_4bit": lambda a, b, shape, *_: shape[0],
     "bitsandbytes::int8_linear_matmul": lambda a, b, *_: b.shape[0],
@@ -54,7 +66,11 @@ _NO_PRODUCT = {
         "_softmax _log_softmax empty_like new_empty zeros_like ones_like full_like "
         "new_zeros _weight_norm_interface tril triu"
     ).split()
-} | {"bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
+} | {
+    "bitsandbytes::dequantize_4bit",
+    "bitsandbytes::dequantize_blockwise",
+    "protrain::launch",
+}
 """Operators that take weights, are not pointwise, and multiply no matrices."""
 
 

@@ -493,6 +493,10 @@ class _Recorder(MetaMode):
     def _after(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
         self._settle()
         forward = self._now
+        if (sample := self._samples[index]).output is None:
+            self._busy = True
+            self._samples[index] = replace(sample, output=_detached(output))
+            self._busy = False
         for tensor in tensors_in(output):
             forward.outputs.append(self._record_of(tensor))
             node = tensor.grad_fn
