@@ -542,8 +542,8 @@ def test_outside_the_blocks_no_block_is_run(trained: str) -> None:
     sample = BlockSample((given,), {}, output)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     samples = {"layers.0": sample, "layers.1": sample}
-    ids = torch.tensor([1, 2])
-    seconds = time_outside(model, samples, lambda copied: copied(ids), CPU)
+    batch = {"ids": torch.tensor([1, 2])}
+    seconds = time_outside(model, samples, batch, lambda m, given: m(**given), CPU)
     assert FORWARD_S <= seconds.forward_s < seconds.backward_s
     assert BACKWARD_S <= seconds.backward_s
     assert all(param.grad is None for param in model.parameters())

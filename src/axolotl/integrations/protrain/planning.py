@@ -687,19 +687,15 @@ def _measured(
             "seconds outside the blocks are computed, not timed: the loss is the trainer's own"
         )
         return times
-    batch = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in subject.batch.items()
-    }
 
-    def loss_of(copied: nn.Module) -> Tensor:
+    def loss_of(copied: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             outputs = copied(**batch)
         return _loss_in(outputs if dtype is None else profile.outputs_as_fp32(outputs))
 
     by_name = {names[index]: sample for index, sample in samples.items()}
     try:
-        outside = profile.time_outside(model, by_name, loss_of, device)
+        outside = profile.time_outside(model, by_name, subject.batch, loss_of, device)
     except FOREIGN_ERRORS as error:
         why = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         notes.append(f"seconds outside the blocks are computed, not timed: {why}")

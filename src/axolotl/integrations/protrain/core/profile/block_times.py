@@ -194,7 +194,8 @@ class _HandOn(torch.autograd.Function):
 def time_outside(
     model: nn.Module,
     samples: Mapping[str, BlockSample],
-    loss_of: Callable[[nn.Module], Tensor],
+    batch: Mapping[str, Any],
+    loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     device: torch.device,
     repeats: int = 3,
 ) -> BlockSeconds:
@@ -207,7 +208,8 @@ def time_outside(
     Args:
         model: With its weights, on the host; those outside the blocks are copied.
         samples: One call of each block, by its name.
-        loss_of: Runs the forward of such a copy and returns the loss.
+        batch: Tensors as in a `BlockSample`.
+        loss_of: Runs the forward of such a copy on the batch and returns the loss.
         device: Where to time.
         repeats: Timed runs, after one that does not count.
     """
@@ -217,11 +219,12 @@ def time_outside(
         torch.enable_grad(),
     ):
         copied = _without_blocks(model, samples, device)
+        given = map_tensors(dict(batch), lambda tensor: _real(tensor, device))
         leaves = [p for p in copied.parameters() if p.requires_grad and not p.is_meta]
 
         def once() -> tuple[float, float]:
             losses: list[Tensor] = []
-            forward_s = elapsed_s(device, lambda: losses.append(loss_of(copied)))
+            forward_s = elapsed_s(device, lambda: losses.append(loss_of(copied, given)))
             backward = partial(torch.autograd.grad, losses, leaves, allow_unused=True)
             return forward_s, elapsed_s(device, backward)
 
