@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ..layout import main_chunk, padded_bytes, shard_bytes
+from ..layout import padded_bytes, shard_bytes
 from ..types import (
     ADAM_MOVED_BYTES,
     BlockTimes,
@@ -89,8 +89,7 @@ def trained_work(
     """What training a chunk costs when its state is on the host."""
     workload, index = trained.workload, chunk.index
     ranks, several = workload.world.local_size, workload.world.size > 1
-    # gradients as they add up
-    main, own = main_chunk(chunk, trained.sums_fp32), chunk.payload_bytes
+    main, own = trained.sums[index], chunk.payload_bytes
     state = trained.region[index] + trained.rests[index]
     read = trained.state[index] + trained.rests[index]
     operands, returned, back = main.nbytes + state, chunk.nbytes, state

@@ -67,6 +67,11 @@ class TrainedBytes:
         ]
 
     @cached_property
+    def sums(self) -> list[Chunk]:
+        """Their gradients, laid out as they add up."""
+        return [main_chunk(chunk, self.sums_fp32) for chunk in self.layout.chunks]
+
+    @cached_property
     def state(self) -> list[int]:
         """All of their optimizer state."""
         return [sum(map(sum, states)) for states in self._states]
@@ -114,7 +119,7 @@ class TrainedBytes:
         trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
         found = [0] * len(self.layout.chunks)
         for chunk, own in zip(trained, spans(trained, size), strict=True):
-            sums = main_chunk(chunk, self.sums_fp32)
+            sums = self.sums[chunk.index]
             if self.workload.accumulation > 1:
                 found[chunk.index] = aligned(sums.nbytes)
             if self.workload.update is Update.DEVICE:
@@ -280,7 +285,7 @@ def host_state_bytes(
     ranks, several = workload.world.local_size, workload.world.size > 1
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
     trained = [chunk for chunk in kept if chunk.trainable]
-    gradients = sum(main_chunk(chunk, held.sums_fp32).nbytes for chunk in trained)
+    gradients = sum(held.sums[chunk.index].nbytes for chunk in trained)
     if several and workload.accumulation > 1:
         # sums of each, and their average
         gradients += ranks * gradients
