@@ -18,6 +18,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "protrain")]
 from axolotl_jobs import LORA  # noqa: E402
 from plan_jobs import Plans  # noqa: E402
 
+from axolotl.integrations.protrain.core.profile import gpu_hardware  # noqa: E402
+
 ADAPTERS = {**LORA, "lora_r": 32, "lora_alpha": 64, "adapter": "lora"}
 IN_4_BITS = {**ADAPTERS, "adapter": "qlora", "load_in_4bit": True}
 EXPERTS = {
@@ -55,6 +57,20 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, int]] = {
 }
 
 
+def without_head(model: dict[str, Any], gpu: str) -> str:
+    """The card with as much more room as the model's head takes, in bf16: what paging
+    that could spare at most, before it is fetched."""
+    card, less, more = (
+        gpu_hardware(f"{gpu}{size}", None, 0) for size in ("", ":10", ":20")
+    )
+    # what kernels take unseen grows with the card
+    lost = (more.unseen_bytes - less.unseen_bytes) / (10 << 30)
+    fixed = less.unseen_bytes - lost * less.device_bytes
+    head = 2 * model["vocab_size"] * model["hidden_size"]
+    room = card.device_bytes - card.desktop_bytes - card.unseen_bytes + head
+    return f"{gpu}:{(room + fixed) / (1 - lost) / 2**30:.4f}"
+
+
 def row(name: str, found: dict[str, Any]) -> list[str]:
     """What is shown of an answer; bytes in GiB."""
     plan, device, step = (found[key] for key in ("plan", "device_bytes", "step_s"))
@@ -68,6 +84,9 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--liger", action="store_true", help="with a fused loss")
+    parser.add_argument(
+        "--no-head", action="store_true", help="cards with room for the head beside"
+    )
     parser.add_argument("--output", type=Path, help="Markdown file to add to")
     options = parser.parse_args()
     columns = ["training", "step, s", "persist / buffer / swap / checkpoint"]
@@ -78,6 +97,7 @@ def main() -> None:
         for name, (model, keys, length, gpu, ram) in JOBS.items():
             keys = COMMON | {"sequence_len": length} | keys
             keys |= LIGER_KEYS if options.liger else {}
+            gpu = without_head(model, gpu) if options.no_head else gpu
             arguments = "--gpu", gpu, "--ram", str(ram), "--json"
             plans.add(name, {"dtype": "bfloat16", **model}, keys, *arguments)
         for name, (*_, length, gpu, ram) in JOBS.items():
@@ -86,7 +106,9 @@ def main() -> None:
                 sys.exit(f"{name}: {answer.out}{answer.err}")
             rows.append(row(f"{name} {length}, {gpu}, {ram} GiB", answer.json))
         plans.close()
-    page = Page("With Liger" if options.liger else "Plain loss", columns, rows)
+    title = "With Liger" if options.liger else "Plain loss"
+    title += ", without the head's bytes" * options.no_head
+    page = Page(title, columns, rows)
     page.show(Console(width=150))
     if options.output:
         with options.output.open("a") as file:

@@ -40,6 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "head on the host": {"n_buffer": 2, "outside": HOST_STATE, "recompute": (0, 2)},
     "weights stay": {"resident": (0, 2, 5), "inside": HOST_STATE},
     "all weights stay": {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE},
+    "looked up": {"outside": HOST_STATE, "rows": {"embed.weight": 1}},
 }
 
 Act = Callable[[Any], Any]
@@ -112,6 +113,21 @@ def load(model: nn.Module) -> None:
     model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
 
 
+def enlarge(model: Any) -> None:
+    """Another module and parameter, as `resize_token_embeddings` makes them."""
+    before = model.embed.weight
+    model.embed = nn.Embedding(len(before) + 1, before.shape[1])
+    with torch.no_grad():
+        model.embed.weight.fill_(0.1)[:-1] = before
+
+
+def functional(model: Any) -> float:
+    """With weights given for a call."""
+    given = {"weight": torch.ones_like(model.embed.weight)}
+    tokens = batches(1)[0]
+    return torch.func.functional_call(model.embed, given, (tokens,)).sum().item()
+
+
 def copied(model: nn.Module) -> list[float]:
     """A copy that trains by itself, and is none of the original's business."""
     other = copy.deepcopy(model)
@@ -159,6 +175,7 @@ def exchange_gradients(model: Any) -> None:
 READS: dict[str, Act] = {
     "norms": every_norm,
     "forward": run_it,
+    "functional": functional,
     "copy": copied,
     "gradients": ask_for_gradients,
 }
@@ -169,6 +186,7 @@ WRITES: dict[str, Act] = {
     "load": load,
     "one block": one_block,
     "transpose": transpose,
+    "enlarge": enlarge,
     "train": train_once,
 }
 GRADIENTS: dict[str, Act] = {

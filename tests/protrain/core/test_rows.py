@@ -49,10 +49,12 @@ DEVICES: dict[str, Callable[[], CpuDevice]] = {
 
 
 class Scaled(nn.Embedding):
-    """As Gemma's: what the look-up gives is changed, by the dtype of the weight too."""
+    """As Gemma's: what the look-up gives is changed, by the dtype of the weight too; and
+    the row of padding counted from the end."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * torch.tensor(1.7).to(self.weight.dtype)
+        rows = F.embedding(ids, self.weight, -1)
+        return rows.mul_(torch.tensor(1.7).to(self.weight.dtype))
 
 
 def built(embedding: type[nn.Embedding] = nn.Embedding, **sizes: Any) -> Stack:
@@ -198,6 +200,19 @@ class Bounded(Stack):
         self.embed.max_norm = 1.0
 
 
+class OtherGradient(Stack):
+    """By how often a row was looked up, as only the forward says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Balanced(nn.Embedding):
+            def forward(self, ids: Tensor) -> Tensor:
+                return F.embedding(ids, self.weight, scale_grad_by_freq=True)
+
+        self.embed = Balanced(VOCAB, 16)
+
+
 @pytest.mark.parametrize(
     "kind, found",
     [
@@ -207,6 +222,7 @@ class Bounded(Stack):
         (ReadBeside, {}),
         (Twice, {}),
         (Bounded, {}),
+        (OtherGradient, {}),
     ],
 )
 def test_only_what_is_looked_up_alone(kind: type[Stack], found: Any) -> None:

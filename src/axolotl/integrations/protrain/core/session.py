@@ -260,7 +260,7 @@ class Session:
         """Clip over device and host gradients; None if the plain way sees them all."""
         self._viewer.hide()
         self._pager.close_any()
-        norm = self._updates.clip_grad_norm([*self._params.values()], max_norm)
+        norm = self._updates.clip_grad_norm([*self.model.parameters()], max_norm)
         self._viewer.show_again()
         return norm
 

@@ -584,8 +584,7 @@ def _tables(
     owners = Counter(id(param) for _, param in every)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and not f"{name}.".startswith(inside):
-            plain = not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-            if plain and owners[id(module.weight)] == 1:
+            if owners[id(module.weight)] == 1:
                 yield name, module
 
 

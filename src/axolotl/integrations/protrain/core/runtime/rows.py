@@ -28,17 +28,18 @@ _LookUp = Callable[[Tensor, "int | None"], Tensor]
 
 class LookUp(AroundForward):
     """Lets `rows` answer what an embedding looks up in its weight: of indices of any
-    shape, and the one of padding, the rows, [*shape, width]. What else its forward does
-    stays its own."""
+    shape, and the one of padding, the rows, [*shape, width]. What else its forward does,
+    with another weight too, stays its own."""
 
     def __init__(self, embedding: nn.Module, rows: _LookUp) -> None:
-        self._rows = rows
+        # not what a functional call has in its place
+        self._weight, self._rows = embedding.weight, rows
         super().__init__(embedding)
 
     def around(
         self, block: nn.Module, args: Any, kwargs: Any
     ) -> Generator[Any, None, None]:
-        with _Answering(block.weight, self._rows):
+        with _Answering(self._weight, self._rows):
             yield None
 
 
@@ -51,7 +52,10 @@ class _Answering(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is F.embedding and args[1] is self._weight:
-            return self._rows(args[0], kwargs["padding_idx"])
+            other_gradient = kwargs["scale_grad_by_freq"] or kwargs["sparse"]
+            # a bound is one of the weight's own
+            if kwargs["max_norm"] is None and not other_gradient:
+                return self._rows(args[0], kwargs["padding_idx"])
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +71,8 @@ class _Rows(torch.autograd.Function):
         look_up: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.how = weight.shape[0], -1 if padding_idx is None else padding_idx
+        size = weight.shape[0]
+        ctx.how = size, -1 if padding_idx is None else padding_idx % size
         return look_up(ids)
 
     @staticmethod
