@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.report.forecast import format_bytes
@@ -626,6 +627,23 @@ def longest() -> list[dict[str, Any]]:
     for card in (fits, misses):
         card["device_bytes"]["peak_at"] = "backward outside blocks, _log_softmax"
     return [fits, misses]
+
+
+def test_levers_are_priced_with_keys_to_paste() -> None:
+    card = longest()[1]
+    drawn = figure(page_of(card), "What Axolotl can change")
+    priced, lacking = (
+        [cell.text for cell in line.all("td")] for line in drawn.all("tr")[1:]
+    )
+    fused, changes = card["levers"][0], "lowers device working set 9.00 GiB -> 4.00 GiB"
+    assert priced[0] == fused["change"] and priced[1].endswith("fits")
+    assert priced[2:5] == ["9.00 GiB", "20.00 GiB", "750 ms"]
+    assert priced[6] == f"{fused['numbers']}; {changes}"
+    for line in priced, lacking:
+        assert yaml.safe_load(line[7]) == fused["keys"]
+    assert lacking[4:6] == ["–", "–"] and "a note" in lacking[6]
+    card["levers"][0]["note"] = HOSTILE
+    assert HOSTILE in figure(page_of(card), "What Axolotl can change").text
 
 
 @pytest.mark.parametrize("columns", ["80", "160", ""])

@@ -8,6 +8,8 @@ from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
+import yaml
+
 from ..core.planner import Forecast
 from ..core.types import PAGING_GAIN, Hardware, Knobs, Plan
 
@@ -224,6 +226,20 @@ def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         )
         rows.append((label, form(predicted), form(seen), off))
     return rows
+
+
+def format_keys(keys: Mapping[str, Any]) -> str:
+    """Keys of a YAML, to paste."""
+    return yaml.safe_dump(dict(keys), sort_keys=False).rstrip()
+
+
+def format_lowers(lowers: Mapping[str, Sequence[int]]) -> str:
+    """What a lever takes from which term of the memory."""
+    changed = (
+        f"{term} {format_bytes(before)} -> {format_bytes(after)}"
+        for term, (before, after) in lowers.items()
+    )
+    return f"lowers {', '.join(changed) or 'nothing'}"
 
 
 def format_about(about: Mapping[str, Any]) -> str:

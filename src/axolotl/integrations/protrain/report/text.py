@@ -8,7 +8,6 @@ from io import StringIO
 from itertools import groupby
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -27,8 +26,10 @@ from .forecast import (
     forecast_dict,
     format_about,
     format_bytes,
+    format_keys,
     format_limiter,
     format_losses,
+    format_lowers,
     format_pace,
     format_plain,
     format_policies,
@@ -257,15 +258,10 @@ def _alternative(other: Answer) -> Row:
 
 
 def _lever(lever: Answer, explain: bool) -> Row:
-    fits, lowers = lever["step_s"] is not None, lever["lowers"]
-    keys = yaml.safe_dump(lever["keys"], sort_keys=False).rstrip()
+    fits = lever["step_s"] is not None
     notes = [lever["numbers"] + (f"; {lever['note']}" if lever["note"] else "")]
     if explain:
-        changed = (
-            f"{term} {format_bytes(before)} -> {format_bytes(after)}"
-            for term, (before, after) in lowers.items()
-        )
-        notes.append(f"lowers {', '.join(changed) or 'nothing'}")
+        notes.append(format_lowers(lever["lowers"]))
     return (
         lever["change"],
         VERDICTS[lever["verdict"]],
@@ -273,7 +269,7 @@ def _lever(lever: Answer, explain: bool) -> Row:
         format_bytes(lever["host_peak_bytes"]),
         f"{lever['sample_s']:.3g}" if fits else "-",
         format_rate(lever["tokens_per_s"]) if fits else "-",
-        "\n".join((*notes, keys)),
+        "\n".join((*notes, format_keys(lever["keys"]))),
     )
 
 
