@@ -48,7 +48,7 @@ COMMON = {
     "attn_implementation": "flash_attention_2",
 }
 FULL = {"optimizer": "adamw_bnb_8bit"}
-JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, int]] = {
+JOBS: dict[str, tuple[Any, ...]] = {
     "Llama-3-70B QLoRA": (LLAMA_70B, IN_4_BITS, 4096, "RTX 4090", 64),
     "Qwen3-32B LoRA": (QWEN_32B, ADAPTERS, 8192, "RTX 4090", 96),
     "Qwen3-14B full": (QWEN_14B, FULL, 4096, "RTX 4090", 112),
@@ -87,6 +87,9 @@ def main() -> None:
     parser.add_argument(
         "--no-head", action="store_true", help="cards with room for the head beside"
     )
+    parser.add_argument(
+        "--first", nargs="+", metavar="GIB", help="the first one alone, in such cards"
+    )
     parser.add_argument("--output", type=Path, help="Markdown file to add to")
     options = parser.parse_args()
     columns = ["training", "step, s", "persist / buffer / swap / checkpoint"]
@@ -94,17 +97,23 @@ def main() -> None:
     rows = []
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         plans = Plans(Path(folder))
-        for name, (model, keys, length, gpu, ram) in JOBS.items():
+        jobs = [*JOBS.items()]
+        if options.first:
+            name, (*job, gpu, ram) = jobs[0]
+            jobs = [(name, (*job, f"{gpu}:{gib}", ram)) for gib in options.first]
+        labels = []
+        for name, (model, keys, length, gpu, ram) in jobs:
             keys = COMMON | {"sequence_len": length} | keys
             keys |= LIGER_KEYS if options.liger else {}
             gpu = without_head(model, gpu) if options.no_head else gpu
             arguments = "--gpu", gpu, "--ram", str(ram), "--json"
-            plans.add(name, {"dtype": "bfloat16", **model}, keys, *arguments)
-        for name, (*_, length, gpu, ram) in JOBS.items():
-            answer = plans[name]
+            labels.append(f"{name} {length}, {gpu}, {ram} GiB")
+            plans.add(labels[-1], {"dtype": "bfloat16", **model}, keys, *arguments)
+        for label in labels:
+            answer = plans[label]
             if "device_bytes" not in answer.out:
-                sys.exit(f"{name}: {answer.out}{answer.err}")
-            rows.append(row(f"{name} {length}, {gpu}, {ram} GiB", answer.json))
+                sys.exit(f"{label}: {answer.out}{answer.err}")
+            rows.append(row(label, answer.json))
         plans.close()
     title = "With Liger" if options.liger else "Plain loss"
     title += ", without the head's bytes" * options.no_head

@@ -357,7 +357,8 @@ def test_sessions_have_no_race_and_equal_plain(
     if masters:
         knobs.update(update=Update.HOST)
     if waiting:
-        knobs.update(outside=HOST_STATE)
+        # also where no weight pages
+        knobs.update(outside=HOST_STATE, resident=ALL if dropout else ())
     if plan == "host-state":
         knobs.update(resident=(1, 2, 4), inside=HOST_STATE, outside=HOST_STATE)
 

@@ -1,0 +1,100 @@
+"""Embeddings that the host looks up, through Axolotl: the plain run's numbers.
+
+Beside each is what else a limit of the device moves to the host: state of adapters, and
+of weights outside blocks. Losses, norms, rates and weights are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from axolotl_jobs import LORA, Job, Pair, Result, assert_equal, overrides, pair
+from matrix_adapters import HEAD
+from matrix_composition import COMPOSED, IN_TORCH, PREFERRED
+
+Run = Callable[[Job], Result]
+
+SUMS = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+EVALUATED = {"val_set_size": 0.2, "eval_strategy": "steps", "eval_steps": 1}
+WIDE = LORA | {"lora_r": 512, "lora_alpha": 1024}
+FULL = pytest.mark.full
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+
+
+PAGED = overrides(0, 2)
+CHUNKED = {"chunked_cross_entropy": True}
+FUSED = {"liger_fused_linear_cross_entropy": True}
+ON_HEAD = {"lora_target_linear": False, "lora_target_modules": ["q_proj", "lm_head"]}
+ONE_ROW = {"micro_batch_size": 1}
+"""Of more rows a micro-batch takes more than the table has."""
+GENERATED = COMPOSED["Generation in evaluation"] | ONE_ROW
+BOTH = ["rows", "host-state"]
+
+
+def case(
+    limit: str,
+    places: list[str],
+    *settings: dict[str, Any],
+    family: str = "llama",
+    marks: Any = (),
+) -> Any:
+    """A limit that is too little for all state on the device, and where the chunks
+    outside blocks are then."""
+    plan = {**PAGED, "protrain_capacity_bytes": limit}
+    trainings = pair(family, WIDE, *settings, plan=plan)
+    return pytest.param(trainings, places, marks=marks)
+
+
+WITH_ADAPTERS = {
+    "chunked loss": case("22MiB", ["rows"], EVALUATED, CHUNKED),
+    "adapter on the head": case("8000KiB", ["rows"], SUMS, ON_HEAD),
+    "trained too": case("22MiB", BOTH, SUMS, HEAD, EVALUATED),
+    # whose reference reads the rows that do not train
+    "kto": case("17MiB", ["rows", *BOTH], PREFERRED["rl: kto"], HEAD),
+    "tied": case("22MiB", [], SUMS, family="llama-tied"),
+    "dpo": case("20MiB", ["rows"], PREFERRED["rl: dpo"], ONE_ROW, marks=FULL),
+    "generation": case("32MiB", ["rows"], GENERATED, marks=FULL),
+    "fused loss": case("16MiB", ["rows"], IN_TORCH, FUSED, marks=FULL),
+    "scaled and tied": case("22MiB", [], SUMS, family="gemma3", marks=FULL),
+}
+
+
+@pytest.mark.parametrize(
+    ("trainings", "places"), WITH_ADAPTERS.values(), ids=WITH_ADAPTERS
+)
+def test_beside_the_state_of_adapters(
+    run: Run, trainings: Pair, places: list[str]
+) -> None:
+    """Tied tables stay; what else is trained outside of blocks comes for its update."""
+    paged = run(trainings.paged)
+    assert_equal(paged, run(trainings.plain))
+    plan = paged.report["plan"]
+    after = plan["num_chunks"] + plan["num_blocks"]
+    assert plan["adapters"] == "host-state"
+    assert plan["placements"][after:] == places
+
+
+TIGHT = {
+    "frozen": pair("llama", LORA, SUMS, EVALUATED, plan=PAGED),
+    "trained": pair("llama", SUMS, SAVED, plan=PAGED),
+    "ranks": pair("llama", LORA, SUMS, plan=PAGED, num_ranks=2),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=FULL if k == "frozen" else ()) for k in TIGHT]
+)
+def test_where_the_whole_weight_has_no_room(run: Run, kind: str) -> None:
+    """A byte less than with it on the device; what was saved on the way is resumed."""
+    trainings = TIGHT[kind]
+    roomy = run(trainings.paged).report
+    less = {"protrain_capacity_bytes": roomy["device_bytes"]["peak"] - 1}
+    tight = trainings.paged.but(less)
+    paged, plain = run(tight), run(trainings.plain)
+    assert_equal(paged, plain)
+    assert "rows" in paged.report["plan"]["placements"]
+    if kind == "trained":
+        begin = {"resume_from_checkpoint": f"jobs/{tight.name}/out/checkpoint-1"}
+        assert_equal(run(tight.but(begin)), plain)
