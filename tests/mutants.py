@@ -132,13 +132,6 @@ MUTANTS = (
         ("test_rows.py",),
     ),
     Mutant(
-        "an interrupted look-up of rows goes on",
-        SESSION,
-        "            self._running.append(rows)\n",
-        "",
-        ("test_rows.py",),
-    ),
-    Mutant(
         "norms leave out parameters that were replaced",
         SESSION,
         "[*self.model.parameters()], max_norm",

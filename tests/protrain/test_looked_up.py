@@ -48,16 +48,16 @@ def case(
 
 
 WITH_ADAPTERS = {
-    "chunked loss": case("22MiB", ["rows"], EVALUATED, CHUNKED),
+    "chunked loss": case("20MiB", ["rows"], EVALUATED, CHUNKED),
     "adapter on the head": case("8000KiB", ["rows"], SUMS, ON_HEAD),
-    "trained too": case("22MiB", BOTH, SUMS, HEAD, EVALUATED),
+    "trained too": case("20MiB", BOTH, SUMS, HEAD, EVALUATED),
     # whose reference reads the rows that do not train
     "kto": case("17MiB", ["rows", *BOTH], PREFERRED["rl: kto"], HEAD),
-    "tied": case("22MiB", [], SUMS, family="llama-tied"),
+    "tied": case("20MiB", [], SUMS, family="llama-tied"),
     "dpo": case("20MiB", ["rows"], PREFERRED["rl: dpo"], ONE_ROW, marks=FULL),
-    "generation": case("32MiB", ["rows"], GENERATED, marks=FULL),
+    "generation": case("29MiB", ["rows"], GENERATED, marks=FULL),
     "fused loss": case("16MiB", ["rows"], IN_TORCH, FUSED, marks=FULL),
-    "scaled and tied": case("22MiB", [], SUMS, family="gemma3", marks=FULL),
+    "scaled and tied": case("20MiB", [], SUMS, family="gemma3", marks=FULL),
 }
 
 
