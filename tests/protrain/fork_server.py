@@ -70,6 +70,18 @@ PRELOAD = (
 )
 """Heavy, and without what Axolotl builds once from the plugins that are listed."""
 TESTS = Path(__file__).parent
+PYTHON = f"""#!{sys.executable}
+import os, sys
+sys.path.insert(0, {str(TESTS)!r})
+import fork_server
+if sys.argv[1:2] == ["-c"]:
+    fork = fork_server.Fork(
+        fork_server.run_code, sys.argv[2], environment=os.environ, stdin=0, stdout=1, stderr=2
+    )
+    os._exit(fork.wait() % 256)
+os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+"""
+"""What a fork takes for Python: `-c` is a fork too, instead of importing Axolotl again."""
 
 
 class Fork:
@@ -152,6 +164,11 @@ class Fork:
         return answer
 
 
+def run_code(code: str) -> None:
+    """As `python -c`."""
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
 def call(target: Callable[..., Any], *arguments: Any, at: Path | None = None) -> Any:
     """What `target(*arguments)` returns in a fork, which runs in the folder `at`."""
     with tempfile.TemporaryDirectory() as name:
@@ -221,6 +238,10 @@ def serve(number: int) -> None:
         importlib.import_module(module)
     # built from the plugins of the first YAML that a process reads
     assert "axolotl.core.training_args" not in sys.modules
+    python = _folder() / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o700)
+    sys.executable = str(python)
     # without it each collection of a fork looks through all these objects
     gc.collect()
     gc.freeze()

@@ -112,14 +112,13 @@ def mapped_files() -> list[MappedFile]:
     except OSError:
         return []
     found = []
-    for line in filter(None, listing.split(b"\n")):
-        addresses, _, offset, _, inode, *path = map(os.fsdecode, line.split(None, 5))
+    for line in listing.split(b"\n"):
         # a file without a name is memory that processes share
-        if path and path[0].startswith("/") and not path[0].endswith(" (deleted)"):
-            first, end = (int(address, 16) for address in addresses.split("-"))
-            found.append(
-                MappedFile(first, end, int(offset, 16), int(inode), Path(path[0]))
-            )
+        if b" /" not in line or line.endswith(b" (deleted)"):
+            continue
+        addresses, _, offset, _, inode, path = map(os.fsdecode, line.split(None, 5))
+        first, end = (int(address, 16) for address in addresses.split("-"))
+        found.append(MappedFile(first, end, int(offset, 16), int(inode), Path(path)))
     return found
 
 

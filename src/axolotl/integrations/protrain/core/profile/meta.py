@@ -291,7 +291,8 @@ class _Later:
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            # `torch.manual_seed` would seed the generators of GPUs too
+            torch.default_generator.manual_seed(0)
             try:
                 return func(*args, **kwargs)
             except NotImplementedError:

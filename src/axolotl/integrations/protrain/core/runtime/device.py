@@ -20,9 +20,9 @@ from weakref import KeyedRef
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..host import memory_nodes, node_of, place, processors
+from ..layout.tensors import tensors_in
 
 BUSY_THREADS = 2
 """Of each rank: the one that queues work, and autograd's."""
@@ -262,9 +262,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.device.type == "cpu":
-            yield value.untyped_storage()
+    for tensor in tensors_in(values):
+        if tensor.device.type == "cpu":
+            yield tensor.untyped_storage()
 
 
 class CpuDevice(Device):

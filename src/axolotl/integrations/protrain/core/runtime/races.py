@@ -48,9 +48,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_leaves
 
 from ..errors import RaceError
+from ..layout.tensors import tensors_in
 from .device import Device, Event, Stream, call_operator
 
 
@@ -457,8 +457,8 @@ class _Operators(_python_dispatch.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not func.is_view:
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and self._device.is_shut(tensor):
+            for tensor in tensors_in((args, kwargs)):
+                if self._device.is_shut(tensor):
                     raise RaceError(f"{func} touches a buffer outside its window")
         return call_operator(func, args, kwargs)
 
