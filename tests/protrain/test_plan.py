@@ -83,6 +83,7 @@ GEMMA_27B = {
         "patch_size": 14,
     },
 }
+LOW_TEXT = GEMMA_27B_TEXT | {"num_hidden_layers": 8}
 UNKNOWN_IMAGES = {
     "model_type": "mistral3",
     "image_token_index": 299,
@@ -177,11 +178,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "packed": (SMALL, LORA | PACKED, *SMALL_CARD),
     "liger": (SMALL, LORA | LIGER, *SMALL_CARD),
     "max_nothing": (SMALL, LORA | LONG, *SMALL_CARD, "--max", "batch"),
-    "without_tower": (GEMMA_27B_TEXT, QLORA | SHORT, *SIZED_CARD),
+    "without_tower": (LOW_TEXT, QLORA | SHORT, "--gpu", "4090:7"),
     "with_tower": (
-        GEMMA_27B,
+        GEMMA_27B | {"text_config": LOW_TEXT},
         QLORA | SHORT | IMAGES | LANGUAGE_MODEL,
-        *SIZED_CARD,
+        *("--gpu", "4090:7"),
     ),
     "qwen_images": (QWEN_VL, VISION_LORA | IMAGES, *SIZED_CARD),
     "llava_images": (LLAVA, VISION_LORA | IMAGES, *SIZED_CARD),
@@ -437,13 +438,6 @@ def shell(*arguments: str, folder: Path | None = None, **variables: str) -> Any:
     )
 
 
-def test_in_a_shell(plans: Plans) -> None:
-    arguments = ["plan", "paged.yaml", *SMALL_CARD, "--json"]
-    done = shell(*arguments, folder=plans.folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == plans["paged"].json
-
-
 # --------------------------------------------------------------------- verdicts
 
 
@@ -627,7 +621,9 @@ def test_the_link_sets_the_pace_of_copies(plans: Plans) -> None:
     assert slow["step_s"]["total"] > fast["step_s"]["total"]
 
 
-def test_a_base_that_is_not_here_is_fetched_on_demand(tmp_path: Path) -> None:
+def test_a_base_that_is_not_here_is_fetched_on_demand(
+    tmp_path: Path, plans: Plans
+) -> None:
     """Its config.json alone, from whatever hub the environment names."""
     asked: list[str] = []
 
@@ -660,9 +656,11 @@ def test_a_base_that_is_not_here_is_fetched_on_demand(tmp_path: Path) -> None:
     refused = ask()
     assert refused.returncode == 3 and not asked
     assert "hf download some/llama config.json" in refused.stderr
-    done = ask("--download")
+    done = ask("--download", "--json")
     hub.shutdown()
     assert (done.returncode, done.stderr) == (0, "")
+    # a command of a shell says what a fork says
+    assert json.loads(done.stdout)["plan"] == plans["resident"].json["plan"]
     assert {path.rpartition("/")[2] for path in asked} == {"config.json"}
 
 

@@ -101,7 +101,12 @@ class MappedFile(NamedTuple):
     end: int
     offset: int
     inode: int
-    path: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.name)
 
 
 def mapped_files() -> list[MappedFile]:
@@ -116,9 +121,9 @@ def mapped_files() -> list[MappedFile]:
         # a file without a name is memory that processes share
         if b" /" not in line or line.endswith(b" (deleted)"):
             continue
-        addresses, _, offset, _, inode, path = map(os.fsdecode, line.split(None, 5))
-        first, end = (int(address, 16) for address in addresses.split("-"))
-        found.append(MappedFile(first, end, int(offset, 16), int(inode), Path(path)))
+        addresses, _, offset, _, inode, name = line.split(None, 5)
+        first, end, start = (int(n, 16) for n in (*addresses.split(b"-"), offset))
+        found.append(MappedFile(first, end, start, int(inode), os.fsdecode(name)))
     return found
 
 
