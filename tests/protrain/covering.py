@@ -23,9 +23,9 @@ def covering(points: Sequence[Point], strength: int = 2) -> set[Point]:
     return chosen
 
 
-def pairwise(points: Sequence[Point]) -> list[Any]:
+def pairwise(points: Sequence[Point], strength: int = 2) -> list[Any]:
     """All points as parameters, the quick ones first and the others marked `full`."""
-    quick = covering(points)
+    quick = covering(points, strength)
     return [
         pytest.param(
             *point,

@@ -21,6 +21,7 @@ from core_models import (
     weights,
     wrapped,
 )
+from covering import pairwise
 from hypothesis import given, strategies as st
 from torch import Tensor
 
@@ -126,9 +127,10 @@ def assert_same_result(ours: list[Any], theirs: list[Any]) -> None:
         )
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "accumulation", "clip"),
+    pairwise([*itertools.product(PLANS, (1, 3), (None, 0.5))]),
+)
 def test_the_device_updates_masters_as_the_host_does(
     plan: str, accumulation: int, clip: float | None
 ) -> None:

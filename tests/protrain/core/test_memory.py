@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from core_models import (
     train,
     wrapped,
 )
+from covering import pairwise
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.cost import MemoryModel
@@ -172,9 +174,10 @@ def predicted_bytes(session: Session, trace: Trace, **more: Any) -> int:
     return memory.device(session.plan).peak_bytes
 
 
-@pytest.mark.parametrize("plan", MEMORY_PLANS)
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-@pytest.mark.parametrize("recompute", [(), (0, 1, 2), ALL], ids=["keep", "half", "all"])
+@pytest.mark.parametrize(
+    ("recompute", "frozen", "plan"),
+    pairwise([*product(((), (0, 1, 2), ALL), (True, False), MEMORY_PLANS)]),
+)
 def test_device_peak_was_predicted(
     recompute: Sequence[int], frozen: bool, plan: str
 ) -> None:
@@ -189,9 +192,10 @@ def test_device_peak_was_predicted(
     session.close()
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("resident", [(), (1, 3)], ids=["paged", "mixed"])
+@pytest.mark.parametrize(
+    ("resident", "accumulation", "fused"),
+    pairwise([*product(((), (1, 3)), (1, 2), (True, False))]),
+)
 def test_device_peak_of_masters_was_predicted(
     resident: Sequence[int], accumulation: int, fused: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from core_models import (
     twin,
     weights,
 )
+from covering import pairwise
 from torch import nn
 
 from axolotl.integrations.protrain.core.errors import (
@@ -79,9 +81,9 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert {k: v for k, v in mine.items() if k != "param_names"} == other
 
 
-@pytest.mark.parametrize("update", Update, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "dtype", "update"), pairwise([*product(PLANS, DTYPES, Update)])
+)
 def test_training_is_that_of_adamw(
     plan: str, dtype: torch.dtype, update: Update
 ) -> None:
@@ -294,14 +296,17 @@ def test_a_step_without_gradients_changes_nothing() -> None:
     session.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        *(("plain", plan) for plan in PLANS),
-        *(("all paged", plan) for plan in [*PLANS, "plain"]),
-        *(("mixed", plan) for plan in [*PLANS, "plain"]),
-    ],
+    ("first", "then", "dtype"),
+    pairwise(
+        [
+            point
+            for point in product(
+                ("plain", "all paged", "mixed"), [*PLANS, "plain"], DTYPES
+            )
+            if point[:2] != ("plain", "plain")
+        ]
+    ),
 )
 def test_state_moves_between_plans(first: str, then: str, dtype: torch.dtype) -> None:
     """Two steps under one plan, two under another, as if nothing had happened."""

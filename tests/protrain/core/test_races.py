@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from core_models import (
     twin,
     weights,
 )
+from covering import pairwise
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
@@ -336,11 +338,12 @@ def trained(
     return numbers
 
 
-@pytest.mark.parametrize("delays", DELAYS)
-@pytest.mark.parametrize("recompute", [(), (0, 1, 4)], ids=["keep", "recompute"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+RACING = ("adapters", "adapters' state", "full", "host-state", "masters")
+
+
 @pytest.mark.parametrize(
-    "plan", ["adapters", "adapters' state", "full", "host-state", "masters"]
+    ("plan", "dropout", "recompute", "delays"),
+    pairwise([*product(RACING, (0.0, 0.2), ((), (0, 1, 4)), DELAYS)], strength=3),
 )
 def test_sessions_have_no_race_and_equal_plain(
     plan: str, dropout: float, recompute: Any, delays: str
