@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaModel
 
@@ -22,7 +21,6 @@ from axolotl.integrations.protrain.core.types import (
     Policy,
     Workload,
 )
-from axolotl.integrations.protrain.report.forecast import format_policies
 
 NUM_BLOCKS, SEQUENCE_LEN, HOST_BYTES = 16, 16384, 1 << 40
 
@@ -84,18 +82,3 @@ def test_inputs_alone_that_do_not_fit_wait_on_the_host() -> None:
     kept = tight.asked(Knobs(0, smallest.n_buffer, 0, NUM_BLOCKS))
     hidden_bytes = SEQUENCE_LEN * 8192 * 2
     assert memory.device(kept).peak_bytes > least + (NUM_BLOCKS - 4) * hidden_bytes
-
-
-@pytest.mark.parametrize(
-    ("policies", "text"),
-    [
-        ("", ""),
-        ("RRK", "2 recompute, 1 keep"),
-        (10 * "SRR" + 5 * "K", "10(SRR) 5K; S swap, R recompute, K keep"),
-        (3 * "IS" + 2 * "R", "3(IS) 2R; I swap-input, S swap, R recompute"),
-        ("SRSK", "S R S K; S swap, R recompute, K keep"),
-    ],
-)
-def test_a_row_of_policies_in_one_line(policies: str, text: str) -> None:
-    names = {"K": "keep", "R": "recompute", "S": "swap", "I": "swap-input"}
-    assert format_policies([names[letter] for letter in policies]) == text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -63,8 +63,6 @@ POINT_TERMS = {
 """Fields of a point of the timeline, and their names."""
 DRAWN = ("timeline", "blocks", "about")
 """Keys of `answer_dict` that only the page shows."""
-MAX_RUNS = 3
-"""Of blocks with the same policy, which are written in words."""
 
 
 def forecast_dict(forecast: Forecast) -> dict[str, Any]:
@@ -322,24 +320,5 @@ def format_runs(numbers: Iterable[int]) -> str:
 
 
 def format_policies(policies: Sequence[str]) -> str:
-    """`keep keep recompute` as `2 keep, 1 recompute`; many runs as `2(SRR) 4K`."""
-    runs = [f"{len(list(run))} {name}" for name, run in groupby(policies)]
-    if len(runs) <= MAX_RUNS:
-        return ", ".join(runs)
-    rest, units = "".join(POLICY_LETTERS[policy] for policy in policies), []
-    while rest:
-        # what comes again and reaches furthest, else one letter
-        sizes = range(1, len(rest) // 2 + 1)
-        size = max(sizes, key=lambda size: _reach(rest, size), default=1)
-        number = max(1, _reach(rest, size) // size)
-        unit = rest[:size] if size == 1 else f"({rest[:size]})"
-        units.append(f"{number}{unit}" if number > 1 else unit)
-        rest = rest[number * size :]
-    legend = (f"{POLICY_LETTERS[name]} {name}" for name in dict.fromkeys(policies))
-    return f"{' '.join(units)}; {', '.join(legend)}"
-
-
-def _reach(text: str, size: int) -> int:
-    """How far the first `size` letters come again and again; 0 if not at all."""
-    again = re.match(rf"(.{{{size}}})\1+", text)
-    return again.end() if again else 0
+    """`keep keep recompute` as `2 keep, 1 recompute`; `block_policies` says which."""
+    return ", ".join(f"{number} {name}" for name, number in Counter(policies).items())

@@ -147,10 +147,8 @@ def report_text(reports: Mapping[str, Answer]) -> str:
         plan = report["plan"]
         shown += [
             f"{name}: {format_about(report['about'])}",
-            f"mode {plan['mode']} on {report['hardware']['name']}, n_persist "
-            f"{plan['n_persist']} of {plan['num_chunks']}, n_buffer {plan['n_buffer']}, "
-            f"n_swap {plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
-            f"{plan['num_blocks']}; {report['measured']['num_steps']} steps",
+            f"mode {plan['mode']} on {report['hardware']['name']}, {_knobs(plan)}; "
+            f"{report['measured']['num_steps']} steps",
             *([f"loss {format_losses(report['losses'])}"] if report["losses"] else []),
             *_listing(("term", "predicted", "measured", "off"), compared_rows(report)),
             _step(report["step_s"]),
@@ -215,10 +213,8 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
         host = "host of all ranks"
     yield (
         f"{'Plan' if fits else 'The plan that comes nearest'}: mode {mode} "
-        f"({MODES[mode]}), {ranks}n_persist {plan['n_persist']} of "
-        f"{plan['num_chunks']} chunks, n_buffer {plan['n_buffer']}, n_swap "
-        f"{plan['n_swap']}, n_checkpoint {plan['n_checkpoint']} of "
-        f"{plan['num_blocks']} blocks ({format_policies(plan['block_policies'])})"
+        f"({MODES[mode]}), {ranks}{_knobs(plan)} "
+        f"({format_policies(plan['block_policies'])})"
         + (f", adapters {adapters}" if (adapters := plan.get("adapters")) else "")
     )
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
@@ -232,6 +228,14 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
         yield _step(step)
     if fits:
         yield from priced
+
+
+def _knobs(plan: Answer) -> str:
+    return (
+        f"n_persist {plan['n_persist']} of {plan['num_chunks']} chunks, n_buffer "
+        f"{plan['n_buffer']}, n_swap {plan['n_swap']}, n_checkpoint "
+        f"{plan['n_checkpoint']} of {plan['num_blocks']} blocks"
+    )
 
 
 def _overview(answer: Answer) -> Row:
