@@ -1,4 +1,7 @@
-"""`axolotl protrain …`: commands beside `axolotl train`."""
+"""`axolotl protrain …`: commands beside `axolotl train`.
+
+`axolotl --help` reads this module, so commands import what they need.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,18 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
-    AbstractContextManager,
+    ExitStack,
     contextmanager,
-    nullcontext,
     redirect_stderr,
     redirect_stdout,
     suppress,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..core.errors import ConfigError, ProTrainError, printable
-
-if TYPE_CHECKING:
-    from .fitting import Fitting
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,7 +35,45 @@ def protrain() -> None:
     """Page a model that is larger than the device."""
 
 
-@protrain.command("selftest")
+class _Unplanned(click.ClickException):
+    """A question that has no answer: one line on stderr."""
+
+    exit_code = 3
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(" ".join(message.split())))
+
+
+class _Command(click.Command):
+    """Ends with 1 on what a person can put right, and says it without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # who reads has enough: click ends in silence
+            raise
+        except (ProTrainError, OSError) as error:
+            raise self.failure(str(error)) from error
+
+    def failure(self, message: str) -> click.ClickException:
+        return click.ClickException(printable(message))
+
+
+class _AnswerCommand(_Command):
+    """Ends with 3 then, and on usage errors; 2 is an answer: it does not fit, it differs."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _Unplanned(error.format_message()) from error
+
+    def failure(self, message: str) -> click.ClickException:
+        return _Unplanned(message)
+
+
+@protrain.command("selftest", cls=_Command)
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--steps", default=4, show_default=True, help="Optimizer steps of each run."
@@ -51,13 +88,9 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
 
     Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed.
     """
-    # imported here: `axolotl --help` reads this module
     from .selftest import run_selftest
 
-    try:
-        verdict = run_selftest(config, steps, keep, click.echo)
-    except ProTrainError as error:
-        raise click.ClickException(str(error)) from error
+    verdict = run_selftest(config, steps, keep, click.echo)
     click.echo(verdict.text())
     sys.exit(0 if verdict.passed else 1)
 
@@ -71,7 +104,6 @@ def _doctor(as_json: bool) -> None:
     3: it would not.
     """
     with _silence():
-        # imported here: `axolotl --help` reads this module
         import torch
 
         from . import doctor
@@ -88,31 +120,11 @@ def _doctor(as_json: bool) -> None:
     sys.exit(doctor.EXIT_CODES[doctor.worst(lines)])
 
 
-class _Unplanned(click.ClickException):
-    """A question that has no answer: one line on stderr."""
-
-    exit_code = 3
-
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(" ".join(message.split())))
-
-
-class _AnswerCommand(click.Command):
-    """Ends with 3 on usage errors; 2 is an answer: it does not fit, it differs."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **kwargs)
-        except click.UsageError as error:
-            raise _Unplanned(error.format_message()) from error
-
-
 def _gib(
     _context: click.Context, _option: click.Parameter, text: str | None
 ) -> float | None:
     if text is None:
         return None
-    # imported here: `axolotl --help` reads this module
     from ..args import parse_bytes
 
     with suppress(ValueError):
@@ -128,7 +140,8 @@ def _check_cards(
     config: Path, gpus: tuple[str, ...], num_gpus: int, link: str | None
 ) -> None:
     """Refuse what can be told before the seconds that Axolotl's imports take."""
-    # as above
+    if not config.is_file():
+        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
     import torch
 
     from ..core.profile import gpu_hardware
@@ -152,6 +165,19 @@ def _check_cards(
             "--gpu: this machine has no GPU; name the card to plan for, for example "
             "--gpu 4090."
         )
+
+
+def _check_options(
+    html: Path | None, write: Path | None, largest: str | None, levers: bool, cards: int
+) -> None:
+    if html is not None and largest:
+        raise ConfigError("--html draws a plan and --max gives a number: drop one.")
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise ConfigError(f"--html: {html} is no file in a folder that exists.")
+    if levers and (largest or cards > 1):
+        raise ConfigError("--levers and --write: for one card, and without --max.")
+    if write is not None and (write.exists() or not write.parent.is_dir()):
+        raise ConfigError(f"--write: {write} is no new file in a folder that exists.")
 
 
 @protrain.command("plan", cls=_AnswerCommand)
@@ -240,22 +266,20 @@ def _plan(
     """
     try:
         # what can be said before a minute of work
-        if not config.is_file():
-            raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
-        if html is not None and largest:
-            raise ConfigError("--html draws a plan and --max gives a number: drop one.")
-        if html is not None and (html.is_dir() or not html.parent.is_dir()):
-            raise ConfigError(f"--html: {html} is no file in a folder that exists.")
-        _check_cards(config, gpus, num_gpus, link)
         levers = levers or explain or write is not None
-        if levers:
-            _check_levers(gpus, largest, write)
+        _check_options(html, write, largest, levers, len(gpus))
+        _check_cards(config, gpus, num_gpus, link)
         question = (config, gpus, num_gpus, ram_gib, link)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with _silence(), _fitting(levers, question) as fitting, lean_imports():
+        with _silence(), lean_imports(), ExitStack() as undo:
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
-            # imported here: `axolotl --help` reads this module
+            fitting = None
+            if levers:
+                from .fitting import Fitting
+
+                # imports meanwhile what is imported here too
+                fitting = undo.enter_context(Fitting(*question))
             from ..report.forecast import DRAWN, FITS
             from ..report.text import largest_text, plan_text
             from .plan import DryRun
@@ -271,11 +295,10 @@ def _plan(
 
             html.write_text(plan_page(answers, config.name), "utf-8")
     except (ProTrainError, OSError) as error:
-        unplanned = _Unplanned(str(error))
         if as_json:
-            reason = {"verdict": "unsupported", "reason": unplanned.message}
-            _print_json([{**reason, "hardware": {"name": gpu}} for gpu in gpus or [""]])
-        raise unplanned from error
+            why = {"verdict": "unsupported", "reason": _Unplanned(str(error)).message}
+            _print_json([{**why, "hardware": {"name": gpu}} for gpu in gpus or [""]])
+        raise
     shown = [{k: v for k, v in a.items() if k not in DRAWN} for a in answers]
     if as_json:
         _print_json(shown)
@@ -284,27 +307,6 @@ def _plan(
         click.echo(printable(text))
     fits = (answer["verdict"] == FITS or answer.get("fixed") for answer in answers)
     sys.exit(0 if all(fits) else 2)
-
-
-def _check_levers(
-    gpus: tuple[str, ...], largest: str | None, file: Path | None
-) -> None:
-    if largest or len(gpus) > 1:
-        raise ConfigError("--levers and --write: for one card, and without --max.")
-    if file is not None and (file.exists() or not file.parent.is_dir()):
-        raise ConfigError(f"--write: {file} is no new file in a folder that exists.")
-
-
-def _fitting(
-    levers: bool, question: tuple[Any, ...]
-) -> AbstractContextManager[Fitting | None]:
-    """What prices levers, which imports meanwhile what is imported here too."""
-    if not levers:
-        return nullcontext()
-    # imported here: `axolotl --help` reads this module
-    from .fitting import Fitting
-
-    return Fitting(*question)
 
 
 def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
@@ -375,18 +377,14 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
 
     Several are compared. Exit code 3: one of them has no report.
     """
-    # imported here: `axolotl --help` reads this module
     from ..report.run import read_reports
     from ..report.text import report_text
 
-    try:
-        reports = read_reports(runs)
-        if html is not None:
-            from ..report.page import report_page
+    reports = read_reports(runs)
+    if html is not None:
+        from ..report.page import report_page
 
-            html.write_text(report_page(reports), "utf-8")
-    except (ProTrainError, OSError) as error:
-        raise _Unplanned(str(error)) from error
+        html.write_text(report_page(reports), "utf-8")
     click.echo(printable(report_text(reports)))
 
 
@@ -399,19 +397,12 @@ def _migrate(config: Path, write: bool) -> None:
     Adds two lines, and takes out or replaces what decides where weights live. Exit code
     0: that is all; 2: something is left for you to decide; 3: it cannot be edited.
     """
-    try:
-        # imported here: `axolotl --help` reads this module
-        from .migrate import migrate_file
+    from .migrate import migrate_file
 
-        found = migrate_file(config, write)
-    except (ProTrainError, OSError) as error:
-        raise _Unplanned(str(error)) from error
-    name = config.name
-    lines = (
-        [found.difference(name, f"{name}, migrated")]
-        if found.reasons
-        else ["Nothing to change."]
-    )
+    found, name = migrate_file(config, write), config.name
+    lines = ["Nothing to change."]
+    if found.reasons:
+        lines = [found.difference(name, f"{name}, migrated")]
     lines += (f"* {reason}" for reason in found.reasons)
     lines += (f"! left to you: {line}" for line in found.undecided)
     click.echo(printable("\n".join(lines)))
@@ -428,7 +419,6 @@ def _verify(folder: Path, as_json: bool) -> None:
     no list of them (protrain.json), or there is none.
     """
     with _silence():
-        # imported here: `axolotl --help` reads this module
         from ..core.checkpoint import MANIFEST, checkpoints, differences
 
         found = {str(p): differences(p) for p in checkpoints(folder) or [folder]}
@@ -441,7 +431,7 @@ def _verify(folder: Path, as_json: bool) -> None:
     sys.exit(2 if any(found.values()) else 3 if None in found.values() else 0)
 
 
-@protrain.command("serve")
+@protrain.command("serve", cls=_Command)
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
@@ -470,24 +460,20 @@ def _serve(
     The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
     is set; see docs/service.md.
     """
-    try:
-        # imported here: `axolotl --help` reads this module
-        from ..args import parse_bytes
-        from .serve import serve, status_text
+    from ..args import parse_bytes
 
-        if status is not None:
-            click.echo(printable(status_text(status)))
-            return
-        if config is None or not config.is_file():
-            raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
-        memory = None if adapter_memory is None else parse_bytes(adapter_memory)
-        serve(config, host, port, folder, memory)
+    try:
+        from .serve import serve, status_text
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"{error}: pip install 'axolotl-protrain[serve]'"
-        ) from error
-    except (ProTrainError, OSError) as error:
-        raise click.ClickException(printable(str(error))) from error
+        advice = "pip install 'axolotl-protrain[serve]'"
+        raise click.ClickException(f"{error}: {advice}") from error
+    if status is not None:
+        click.echo(printable(status_text(status)))
+        return
+    if config is None or not config.is_file():
+        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
+    memory = None if adapter_memory is None else parse_bytes(adapter_memory)
+    serve(config, host, port, folder, memory)
 
 
 @protrain.command()
