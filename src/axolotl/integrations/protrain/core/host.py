@@ -79,8 +79,8 @@ def place(address: int, nbytes: int, nodes: Sequence[int]) -> str:
     Returns:
         Why the system does not do it, as containers may forbid; empty if it does.
     """
-    if platform.system() != "Linux" or platform.machine() not in _MBIND:
-        return f"no mbind on {platform.system()} {platform.machine()}"
+    if platform.machine() not in _MBIND:
+        return f"no mbind on {platform.machine()}"
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (_MOST_NODES // bits))()
     for node in nodes:

@@ -27,12 +27,8 @@ from .optim import Gradients
 from .runtime import Pager, Ranks, Residence
 from .types import Plan
 
-
-@contextmanager
-def _not_counted() -> Iterator[None]:
-    """What is copied to be shown is no work of the device."""
-    with _python_dispatch._disable_current_modes():
-        yield
+_not_counted = _python_dispatch._disable_current_modes
+"""What is copied to be shown is no work of the device."""
 
 
 @dataclass
@@ -146,7 +142,8 @@ class Viewer:
         self._shown, self.takes = shown, together
         self.residence.show(shown, own=together)
         if together:
-            gradients.show()
+            for gradient in gradients.shown:
+                gradient.show()
 
     @_not_counted()
     def _bind_back(self, shown: frozenset[int], takes: bool) -> None:
@@ -154,11 +151,13 @@ class Viewer:
         if takes:
             # nobody of the node looks any longer
             self.ranks.node_sum(torch.zeros(1))
-            gradients.keep_replaced()
+            for gradient in gradients.shown:
+                gradient.keep_replaced()
         self.residence.hide(shown, takes)
         if takes:
             # a stand-in is where its parameter is
-            gradients.hide()
+            for gradient in gradients.shown:
+                gradient.hide()
             # each rank has taken its part of what all have written
             self.ranks.node_sum(torch.zeros(1))
             pager.forget_all()

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,10 @@ def plan_load(tensors: Sequence[Tensor]) -> tuple[Read, ...]:
     """
     files, reads = mapped_files(), []
     with ExitStack() as opened:
-        pages = opened.enter_context(_page_table())
+        pages = None
+        with suppress(OSError):
+            pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, pages)
         known: dict[Path, bool] = {}
         for number, tensor in enumerate(tensors):
             is_plain = tensor.is_contiguous() and not tensor.is_neg()
@@ -130,19 +133,6 @@ def _is_there(file: MappedFile) -> bool:
         and file.path.is_file()
         and file.path.stat().st_ino == file.inode
     )
-
-
-@contextmanager
-def _page_table() -> Iterator[int | None]:
-    try:
-        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _is_written(tensor: Tensor, pages: int | None) -> bool:

@@ -33,8 +33,8 @@ from ..runtime import Device, Removable, Source, Staging
 from ..runtime.device import Event
 from ..types import IN_FLIGHT, SUM_PIECE_BYTES, Counters
 from .host_chunks import HostChunk
+from .host_tensors import GradientSums
 from .stand_ins import ShownGradients
-from .sums import GradientSums
 
 
 class Gradients:
@@ -43,6 +43,9 @@ class Gradients:
 
     Args:
         staging: Through which sums come back.
+
+    Attributes:
+        shown: What `.grad` of the parameters is, by chunk.
     """
 
     host_bytes = 0
@@ -53,7 +56,7 @@ class Gradients:
     ) -> None:
         self.arrives: Callable[[int], None] = lambda chunk: None
         """Called before a gradient of a chunk is there, or the sum so far is fetched."""
-        self._shown: list[ShownGradients] = []
+        self.shown: list[ShownGradients] = []
         self._device, self._staging = device, staging
         self._counters = counters or Counters()
         self._expected: list[GradientSums] = []
@@ -66,32 +69,6 @@ class Gradients:
         for host in chunks:
             self._expect(host.sums)
         return [handle for host in chunks for handle in self._hook(host)]
-
-    def show(self) -> None:
-        """Let `.grad` of parameters be their settled gradients; see `ShownGradients`."""
-        for shown in self._shown:
-            shown.show()
-
-    def keep_replaced(self) -> None:
-        """What was put in their place is not the memory of others from here on."""
-        for shown in self._shown:
-            shown.keep_replaced()
-
-    def hide(self) -> None:
-        """Take over what was done to them."""
-        for shown in self._shown:
-            shown.hide()
-
-    def take_back(self, wait: Callable[[int], None]) -> None:
-        """Take over what `.grad` was set to meanwhile, after `settle`; `wait` returns
-        once a chunk is no longer waiting for its update."""
-        for shown in self._shown:
-            shown.take_back(partial(wait, shown.host.chunk.index))
-
-    def spend(self) -> None:
-        """A step ends."""
-        for shown in self._shown:
-            shown.spend()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
@@ -148,7 +125,7 @@ class Gradients:
         if somebody set it to a tensor, that replaces what is on its way.
         """
         shown = ShownGradients(host)
-        self._shown.append(shown)
+        self.shown.append(shown)
         for spec, param in zip(host.chunk.tensors, host.params, strict=True):
             if param._post_accumulate_grad_hooks:
                 raise AccessError(

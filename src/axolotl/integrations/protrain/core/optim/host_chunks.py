@@ -20,9 +20,8 @@ from ..errors import CheckpointError
 from ..layout import main_chunk, rest_chunk, spans
 from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk
-from .host_tensors import HostTensors
+from .host_tensors import GradientSums, HostTensors
 from .masters import Masters
-from .sums import GradientSums
 
 MASTER_KEY = "master"
 """Key of the fp32 master weight beside what the optimizer keeps."""

@@ -38,7 +38,7 @@ from ..runtime import Arena, Device, HostWorker, Ranks, Removable, Staging
 from ..types import Counters
 from .gradients import Gradients
 from .host_chunks import HostChunk
-from .sums import GradientSums
+from .host_tensors import GradientSums
 
 
 class GradientReduction(Gradients):
@@ -123,7 +123,7 @@ class GradientReduction(Gradients):
         for row, host in zip(flags.tolist(), self._hosts, strict=True):
             host.sums.present.clear()
             host.sums.present.update(i for i, was_used in enumerate(row) if was_used)
-        for shown in self._shown:
+        for shown in self.shown:
             shown.stand_in()
 
     def discard(self) -> None:

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError, ConfigError
-from ..runtime import Device, HostWorker, Ranks, Staging
 from .chunk_update import ChunkUpdate
 from .gradients import Gradients
 from .host_chunks import MASTER_KEY, HostChunk, require_masters
+from .host_tensors import GradientSums
 from .masters import Masters
 from .noted import Clip, Noted, marks, require_separable, states_of
-from .pending import PendingUpdates, Surroundings
+from .pending import PendingUpdates
 from .state_memory import StateMemory, unpack
 from .states import HostedState, Leaf
-from .sums import GradientSums
 
 
 class Updates(PendingUpdates):
@@ -41,23 +40,10 @@ class Updates(PendingUpdates):
         kind: The class of `plain`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        staging: Staging,
-        worker: HostWorker,
-        around: Surroundings,
-        ranks: Ranks,
-        on_host: bool = False,
-    ) -> None:
-        super().__init__(device, staging, worker, around, ranks, on_host)
-        self._memory = StateMemory(device, not on_host, ranks.world.local_size > 1)
-        self._places: dict[int, tuple[ChunkUpdate, int]] = {}
-        self._clip: Clip | None = None
-        # there may be state
-        self._stepped = self._noting = False
-        # on one of several ranks, who has the state of all
-        self._gathered = ranks.world.local_size == 1
+    _clip: Clip | None = None
+    # there may be state
+    _stepped = False
+    _noting = False
 
     def wrap(
         self,
@@ -72,6 +58,10 @@ class Updates(PendingUpdates):
         """
         require_separable(plain)
         self.plain, self.kind = plain, type(plain)
+        several = self._ranks.world.local_size > 1
+        self._memory = StateMemory(self._device, not self._on_host, several)
+        # on one of several ranks, who has the state of all
+        self._gathered = not several
         self.take_chunks(chunks, gradients)
         name = f"Paged{self.kind.__name__}"
         bases = (PagedOptimizer, self.kind)
@@ -95,7 +85,7 @@ class Updates(PendingUpdates):
                 known[id(host)] = ChunkUpdate(self.plain, host, state)
         before, self._all = {*map(id, self._all)}, [known[id(host)] for host in chunks]
         self._own = {own.host.chunk.index: own for own in self._all}
-        self._places = {
+        self._places: dict[int, tuple[ChunkUpdate, int]] = {
             id(param): (own, index)
             for own in self._all
             for index, param in enumerate(own.host.params)
@@ -237,7 +227,8 @@ class Updates(PendingUpdates):
             self.show_states()
             for param, stand_in in stood:
                 param.grad = stand_in
-            self._gradients.spend()
+            for shown in self._gradients.shown:
+                shown.spend()
         self._note()
         self._around.show_again()
 
@@ -420,7 +411,8 @@ class Updates(PendingUpdates):
 
     def _settle(self) -> None:
         self._gradients.settle()
-        self._gradients.take_back(self._replaced)
+        for shown in self._gradients.shown:
+            shown.take_back(partial(self._replaced, shown.host.chunk.index))
 
     def _share_norms(self) -> None:
         """Let all ranks know the norm of every gradient; see Note [The norm of all gradients]."""

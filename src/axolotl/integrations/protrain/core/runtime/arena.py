@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -131,21 +130,17 @@ def host_buffer(nbytes: int) -> Tensor:
 
 
 def _map_private(nbytes: int) -> mmap.mmap:
-    if sys.platform == "win32":
-        return mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        # dataloader workers would make every updated page exist twice
-        memory.madvise(mmap.MADV_DONTFORK)
+    # dataloader workers would make every updated page exist twice
+    memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 
 def return_freed_memory() -> None:
-    """Ask glibc to give freed heap pages back; elsewhere do nothing."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    """Ask glibc to give freed heap pages back; other libraries cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def map_shared(nbytes: int, ranks: Ranks) -> tuple[mmap.mmap, int]:
@@ -184,13 +179,6 @@ def map_file(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _make_file(nbytes: int) -> int:
-    if not hasattr(os, "memfd_create"):
-        raise ConfigError(
-            "protrain_auto_memory: memfd_create, by which ranks share host memory "
-            "and what is written under masters is found, is not there on this "
-            "system. Train with one process and protrain_fp32_master: false, or "
-            "set protrain_force_all_persistent: true."
-        )
     descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
     return descriptor
