@@ -54,7 +54,7 @@ WITH_ADAPTERS = {
     # whose reference reads the rows that do not train
     "kto": case("17MiB", ["rows", *BOTH], PREFERRED["rl: kto"], HEAD),
     "tied": case("20MiB", [], SUMS, family="llama-tied"),
-    "dpo": case("20MiB", ["rows"], PREFERRED["rl: dpo"], ONE_ROW, marks=FULL),
+    "dpo": case("17MiB", ["rows"], PREFERRED["rl: dpo"], ONE_ROW, marks=FULL),
     "generation": case("29MiB", ["rows"], GENERATED, marks=FULL),
     "fused loss": case("16MiB", ["rows"], IN_TORCH, FUSED, marks=FULL),
     "scaled and tied": case("20MiB", [], SUMS, family="gemma3", marks=FULL),
