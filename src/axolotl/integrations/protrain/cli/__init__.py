@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
+import importlib.util
 import io
 import json
 import logging
@@ -269,7 +271,7 @@ def _plan(
         _check_cards(config, gpus, num_gpus, link)
         question = (config, gpus, num_gpus, ram_gib, link)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with _silence(), ExitStack() as undo:
+        with _silence(), lean_imports(), ExitStack() as undo:
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             fitting = None
@@ -327,6 +329,42 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def lean_imports() -> Iterator[None]:
+    """Leave out what libraries prepare while they are imported and a plan never runs.
+
+    bitsandbytes compiles functions, which imports a compiler, transformers looks for
+    sklearn, and Axolotl's callbacks evaluate and report: for seconds each.
+    """
+    from unittest.mock import patch
+
+    import torch
+    from transformers import utils
+
+    empty = {
+        # with a spec: found by whoever asks whether it is installed
+        name: importlib.util.module_from_spec(
+            importlib.machinery.ModuleSpec(name, None)
+        )
+        for name in {"evaluate", "wandb"} - sys.modules.keys()
+        if importlib.util.find_spec(name) is not None
+    }
+
+    def uncompiled(function: Any = None, **_options: Any) -> Any:
+        return function if function is not None else uncompiled
+
+    sys.modules.update(empty)
+    try:
+        with (
+            patch.object(torch, "compile", uncompiled),
+            patch.object(utils, "is_sklearn_available", lambda: False),
+        ):
+            yield
+    finally:
+        for name in empty:
+            del sys.modules[name]
 
 
 @protrain.command("report", cls=_AnswerCommand)

@@ -228,12 +228,15 @@ def _named(keys: Keys, cfg: Any) -> str:
 
 def serve() -> None:
     """Read questions from standard input, write answers to standard output."""
+    # imported here: the command reads this module before it silences libraries
+    from . import lean_imports
+
     torch.set_num_threads(1)
     with os.fdopen(os.dup(1), "wb") as answers, open(os.devnull, "wb") as nothing:
         # libraries print
         os.dup2(nothing.fileno(), 1)
-        from . import plan  # noqa: F401
-
+        with lean_imports():
+            from . import plan  # noqa: F401
         # forks share what none of them writes to
         gc.disable()
         gc.freeze()
