@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from fork_server import Fork
 from plan_jobs import run_command
 
 from axolotl.integrations.protrain.cli import doctor
+from axolotl.integrations.protrain.core.host import RESERVE_BYTES
 from axolotl.integrations.protrain.core.session import Session
 
 
@@ -28,11 +31,23 @@ def test_a_machine_without_a_gpu_works_badly(tmp_path: Path) -> None:
     assert answer["level"] == "poor"
     lines = {line["name"]: line for line in answer["lines"]}
     assert lines["versions"]["level"] == lines["parity"]["level"] == "good"
-    assert (
-        lines["device"]["level"] == "poor" and "nvidia-smi" in lines["device"]["advice"]
-    )
+    assert lines["device"]["level"] == "poor" and "CUDA" in lines["device"]["advice"]
     assert all(line["advice"] or line["level"] == "good" for line in answer["lines"])
     assert "29 of 29" in lines["parity"]["found"]
+
+
+def test_nothing_is_measured_where_that_may_end_the_process() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    leaves = psutil.Process().memory_info().vms + RESERVE_BYTES + (1 << 29)
+    resource.setrlimit(resource.RLIMIT_AS, (leaves, limits[1]))
+    try:
+        *others, last = doctor.findings(torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert last.name == "memory nodes"
+    (bad,) = (line for line in others if line.level == "bad")
+    assert bad.name == "host memory" and "MiB may be used" in bad.found
+    assert "ulimit -v" in bad.advice
 
 
 def test_numbers_that_differ_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from recording_plugin import AFTER_FILE
 
 Run = Callable[[Job], Result]
 
-BUDGET_MIB = 3
+BUDGET_MIB = 4
 STEPS = {"gradient_accumulation_steps": 2, "max_steps": 4}
 
 
@@ -179,8 +179,9 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
     keys = {"protrain_learn_peak": True, "protrain_cache_dir": "lessons"}
     keys["protrain_capacity_bytes"] = f"{BUDGET_MIB}MiB"
     taking = {"plugins": [PROTRAIN, SEEDING, "failing_plugin.TakeUnseen"]}
+    long = {**LORA, "sequence_len": 256}
     first, second, third, last = (
-        run(job("llama", PAGED, keys, more, {"max_steps": steps}))
+        run(job("llama", long, PAGED, keys, more, {"max_steps": steps}))
         for steps, more in ((3, taking), (4, taking), (5, {}), (6, {}))
     )
     peaks = [r.report["compared"]["device peak bytes"] for r in (first, second, last)]
@@ -189,6 +190,14 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
         assert peak["measured"] == pytest.approx(peak["predicted"], rel=0.01)
     plans = [r.report["plan"]["block_policies"] for r in (first, second, last)]
     assert plans[0] == plans[2] != plans[1]
+    assert_equal(third, run(job("llama", long, {"max_steps": 5})))
+    (faster,) = third.report["notches"]
+    assert faster["step"] == 5 and faster["unneeded_bytes"] == UNSEEN_BYTES
+    assert faster["from"]["placements"] == faster["to"]["placements"]
+    assert faster["from"]["n_checkpoint"] > faster["to"]["n_checkpoint"]
+    assert plans[0] == third.report["plan"]["block_policies"]
+    assert third.report["plan"]["origin"] == "measured"
+    assert third.report["measured"]["device_peak_bytes"] == peaks[2]["measured"]
     notes = [" ".join(r.report["notes"]) for r in (first, second, third)]
     assert "protrain_learn_peak" not in notes[0] and "1.0 MiB" in notes[1]
     assert "The next run of this model and these rows plans with it." in notes[2]

@@ -157,6 +157,35 @@ def test_a_smaller_plan_is_the_fastest_plan_that_can_be_reached(
 
 
 @few
+@given(cases(), st.data())
+def test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is(
+    case: Case, data: st.DataObject
+) -> None:
+    judged = case.plans()
+    before = data.draw(st.sampled_from(judged))
+    device_bytes = before.device_bytes + data.draw(st.integers(-200, 200))
+    spare_bytes = data.draw(st.integers(0, 500))
+    reached = [
+        plan.step.total_s
+        for plan in judged
+        if plan.device_bytes - spare_bytes <= device_bytes
+        and plan.plan.shards == before.plan.shards
+        and [at.on_host for at in plan.plan.placements]
+        == [at.on_host for at in before.plan.placements]
+    ]
+    unseen_bytes = case.memory.hardware.unseen_bytes - spare_bytes
+    if not reached:
+        with pytest.raises(BudgetError):
+            planner(case, device_bytes).faster(before.plan, unseen_bytes)
+        return
+    taught, after = planner(case, device_bytes).faster(before.plan, unseen_bytes)
+    assert min(reached) / ALMOST <= after.step.total_s <= min(reached) * ALMOST
+    assert after.device.peak_bytes <= device_bytes
+    assert after.device == taught.memory.device(after.plan)
+    assert after.plan.origin == "measured"
+
+
+@few
 @given(cases(), st.sampled_from(list(FORCED)))
 def test_a_mode_is_had_or_its_key_is_named(case: Case, key: str) -> None:
     args, mode = ProTrainArgs.model_construct(**{key: True}), FORCED[key]

@@ -38,6 +38,10 @@ NOTCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"resident": [1], "inside": HOST_STATE, "outside": HOST_STATE},
     ),
     "slots": ({"n_buffer": 4}, {"n_buffer": 2}),
+    "faster": (
+        {"n_buffer": 2, "recompute": ALL, "resident": [1], "inside": HOST_STATE},
+        {"n_buffer": 3, "recompute": [0], "resident": [0, 1], "inside": HOST_STATE},
+    ),
 }
 """Plans before and after, as `make_plan` takes them."""
 

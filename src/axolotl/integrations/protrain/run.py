@@ -139,6 +139,8 @@ class TrainingRun:
         self._said: set[str] = set()
         self._told = 0.0
         self._most_tokens = 0
+        self._watched_steps = WATCHED_STEPS
+        self._unseen_bytes: int | None = None
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -334,6 +336,9 @@ class TrainingRun:
         self.note_peak()
         self.recovery.begin(trainer)
         self._watch()
+        if self._unseen_bytes is not None and not self.saves_beside:
+            unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
+            self.recovery.use_room(unseen_bytes)
         self._started = time.perf_counter()
 
     def end_step(self) -> None:
@@ -427,16 +432,17 @@ class TrainingRun:
                 act()
 
     def replan(self, forecast: Forecast) -> None:
-        """Go on with the step under a smaller plan."""
-        assert self.session is not None
+        """Go on with the step under another plan."""
+        assert self.session is not None and self.report is not None
         # what moves now is not the step's
         self._watching.close()
         self.session.replan(forecast.plan)
+        self._watched_steps = len(self.report.step_s) + WATCHED_STEPS
         self._watch()
 
     def _watch(self) -> None:
         assert self.session is not None and self.report is not None
-        watched = len(self.report.step_s) < WATCHED_STEPS
+        watched = len(self.report.step_s) < self._watched_steps
         if watched or self.args.protrain_check_races:
             self._watching.enter_context(self.session.watch())
 
@@ -446,7 +452,7 @@ class TrainingRun:
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
         planned, peak = _counted_bytes(report), self.session.device.peak_bytes()
         usable, lines = forecast.budget.usable_bytes, []
-        learns = self._learn(report, [peak])
+        learned = self._learn(report, [peak])
         if (
             abs(peak - planned) > BYTES_APART * planned
             and UNCOUNTED not in report.notes
@@ -454,7 +460,8 @@ class TrainingRun:
             advice = "Lower protrain_capacity_bytes by that much if a step runs out."
             if peak < planned:
                 advice = "Training is safe."
-            if learns:
+            if learned is not None:
+                self._unseen_bytes = _unseen_bytes(report) + learned
                 advice = "The next run of this model and these rows plans with it."
             lines.append(
                 f"device peak: {format_bytes(planned)} predicted, {format_bytes(peak)} "
@@ -474,9 +481,9 @@ class TrainingRun:
             report.notes.append(line)
             self.log.warning(f"ProTrain's prediction is off: {line}")
 
-    def _learn(self, report: RunReport, peaks: Sequence[int]) -> bool:
+    def _learn(self, report: RunReport, peaks: Sequence[int]) -> int | None:
         """Let later runs plan with the peak of these ranks, where it is far from its
-        prediction; whether they do."""
+        prediction: bytes beyond the trace, None where they do not."""
         forecast, device = report.forecast, torch.device(report.device)
         beyond, apart = self.recovery.unplanned_bytes, 0.0
         if not beyond:
@@ -487,25 +494,26 @@ class TrainingRun:
                 or UNCOUNTED in report.notes
                 or not self._is_first
             ):
-                return False
+                return None
             apart = BYTES_APART * _counted_bytes(report)
             beyond = max(peaks) - forecast.device.peak_bytes
             beyond += forecast.hardware.unseen_bytes
+        seen = peak_seen(self.args, device, forecast.layout, forecast.trace)
+        known = seen.beyond_bytes if seen else 0
+        short = self._most_tokens < forecast.workload.tokens
+        if short and beyond < max(known, 0):
+            return None
         if beyond < 0:
-            if self._most_tokens < forecast.workload.tokens:
-                return False
             # another plan may need it
             beyond //= 2
-        known = peak_seen(self.args, device, forecast.layout, forecast.trace)
-        close = abs(beyond - (known.beyond_bytes if known else 0)) <= apart
-        if close or not self.args.protrain_learn_peak:
-            return False
+        if abs(beyond - known) <= apart or not self.args.protrain_learn_peak:
+            return None
         try:
             keep_peak(self.args, device, forecast, beyond)
         except ConfigError as error:
             self.log.warning(str(error))
-            return False
-        return True
+            return None
+        return beyond
 
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
@@ -593,9 +601,13 @@ class TrainingRun:
 
 def _counted_bytes(report: RunReport) -> int:
     """Of the predicted peak what torch's allocator counts."""
-    forecast, device = report.forecast, torch.device(report.device)
-    beside = measured_unseen_bytes(device, forecast.hardware.device_bytes)
-    return forecast.device.peak_bytes - beside
+    return report.forecast.device.peak_bytes - _unseen_bytes(report)
+
+
+def _unseen_bytes(report: RunReport) -> int:
+    """Of the device, that its allocator does not count."""
+    total = report.forecast.hardware.device_bytes
+    return measured_unseen_bytes(torch.device(report.device), total)
 
 
 def _others_compute() -> bool:

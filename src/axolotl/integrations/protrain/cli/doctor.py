@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ between give less."""
 LOW_OVERLAP = 0.7
 LOW_HOST_BYTES, LOW_DISK_BYTES = 16 << 30, 40 << 30
 LOW_ADAM = 1.5e9
-LOCKED_BYTES = 4 << 30
+LEAST_HOST_BYTES = 1 << 30
+"""What is measured here takes that, and so does any model."""
+LOCKED_BYTES, LOCKED_AT_ONCE = 4 << 30, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,17 @@ class Finding:
 
 def findings(device: torch.device) -> Iterator[Finding]:
     """All lines, in an order in which each may explain those below it."""
+    usable = host_memory()
     yield _versions()
     yield _card(device)
-    yield from _host()
+    yield from _host(usable)
     yield _memory_nodes(device)
-    yield _page_locking(device)
+    if usable < LEAST_HOST_BYTES:
+        # beyond its limit a container is killed, without a word
+        return
+    yield _page_locking(device, min(LOCKED_BYTES, usable // 4))
     free = device_memory(device) if device.type == "cuda" else 0
-    rates = measure_hardware(device, host_memory(), free)
+    rates = measure_hardware(device, usable, free)
     yield from _rates(rates)
     if device.type == "cuda":
         yield _overlap(open_device(device))
@@ -107,12 +113,15 @@ def _versions() -> Finding:
 
 def _card(device: torch.device) -> Finding:
     if device.type == "cpu":
+        why = "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+        if torch.version.cuda is None:
+            why = "this build has no CUDA, install one that has (pytorch.org)"
         return Finding(
             "device",
             f"{device_name(device)}, no GPU",
             POOR,
             "Training works, slowly; a GPU that should be here is not seen by torch "
-            f"{torch.__version__}: look at nvidia-smi and at CUDA_VISIBLE_DEVICES.",
+            f"{torch.__version__}: {why}.",
         )
     free, total = torch.cuda.mem_get_info(device)
     major, minor = torch.cuda.get_device_capability(device)
@@ -127,23 +136,24 @@ def _card(device: torch.device) -> Finding:
     )
 
 
-def _host() -> Iterator[Finding]:
-    total, usable = psutil.virtual_memory().total, host_memory()
-    yield _judged(
+def _host(usable: int) -> Iterator[Finding]:
+    total = psutil.virtual_memory().total
+    line = _judged(
         "host memory",
         f"{format_bytes(usable)} may be used, of {format_bytes(total)}",
         usable >= LOW_HOST_BYTES,
         "The base model has to lie there: two bytes a parameter, half of one in 4 bits, "
         "and optimizer state in a full fine-tune. Ask for more, or raise the container's "
-        "limit.",
+        "limit or `ulimit -v`.",
     )
+    yield replace(line, level=BAD) if usable < LEAST_HOST_BYTES else line
     cores, seen = processors(), os.cpu_count() or 1
     yield _judged(
         "processors",
         f"{cores} to be kept busy, {seen} seen",
         cores >= 4,
         "One thread queues work and autograd has its own; dataloaders and updates on the "
-        "host share the rest. Raise the container's quota or affinity.",
+        "host share the rest. Rent more, or raise the container's quota or affinity.",
     )
     free = shutil.disk_usage(Path.cwd()).free
     yield _judged(
@@ -173,15 +183,17 @@ def _memory_nodes(device: torch.device) -> Finding:
     )
 
 
-def _page_locking(device: torch.device) -> Finding:
+def _page_locking(device: torch.device, asked: int) -> Finding:
     if device.type == "cpu":
         return Finding("page-locking", "not needed without a GPU")
-    asked = min(LOCKED_BYTES, host_memory() // 4)
-    opened, buffer = open_device(device), host_buffer(asked)
+    # piece by piece, as chunks are
+    opened, pieces = open_device(device), host_buffer(asked).split(LOCKED_AT_ONCE)
     began = time.perf_counter()
-    opened.pin(buffer)
+    for piece in pieces:
+        opened.pin(piece)
     seconds, pageable = time.perf_counter() - began, opened.pageable_bytes
-    opened.unpin(buffer)
+    for piece in pieces:
+        opened.unpin(piece)
     return _judged(
         "page-locking",
         f"{format_bytes(asked - pageable)} of {format_bytes(asked)} tried, "

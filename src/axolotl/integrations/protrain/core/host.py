@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,11 +33,15 @@ _PREFERRED, _INTERLEAVE, _MOST_NODES = 1, 3, 1024
 
 
 def host_memory(mounted: Path = _MOUNTED, own: Path = _OWN) -> int:
-    """Bytes that this process may still take: the machine's or those of its cgroups.
+    """Bytes that this process may still take: the machine's, those of its cgroups, or
+    addresses that `ulimit -v` leaves.
 
     Pages of files, weights for example, are given up where memory is asked for.
     """
     available = [psutil.virtual_memory().available, *_cgroups_leave(mounted, own)]
+    addresses, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        available.append(addresses - psutil.Process().memory_info().vms)
     return max(min(available) - RESERVE_BYTES, 0)
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from .cost import StepTime
-from .cost.memory import DeviceEstimate, HostEstimate
+from .cost.memory import DeviceEstimate, HostEstimate, MemoryModel
 from .errors import BudgetError
 from .search import Search
 from .types import (
@@ -73,18 +73,9 @@ class Planner(Search):
             BudgetError: None is lower.
         """
 
-        def reachable(placements: Sequence[Placement]) -> bool:
-            pairs = zip(plan.placements, placements, strict=True)
-            return all(
-                old.on_host == new.on_host or (new.on_host and index in movable)
-                for index, (old, new) in enumerate(pairs)
-            )
-
         def fastest(below: int) -> Plan:
             smaller = Budget(min(room, below), 0, budget.host_bytes)
-            redone = self._redone_if_paged
-            search = Search(self.memory, self._times, smaller, reachable, redone)
-            return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
+            return self._reached(plan, smaller, movable)
 
         budget = self._budget
         peak = self.memory.device(plan).peak_bytes
@@ -97,6 +88,39 @@ class Planner(Search):
         else:
             lower = fastest(peak - 1)
         return self.forecast(replace(lower, origin="notch"))
+
+    def faster(self, plan: Plan, unseen_bytes: int) -> tuple[Planner, Forecast]:
+        """The fastest plan that has on the host what `plan` has there, and its planner.
+
+        Args:
+            plan: What ran.
+            unseen_bytes: What it showed that the device takes beside what is traced.
+
+        Raises:
+            BudgetError: None fits.
+        """
+        memory = self.memory
+        hardware = replace(memory.hardware, unseen_bytes=unseen_bytes)
+        taught = MemoryModel(memory.layout, memory.trace, memory.workload, hardware)
+        planner = Planner(
+            taught, self._times, self._budget, redone_if_paged=self._redone_if_paged
+        )
+        reached = planner._reached(plan, self._budget, frozenset())
+        return planner, planner.forecast(replace(reached, origin="measured"))
+
+    def _reached(self, plan: Plan, budget: Budget, movable: Set[int]) -> Plan:
+        """The fastest plan to which a session of `plan` can go on."""
+
+        def reachable(placements: Sequence[Placement]) -> bool:
+            pairs = zip(plan.placements, placements, strict=True)
+            return all(
+                old.on_host == new.on_host or (new.on_host and index in movable)
+                for index, (old, new) in enumerate(pairs)
+            )
+
+        redone = self._redone_if_paged
+        search = Search(self.memory, self._times, budget, reachable, redone)
+        return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
 
     def forecast(self, plan: Plan) -> Forecast:
         """What `plan` will cost."""

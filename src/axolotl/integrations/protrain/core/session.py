@@ -327,7 +327,7 @@ class Session:
     def _unwind(self) -> None:
         for block in self._running:
             block.unwind()
-        drop_ended_backward()
+        drop_ended_backward(self.device.torch_device)
         if self._swap is not None:
             # what was under way for backward keeps its memory until then
             self._swap.settle()
@@ -414,7 +414,7 @@ class Session:
             undo.callback(self._residence.detach_state)
             undo.callback(self._residence.move_out)
             undo.callback(_remove, self._handles)
-            undo.callback(drop_ended_backward)
+            undo.callback(drop_ended_backward, self.device.torch_device)
             undo.callback(self.device.synchronize)
             undo.callback(self._pager.close_any)
             undo.callback(self._worker.close)

@@ -45,15 +45,13 @@ class RunReport:
         """The plan and its prediction in one short table."""
         return "\n".join([forecast_table(self.forecast, self.device), *self.notes])
 
-    def replanned(
-        self, step: int, shortage: Mapping[str, Any], forecast: Forecast
-    ) -> None:
-        """A step ran out of memory and goes on under another forecast's plan."""
+    def replanned(self, step: int, why: Mapping[str, Any], forecast: Forecast) -> None:
+        """From this step on the run is under another forecast's plan."""
         before, after = (
             {**knobs_dict(plan), "placements": [at.value for at in plan.placements]}
             for plan in (self.forecast.plan, forecast.plan)
         )
-        self.notches.append({"step": step, **shortage, "from": before, "to": after})
+        self.notches.append({"step": step, **why, "from": before, "to": after})
         self.forecast = forecast
 
     def summary(self, measured: Measured) -> str:

@@ -282,16 +282,18 @@ def attach_state_dict(
     ]
 
 
-def drop_ended_backward() -> None:
+def drop_ended_backward(device: torch.device) -> None:
     """Let go of the graph of a backward pass that an error ended.
 
-    torch keeps its nodes that were ready, in a queue of the calling thread, until some
-    backward comes past them: here one whose only node sorts last.
+    torch keeps its nodes that were ready, in a queue of the calling thread and in one of
+    the device's, until some backward comes past them: here one whose only node sorts
+    last, without memory, which may be short.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        end = torch.zeros((), requires_grad=True) * 1
-    end.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
-    end.backward()
+    for queue in (torch.device("cpu"), device):
+        with torch.inference_mode(False), torch.enable_grad():
+            end = torch.empty(0, device=queue, requires_grad=True) * 1
+        end.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+        end.backward(end.detach())
 
 
 def _direction() -> Direction:
