@@ -85,6 +85,23 @@ def test_training_goes_on_under_another_plan(
     assert_same(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("notch", ["all", "state", "faster"])
+def test_updates_may_be_due(notch: str) -> None:
+    """Between two steps those of paged weights have not been made yet."""
+    before, after = NOTCHES[notch]
+    model = stack()
+    plain = twin(model)
+    theirs = train(plain, adamw(plain), DATA, clip=0.5)
+    session = open_session(model, **before)
+    optimizer = wrapped(session)
+    ours = train(model, optimizer, DATA[:2], session, clip=0.5)
+    session.replan(make_plan(session.layout, **after))
+    ours += train(model, optimizer, DATA[2:], session, clip=0.5)
+    session.close()
+    assert ours == theirs
+    assert_same(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_may_be_under_way(seed: int) -> None:
     model = stack()
