@@ -68,6 +68,7 @@ def test_training_goes_on(run: Run, jobs: Pair) -> None:
     assert paged.report["plan"].items() >= notch["to"].items()
     assert paged.report["plan"]["origin"] == "notch"
     assert "ProTrain plan (notch)" in paged.log
+    assert "repeated under a smaller plan" in " ".join(paged.report["notes"])
 
 
 def on_two(jobs: Pair) -> Pair:
@@ -199,6 +200,7 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
     assert third.report["plan"]["origin"] == "measured"
     assert third.report["measured"]["device_peak_bytes"] == peaks[2]["measured"]
     notes = [" ".join(r.report["notes"]) for r in (first, second, third)]
+    assert "goes on under a faster plan" in notes[2]
     assert "protrain_learn_peak" not in notes[0] and "1.0 MiB" in notes[1]
     assert "The next run of this model and these rows plans with it." in notes[2]
 

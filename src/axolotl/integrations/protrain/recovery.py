@@ -204,12 +204,14 @@ class Recovery(StepRecovery):
         freed = before.hardware.unseen_bytes - unseen_bytes
         why = {"phase": "between steps", "unneeded_bytes": freed}
         self._report.replanned(self._step, why, after)
-        self._run.log.info(
+        seconds = (format_seconds(f.step.total_s) for f in (before, after))
+        line = (
             f"Step {self._step}: the device needs {format_bytes(freed)} less than was "
-            f"planned with, which makes a faster plan: {format_seconds(after.step.total_s)} "
-            f"a step, before {format_seconds(before.step.total_s)}.\n"
-            + self._report.table()
+            f"planned with. The run goes on under a faster plan: {' -> '.join(seconds)} "
+            "a step."
         )
+        self._run.log.info(f"{line}\n{self._report.table()}")
+        self._report.notes.append(line)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Look for room before an update, not while it changes weights."""
@@ -360,10 +362,9 @@ class Recovery(StepRecovery):
         self._repeats += 1
         self._run.replan(forecast)
         self._report.replanned(self._step, asdict(shortage), forecast)
-        self._run.log.warning(
-            f"Step {self._step}: {shortage}. It is repeated under a smaller plan.\n"
-            + self._report.table()
-        )
+        line = f"Step {self._step}: {shortage}. It is repeated under a smaller plan."
+        self._run.log.warning(f"{line}\n{self._report.table()}")
+        self._report.notes.append(line)
 
     def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
         forecast = self._report.forecast
