@@ -78,3 +78,28 @@ session.close()
 print(left)
 """
     assert in_process(SESSIONS + code) == "[0, 0, 0, 0]"
+
+
+def test_what_is_on_the_device_comes_home_in_pieces() -> None:
+    """Empty, of one element, in another order, and larger than a piece."""
+    code = """
+from axolotl.integrations.protrain.core.runtime import CheckedDevice
+model = stack(**SIZES)
+sizes = {"empty": (0,), "one": (), "wide": (34_000_001,), "ordered": (6, 4)}
+for name, size in sizes.items():
+    model.register_parameter(name, nn.Parameter(torch.randn(size), requires_grad=False))
+model.ordered.data = model.ordered.data.t()
+before = {name: value.clone() for name, value in model.state_dict().items()}
+layout = build_layout(model)
+plan = make_plan(layout, resident=(0, 1, 2))
+session = Session(model, layout, plan, CheckedDevice(devices.CudaDevice(0)), Options(True))
+model(DATA[0][0])
+session.close()
+print(all(
+    torch.equal(value, before[name])
+    and value.stride() == before[name].stride()
+    and not value.is_pinned()
+    for name, value in model.state_dict().items()
+))
+"""
+    assert in_process(SESSIONS + code) == "True"
