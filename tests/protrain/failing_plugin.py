@@ -97,6 +97,22 @@ class FailWithoutMeasure(FailingPlugin):
     error = torch.OutOfMemoryError("Tried to allocate 1.00 GiB.")
 
 
+class FailBesideGradients(FailingPlugin):
+    """In a step that begins with gradients, as after an epoch of unknown length."""
+
+    where = "forward"
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
+        return [*super().add_callbacks_pre_trainer(cfg, model), _LeaveGradients()]
+
+
+class _LeaveGradients(TrainerCallback):
+    def on_step_end(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = torch.ones_like(param)
+
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNSEEN_BYTES = (32 if DEVICE == "cuda" else 1) << 20
 

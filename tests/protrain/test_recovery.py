@@ -160,6 +160,7 @@ ERRORS = {
     "FailUpdate": ("in update", "half done", 0),
     "FailFourTimes": ("in forward", "under a smaller plan already, 3 times", 3),
     "FailWithoutMeasure": ("in backward", "no smaller plan", 0),
+    "FailBesideGradients": ("in forward", "it began with gradients", 0),
 }
 
 
@@ -203,6 +204,21 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
     assert "goes on under a faster plan" in notes[2]
     assert "protrain_learn_peak" not in notes[0] and "1.0 MiB" in notes[1]
     assert "The next run of this model and these rows plans with it." in notes[2]
+
+
+def test_an_evaluation_to_come_is_no_room_to_spare(run: Run) -> None:
+    """The largest part of the prediction, which the first steps do not show."""
+    later = {**EVALUATED, "eval_steps": 6, "eval_batch_size": 8}
+    keys = {"protrain_learn_peak": True, "protrain_cache_dir": "evaluations"}
+    steps = {"sequence_len": 256, "micro_batch_size": 1, "max_steps": 5}
+    result = run(job("llama", LORA, steps, later, PAGED, keys))
+    phases = result.report["device_bytes"]["phases"]
+    assert phases["evaluation"] > 1.2 * phases["backward"]
+    assert not result.report["notches"]
+    assert not [note for note in result.report["notes"] if "device peak" in note]
+    kept = (result.folder.parents[1] / "evaluations").glob("*.json")
+    measured = {json.loads(file.read_text())["key"]["measures"] for file in kept}
+    assert "hardware" in measured and "peak" not in measured
 
 
 def test_a_shortage_is_a_lesson_and_one_that_nothing_fits_beside_is_none(

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import statistics
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -839,8 +841,8 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, path: str) -> 
     )
     pages = f"{prefix}active_file {GIB // 4}\n{prefix}inactive_file {GIB // 4}\nanon 1"
 
-    def free() -> int:
-        return host_memory(mounted, own)
+    def free(given_back: int = 0) -> int:
+        return host_memory(mounted, own, given_back)
 
     unlimited = free()
     cgroup(root, **{limit: without, used: 5 * GIB, "memory__stat": pages})
@@ -852,7 +854,16 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, path: str) -> 
     cgroup(job, **{limit: without, used: 3 * GIB, "memory__stat": pages})
     cgroup(job.parent, **{limit: 3 * GIB, used: 2 * GIB, "memory__stat": pages})
     tighter = GIB if path == "/slice/job" else 0
-    assert free() == 4 * GIB - 2 * GIB + GIB // 2 - GIB - tighter
+    left = 4 * GIB - 2 * GIB + GIB // 2 - GIB - tighter
+    assert free() == left and free(5) == left + 5
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = psutil.Process().memory_info().vms + GIB + GIB // 4
+    resource.setrlimit(resource.RLIMIT_AS, (size, limits[1]))
+    try:
+        # addresses are free again only afterwards
+        assert free() == free(5) == min(left, GIB // 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -12,7 +12,7 @@ from axolotl.integrations.protrain.args import FORCED, ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.search import ONLY_A
-from axolotl.integrations.protrain.core.types import Budget, Knobs
+from axolotl.integrations.protrain.core.types import Budget, Knobs, Plan
 from axolotl.integrations.protrain.planning import choose
 
 NOTHING = -1
@@ -156,6 +156,10 @@ def test_a_smaller_plan_is_the_fastest_plan_that_can_be_reached(
     assert forecast.budget.usable_bytes == device_bytes
 
 
+def evaluates_in(case: Case, plan: Plan) -> int:
+    return case.memory.device(plan).phases.get("evaluation", 0)
+
+
 @few
 @given(cases(), st.data())
 def test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is(
@@ -169,6 +173,7 @@ def test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is(
         plan.step.total_s
         for plan in judged
         if plan.device_bytes - spare_bytes <= device_bytes
+        and evaluates_in(case, plan.plan) <= device_bytes
         and plan.plan.shards == before.plan.shards
         and [at.on_host for at in plan.plan.placements]
         == [at.on_host for at in before.plan.placements]
@@ -181,6 +186,8 @@ def test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is(
     taught, after = planner(case, device_bytes).faster(before.plan, unseen_bytes)
     assert min(reached) / ALMOST <= after.step.total_s <= min(reached) * ALMOST
     assert after.device.peak_bytes <= device_bytes
+    # what training did not need nobody has seen an evaluation without
+    assert evaluates_in(case, after.plan) <= device_bytes
     assert after.device == taught.memory.device(after.plan)
     assert after.plan.origin == "measured"
 

@@ -528,7 +528,11 @@ def plan_here(
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
         if seen is not None:
             unseen = hardware.unseen_bytes + seen.beyond_bytes
-            taught = replace(hardware, unseen_bytes=unseen)
+            taught = replace(
+                hardware,
+                unseen_bytes=unseen,
+                unneeded_bytes=max(-seen.beyond_bytes, 0),
+            )
             # what nothing fits beside was no lesson
             with suppress(BudgetError):
                 forecast, planner = plan_for(args, subject, taught, measured)
@@ -554,7 +558,7 @@ def plan_here(
     mapped = mapped_bytes(there)
     # the arena of a node takes the place of what each of its ranks has loaded
     loaded = sum(param.nbytes for param in there) - mapped
-    host_bytes = host_memory() + world.local_size * loaded
+    host_bytes = host_memory(given_back=world.local_size * loaded)
     hardware = ranks.together(
         partial(this_machine, args, device, host_bytes, world.local_size)
     )

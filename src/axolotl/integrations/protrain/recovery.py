@@ -152,6 +152,8 @@ class Recovery(StepRecovery):
 
     Attributes:
         unplanned_bytes: The most that an attempt wanted beyond its trace; 0 for none.
+        has_gradients: Whether the step began with some, as one does after an epoch of
+            unknown length that has ended between two updates.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class Recovery(StepRecovery):
         self._run, self._report, self._planner = run, report, planner
         self._repeats, self._updating = 0, False
         self.unplanned_bytes = 0
+        self.has_gradients = False
         super().__init__(device, self._shortage, self._smaller)
 
     def begin(self, trainer: Trainer | None) -> None:
@@ -175,10 +178,14 @@ class Recovery(StepRecovery):
         self._step = trainer.state.global_step + 1 if trainer else 0
         if trainer is not None:
             self._repeats = 0
+            session = self._run.session
+            assert session is not None
+            params = session.model.parameters()
+            self.has_gradients = any(param.grad is not None for param in params)
 
     def use_room(self, unseen_bytes: int) -> None:
-        """Between steps: go on under a faster plan, if there is one for a device that takes
-        that much beside what is traced.
+        """Between steps, with no gradients: go on under a faster plan, if there is one for
+        a device that takes that much beside what is traced.
 
         Only with what a search chose, and alone: other ranks may need their memory.
         """
@@ -339,6 +346,9 @@ class Recovery(StepRecovery):
         """Take the fastest plan that has room for what was missing, if there is one."""
         if self._repeats == MAX_REPEATS:
             raise self._refusal(shortage, f"{_REPEATED}, {MAX_REPEATS} times")
+        if self.has_gradients:
+            why = "it began with gradients of an earlier epoch, which cannot be made again"
+            raise self._refusal(shortage, why)
         if self._run.ranks.world.size > 1 and shortage.rank is None:
             why = "what all ranks do together was under way, so it cannot be repeated"
             raise self._refusal(shortage, why)

@@ -139,8 +139,8 @@ class TrainingRun:
         self._said: set[str] = set()
         self._told = 0.0
         self._most_tokens = 0
-        self._watched_steps = WATCHED_STEPS
         self._unseen_bytes: int | None = None
+        self._counts_evaluation = False
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -336,10 +336,16 @@ class TrainingRun:
         self.note_peak()
         self.recovery.begin(trainer)
         self._watch()
-        if self._unseen_bytes is not None and not self.saves_beside:
+        free = not self.saves_beside and not self.recovery.has_gradients
+        if self._unseen_bytes is not None and free:
             unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
             self.recovery.use_room(unseen_bytes)
         self._started = time.perf_counter()
+
+    def begin_evaluation(self) -> None:
+        """Its peak counts from now on, where it does not have to be watched."""
+        if self.report is not None:
+            self._counts_evaluation |= torch.device(self.report.device).type == "cuda"
 
     def end_step(self) -> None:
         """It has ended."""
@@ -437,12 +443,12 @@ class TrainingRun:
         # what moves now is not the step's
         self._watching.close()
         self.session.replan(forecast.plan)
-        self._watched_steps = len(self.report.step_s) + WATCHED_STEPS
+        self.report.watched_steps = len(self.report.step_s) + WATCHED_STEPS
         self._watch()
 
     def _watch(self) -> None:
         assert self.session is not None and self.report is not None
-        watched = len(self.report.step_s) < self._watched_steps
+        watched = len(self.report.step_s) < self.report.watched_steps
         if watched or self.args.protrain_check_races:
             self._watching.enter_context(self.session.watch())
 
@@ -450,7 +456,7 @@ class TrainingRun:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
-        planned, peak = _counted_bytes(report), self.session.device.peak_bytes()
+        planned, peak = self._counted_bytes(report), self.session.device.peak_bytes()
         usable, lines = forecast.budget.usable_bytes, []
         learned = self._learn(report, [peak])
         if (
@@ -470,6 +476,7 @@ class TrainingRun:
         predicted = forecast.step.total_s
         if (
             abs(seconds - predicted) > SECONDS_APART * predicted
+            and len(report.step_s) > report.watched_steps
             and not _others_compute()
         ):
             lines.append(
@@ -495,9 +502,11 @@ class TrainingRun:
                 or not self._is_first
             ):
                 return None
-            apart = BYTES_APART * _counted_bytes(report)
-            beyond = max(peaks) - forecast.device.peak_bytes
-            beyond += forecast.hardware.unseen_bytes
+            apart = BYTES_APART * self._counted_bytes(report)
+            beyond = max(peaks) - self._traced_bytes(forecast)
+            if self._counts_evaluation and beyond <= apart:
+                # whose peak it is does not show
+                return None
         seen = peak_seen(self.args, device, forecast.layout, forecast.trace)
         known = seen.beyond_bytes if seen else 0
         short = self._most_tokens < forecast.workload.tokens
@@ -514,6 +523,20 @@ class TrainingRun:
             self.log.warning(str(error))
             return None
         return beyond
+
+    def _traced_bytes(self, forecast: Forecast) -> int:
+        """The traced peak of what has run."""
+        phases, hardware = {**forecast.device.phases}, forecast.hardware
+        evaluation = phases.pop("evaluation", 0) - hardware.unneeded_bytes
+        if self._counts_evaluation:
+            phases["evaluation"] = evaluation
+        return max(phases.values()) - hardware.unseen_bytes
+
+    def _counted_bytes(self, report: RunReport) -> int:
+        """What the predicted peak of what has run is for torch's allocator."""
+        forecast = report.forecast
+        known = forecast.hardware.unseen_bytes - _unseen_bytes(report)
+        return self._traced_bytes(forecast) + known
 
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
@@ -597,11 +620,6 @@ class TrainingRun:
             )
             self.log.warning(notes[-1])
         return notes
-
-
-def _counted_bytes(report: RunReport) -> int:
-    """Of the predicted peak what torch's allocator counts."""
-    return report.forecast.device.peak_bytes - _unseen_bytes(report)
 
 
 def _unseen_bytes(report: RunReport) -> int:

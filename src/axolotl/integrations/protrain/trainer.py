@@ -250,6 +250,7 @@ class ProTrainTrainerMixin(_Mixed):
                 "(`eval_strategy`); before and after that call "
                 "`trainer.model.to(trainer.args.device)`, where it fits."
             )
+        self.protrain.begin_evaluation()
         return super().evaluation_loop(*args, **kwargs)
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:

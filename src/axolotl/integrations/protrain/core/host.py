@@ -32,13 +32,15 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED, _INTERLEAVE, _MOST_NODES = 1, 3, 1024
 
 
-def host_memory(mounted: Path = _MOUNTED, own: Path = _OWN) -> int:
+def host_memory(mounted: Path = _MOUNTED, own: Path = _OWN, given_back: int = 0) -> int:
     """Bytes that this process may still take: the machine's, those of its cgroups, or
     addresses that `ulimit -v` leaves.
 
-    Pages of files, weights for example, are given up where memory is asked for.
+    Pages of files, weights for example, are given up where memory is asked for. So are
+    those that are `given_back` as others are taken, but their addresses only afterwards.
     """
     available = [psutil.virtual_memory().available, *_cgroups_leave(mounted, own)]
+    available = [nbytes + given_back for nbytes in available]
     addresses, _hard = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         available.append(addresses - psutil.Process().memory_info().vms)

@@ -94,13 +94,20 @@ class Planner(Search):
 
         Args:
             plan: What ran.
-            unseen_bytes: What it showed that the device takes beside what is traced.
+            unseen_bytes: What training showed that the device takes beside what is
+                traced; an evaluation keeps the room it has.
 
         Raises:
             BudgetError: None fits.
         """
         memory = self.memory
-        hardware = replace(memory.hardware, unseen_bytes=unseen_bytes)
+        known = memory.hardware
+        hardware = replace(
+            known,
+            unseen_bytes=unseen_bytes,
+            unneeded_bytes=known.unneeded_bytes
+            + max(known.unseen_bytes - unseen_bytes, 0),
+        )
         taught = MemoryModel(memory.layout, memory.trace, memory.workload, hardware)
         planner = Planner(
             taught, self._times, self._budget, redone_if_paged=self._redone_if_paged

@@ -440,6 +440,8 @@ class Hardware:
         host_bytes: Memory of the host that may be used.
         unseen_bytes: Taken on the device by what no trace sees: context, workspaces
             of kernels, rounding of the allocator.
+        unneeded_bytes: By how much that was lowered since training showed it takes less,
+            which an evaluation did not show.
         desktop_bytes: Left free beside it, for what else a consumer card shows and for
             what an allocator wastes near the brim.
         flops_16: Matrix products in bf16, achieved; `flops_32` those in fp32, and
@@ -478,6 +480,7 @@ class Hardware:
     reduce_bytes_s: float = 0.0
     across_bytes_s: float = 0.0
     desktop_bytes: int = 0
+    unneeded_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,11 @@ REPORT_KEYS = frozenset(
 
 @dataclass
 class RunReport:
-    """Everything that report.json says, filled in as the run goes on."""
+    """Everything that report.json says, filled in as the run goes on.
+
+    Attributes:
+        watched_steps: The first ones, and the first ones of the plan that runs.
+    """
 
     forecast: Forecast
     device: str
@@ -38,6 +42,7 @@ class RunReport:
     about: dict[str, Any] = field(default_factory=dict)
     losses: list[tuple[int, float]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
+    watched_steps: int = WATCHED_STEPS
     notches: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
@@ -110,8 +115,8 @@ class RunReport:
         }
 
     def median_step_s(self) -> float | None:
-        """Of the steps that were not watched, if there are any."""
-        timed = self.step_s[WATCHED_STEPS:] or self.step_s
+        """Of the steps of this plan that were not watched, if there are any."""
+        timed = self.step_s[self.watched_steps :] or self.step_s
         return statistics.median(timed) if timed else None
 
     def _compared(self, seen: Measured) -> dict[str, tuple[Any, Any]]:

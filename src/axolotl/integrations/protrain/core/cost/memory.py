@@ -471,7 +471,8 @@ class MemoryModel:
 
     @cached_property
     def _inference_bytes(self) -> int:
-        """Activations of an evaluation batch: nothing is saved."""
+        """Activations of an evaluation batch: nothing is saved; and what training alone
+        has shown not to need."""
         change = [0] * (len(self.trace.segments) + 2)
         for lifetime in self.trace.lifetimes:
             change[lifetime.made + 1] += lifetime.nbytes
@@ -482,7 +483,8 @@ class MemoryModel:
                 break
             live += change[index]
             highest = max(highest, live + segment.dropped_peak_bytes)
-        return round(self.workload.eval_ratio * highest)
+        activations = round(self.workload.eval_ratio * highest)
+        return activations + self.hardware.unneeded_bytes
 
     def _timeline(self, plan: Plan, states: StateBytes) -> Iterator[Point]:
         parameters = self.parameters(plan.placements, plan.shards)

@@ -40,7 +40,7 @@ FORMAT = 2
 PLAUSIBLE = (1e-12, 1e18)
 """Any time in seconds and any rate per second lies between these."""
 
-_FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes")
+_FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes", "unneeded_bytes")
 
 
 def default_folder() -> Path:

@@ -259,7 +259,7 @@ class Residence:
     def _fetched_home(self, rooms: SimpleQueue[Tensor], binding: Binding) -> Tensor:
         """A copy in plain host memory, through page-locked memory, which is faster."""
         home = torch.empty_like(binding.tensor, device="cpu")
-        if not home.is_contiguous():
+        if not (home.is_contiguous() and binding.tensor.is_contiguous()):
             return home.copy_(binding.tensor)
         stream, room = self._device.offload, rooms.get()
         ways = (_as_bytes(t).split(len(room)) for t in (home, binding.tensor))
