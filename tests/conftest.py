@@ -13,6 +13,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,9 +64,23 @@ LONG = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    sample(items)
     turns = {name: turn for turn, name in enumerate(LONG)}
     items.sort(key=lambda item: turns.get(item.path.name, len(LONG)))
+
+
+def sample(items: list[pytest.Function]) -> None:
+    """Leave all but some cases of a test to the whole set, which are always the same."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("full"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        # not every second one, say, which may have one value of an axis only
+        cases.sort(key=lambda case: sha256(case.name.encode()).digest())
+        for case in cases[cases[0].get_closest_marker("sampled").args[0] :]:
+            case.add_marker(pytest.mark.full)
 
 
 def unit(file: str) -> str:

@@ -120,6 +120,7 @@ def features(plan: Settings) -> list[Any]:
 
 
 @pytest.mark.parametrize(("trainings", "without"), features(MIXED_PLAN))
+@pytest.mark.sampled(16)
 def test_feature(run: Run, trainings: Pair, without: Job) -> None:
     paged, plain = run(trainings.paged), run(trainings.plain)
     assert_equal(paged, plain)
@@ -190,6 +191,7 @@ def test_the_best_model_is_loaded_at_the_end(run: Run, trainings: Pair) -> None:
         for plan in (overrides(0, 2), overrides(0, 1, NUM_BLOCKS), overrides(2, 2))
     ],
 )
+@pytest.mark.sampled(4)
 def test_blocks_that_are_skipped_at_random(run: Run, trainings: Pair) -> None:
     """Half of the blocks are left out of each forward, others each time: what was
     fetched ahead is not used, and gradients of a whole block do not arrive."""
@@ -262,6 +264,7 @@ def test_a_budget_is_kept(run: Run, trainings: Pair) -> None:
         if (kind, way) != ("full", "fits")
     ],
 )
+@pytest.mark.sampled(3)
 def test_everything_resident_is_mode_a(run: Run, trainings: Pair) -> None:
     """Because it fits, or because the YAML says so: nothing is paged or fetched."""
     resident = run(trainings.paged)

@@ -168,6 +168,7 @@ def test_nothing_is_left_that_migrate_changes(keys: dict[str, str]) -> None:
     ]
 
 
+@pytest.mark.full
 def test_all_keys_are_refused_at_once_and_without_a_traceback() -> None:
     """Before Axolotl, which knows no `fsdp_…` beside a missing `fsdp_version`."""
     refused = subprocess.run(

@@ -621,6 +621,7 @@ def test_the_link_sets_the_pace_of_copies(plans: Plans) -> None:
     assert slow["step_s"]["total"] > fast["step_s"]["total"]
 
 
+@pytest.mark.full
 def test_a_base_that_is_not_here_is_fetched_on_demand(
     tmp_path: Path, plans: Plans
 ) -> None:

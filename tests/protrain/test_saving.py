@@ -128,8 +128,12 @@ FULL_DISK = {"full_at_model": 150_000, "full_at_optimizer": 300_000}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+def jobs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Jobs]:
     """Every run of this file; all of them begin here, in the background."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {case.params.get("name") for case in asked if case is not None}
     jobs = Jobs(tmp_path_factory.mktemp("saving"))
     # first, because mutants are tried on these alone
     for name, plugin in CUT_SHORT.items():
@@ -143,7 +147,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("interrupt_shell", MANY, PAGED, watch=interrupt(2, 0.02), shell=True)
     jobs.train("master", MASTER)
     for name, (settings, first, _) in RESUMED.items():
-        jobs.train(name, settings, resume(first), after=[first])
+        if name in names:
+            jobs.train(name, settings, resume(first), after=[first])
     add_refusals(jobs)
     jobs.train("stateless", PAGED, STATELESS)
     first = resume("stateless")
@@ -267,6 +272,7 @@ def optimizer(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.sampled(8)
 def test_a_resumed_run_is_the_run_in_one_go(jobs: Jobs, name: str) -> None:
     settings, _, whole = RESUMED[name]
     ours, expected = jobs[name].finished, jobs[whole].finished

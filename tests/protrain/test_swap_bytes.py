@@ -31,6 +31,7 @@ MIXED = ("swap and recompute", "swap inputs")
         for row in ROWS
     ],
 )
+@pytest.mark.sampled(6)
 def test_peak_of_each_policy_is_exact(family: str, row: str) -> None:
     # the longest rows in which what is saved is most of the peak
     step = Step(family, "lora", 2, 128, **ROWS[row])

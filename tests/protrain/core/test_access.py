@@ -252,6 +252,7 @@ def assert_like_plain(plan: str, acts: dict[str, Act]) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("act", READS)
+@pytest.mark.sampled(10)
 def test_what_is_read_is_true(act: str, plan: str) -> None:
     moments = ("begin", "micro-batch", "gradients", "updated", "end")
     assert_like_plain(plan, dict.fromkeys(moments, READS[act]))
@@ -259,6 +260,7 @@ def test_what_is_read_is_true(act: str, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("act", WRITES)
+@pytest.mark.sampled(16)
 def test_what_is_written_counts(act: str, plan: str) -> None:
     moments = ("begin", "end") if act == "train" else ("begin", "updated", "end")
     assert_like_plain(plan, dict.fromkeys(moments, WRITES[act]))
@@ -266,6 +268,7 @@ def test_what_is_written_counts(act: str, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("act", GRADIENTS)
+@pytest.mark.sampled(12)
 def test_gradients_are_seen_and_changed(act: str, plan: str) -> None:
     acts = {"gradients": GRADIENTS[act], "end": gradient_norms}
     if act not in ("replace", "exchange"):
@@ -274,6 +277,7 @@ def test_gradients_are_seen_and_changed(act: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sampled(2)
 def test_a_master_keeps_its_low_bits_where_nobody_writes(plan: str) -> None:
     """Looking is nothing; a weight that is written is the master's new value."""
     runs = []

@@ -93,6 +93,7 @@ def compile_plain(model: Any) -> Any:
     ("policy", "trained", "resident", "autocast"),
     pairwise([*product(POLICIES, ("full", "adapter"), ((), (1, 4)), (True, False))]),
 )
+@pytest.mark.sampled(4)
 def test_training_equals_plain_compiled_blocks(
     policy: str, trained: str, resident: tuple[int, ...], autocast: bool
 ) -> None:

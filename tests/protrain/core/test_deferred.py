@@ -220,6 +220,7 @@ class Run:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(12)
 def test_an_optimizer_is_the_plain_one(name: str) -> None:
     """Also what is saved, and what goes on from there under another plan or none."""
     dtype = (torch.float32, torch.bfloat16)[list(OPTIMIZERS).index(name) % 2]
@@ -523,6 +524,7 @@ def play(
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.sampled(12)
 def test_after_a_step(act: Callable[[Run], Any]) -> None:
     for plan in (MIXED, PAGED):
         play([steps, act, steps, act, steps_without_clipping], "fused", plan)
@@ -668,6 +670,7 @@ def each_line(act: str, num_steps: int, masters: bool = False) -> list[int]:
 
 @pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 @pytest.mark.parametrize("act", ["forward", "flush"])
+@pytest.mark.sampled(1)
 def test_interrupted_updates_are_made_once(act: str, masters: bool) -> None:
     """One run goes on after an error at each line, of which each act has half."""
     run = Interrupted(act, masters)
@@ -686,6 +689,7 @@ def test_interrupted_updates_are_made_once(act: str, masters: bool) -> None:
 
 
 @pytest.mark.parametrize("act", ["forward", "flush"])
+@pytest.mark.sampled(1)
 def test_closing_makes_an_interrupted_update(act: str) -> None:
     """The first one, which makes its state."""
     for nth in each_line(act, 1)[::8]:
@@ -700,6 +704,7 @@ def test_closing_makes_an_interrupted_update(act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["forward", "flush"])
+@pytest.mark.sampled(1)
 def test_a_handler_reads_the_truth_in_the_middle_of_an_update(act: str) -> None:
     """As Axolotl's does at Ctrl-C, which saves the model and ends the process."""
     run = Interrupted(act)

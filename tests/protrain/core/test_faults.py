@@ -47,6 +47,7 @@ FAULTS = [RuntimeError("on purpose"), KeyboardInterrupt("on purpose")]
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+@pytest.mark.sampled(8)
 def test_training_goes_on_after_a_fault(
     frozen: bool, error: BaseException, where: str, recompute: Any
 ) -> None:

@@ -131,6 +131,7 @@ def assert_same_result(ours: list[Any], theirs: list[Any]) -> None:
     ("plan", "accumulation", "clip"),
     pairwise([*itertools.product(PLANS, (1, 3), (None, 0.5))]),
 )
+@pytest.mark.sampled(3)
 def test_the_device_updates_masters_as_the_host_does(
     plan: str, accumulation: int, clip: float | None
 ) -> None:
@@ -189,6 +190,7 @@ def test_masters_of_any_optimizer_are_those_of_a_loop_by_hand(name: str) -> None
 @pytest.mark.parametrize(
     ("before", "after"), [*itertools.product(Update, Update)], ids=str
 )
+@pytest.mark.sampled(2)
 def test_masters_resume_wherever_they_were_updated(
     before: Update, after: Update
 ) -> None:

@@ -84,6 +84,7 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "dtype", "update"), pairwise([*product(PLANS, DTYPES, Update)])
 )
+@pytest.mark.sampled(5)
 def test_training_is_that_of_adamw(
     plan: str, dtype: torch.dtype, update: Update
 ) -> None:
@@ -308,6 +309,7 @@ def test_a_step_without_gradients_changes_nothing() -> None:
         ]
     ),
 )
+@pytest.mark.sampled(8)
 def test_state_moves_between_plans(first: str, then: str, dtype: torch.dtype) -> None:
     """Two steps under one plan, two under another, as if nothing had happened."""
     model = stack(dtype=dtype)

@@ -224,6 +224,7 @@ def is_quick(plan: str, quantised_as: str, dtype: torch.dtype, recompute: bool) 
         for cell in GRID
     ],
 )
+@pytest.mark.sampled(14)
 def test_training_equals_plain(
     plan: str, quantised_as: str, dtype: torch.dtype, recompute: bool
 ) -> None:

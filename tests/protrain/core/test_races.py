@@ -345,6 +345,7 @@ RACING = ("adapters", "adapters' state", "full", "host-state", "masters")
     ("plan", "dropout", "recompute", "delays"),
     pairwise([*product(RACING, (0.0, 0.2), ((), (0, 1, 4)), DELAYS)], strength=3),
 )
+@pytest.mark.sampled(14)
 def test_sessions_have_no_race_and_equal_plain(
     plan: str, dropout: float, recompute: Any, delays: str
 ) -> None:

@@ -32,6 +32,7 @@ def evaluated(model: Stack, optimizer: Any) -> tuple[float, dict[str, torch.Tens
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sampled(8)
 def test_evaluation_sees_the_mean_and_training_goes_on(kind: str, plan: str) -> None:
     made, settings = KINDS[kind]
     model = stack()

@@ -254,6 +254,7 @@ def trained_on(
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("delays", DEVICES)
+@pytest.mark.sampled(10)
 def test_delays_change_no_number(delays: str, run: str) -> None:
     plain, expected = trained_on(CpuDevice(), **RUNS[run])
     with closing(DEVICES[delays]()) as device:
