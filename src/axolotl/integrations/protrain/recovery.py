@@ -152,8 +152,8 @@ class Recovery(StepRecovery):
 
     Attributes:
         unplanned_bytes: The most that an attempt wanted beyond its trace; 0 for none.
-        has_gradients: Whether the step began with some, as one does after an epoch of
-            unknown length that has ended between two updates.
+        has_gradients: Whether the step began with some that nobody can make again, as
+            after an epoch of unknown length that has ended between two updates.
     """
 
     def __init__(
@@ -169,19 +169,15 @@ class Recovery(StepRecovery):
         self._run, self._report, self._planner = run, report, planner
         self._repeats, self._updating = 0, False
         self.unplanned_bytes = 0
-        self.has_gradients = False
         super().__init__(device, self._shortage, self._smaller)
 
-    def begin(self, trainer: Trainer | None) -> None:
+    def begin(self, trainer: Trainer | None, has_gradients: bool = False) -> None:
         """An optimizer step begins, or the last one has ended."""
         super().begin(trainer)
+        self.has_gradients = has_gradients
         self._step = trainer.state.global_step + 1 if trainer else 0
         if trainer is not None:
             self._repeats = 0
-            session = self._run.session
-            assert session is not None
-            params = session.model.parameters()
-            self.has_gradients = any(param.grad is not None for param in params)
 
     def use_room(self, unseen_bytes: int) -> None:
         """Between steps, with no gradients: go on under a faster plan, if there is one for

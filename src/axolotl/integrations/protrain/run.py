@@ -334,9 +334,12 @@ class TrainingRun:
         """An optimizer step begins."""
         self.settle_save(blocks=False)
         self.note_peak()
-        self.recovery.begin(trainer)
+        assert self.session is not None
+        params = self.session.model.parameters()
+        has_gradients = any(param.grad is not None for param in params)
+        self.recovery.begin(trainer, has_gradients)
         self._watch()
-        free = not self.saves_beside and not self.recovery.has_gradients
+        free = not self.saves_beside and not has_gradients
         if self._unseen_bytes is not None and free:
             unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
             self.recovery.use_room(unseen_bytes)
