@@ -61,7 +61,7 @@ GATED = {"Qwen3-Next (hybrid)", "Qwen3.5 (hybrid)"}
         for cell in CELLS
     ],
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 def test_cell(run: Run, cell: Cell) -> None:
     if not cell.is_possible:
         pytest.skip(f"{cell.needs} is not installed")

@@ -604,7 +604,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "precision", ["bf16", pytest.param("fp32", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("name", SAME)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 def test_the_model_is_the_one_that_axolotl_loads(
     name: str, precision: str, weights: Path, tmp_path: Path
 ) -> None:

@@ -182,7 +182,7 @@ def plan_pair(adapter: str, plan: tuple[int, int, int]) -> Pair:
         for number, plan in enumerate(PLANS)
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_every_plan_gives_the_same_weights(run: Run, trainings: Pair) -> None:
     """All numbers of resident chunks and slots that the model allows."""
     assert_equal(run(trainings.paged), run(trainings.plain))

@@ -131,7 +131,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
     ],
     ids=lambda step: step.name,
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 def test_the_peak_is_predicted_to_the_byte(seen: dict[str, float], step: Step) -> None:
     assert abs(compared(seen, step).error) <= ROUNDING
 
@@ -223,7 +223,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("trained", JOBS.values(), ids=JOBS.keys())
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_the_report_predicts_what_is_counted(
     run: Callable[[Job], Result], seen: dict[str, float], trained: Job
 ) -> None:

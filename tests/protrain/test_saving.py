@@ -272,7 +272,7 @@ def optimizer(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 def test_a_resumed_run_is_the_run_in_one_go(jobs: Jobs, name: str) -> None:
     settings, _, whole = RESUMED[name]
     ours, expected = jobs[name].finished, jobs[whole].finished

@@ -92,6 +92,7 @@ def test_adapters_over_a_paged_base(run: Run, jobs: Pair) -> None:
 
 
 @pytest.mark.parametrize("jobs", [*cases(UNCLIPPED), *cases(UNCLIPPED, BF16)])
+@pytest.mark.sampled(2)
 def test_paged_weights(run: Run, jobs: Pair) -> None:
     """Also where nothing that trains is left for DDP."""
     paged, plain = run(jobs.paged), run(jobs.plain)

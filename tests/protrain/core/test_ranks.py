@@ -108,7 +108,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("ranks", "case"), GRID)
 def test_equals_plain_ddp(
     ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
