@@ -1028,6 +1028,16 @@ MUTANTS = (
         "",
         AHEAD,
     ),
+    Mutant(
+        "what training does not need is taken from evaluations too",
+        "cost/memory.py",
+        "return activations + self.hardware.unneeded_bytes",
+        "return activations",
+        (
+            "test_planner.py::"
+            "test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is",
+        ),
+    ),
 )
 
 
