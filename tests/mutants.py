@@ -1033,10 +1033,7 @@ MUTANTS = (
         "cost/memory.py",
         "return activations + self.hardware.unneeded_bytes",
         "return activations",
-        (
-            "test_planner.py::"
-            "test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is",
-        ),
+        ("test_planner.py::test_an_evaluation_keeps_what_training_did_not_need",),
     ),
 )
 

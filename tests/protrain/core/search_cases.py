@@ -194,7 +194,7 @@ def cases(
             update=Update.HOST if on_host else draw(st.sampled_from(Update)),
             update_copies=draw(st.sampled_from([0.0, 1.0])),
             update_parameter_copies=draw(st.sampled_from([0.0, 2.0])),
-            eval_ratio=draw(st.sampled_from([0.0, 2.0])),
+            eval_ratio=draw(st.sampled_from([0.0, 2.0, 16.0])),
             world=world,
         ),
         Hardware(

@@ -160,6 +160,20 @@ def evaluates_in(case: Case, plan: Plan) -> int:
     return case.memory.device(plan).phases.get("evaluation", 0)
 
 
+@given(cases(), st.integers(0, 100))
+def test_an_evaluation_keeps_what_training_did_not_need(
+    case: Case, spare_bytes: int
+) -> None:
+    ours, unseen_bytes = planner(case), case.memory.hardware.unseen_bytes
+    spare_bytes = min(spare_bytes, unseen_bytes)
+    _, after = ours.faster(ours.fastest(), unseen_bytes - spare_bytes)
+    phases = {**case.memory.device(after.plan).phases}
+    evaluation = phases.pop("evaluation", 0)
+    assert after.device.phases.pop("evaluation", 0) == evaluation
+    less = {phase: nbytes - spare_bytes for phase, nbytes in phases.items()}
+    assert after.device.phases == less
+
+
 @few
 @given(cases(), st.data())
 def test_a_faster_plan_is_the_fastest_that_leaves_the_host_as_it_is(
