@@ -106,10 +106,13 @@ class PendingUpdates:
             self.fetch_ahead(0)
             return
         waiting = [own for own in self._all if own.noted is not None]
+        # what lies outside of blocks is larger than a buffer, and gets memory of its own
         ahead = deque(
             own
             for own in waiting
-            if own.changes(own.noted) and self._around.stays(own.host) is None
+            if own.host.chunk.block is not None
+            and own.changes(own.noted)
+            and self._around.stays(own.host) is None
         )
         for own in waiting:
             while ahead and not self._on_host and self._with_device.fetch(ahead[0]):
