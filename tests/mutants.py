@@ -97,6 +97,16 @@ MUTANTS = (
         ("test_rows.py",),
     ),
     Mutant(
+        "buffers grow to what lies outside of blocks",
+        PENDING,
+        "            if own.host.chunk.block is not None\n            and own.changes",
+        "            if own.changes",
+        (
+            "../test_looked_up.py::"
+            "test_where_the_whole_weight_has_no_room[trained by ranks]",
+        ),
+    ),
+    Mutant(
         "compute does not wait for rows",
         ROWS,
         "        device.compute.copy(rows",

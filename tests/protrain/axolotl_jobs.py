@@ -227,6 +227,14 @@ class Result:
         """The paged run's report.json."""
         return json.loads((self.output / "protrain" / "report.json").read_text())
 
+    @property
+    def peak_errors(self) -> list[float]:
+        """By how much the device peak of each rank is above its prediction, relative."""
+        device = self.report["device_bytes"]
+        predicted = device["peak"] - device["terms"]["context and workspaces"]
+        measured = self.report["ranks"] or [self.report["measured"]]
+        return [rank["device_peak_bytes"] / predicted - 1 for rank in measured]
+
     @cached_property
     def state(self) -> dict[str, Any]:
         """The Trainer's state at the end."""

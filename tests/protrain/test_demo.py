@@ -94,5 +94,7 @@ def test_a_gpu_has_the_budget_and_its_kernels(demo: ModuleType) -> None:
 
 
 @pytest.mark.full
-def test_demo() -> None:
-    subprocess.run([sys.executable, EXAMPLES / "demo.py", "--steps=2"], check=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_demo(ranks: int) -> None:
+    demo = [sys.executable, EXAMPLES / "demo.py", "--steps=3", f"--ranks={ranks}"]
+    subprocess.run(demo, check=True)
