@@ -58,7 +58,7 @@ def demo() -> dict[str, Any]:
 
 def trained(keys: dict[str, Any], folder: Path, plan: str) -> tuple[int, int]:
     """Bytes of the peak that torch's allocator should count, and those that it does."""
-    keys = {**keys, "output_dir": str(folder / "out"), "max_steps": 3}
+    keys = {**keys, "output_dir": str(folder / "out"), "max_steps": 4}
     for key, value in PLANS[plan].items():
         keys[f"protrain_{key}_override" if key.startswith("n_") else key] = value
     path = folder / "train.yaml"
@@ -75,6 +75,9 @@ def trained(keys: dict[str, Any], folder: Path, plan: str) -> tuple[int, int]:
     unseen = measured_unseen_bytes(CUDA, told["budget"] + told["reserve"])
     predicted = told["peak"] - unseen
     counted = report["measured"]["device_peak_bytes"]
+    lanes = report["lanes"]
+    assert 0 < lanes["busy_s"]["fetch"] <= lanes["step_s"]
+    assert 0 < lanes["busy_s"]["compute"] <= lanes["step_s"]
     print(f"{plan}: predicted {predicted:,}, counted {counted:,}")
     return predicted, counted
 

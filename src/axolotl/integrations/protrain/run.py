@@ -343,6 +343,12 @@ class TrainingRun:
         if self._unseen_bytes is not None and free:
             unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
             self.recovery.use_room(unseen_bytes)
+        assert self.report is not None
+        if (
+            len(self.report.step_s) == self.report.watched_steps
+            and not self.args.protrain_check_races
+        ):
+            self.session.begin_timing()
         self._started = time.perf_counter()
 
     def begin_evaluation(self) -> None:
@@ -352,11 +358,13 @@ class TrainingRun:
 
     def end_step(self) -> None:
         """It has ended."""
+        assert self.session is not None and self.report is not None
+        if (lanes := self.session.end_timing()) is not None:
+            self.report.lanes = lanes
         seconds = time.perf_counter() - self._started
         self.note_peak()
         self._watching.close()
         self.recovery.begin(None)
-        assert self.report is not None
         self.report.step_s.append(seconds)
         if len(self.report.step_s) == CHECKED_STEP:
             self._compare(self.report)

@@ -55,6 +55,8 @@ from .runtime import (
     HostWorker,
     InBuffer,
     InSlot,
+    LaneClock,
+    LaneTimes,
     Pager,
     Ranks,
     Recompute,
@@ -143,7 +145,7 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._stale: set[int] = set()
         self.closed = self._watched = False
-        self._placed_bytes = 0
+        self._placed_bytes = self._host_optimizer_bytes = 0
         self._handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock | HostRows] = []
         self._looked_up: list[HostRows] = []
@@ -288,6 +290,8 @@ class Session:
                 old.on_host or index not in self.movable
             ):
                 raise ValueError(f"chunk {index} cannot go from {old} to {new}")
+        # what is noted of a step is of one plan
+        self.device.clock = None
         # where a chunk moves, what is shown is not its place
         self._viewer.hide()
         self.forget_gradients()
@@ -372,6 +376,21 @@ class Session:
         )
         return state_bytes({p: own for p, own in state.items() if id(p) not in host})
 
+    def begin_timing(self) -> None:
+        """Note from here on when each lane works, until `end_timing`."""
+        self.device.synchronize()
+        self._stalled_s = self.stall_s
+        self.device.clock = LaneClock(self.device.moment)
+
+    def end_timing(self) -> LaneTimes | None:
+        """The times of all lanes since `begin_timing`; None without it."""
+        clock, self.device.clock = self.device.clock, None
+        if clock is None:
+            return None
+        end = self.device.moment()
+        self.device.synchronize()
+        return clock.read(end, self.stall_s - self._stalled_s)
+
     @property
     def stall_s(self) -> float:
         """Seconds that compute, or the calling thread, has waited for copies and host."""
@@ -379,7 +398,9 @@ class Session:
 
     def measured(self) -> Measured:
         """Counters so far; looks at each tensor of the optimizer's state."""
-        updates, swap = self._updates, self._swap
+        swap = self._swap
+        if not self.closed:
+            self._count_host_optimizer()
         return Measured(
             **asdict(self.counters),
             stall_s=self.stall_s,
@@ -387,14 +408,20 @@ class Session:
             device_placed_bytes=self._placed_bytes,
             device_optimizer_bytes=self.device_optimizer_bytes(),
             host_arena_bytes=self.arena.nbytes,
-            host_optimizer_bytes=updates.host_bytes() + self._gradients.host_bytes,
+            host_optimizer_bytes=self._host_optimizer_bytes,
             host_swap_bytes=swap.host_bytes if swap is not None else 0,
         )
+
+    def _count_host_optimizer(self) -> None:
+        held = self._updates.host_bytes() + self._gradients.host_bytes
+        self._host_optimizer_bytes = held
 
     def close(self) -> None:
         """Finish queued work, remove the hooks, give plain host tensors back."""
         if self.closed:
             return
+        # what closing lets go of
+        self._count_host_optimizer()
         self.closed = self._viewer.closed = True
         # other ranks may not come to what all do together
         self._viewer.takes &= self._ranks.world.size == 1
@@ -582,7 +609,9 @@ class Session:
         self._updates.finish()
 
     def _opened(self, block: int, direction: Direction) -> None:
-        if direction is Direction.BACKWARD:
+        backward = direction is Direction.BACKWARD
+        self._begin_phase("backward" if backward else "forward")
+        if backward:
             if self._swap is not None:
                 self._swap.open_backward(block)
             return
@@ -630,8 +659,13 @@ class Session:
         self.ready()
 
     def _before_step(self) -> None:
+        self._begin_phase("update")
         self._viewer.hide()
         self._pager.close_any()
+
+    def _begin_phase(self, name: str) -> None:
+        if (clock := self.device.clock) is not None:
+            clock.phase(name)
 
     def _before_update(self, host: HostChunk) -> None:
         index = host.chunk.index

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner import Forecast
+from ..core.runtime import LaneTimes
 from ..core.session import Measured
-from .forecast import answer_dict, format_bytes, knobs_dict
+from .forecast import LANES, answer_dict, format_bytes, knobs_dict
 from .text import forecast_table, report_text
 
 WATCHED_STEPS = 3
@@ -34,6 +35,7 @@ class RunReport:
 
     Attributes:
         watched_steps: The first ones, and the first ones of the plan that runs.
+        lanes: Of the first step of the plan that runs which was not watched.
     """
 
     forecast: Forecast
@@ -45,6 +47,7 @@ class RunReport:
     watched_steps: int = WATCHED_STEPS
     notches: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    lanes: LaneTimes | None = None
 
     def table(self) -> str:
         """The plan and its prediction in one short table."""
@@ -57,7 +60,7 @@ class RunReport:
             for plan in (self.forecast.plan, forecast.plan)
         )
         self.notches.append({"step": step, **why, "from": before, "to": after})
-        self.forecast = forecast
+        self.forecast, self.lanes = forecast, None
 
     def summary(self, measured: Measured) -> str:
         """One line for the end of the run, without what did not happen."""
@@ -108,6 +111,7 @@ class RunReport:
                 "num_steps": len(self.step_s),
                 "step_s": self.median_step_s(),
             },
+            "lanes": asdict(self.lanes) if self.lanes else None,
             "ranks": self.ranks,
             "device": self.device,
             "notches": self.notches,
@@ -133,6 +137,14 @@ class RunReport:
         host_optimizer = self._of_a_node("host_optimizer_bytes", seen)
         host_swap = self._of_a_node("host_swap_bytes", seen)
         out, back = (micro * sum(way) for way in (moved.out, moved.back))
+        lanes = self.lanes.busy_s if self.lanes else {}
+        busy = {
+            f"{name}, seconds a step": (
+                step.busy_s.get(lane, 0.0),
+                lanes.get(lane, 0.0),
+            )
+            for lane, name in LANES.items()
+        }
         return {
             "device peak bytes": (device.peak_bytes, seen.device_peak_bytes),
             "weights and slots": (states.weights - states.buckets, placed),
@@ -151,6 +163,7 @@ class RunReport:
             "swapped out bytes a step": (out, seen.swapped_out_bytes / steps),
             "swapped in bytes a step": (back, seen.swapped_in_bytes / steps),
             "host memory of swapped activations": (host.swapped, host_swap),
+            **(busy if self.lanes else {}),
             "waits of compute, seconds a step": (
                 sum(waits for lane, waits in step.exposed_s.items() if lane != COMPUTE),
                 seen.stall_s / steps,

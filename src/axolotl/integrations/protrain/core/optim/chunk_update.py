@@ -12,6 +12,7 @@ has; the first one then refuses to go on.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -290,6 +291,7 @@ class OnHost:
     def make(self, own: ChunkUpdate, fetches: Event) -> None:
         """Make the step of a chunk after `fetches`, which may be reading its weights."""
         fetches.synchronize()
+        start = time.perf_counter()
         noted, own.noted = own.noted, None
         # queued again by who came after an interrupt, it has been made
         if noted is None:
@@ -307,6 +309,8 @@ class OnHost:
                     target.copy_(source)
         state.take(change)
         own.clip = None
+        if (clock := self._device.clock) is not None:
+            clock.note("host", start, time.perf_counter())
 
 
 @contextmanager

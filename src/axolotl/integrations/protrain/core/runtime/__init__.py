@@ -24,6 +24,7 @@ from .hooks import (
     attach_entry,
     drop_ended_backward,
 )
+from .lanes import LaneClock, LaneTimes
 from .pager import Pager, Ring
 from .races import CheckedDevice
 from .ranks import Alone, Ranks

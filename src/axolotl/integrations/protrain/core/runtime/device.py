@@ -23,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..host import memory_nodes, node_of, place, processors
 from ..layout.tensors import tensors_in
+from .lanes import COMPUTE, LaneClock
 
 BUSY_THREADS = 2
 """Of each rank: the one that queues work, and autograd's."""
 ALLOCATOR_KEYS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Of the environment, read when CUDA begins; the second is the older name."""
+STREAMS = COMPUTE, "fetch", "offload", "communicate"
 POISON_BYTE = 0xFF
 """Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
 
@@ -92,9 +94,11 @@ class Device:
         node: The host's memory node that it reaches fastest, None if all alike.
         unplaced: Why memory could not be asked for there; empty if it could.
         kept: What somebody else has still to read of host memory as it is now.
+        clock: Notes when lanes work, while there is one.
     """
 
     kept: Kept | None = None
+    clock: LaneClock | None = None
 
     torch_device: torch.device
     fetch: Stream
@@ -139,6 +143,10 @@ class Device:
     def mark(self) -> Event:
         """A point of the calling thread: who waits for it has seen its work so far."""
         return _DONE
+
+    def moment(self) -> Any:
+        """Now, on compute, for `clock`."""
+        return time.perf_counter()
 
     def wait_stalled(self, event: Event) -> None:
         """Let compute wait for a transfer and count what it loses as stall."""
@@ -196,8 +204,8 @@ class Device:
 class _ImmediateStream:
     """Runs work when it is queued; the time goes to the device as stall."""
 
-    def __init__(self, device: CpuDevice) -> None:
-        self._device = device
+    def __init__(self, device: CpuDevice, lane: str = COMPUTE) -> None:
+        self._device, self._lane = device, lane
 
     def wait(self, event: Event) -> None:
         event.synchronize()
@@ -214,7 +222,10 @@ class _ImmediateStream:
     def call(self, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
         start = time.perf_counter()
         work()
-        self._device.stall_s += time.perf_counter() - start
+        end = time.perf_counter()
+        self._device.stall_s += end - start
+        if (clock := self._device.clock) is not None and self._lane != COMPUTE:
+            clock.note(self._lane, start, end)
 
 
 def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,7 +292,7 @@ class CpuDevice(Device):
         self._ended: list[KeyedRef[int, torch.UntypedStorage]] = []
         self.torch_device = torch.device("cpu")
         self._compute, self.fetch, self.offload, self.communicate = (
-            _ImmediateStream(self) for _ in range(4)
+            _ImmediateStream(self, lane) for lane in STREAMS
         )
         self._used = self._peak = 0
 
@@ -345,8 +356,10 @@ class CpuDevice(Device):
 class _CudaStream:
     """A `torch.cuda.Stream`; operators queued here do not touch the current one."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+    def __init__(
+        self, device: CudaDevice, stream: torch.cuda.Stream, lane: str = COMPUTE
+    ) -> None:
+        self._device, self._stream, self._lane = device, stream, lane
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
@@ -362,8 +375,18 @@ class _CudaStream:
         self.call(partial(target.fill_, byte))
 
     def call(self, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
+        clock = self._device.clock if self._lane != COMPUTE else None
+        begin = _timed(self._stream) if clock is not None else None
         with torch.cuda.stream(self._stream):
             work()
+        if clock is not None:
+            clock.note(self._lane, begin, _timed(self._stream))
+
+
+def _timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 class CudaDevice(Device):
@@ -372,7 +395,8 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self.fetch, self.offload, self.communicate = (
-            _CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3)
+            _CudaStream(self, torch.cuda.Stream(self.torch_device), lane)
+            for lane in STREAMS[1:]
         )
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # launchers set OMP_NUM_THREADS=1, which would make host updates crawl
@@ -389,7 +413,10 @@ class CudaDevice(Device):
     @property
     def compute(self) -> Stream:
         # never cached: the caller may run under another current stream each time
-        return _CudaStream(torch.cuda.current_stream(self.torch_device))
+        return _CudaStream(self, torch.cuda.current_stream(self.torch_device))
+
+    def moment(self) -> Any:
+        return _timed(torch.cuda.current_stream(self.torch_device))
 
     def on_compute(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
@@ -427,12 +454,9 @@ class CudaDevice(Device):
         if event.query():
             return
         stream = torch.cuda.current_stream(self.torch_device)
-        before = torch.cuda.Event(enable_timing=True)
-        after = torch.cuda.Event(enable_timing=True)
-        before.record(stream)
+        before = _timed(stream)
         self.compute.wait(event)
-        after.record(stream)
-        self._waits.append((before, after))
+        self._waits.append((before, _timed(stream)))
         self._collect_waits(self._waits[:1])
 
     def used_bytes(self) -> int:
