@@ -237,7 +237,7 @@ class ProTrainArgs(BaseModel):
         if problems:
             raise ConfigError("\n".join([*problems, ways_out(vars(self))]))
         # Written down, so that validating the validated config again agrees.
-        if _force_flags(self):
+        if any(getattr(self, key) for key in FORCED):
             self.protrain_auto_mode = False
         limit = vars(self).get("gpu_memory_limit")
         if limit is not None and self.protrain_capacity_bytes is None:
@@ -283,15 +283,12 @@ def ways_out(settings: Mapping[str, Any]) -> str:
     return (migrates if changes(settings) else "") + without
 
 
-def _force_flags(args: ProTrainArgs) -> list[str]:
-    return [key for key in FORCED if getattr(args, key)]
-
-
 def _mode_conflicts(args: ProTrainArgs) -> list[str]:
     """Ways of choosing the plan that exclude each other."""
-    forced, by_hand = _force_flags(args), overrides(args)
+    forced = [key for key in FORCED if getattr(args, key)]
     names = " and ".join(f"`{key}`" for key in forced)
     resident, searches = args.protrain_force_all_persistent, args.protrain_auto_mode
+    by_hand = overrides(args)
     lines = []
     if len(forced) > 1:
         lines.append(f"{names} exclude each other. Keep one.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 ROUNDING = "the same training, rounded otherwise"
@@ -55,13 +56,12 @@ _KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
 _LEAST = {"sequence_len": 512, "lora_r": 4}
 
 
-def _loss(keys: Keys) -> Settings:
-    def settings(cfg: Any, on_cuda: bool) -> list[Keys]:
-        has_own = cfg.rl or cfg.reward_model or cfg.process_reward_model
-        taken = has_own or any(cfg[key] for key in _LOSSES)
-        return [keys] if on_cuda and not taken else []
-
-    return settings
+def _loss(key: str, plugin: str | None, cfg: Any, on_cuda: bool) -> list[Keys]:
+    has_own = cfg.rl or cfg.reward_model or cfg.process_reward_model
+    if has_own or any(cfg[loss] for loss in _LOSSES) or not on_cuda:
+        return []
+    plugins = {"plugins": [f"axolotl.integrations.{plugin}"]} if plugin else {}
+    return [{**plugins, key: True}]
 
 
 def _kernels(cfg: Any, on_cuda: bool) -> list[Keys]:
@@ -69,39 +69,28 @@ def _kernels(cfg: Any, on_cuda: bool) -> list[Keys]:
     return [off] if off and on_cuda and cfg.adapter and not cfg.lora_dropout else []
 
 
-def _optimizer(name: str) -> Settings:
-    def settings(cfg: Any, _on_cuda: bool) -> list[Keys]:
-        now = str(getattr(cfg.optimizer, "value", cfg.optimizer))
-        is_other = now.startswith("adamw") and "8bit" not in now
-        return [{"optimizer": name}] if is_other else []
-
-    return settings
+def _optimizer(name: str, cfg: Any, _on_cuda: bool) -> list[Keys]:
+    now = str(getattr(cfg.optimizer, "value", cfg.optimizer))
+    is_other = now.startswith("adamw") and "8bit" not in now
+    return [{"optimizer": name}] if is_other else []
 
 
-def _fewer_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
-    return list(_with_rows(cfg, 1, 2))
-
-
-def _more_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
-    return [*_with_rows(cfg, 2, 1)][:1]
-
-
-def _with_rows(cfg: Any, more: int, less: int) -> Iterator[Keys]:
+def _rows(more: int, less: int, cfg: Any, _on_cuda: bool) -> list[Keys]:
     """The same effective batch in other micro-batches, further and further away."""
     rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
+    found: list[Keys] = []
     while rows % less == 0 and steps % more == 0:
         rows, steps = rows * more // less, steps * less // more
-        yield {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
+        keys = {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
+        found.append(keys)
+    return found
 
 
-def _halved(key: str) -> Settings:
-    def settings(cfg: Any, _on_cuda: bool) -> list[Keys]:
-        if not cfg[key] or (key == "lora_r" and not cfg.adapter):
-            return []
-        values = (cfg[key] >> n for n in range(1, 32))
-        return [{key: n, **_scale(cfg, key, n)} for n in values if n >= _LEAST[key]]
-
-    return settings
+def _halved(key: str, cfg: Any, _on_cuda: bool) -> list[Keys]:
+    if not cfg[key] or (key == "lora_r" and not cfg.adapter):
+        return []
+    values = (cfg[key] >> n for n in range(1, 32))
+    return [{key: n, **_scale(cfg, key, n)} for n in values if n >= _LEAST[key]]
 
 
 def _scale(cfg: Any, key: str, value: int) -> Keys:
@@ -129,43 +118,29 @@ def smaller(cfg: Any) -> Iterator[Keys]:
         least = settings[-1] if settings and lever.numbers == ROUNDING else least
 
 
-_PLUGIN = "axolotl.integrations.{}"
+_LIGER, _CUT = "liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin"
 LEVERS = (
-    Lever("loss", ROUNDING, _loss({"chunked_cross_entropy": True})),
+    Lever("loss", ROUNDING, partial(_loss, "chunked_cross_entropy", None)),
+    Lever("loss", ROUNDING, partial(_loss, "liger_fused_linear_cross_entropy", _LIGER)),
     Lever(
         "loss",
         ROUNDING,
-        _loss(
-            {
-                "plugins": [_PLUGIN.format("liger.LigerPlugin")],
-                "liger_fused_linear_cross_entropy": True,
-            }
-        ),
-    ),
-    Lever(
-        "loss",
-        ROUNDING,
-        _loss(
-            {
-                "plugins": [_PLUGIN.format("cut_cross_entropy.CutCrossEntropyPlugin")],
-                "cut_cross_entropy": True,
-            }
-        ),
+        partial(_loss, "cut_cross_entropy", _CUT),
         package="cut_cross_entropy",
     ),
     Lever("kernels", ROUNDING, _kernels),
-    Lever("rows", ROUNDING, _fewer_rows, is_quick=True),
-    Lever("rows", ROUNDING, _more_rows),
-    Lever("optimizer", UPDATES, _optimizer("adamw_bnb_8bit")),
-    Lever("optimizer", UPDATES, _optimizer("adafactor")),
+    Lever("rows", ROUNDING, partial(_rows, 1, 2), is_quick=True),
+    Lever("rows", ROUNDING, partial(_rows, 2, 1)),
+    Lever("optimizer", UPDATES, partial(_optimizer, "adamw_bnb_8bit")),
+    Lever("optimizer", UPDATES, partial(_optimizer, "adafactor")),
     Lever("base", TRAINING, _in_4_bits),
-    Lever("adapter", TRAINING, _halved("lora_r"), is_quick=True),
+    Lever("adapter", TRAINING, partial(_halved, "lora_r"), is_quick=True),
     Lever(
         "packing",
         TRAINING,
         _packed,
         note="how many samples a row then holds is a matter of the data",
     ),
-    Lever("row", TRAINING, _halved("sequence_len"), is_quick=True),
+    Lever("row", TRAINING, partial(_halved, "sequence_len"), is_quick=True),
 )
 """The least change first; of one group, what takes less later."""

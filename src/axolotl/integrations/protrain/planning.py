@@ -481,8 +481,7 @@ def plan_here(
     ranks: Ranks,
     absent: frozenset[str],
     objective: Objective | None = None,
-    reserve_bytes: int = 0,
-    adapters_wait: bool = True,
+    adapter_bytes: int = 0,
 ) -> tuple[Forecast, Planner | None, list[str], str]:
     """Plan what is about to be trained: the first rank does, for the weakest of all.
 
@@ -493,8 +492,7 @@ def plan_here(
         ranks: Who trains together.
         absent: Names of weights that this rank has in name only.
         objective: Of a trainer whose loss is more than one forward.
-        reserve_bytes: Of the device, that no step may use.
-        adapters_wait: See `subject_of`.
+        adapter_bytes: Of the device, for adapters whose optimizer is not the trainer's.
 
     Returns:
         The forecast; on the first rank what makes a smaller plan; assumptions; a hash of
@@ -519,9 +517,9 @@ def plan_here(
             world,
             model,
             objective,
-            adapters_wait,
+            adapters_wait=not adapter_bytes,
         )
-        headroom = subject.headroom_bytes + reserve_bytes
+        headroom = subject.headroom_bytes + adapter_bytes
         subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
         notes = list(subject.assumptions)
         measured = _measured(cfg, model, subject, device, notes)

@@ -220,8 +220,7 @@ class Recovery(StepRecovery):
         """Look for room before an update, not while it changes weights."""
 
         def before(*_: Any) -> None:
-            probe = partial(self.met, self._probe_update, "update")
-            self.attempt(probe, "update")
+            self.together(self._probe_update, "update")
             self._updating = True
 
         def after(*_: Any) -> None:
@@ -229,6 +228,10 @@ class Recovery(StepRecovery):
 
         before_step = optimizer.register_step_pre_hook(before)
         return [before_step, optimizer.register_step_post_hook(after)]
+
+    def together(self, act: Callable[[], Result], phase: str) -> Result:
+        """An `attempt` of all ranks."""
+        return self.attempt(partial(self.met, act, phase), phase)
 
     def met(
         self,

@@ -42,10 +42,6 @@ def _each(keys: str, *row: Any, **when: Any) -> list[Refusal]:
     return [Refusal(key, *row, **when) for key in keys.split()]
 
 
-def _is_set(value: object) -> bool:
-    return value is not None
-
-
 def _one_of(*values: str) -> Callable[[object], bool]:
     return lambda value: value in values
 
@@ -61,10 +57,6 @@ def _entry(mapping: object, key: str) -> object:
 def _is_off(value: object) -> bool:
     """As pydantic reads it."""
     return str(value).lower() in ("false", "off", "no", "f", "n", "0")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _has_range(patterns: object) -> bool:
@@ -93,16 +85,17 @@ _REMOVED = "not in Axolotl any more"
 _MIGRATED = (
     *_each(" ".join(PLACES), "where weights live is ProTrain's task", instead=""),
     # `true` stays, for runs without the plugin; `gpu_memory_limit` is the budget
-    Refusal("gradient_checkpointing", _ANSWERED, when=_is_text, instead=""),
+    Refusal(
+        "gradient_checkpointing",
+        _ANSWERED,
+        when=lambda value: isinstance(value, str),
+        instead="",
+    ),
     *_each(" ".join(TAKEN_OVER[1:5]), _ANSWERED, instead=""),
     Refusal("auto_find_batch_size", _ANSWERED, instead=""),
     *(
-        Refusal(f"unsloth_{old}", _REMOVED, instead=f"{new}: true")
-        for old, new in (
-            ("lora_mlp", "lora_mlp_kernel"),
-            ("lora_qkv", "lora_qkv_kernel"),
-            ("lora_o", "lora_o_kernel"),
-        )
+        Refusal(f"unsloth_{kernel}", _REMOVED, instead=f"{kernel}_kernel: true")
+        for kernel in ("lora_mlp", "lora_qkv", "lora_o")
     ),
     *_each("unsloth_rope unsloth_rms_norm", _REMOVED, instead=""),
     Refusal("unsloth_cross_entropy_loss", _REMOVED, instead=""),
@@ -131,7 +124,7 @@ EXCLUDED = (
         "model_quantization_config",
         _QUANTISED,
         "Add `model_quantization_config_kwargs: {dequantize: true}`",
-        _is_set,
+        lambda config: config is not None,
     ),
     Refusal("nf4_backend", _QUANTISED, when=_one_of("torchao")),
     Refusal(

@@ -150,8 +150,7 @@ class TrainingRun:
         device: torch.device,
         saves_optimizer: bool,
         objective: Objective | None = None,
-        reserve_bytes: int = 0,
-        adapters_wait: bool = True,
+        adapter_bytes: int = 0,
     ) -> None:
         """Plan for `model` and move it to train on `device`.
 
@@ -160,8 +159,7 @@ class TrainingRun:
             device: Where to train it.
             saves_optimizer: Checkpoints with optimizer state will be written.
             objective: Of a trainer whose loss is more than one forward.
-            reserve_bytes: Of the device, that the plan leaves free.
-            adapters_wait: See `subject_of`.
+            adapter_bytes: See `plan_here`.
 
         Raises:
             ProTrainError: It cannot be trained so, or not twice with one trainer.
@@ -185,8 +183,7 @@ class TrainingRun:
             self.ranks,
             absent,
             objective,
-            reserve_bytes,
-            adapters_wait,
+            adapter_bytes,
         )
         adapter, masters = bool(adapter_names(model)), self.args.protrain_fp32_master
         nbytes = partial(checkpoint_bytes, forecast.layout, adapter)
@@ -207,12 +204,12 @@ class TrainingRun:
         self.report = RunReport(forecast, str(device), notes, about(self._cfg))
         # of one forward a micro-batch it is known which collectives are left
         known = objective is None and not self._cfg.ddp_find_unused_parameters
-        repeats = self.ranks.world.size == 1 or known
-        self.recovery = Recovery(self, self.report, device, planner, repeats)
+        self.recovery = Recovery(self, self.report, device, planner, known)
         self._undo.callback(self.recovery.close)
         if self._is_first:
             self.log.info("\n" + self.report.table())
-        self.ranks.together(self._require_space)
+        space = partial(require_space, self._output_dir, self.checkpoint_bytes)
+        self.ranks.from_first(space)
         opened, args = open_device(device), self.args
         host = format_bytes(forecast.host.phases["train"])
         self._say_once(
@@ -310,19 +307,15 @@ class TrainingRun:
 
     def _agree(self, callbacks: Sequence[TrainerCallback]) -> set[str]:
         """Events for which weights are shown: all ranks have to."""
-        own = {event: looking(event, callbacks) for event in EVENTS}
-        flags = torch.tensor([bool(own[event]) for event in EVENTS], dtype=torch.uint8)
-        every = self.ranks.maximum(flags).tolist()
-        named = "; ".join(
-            f"{e}: {', '.join(names)}" for e, names in own.items() if names
-        )
+        own = {e: names for e in EVENTS if (names := looking(e, callbacks))}
+        named = "; ".join(f"{e}: {', '.join(names)}" for e, names in own.items())
         if named and self._is_first:
             self.log.info(
                 "ProTrain shows weights and gradients to callbacks, and waits for host "
                 f"updates before ({named}). Set `looks_at_weights = False` on the class "
                 "of one that looks at neither."
             )
-        return {event for event, looks in zip(EVENTS, every, strict=True) if looks}
+        return set().union(*self.ranks.collect({*own}))
 
     def begin_micro_batch(self, synchronises: bool, batch: Any) -> None:
         """See `Session.begin_micro_batch`."""
@@ -467,7 +460,9 @@ class TrainingRun:
         """Say once how far the first steps are from their prediction."""
         assert self.session is not None
         forecast, seconds = report.forecast, report.median_step_s() or 0.0
-        planned, peak = self._counted_bytes(report), self.session.device.peak_bytes()
+        # of what torch's allocator counts
+        planned = self._predicted_bytes(forecast) - _unseen_bytes(report)
+        peak = self.session.device.peak_bytes()
         usable, lines = forecast.budget.usable_bytes, []
         learned = self._learn(report, [peak])
         if (
@@ -488,7 +483,7 @@ class TrainingRun:
         if (
             abs(seconds - predicted) > SECONDS_APART * predicted
             and len(report.step_s) > report.watched_steps
-            and not _others_compute()
+            and os.getloadavg()[0] <= LOADED * (os.cpu_count() or 1)
         ):
             lines.append(
                 f"step: {format_seconds(predicted)} predicted, {format_seconds(seconds)} "
@@ -513,8 +508,10 @@ class TrainingRun:
                 or not self._is_first
             ):
                 return None
-            apart = BYTES_APART * self._counted_bytes(report)
-            beyond = max(peaks) - self._traced_bytes(forecast)
+            counted = self._predicted_bytes(forecast) - _unseen_bytes(report)
+            apart = BYTES_APART * counted
+            traced = self._predicted_bytes(forecast) - forecast.hardware.unseen_bytes
+            beyond = max(peaks) - traced
             if self._counts_evaluation and beyond <= apart:
                 # whose peak it is does not show
                 return None
@@ -535,19 +532,13 @@ class TrainingRun:
             return None
         return beyond
 
-    def _traced_bytes(self, forecast: Forecast) -> int:
-        """The traced peak of what has run."""
-        phases, hardware = {**forecast.device.phases}, forecast.hardware
-        evaluation = phases.pop("evaluation", 0) - hardware.unneeded_bytes
+    def _predicted_bytes(self, forecast: Forecast) -> int:
+        """The predicted peak of what has run."""
+        phases = {**forecast.device.phases}
+        evaluation = phases.pop("evaluation", 0) - forecast.hardware.unneeded_bytes
         if self._counts_evaluation:
             phases["evaluation"] = evaluation
-        return max(phases.values()) - hardware.unseen_bytes
-
-    def _counted_bytes(self, report: RunReport) -> int:
-        """What the predicted peak of what has run is for torch's allocator."""
-        forecast = report.forecast
-        known = forecast.hardware.unseen_bytes - _unseen_bytes(report)
-        return self._traced_bytes(forecast) + known
+        return max(phases.values())
 
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
@@ -574,10 +565,6 @@ class TrainingRun:
     @property
     def _is_first(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
-
-    def _require_space(self) -> None:
-        if self._is_first:
-            require_space(self._output_dir, self.checkpoint_bytes)
 
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""
@@ -637,11 +624,6 @@ def _unseen_bytes(report: RunReport) -> int:
     """Of the device, that its allocator does not count."""
     total = report.forecast.hardware.device_bytes
     return measured_unseen_bytes(torch.device(report.device), total)
-
-
-def _others_compute() -> bool:
-    """Whether more wants to run on this machine than it has processors for."""
-    return os.getloadavg()[0] > LOADED * (os.cpu_count() or 1)
 
 
 def host_peak_bytes() -> int:

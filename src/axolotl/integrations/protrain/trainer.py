@@ -148,8 +148,7 @@ class ProTrainTrainerMixin(_Mixed):
             norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)
             return norm if norm is not None else plain(model)
 
-        clip_together = partial(self.protrain.recovery.met, clip, "update")
-        return self.protrain.recovery.attempt(clip_together, "update")
+        return self.protrain.recovery.together(clip, "update")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         plain = super()._get_grad_norm
@@ -159,8 +158,7 @@ class ProTrainTrainerMixin(_Mixed):
                 return plain(model, grad_norm=grad_norm)
             return plain(model, grad_norm=self.protrain.clip_grad_norm(float("inf")))
 
-        norm_together = partial(self.protrain.recovery.met, norm, "update")
-        return self.protrain.recovery.attempt(norm_together, "update")
+        return self.protrain.recovery.together(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.protrain.note_peak()
@@ -272,9 +270,15 @@ def publish_together(ranks: Ranks, checkpoint: Path) -> None:
 
 
 class ShowingHandlerMixin(_MixedHandler):
-    """Put in front of the trainer's callback handler: shows weights to who may look."""
+    """Put in front of the trainer's callback handler: shows weights to who may look, and
+    tells the run where steps begin and end.
+
+    Holds no trainer: one in a cycle is there until the interpreter ends, and its progress
+    bar then asks for modules that are gone.
+    """
 
     protrain: ClassVar[TrainingRun]
+    trainer: ClassVar[Trainer]
 
     def call_event(
         self, event: str, args: Any, state: Any, control: Any, **kwargs: Any
@@ -284,24 +288,12 @@ class ShowingHandlerMixin(_MixedHandler):
             self.protrain.after_save(partial(call, state=copy(state)))
             return control
         with self.protrain.for_event(event, self.callbacks):
-            return call(state=state)
-
-
-class RunCallback(TrainerCallback):
-    """Tells the run where steps begin and end.
-
-    Holds no trainer: one in a cycle is there until the interpreter ends, and its progress
-    bar then asks for modules that are gone.
-    """
-
-    def __init__(self, trainer: Trainer, run: TrainingRun) -> None:
-        self._trainer, self._run = weakref.proxy(trainer), run
-
-    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        self._run.begin_step(self._trainer)
-
-    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._run.end_step()
+            control = call(state=state)
+            if event == "on_step_begin":
+                self.protrain.begin_step(self.trainer)
+            elif event == "on_step_end":
+                self.protrain.end_step()
+        return control
 
 
 def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
@@ -310,11 +302,8 @@ def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
         (trainer, ProTrainTrainerMixin),
         (trainer.callback_handler, ShowingHandlerMixin),
     ):
-        own = type(owner)
-        owner.__class__ = type(
-            f"ProTrain{own.__name__}", (mixin, own), {"protrain": run}
-        )
-    trainer.add_callback(RunCallback(trainer, run))
+        own, held = type(owner), {"protrain": run, "trainer": weakref.proxy(trainer)}
+        owner.__class__ = type(f"ProTrain{own.__name__}", (mixin, own), held)
 
 
 def _saver(callback: TrainerCallback) -> str:

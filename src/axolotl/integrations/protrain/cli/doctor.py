@@ -13,7 +13,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -96,14 +96,11 @@ def _judged(name: str, found: str, good: bool, advice: str) -> Finding:
 
 
 def _versions() -> Finding:
-    def of(package: str) -> Iterator[str]:
-        try:
-            yield f"{package} {version(package)}"
-        except PackageNotFoundError:
-            return
-
-    named = [text for package in PACKAGES for text in of(package)]
-    found = ", ".join([f"Python {platform.python_version()}", *named])
+    named = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            named.append(f"{package} {version(package)}")
+    found = ", ".join(named)
     try:
         require_internals()
     except ConfigError as error:

@@ -12,8 +12,8 @@ import pickle  # nosec B403
 import subprocess  # nosec B404
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from ..core.host import processors
 from ..core.types import Hardware
 from ..levers import LEVERS, NUMBERS, Keys, Lever
 from ..report import forecast as report
-from .migrate import migrate, with_keys
+from .migrate import migrate_file, with_keys
 
 SLOWEST_S = 600
 """All that is priced beside each other; a fork that was killed would not answer."""
@@ -34,25 +34,8 @@ SLOWEST_S = 600
 Priced = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Way:
-    """Levers and their keys: those to build with, and quick ones, of which the first
-    that fit are taken."""
-
-    levers: tuple[Lever, ...] = ()
-    keys: Keys = field(default_factory=dict)
-    quick: tuple[Keys, ...] = ({},)
-
-    def and_then(self, lever: Lever, settings: Sequence[Keys]) -> Way:
-        """Also this one: of quick ones, after the most that those before can do."""
-        levers = (*self.levers, lever)
-        if lever.is_quick:
-            quick = tuple({**self.quick[-1], **keys} for keys in settings)
-            return Way(levers, self.keys, quick)
-        plugins = [*self.keys.get("plugins", ()), *settings[0].get("plugins", ())]
-        both = {**self.keys, **settings[0]}
-        both |= {"plugins": plugins} if plugins else {}
-        return Way(levers, both, self.quick)
+Row = tuple[Lever, list[Keys]]
+"""A lever, and what it sets for a YAML."""
 
 
 class Fitting:
@@ -67,11 +50,7 @@ class Fitting:
     """
 
     def __init__(self, config: Path, *asked: Any) -> None:
-        text = config.read_bytes().decode("utf-8")
-        try:
-            self._migration = migrate(text)
-        except ConfigError as error:
-            raise ConfigError(f"{config}: {error}") from error
+        self._migration = migrate_file(config, write=False)
         self._config, self._asked = config, asked
         code = f"from {__name__} import serve; serve()"
         self._child = subprocess.Popen(  # nosec B603
@@ -99,21 +78,20 @@ class Fitting:
             device_type: "cuda" or "cpu".
         """
         self._given = (*self._asked, card, device_type)
-        self._rows = [
+        rows = [
             (lever, found)
             for lever in LEVERS
             if (found := lever.settings(cfg, device_type == "cuda"))
         ]
-        ways = [Way(), *(Way().and_then(*row) for row in self._rows)]
-        self._as_it_is, *priced = self._priced(ways)
+        self._as_it_is, *priced = self._priced([[], *([row] for row in rows)])
         self._singles = [
-            (way, row, one)
-            for way, row, one in zip(ways[1:], self._rows, priced, strict=True)
+            (row, one)
+            for row, one in zip(rows, priced, strict=True)
             if one["verdict"] != report.UNSUPPORTED
         ]
-        for way, _, one in self._singles:
+        for (lever, _), one in self._singles:
             one["change"] = _named(one["keys"], cfg)
-            one["note"] = way.levers[0].hint
+            one["note"] = lever.hint
             one["lowers"] = {
                 f"{where} {term}": [nbytes, one["least"][where].get(term, 0)]
                 for where, terms in self._as_it_is["least"].items()
@@ -121,7 +99,7 @@ class Fitting:
                 if one["least"][where].get(term, 0) < 0.99 * nbytes
             }
         lacks = self._as_it_is["lacks"]
-        helping = (one for _, _, one in self._singles if one["lacks"] <= 0.99 * lacks)
+        helping = (one for _, one in self._singles if one["lacks"] <= 0.99 * lacks)
         return [_shown(one) for one in sorted(helping, key=_rank)]
 
     def write(self, file: Path) -> Priced | None:
@@ -146,32 +124,30 @@ class Fitting:
         lacks = self._as_it_is["lacks"]
         helping = [
             (row, one)
-            for _, row, one in self._singles
+            for row, one in self._singles
             if one["lacks"] < lacks and row[0].is_here
         ]
         alone = [one for _, one in helping if one["verdict"] == report.FITS]
         alone.sort(key=lambda one: (NUMBERS.index(one["numbers"]), _rank(one)))
         most = NUMBERS.index(alone[0]["numbers"]) if alone else len(NUMBERS)
-        rows: list[tuple[Lever, list[Keys]]] = []
+        way: list[Row] = []
         ways = []
         for row, one in helping:
             if NUMBERS.index(one["numbers"]) < most:
                 # of one group the later row takes less
-                rows = [other for other in rows if other[0].group != row[0].group]
-                rows.append(row)
-                ways.append(_together(rows))
+                way = [*(other for other in way if other[0].group != row[0].group), row]
+                ways.append(way)
         for way, one in zip(ways, self._priced(ways), strict=True):
             if one["verdict"] == report.FITS:
                 return self._without_needless(way, one)
         return alone[0] if alone else None
 
-    def _without_needless(self, way: Way, found: Priced) -> Priced:
+    def _without_needless(self, way: Sequence[Row], found: Priced) -> Priced:
         """The last one was needed; of those before it some may not be."""
         while True:
-            rows = [row for _, row, _ in self._singles if row[0] in way.levers]
             ways = [
-                _together([row for row in rows if row[0] is not dropped])
-                for dropped in reversed(way.levers[:-1])
+                [row for row in way if row is not dropped]
+                for dropped in reversed(way[:-1])
             ]
             for fewer, other in zip(ways, self._priced(ways), strict=True):
                 kept = {k: v for k, v in found["keys"].items() if k in other["keys"]}
@@ -181,9 +157,10 @@ class Fitting:
             else:
                 return found
 
-    def _priced(self, ways: Sequence[Way]) -> list[Priced]:
-        texts = [with_keys(self._migration.after, way.keys) for way in ways]
-        questions = [(text, way.quick) for text, way in zip(texts, ways, strict=True)]
+    def _priced(self, ways: Sequence[Sequence[Row]]) -> list[Priced]:
+        """What a YAML costs under rows together, for each of these ways."""
+        after, asked = self._migration.after, [_together(way) for way in ways]
+        questions = [(with_keys(after, keys), quick) for keys, quick in asked]
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None and stdout is not None  # nosec B101
         try:
@@ -195,15 +172,25 @@ class Fitting:
                 "--levers: the process that prices them ended without an answer; is "
                 "there host memory for it? Plan without."
             ) from error
-        for way, answer in zip(ways, answers, strict=True):
-            answer["keys"] = {**way.keys, **answer.pop("change", {})}
-            numbers = (lever.numbers for lever in way.levers)
+        for way, (keys, _), answer in zip(ways, asked, answers, strict=True):
+            answer["keys"] = {**keys, **answer.pop("change", {})}
+            numbers = (lever.numbers for lever, _ in way)
             answer["numbers"] = max(numbers, key=NUMBERS.index, default=None)
         return answers
 
 
-def _together(rows: Sequence[tuple[Lever, Sequence[Keys]]]) -> Way:
-    return reduce(lambda way, row: way.and_then(*row), rows, Way())
+def _together(way: Sequence[Row]) -> tuple[Keys, Sequence[Keys]]:
+    """Keys to build with, and quick ones, of which the first that fit are taken: those
+    of a lever come after the most that the ones before it can do."""
+    keys: dict[str, Any] = {}
+    quick: list[Keys] = [{}]
+    for lever, settings in way:
+        if lever.is_quick:
+            quick = [{**quick[-1], **more} for more in settings]
+            continue
+        plugins = [*keys.get("plugins", ()), *settings[0].get("plugins", ())]
+        keys |= {**settings[0], "plugins": plugins} if plugins else settings[0]
+    return keys, quick
 
 
 def _shown(one: Priced) -> Priced:

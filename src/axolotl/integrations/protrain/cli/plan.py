@@ -109,7 +109,7 @@ class DryRun:
         """
         (card,) = self._cards
         for change in changes:
-            forecast, _ = self._plan(card, **change)
+            forecast = self._forecast(card, **change)
             if report.lack(forecast) is None:
                 break
         no_room = self._args.model_copy(update={"protrain_capacity_bytes": 1})
@@ -156,11 +156,8 @@ class DryRun:
         found: dict[int, Forecast] = {}
 
         def is_too_large(count: int) -> bool:
-            try:
-                found[count] = self._fitting(card, **{key: count * stride})
-            except BudgetError:
-                return True
-            return False
+            found[count] = self._forecast(card, **{key: count * stride})
+            return report.lack(found[count]) is not None
 
         high = 1
         while high <= most // stride and not is_too_large(high):
@@ -285,7 +282,7 @@ class DryRun:
         subject = self._subject()
         workload = replace(subject.workload, update=Update.HOST)
         subject = replace(subject, workload=workload)
-        return _fitting(plan_for(self._args_on(card), subject, card, anyway=True)[0])
+        return plan_for(self._args_on(card), subject, card, anyway=True)[0]
 
     def _halved(self, card: Hardware, key: str, least: int) -> Iterator[dict[str, Any]]:
         """The largest half, quarter, … that fits, or the smallest, which does not."""
@@ -310,13 +307,13 @@ class DryRun:
                 change["gradient_accumulation_steps"] = steps
                 note = f"accumulation {before} -> {steps}"
         text = f"{key} {cfg[key]} -> {value}"
-        return _alternative(text, partial(self._fitting, card, **change), note)
+        return _alternative(text, partial(self._forecast, card, **change), note)
 
     def _whole_card(self, card: Hardware) -> Iterator[dict[str, Any]]:
         if card.desktop_bytes:
             whole = _alternative(
                 f"--gpu '{card.name}:{card.device_bytes / 2**30:.2f}'",
-                partial(self._fitting, replace(card, desktop_bytes=0)),
+                partial(self._forecast, replace(card, desktop_bytes=0)),
                 "nothing else on the card, no desktop",
             )
             if whole["verdict"] == report.FITS:
@@ -336,7 +333,7 @@ class DryRun:
                 larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
-                    partial(self._fitting, larger),
+                    partial(self._forecast, larger),
                     "the smallest card known here that fits",
                 )
                 if other["verdict"] == report.FITS:
@@ -346,14 +343,14 @@ class DryRun:
             for ram_gib in _RAM_GIB:
                 if ram_gib << 30 >= lacking.host.peak_bytes:
                     roomy = replace(card, host_bytes=ram_gib << 30)
-                    fitting = partial(self._fitting, roomy)
-                    yield _alternative(f"--ram {ram_gib}", fitting)
+                    forecast = partial(self._forecast, roomy)
+                    yield _alternative(f"--ram {ram_gib}", forecast)
                     return
 
     # plans; `change`: keys of the YAML that are others
 
-    def _fitting(self, card: Hardware, **change: int) -> Forecast:
-        return _fitting(self._plan(card, **change)[0])
+    def _forecast(self, card: Hardware, **change: int) -> Forecast:
+        return self._plan(card, **change)[0]
 
     def _plan(self, card: Hardware, **change: int) -> tuple[Forecast, Planner]:
         """The one that lacks the least where none fits."""
@@ -403,21 +400,17 @@ def _card(gpu: str, **known: Any) -> Hardware:
 def _alternative(
     change: str, plan: Callable[[], Forecast], note: str | None = None
 ) -> dict[str, Any]:
-    forecast, verdict = None, report.FITS
     try:
         forecast = plan()
-    except (BudgetError, ConfigError, LayoutError, TraceError) as error:
-        verdict = (
-            report.DOES_NOT_FIT
-            if isinstance(error, BudgetError)
-            else report.UNSUPPORTED
-        )
-        note = f"{note}: {error}" if note else str(error)
+        why = report.lack(forecast)
+        verdict = report.DOES_NOT_FIT if why else report.FITS
+    except (ConfigError, LayoutError, TraceError) as error:
+        verdict, why = report.UNSUPPORTED, str(error)
     return {
         "change": change,
         "verdict": verdict,
-        **report.price_dict(forecast),
-        "note": note,
+        **report.price_dict(None if why else forecast),
+        "note": ": ".join(filter(None, (note, why))) or None,
     }
 
 
@@ -425,7 +418,7 @@ def _without_plugin(planner: Planner) -> dict[str, Any]:
     def plain() -> Forecast:
         plans = map(planner.plain, (0, len(planner.memory.layout.blocks)))
         kept, recomputed = map(planner.forecast, plans)
-        return _fitting(kept if report.lack(kept) is None else recomputed)
+        return kept if report.lack(kept) is None else recomputed
 
     other = _alternative(report.WITHOUT_PLUGIN, plain)
     if other["verdict"] == report.FITS:
@@ -440,12 +433,4 @@ def _in_mode(planner: Planner, mode: str) -> Forecast:
     try:
         return planner.forecast(planner.fastest(modes))
     except BudgetError:
-        return _fitting(planner.forecast(planner.nearest(modes)))
-
-
-def _fitting(forecast: Forecast) -> Forecast:
-    """The forecast, unless it lacks something, which is a BudgetError."""
-    lacking = report.lack(forecast)
-    if lacking is not None:
-        raise BudgetError(lacking)
-    return forecast
+        return planner.forecast(planner.nearest(modes))

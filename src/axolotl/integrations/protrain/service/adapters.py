@@ -32,12 +32,8 @@ from ..core.runtime import Device
 
 KINDS = ("attn", "mlp", "unembed")
 """Which linear layers: of attention, all others of the blocks, the head."""
-WEIGHTS, REST, ABOUT = (
-    "adapter_model.safetensors",
-    "optimizer.safetensors",
-    "state.json",
-)
-CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+REST, ABOUT = "optimizer.safetensors", "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 _MODEL = r"[A-Za-z0-9][A-Za-z0-9_:-]{0,99}"

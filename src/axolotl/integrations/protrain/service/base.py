@@ -85,33 +85,20 @@ def read(config: Path) -> tuple[str, Any]:
     return str(raw["base_model"]), load_cfg(DictDefault(derive(raw)))
 
 
-class Base:
-    """A loaded base whose LoRA layers show one adapter at a time.
-
-    Args:
-        cfg: See `read`.
-
-    Attributes:
-        live: See `LiveAdapter`.
-        run: The open training.
+def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:
+    """The base of a YAML that was `read`, under a plan, and what shows adapters in it.
 
     Raises:
         ProTrainError: It cannot be loaded, or no plan fits.
     """
-
-    def __init__(self, cfg: Any) -> None:
-        plugins = PluginManager.get_instance().plugins.values()
-        next(p for p in plugins if isinstance(p, ProTrainPlugin)).load_datasets(cfg)
-        model, _, _, _ = setup_model_and_tokenizer(cfg)
-        # without dropout, and the same in every pass
-        self.model: Any = model.eval()
-        self.live = LiveAdapter(self.model)
-        on_cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda:0" if on_cuda else "cpu")
-        self.run = TrainingRun(cfg, (), LOG)
-        reserved = self.live.reserve_bytes
-        # adapters have optimizers of their own
-        self.run.open(self.model, self.device, False, None, reserved, False)
-        assert self.run.session is not None and self.run.report is not None
-        self.session, self.report = self.run.session, self.run.report
-        self.live.open(self.session.device)
+    plugins = PluginManager.get_instance().plugins.values()
+    next(p for p in plugins if isinstance(p, ProTrainPlugin)).load_datasets(cfg)
+    model, _, _, _ = setup_model_and_tokenizer(cfg)
+    # without dropout, and the same in every pass
+    live = LiveAdapter(model.eval())
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    run = TrainingRun(cfg, (), LOG)
+    run.open(model, device, False, adapter_bytes=live.reserve_bytes)
+    assert run.session is not None
+    live.open(run.session.device)
+    return run, live

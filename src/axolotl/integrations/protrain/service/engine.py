@@ -38,7 +38,7 @@ from .adapters import (
     folder_of,
     path_of,
 )
-from .base import Base, read
+from .base import opened, read
 from .live import AdamParams
 from .losses import Datum, checked_settings
 from .passes import Passes
@@ -90,11 +90,11 @@ class AdapterService:
         self.sequence_len, self.alpha = int(cfg.sequence_len), float(cfg.lora_alpha)
         with ExitStack() as held:
             held.enter_context(claimed(self.folder))
-            base = Base(cfg)
+            run, self.live = opened(cfg)
             self._held = held.pop_all()
-        self._run, self.live = base.run, base.live
-        self.session, self.report = base.session, base.report
-        self._passes = Passes(cfg, base.model, base.device, self._prefetch)
+        assert run.session is not None and run.report is not None
+        self._run, self.session, self.report = run, run.session, run.report
+        self._passes = Passes(cfg, self.session, self._prefetch)
         if adapter_bytes is None:
             adapter_bytes = self.report.forecast.hardware.host_bytes // 4
         self.store = AdapterStore(
@@ -290,11 +290,6 @@ class AdapterService:
             raise CheckpointError(
                 f"what these have learned is lost: {'; '.join(lost)}."
             )
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether requests are answered."""
-        return not self.turns.stopped
 
     def _begin(self, model: str, asks: Any, act: Callable[[], Any]) -> Ticket:
         # its first save would be refused

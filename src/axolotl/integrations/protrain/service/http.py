@@ -62,9 +62,9 @@ def app_of(service: AdapterService, api_key: str | None) -> FastAPI:
 
 
 async def _health(service: AdapterService, _request: Request, _body: bytes) -> Any:
-    if service.is_serving:
-        return {"status": "ok"}
-    return JSONResponse({"status": "stopping"}, 503)
+    if service.turns.stopped:
+        return JSONResponse({"status": "stopping"}, 503)
+    return {"status": "ok"}
 
 
 async def _capabilities(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.errors import ConfigError, RequestError
 from ..core.runtime import Device, Event
@@ -63,21 +64,16 @@ class _Place:
     """Device memory for an adapter.
 
     Attributes:
+        parts: See `AdapterLayout.views`.
         holds: What it was filled with and has not been shown since.
         arrival: After its filling.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self.memory = device.allocate(nbytes)
+        self.memory = memory = device.allocate(nbytes)
+        self.parts = cache(lambda layout: layout.views(memory))
         self.holds: AdapterState | None = None
         self.arrival: Event = device.compute.record()
-        self._views: dict[AdapterLayout, dict[str, dict[str, Tensor]]] = {}
-
-    def parts(self, layout: AdapterLayout) -> dict[str, dict[str, Tensor]]:
-        """See `AdapterLayout.views`."""
-        if layout not in self._views:
-            self._views[layout] = layout.views(self.memory)
-        return self._views[layout]
 
 
 class LiveAdapter:

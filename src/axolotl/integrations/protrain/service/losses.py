@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -105,32 +105,9 @@ def checked_settings(loss_fn: str, given: Mapping[str, object]) -> Settings:
     return {**loss.settings, **given}  # type: ignore[dict-item]
 
 
-def check_data(
-    data: Sequence[Datum], loss_fn: str, vocabulary: int, longest: int
-) -> None:
-    """Refuse rows that no pass may see.
-
-    Args:
-        data: Of one request.
-        loss_fn: One of `LOSSES`.
-        vocabulary: Tokens are below it.
-        longest: Most tokens of a row.
-
-    Raises:
-        RequestError: Which row, and what is wrong with it.
-    """
-    if not data:
-        raise RequestError("data: there is no row.")
+def fault_of(datum: Datum, loss_fn: str, vocabulary: int, longest: int) -> str | None:
+    """Why no pass may see a row, of `longest` tokens at most; None if one may."""
     names = (TARGETS, *LOSSES[loss_fn].inputs)
-    for number, datum in enumerate(data):
-        fault = _fault_of(datum, names, vocabulary, longest)
-        if fault is not None:
-            raise RequestError(f"data[{number}]: {fault}")
-
-
-def _fault_of(
-    datum: Datum, names: Sequence[str], vocabulary: int, longest: int
-) -> str | None:
     length = datum.tokens.numel()
     if not 0 < length <= longest:
         return f"{length} tokens; allowed are 1 to {longest}, the server's sequence_len"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
 from ..core.errors import RequestError
+from ..core.session import Session
 from ..planning import autocast_dtype
-from .losses import LOSSES, TARGETS, Datum, Settings, check_data
+from .losses import LOSSES, TARGETS, Datum, Settings, fault_of
 
 
 class Passes:
@@ -20,19 +22,14 @@ class Passes:
 
     Args:
         cfg: Axolotl's validated configuration: rows of a micro-batch and their length.
-        model: On the device, without dropout.
-        device: Where it computes.
+        session: Of a model without dropout.
         between: Called once a forward is queued, before its backward.
     """
 
-    def __init__(
-        self,
-        cfg: Any,
-        model: Any,
-        device: torch.device,
-        between: Callable[[], None],
-    ) -> None:
-        self._model, self._device, self._between = model, device, between
+    def __init__(self, cfg: Any, session: Session, between: Callable[[], None]) -> None:
+        model: Any = session.model
+        self._model, self._between = model, between
+        self._device = session.device.torch_device
         self._rows, self._longest = int(cfg.micro_batch_size), int(cfg.sequence_len)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         # of what Axolotl's collator makes the length of rows a multiple
@@ -44,8 +41,17 @@ class Passes:
         self._autocast = autocast_dtype(cfg)
 
     def check(self, data: Sequence[Datum], loss_fn: str) -> None:
-        """See `check_data`."""
-        check_data(data, loss_fn, self._vocabulary, self._longest)
+        """Refuse rows that no pass may see.
+
+        Raises:
+            RequestError: Which row, and what is wrong with it.
+        """
+        if not data:
+            raise RequestError("data: there is no row.")
+        for number, datum in enumerate(data):
+            fault = fault_of(datum, loss_fn, self._vocabulary, self._longest)
+            if fault is not None:
+                raise RequestError(f"data[{number}]: {fault}")
 
     def run(
         self, data: Sequence[Datum], loss_fn: str, settings: Settings, backward: bool
@@ -75,31 +81,29 @@ class Passes:
         longest = max(datum.tokens.numel() for datum in data)
         longest = min(longest + 1, self._longest)
         length = -(-longest // self._multiple) * self._multiple
-        tokens = torch.zeros(len(data), length, dtype=torch.int64)
-        mask = torch.zeros_like(tokens)
-        targets = torch.full_like(tokens, -100)
-        names = LOSSES[loss_fn].inputs
-        given = {name: torch.zeros(len(data), length) for name in names}
-        for row, datum in enumerate(data):
-            end = datum.tokens.numel()
-            tokens[row, :end] = datum.tokens
-            mask[row, : end + 1] = 1
-            targets[row, :end] = datum.inputs[TARGETS]
-            for name, values in given.items():
-                values[row, :end] = datum.inputs[name]
         device, dtype = self._device, self._autocast
-        given = {name: values.to(device) for name, values in given.items()}
+
+        def padded(rows: Iterable[Tensor], value: int = 0) -> Tensor:
+            whole = [pad(row, (0, length - row.numel()), value=value) for row in rows]
+            return torch.stack(whole).to(device)
+
+        ends = [min(datum.tokens.numel() + 1, length) for datum in data]
+        mask = padded(torch.ones(end, dtype=torch.int64) for end in ends)
+        targets = padded((datum.inputs[TARGETS] for datum in data), -100)
+        given = {
+            name: padded(datum.inputs[name] for datum in data)
+            for name in LOSSES[loss_fn].inputs
+        }
         autocast = torch.autocast(device.type, dtype) if dtype else nullcontext()
         with torch.set_grad_enabled(backward):
             with autocast:
                 output = self._model(
-                    input_ids=tokens.to(device),
-                    attention_mask=mask.to(device),
+                    input_ids=padded(datum.tokens for datum in data),
+                    attention_mask=mask,
                     use_cache=False,
                 )
             logits = output.logits.float().flatten(0, 1)
-            flat = targets.flatten().to(device)
-            nll = torch.nn.functional.cross_entropy(logits, flat, reduction="none")
+            nll = cross_entropy(logits, targets.flatten(), reduction="none")
             logprobs = -nll.view(targets.shape)
             loss = LOSSES[loss_fn].of(logprobs, given, settings)
         self._between()
