@@ -219,6 +219,8 @@ class HostedState:
         whole = [(self.region, buffer[: self.region.numel()])] if found else []
         return Change(self._rest, whole)
 
+    # updates are made in an evaluation, too
+    @torch.inference_mode(False)
     def take(self, change: Change) -> None:
         """Bind everything to where it will rest; its copies are queued next."""
         if change.rest is not self._rest:
