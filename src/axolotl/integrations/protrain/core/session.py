@@ -456,9 +456,9 @@ class Session:
             self.arena.forget_pages()
         # of what trains each rank sends whole tensors home; rows are copied once more
         regions = [
-            self._ring.source(chunk.index)
-            if plan.shards > 1 and not chunk.trainable
-            else self.arena.chunk(chunk.index)
+            self.arena.chunk(chunk.index)
+            if chunk.trainable
+            else self.arena.share(chunk)
             for chunk in new
             if chunk.trainable or plan.placements[chunk.index] is not _ROWS
         ]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime import Device, host_buffer
-from ..runtime.arena import map_file, open_of
+from ..runtime import Alone, Device, host_buffer
+from ..runtime.arena import map_shared, open_of
 
 
 class _Lies(NamedTuple):
@@ -49,7 +49,7 @@ class StateMemory:
     def take(self, nbytes: int) -> Tensor:
         """A region of that many bytes."""
         if self._shares:
-            memory, descriptor = map_file(nbytes)
+            memory, descriptor = map_shared(nbytes, Alone())
             region = torch.frombuffer(memory, dtype=torch.uint8)
             self._files[region.data_ptr()] = descriptor, nbytes
         else:

@@ -130,6 +130,11 @@ class _Memory:
 _start = attrgetter("start")
 
 
+def _unchecked(name: str) -> Any:
+    """What the device inside is or does by that name."""
+    return property(lambda checked: getattr(checked._device, name))
+
+
 class CheckedDevice(Device):
     """Another device with every access checked. Costs microseconds a call.
 
@@ -137,10 +142,20 @@ class CheckedDevice(Device):
         RaceError: From any method, and from those of its streams.
     """
 
+    torch_device = _unchecked("torch_device")
+    host_threads = _unchecked("host_threads")
+    stall_s = _unchecked("stall_s")
+    pageable_bytes = _unchecked("pageable_bytes")
+    node = _unchecked("node")
+    unplaced = _unchecked("unplaced")
+    place = _unchecked("place")
+    near = _unchecked("near")
+    probe = _unchecked("probe")
+    used_bytes = _unchecked("used_bytes")
+    peak_bytes = _unchecked("peak_bytes")
+
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.torch_device = device.torch_device
-        self.host_threads = device.host_threads
         self.lock = threading.RLock()
         self._local = threading.local()
         self._caller = self._local.lane = _Lane("the calling thread")
@@ -155,37 +170,14 @@ class CheckedDevice(Device):
         self._num_buffers = 0
 
     @property
-    def stall_s(self) -> float:  # type: ignore[override]
-        return self._device.stall_s
-
-    @property
-    def pageable_bytes(self) -> int:  # type: ignore[override]
-        return self._device.pageable_bytes
-
-    @property
     def compute(self) -> Stream:
         return _CheckedStream(self, self._device.compute, self._compute)
-
-    def on_compute(self) -> AbstractContextManager[Any]:
-        return self._device.on_compute()
-
-    def place(self, tensor: Tensor) -> Tensor:
-        return self._device.place(tensor)
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
         both = ExitStack()
         both.enter_context(self._device.watch(already))
         both.enter_context(_Operators(self))
         return both
-
-    def probe(self, nbytes: int) -> None:
-        self._device.probe(nbytes)
-
-    def used_bytes(self) -> int:
-        return self._device.used_bytes()
-
-    def peak_bytes(self) -> int:
-        return self._device.peak_bytes()
 
     # memory
 
@@ -201,9 +193,6 @@ class CheckedDevice(Device):
         if buffer.numel():
             self._end(buffer, "frees")
         self._device.free(buffer)
-
-    def near(self, host: Tensor, spread: bool = False) -> None:
-        self._device.near(host, spread)
 
     def pin(self, host: Tensor) -> None:
         self._device.pin(host)
