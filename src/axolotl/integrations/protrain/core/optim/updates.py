@@ -76,26 +76,24 @@ class Updates(PendingUpdates):
     def take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         """These are on the host from now on, known ones and more; nothing is pending."""
         self._gradients, gradients.arrives = gradients, self._arrives
-        known = {id(own.host): own for own in self._all}
         where = torch.device("cpu") if self._on_host else self._device.torch_device
-        for host in chunks:
-            if id(host) not in known:
-                params = [host.params[index] for index in host.span]
-                state = HostedState(self.plain, params, where, self._memory)
-                known[id(host)] = ChunkUpdate(self.plain, host, state)
-        before, self._all = {*map(id, self._all)}, [known[id(host)] for host in chunks]
-        self._own = {own.host.chunk.index: own for own in self._all}
+        new = [host for host in chunks if host.chunk.index not in self._own]
+        for host in new:
+            params = [host.params[index] for index in host.span]
+            state = HostedState(self.plain, params, where, self._memory)
+            self._own[host.chunk.index] = ChunkUpdate(self.plain, host, state)
+        self._all = [self._own[host.chunk.index] for host in chunks]
         self._places: dict[int, tuple[ChunkUpdate, int]] = {
             id(param): (own, index)
             for own in self._all
             for index, param in enumerate(own.host.params)
         }
-        self.adopt([own for own in self._all if id(own) not in before])
+        self.adopt([self._own[host.chunk.index] for host in new])
 
-    def adopt(self, chunks: Sequence[ChunkUpdate] | None = None) -> None:
-        """Bring state home that was made or loaded elsewhere, of all chunks or some."""
+    def adopt(self, chunks: Sequence[ChunkUpdate]) -> None:
+        """Bring state home that was made or loaded elsewhere."""
         groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
-        for own in self._all if chunks is None else chunks:
+        for own in chunks:
             self._drop_others(own)
 
             def stays(leaf: Leaf, own: ChunkUpdate = own) -> bool:
@@ -269,7 +267,7 @@ class Updates(PendingUpdates):
         finally:
             self._exchange({main: param for param, main in mains.items()})
         self._stepped = True
-        self.adopt()
+        self.adopt(self._all)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
