@@ -684,7 +684,7 @@ MUTANTS = (
     Mutant(
         "a second backward overwrites what is on its way",
         REDUCTION,
-        "            if launched or index in host.sums.arrived:\n",
+        "            if host in self._hosts[: self._next] or index in host.sums.arrived:\n",
         "            if index is None:\n",
         ("test_ranks.py::test_two_backward_passes_at_once_are_refused[2-twice]",),
     ),

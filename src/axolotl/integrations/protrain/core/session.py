@@ -146,7 +146,6 @@ class Session:
         self._placed_bytes = 0
         self._handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock | HostRows] = []
-        self._looked_up: list[HostRows] = []
         self._pinned: list[Tensor] = []
         self._swap: Swap | None = None
         self._host_chunks: list[HostChunk] = []
@@ -296,8 +295,6 @@ class Session:
         used_bytes = self.device.used_bytes()
         _remove(self._handles)
         self._running.clear()
-        while self._looked_up:
-            self._looked_up.pop().close()
         swap, self._swap = self._swap, None
         if swap is not None:
             swap.close()
@@ -404,8 +401,6 @@ class Session:
                 undo.callback(slot.release)
             while self._pinned:
                 undo.callback(self.device.unpin, self._pinned.pop())
-            while self._looked_up:
-                undo.callback(self._looked_up.pop().close)
             if self._swap is not None:
                 undo.callback(self._swap.close)
             undo.callback(self._gradients.close)
@@ -553,7 +548,6 @@ class Session:
             owner = self.model.get_submodule(spec.name.rpartition(".")[0])
             table = self.arena.tensor(index, spec)
             rows = HostRows(owner, table, self.device, self.counters)
-            self._looked_up.append(rows)
             self._running.append(rows)
             self._handles.append(rows)
         how = self._options.compiled

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
 from ..layout import main_chunk, rest_chunk, spans
 from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk
@@ -133,21 +132,3 @@ class HostChunk:
         named where they say, bool."""
         if self.masters is not None:
             self.masters.renew(written)
-
-    def host_bytes(self) -> int:
-        """Bytes of this rank's gradients and masters; weights are the arena's."""
-        rests = 0 if self.masters is None else self.masters.memory.nbytes
-        return self.sums.memory.nbytes + rests
-
-
-def require_masters(saved: bool, has_master: bool) -> None:
-    """Refuse a state that was saved with masters for a run without, or the reverse.
-
-    Raises:
-        CheckpointError: So it was.
-    """
-    if saved != has_master:
-        raise CheckpointError(
-            f"optimizer.pt was written {'with' if saved else 'without'} fp32 master "
-            f"weights: resume with protrain_fp32_master: {str(saved).lower()}."
-        )

@@ -64,7 +64,6 @@ class GradientReduction(Gradients):
         self._worker, self._ranks = worker, ranks
         self._order, self._sums_fp32 = order, sums_fp32
         self._hosts: list[HostChunk] = []
-        self._number_of: dict[int, int] = {}
         # which parameters of each had a gradient in this step
         self._used: list[set[int]] = []
         self._first_of_block: dict[int, int] = {}
@@ -78,7 +77,6 @@ class GradientReduction(Gradients):
         self._hosts = sorted(chunks, key=self._turn)
         self._used = [set() for _ in self._hosts]
         for number, host in enumerate(self._hosts):
-            self._number_of[host.chunk.index] = number
             if host.chunk.block is not None:
                 self._first_of_block.setdefault(host.chunk.block, number)
         return [handle for host in self._hosts for handle in self._hook(host)]
@@ -166,8 +164,7 @@ class GradientReduction(Gradients):
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
-            launched = self._number_of[host.chunk.index] < self._next
-            if launched or index in host.sums.arrived:
+            if host in self._hosts[: self._next] or index in host.sums.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(
                     f"{name}: a second backward pass in the last micro-batch of a step "

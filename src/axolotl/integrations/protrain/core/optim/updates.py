@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import AccessError, ConfigError
+from ..errors import AccessError, CheckpointError, ConfigError
 from .chunk_update import ChunkUpdate
 from .gradients import Gradients
-from .host_chunks import MASTER_KEY, HostChunk, require_masters
+from .host_chunks import MASTER_KEY, HostChunk
 from .host_tensors import GradientSums
 from .masters import Masters
 from .noted import Clip, Noted, marks, require_separable, states_of
@@ -66,7 +66,7 @@ class Updates(PendingUpdates):
         name = f"Paged{self.kind.__name__}"
         bases = (PagedOptimizer, self.kind)
         switches = {
-            method: partialmethod(PagedOptimizer.switch, method)
+            method: staticmethod(partial(self.switch, method))
             for method in ("train", "eval")
             if hasattr(self.kind, method)
         }
@@ -334,8 +334,13 @@ class Updates(PendingUpdates):
         for number, param in enumerate(_params(self.plain)):
             if number in states:
                 master = states[number].pop(MASTER_KEY, None)
-                has_master = self._masters_of(param)[0] is not None
-                require_masters(master is not None, has_master)
+                was = master is not None
+                if was != (self._masters_of(param)[0] is not None):
+                    raise CheckpointError(
+                        f"optimizer.pt was written {'with' if was else 'without'} "
+                        "fp32 master weights: resume with protrain_fp32_master: "
+                        f"{str(was).lower()}."
+                    )
                 if master is not None:
                     found[param] = master
         return {**saved, "state": states}, found
@@ -391,7 +396,8 @@ class Updates(PendingUpdates):
 
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""
-        return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)
+        every = (source.memory for own in self._all for source in own.sources())
+        return sum(memory.nbytes for memory in every)
 
     def _noted(self) -> Noted:
         """The step that is being made now."""
@@ -470,10 +476,6 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # torch is not to call the hooks around this one, too
     step.hooked = True  # type: ignore[attr-defined]
-
-    def switch(self, method: str) -> None:
-        """What `train` and `eval` are, where the plain optimizer has them."""
-        self.updates.switch(method)
 
     def state_dict(self) -> dict[str, Any]:
         self.updates.flush()
