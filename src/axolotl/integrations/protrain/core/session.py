@@ -193,7 +193,7 @@ class Session:
         )
         on_host = plan.update is Update.HOST
         self._updates = Updates(
-            device, self._staging, self._worker, around, ranks, on_host
+            self._memory, self._staging, self._worker, around, on_host
         )
         self._gradients = self._new_gradients()
         self._pager = self._new_pager()
@@ -475,17 +475,11 @@ class Session:
                 self._residence.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
+        staging, counters = self._staging, self.counters
         if self._ranks.world.size == 1:
-            return Gradients(self.device, self._staging, self.counters)
-        return GradientReduction(
-            self.device,
-            self._worker,
-            self._staging,
-            self._ranks,
-            self.plan.gradient_order,
-            self._memory.sums_fp32,
-            self.counters,
-        )
+            return Gradients(self.device, staging, counters)
+        order = self.plan.gradient_order
+        return GradientReduction(self._memory, staging, counters, self._worker, order)
 
     def _new_pager(self) -> Pager:
         return self._ring.pager(

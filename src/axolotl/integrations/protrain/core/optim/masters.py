@@ -19,30 +19,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..layout import rest_chunk
-from ..runtime import Arena, Device
 from ..types import SPLIT_NUMEL, Chunk
-from .host_tensors import HostTensors
+from .host_tensors import HostMemory, HostTensors
 
 
 class Masters(HostTensors):
     """What the fp32 masters of a chunk have beyond its weights; see `rest_chunk`.
 
     Args:
-        arena: Has it, page-locked.
+        memory: Has it, page-locked.
         weights: Of the chunk.
         span: Parameters that this rank updates.
     """
 
     def __init__(
-        self,
-        chunk: Chunk,
-        arena: Arena,
-        weights: HostTensors,
-        device: Device,
-        span: range,
+        self, chunk: Chunk, memory: HostMemory, weights: HostTensors, span: range
     ) -> None:
-        super().__init__(rest_chunk(chunk), arena, span)
-        self.chunk, self._weights, self._device = chunk, weights, device
+        super().__init__(rest_chunk(chunk), memory.rests, span)
+        self.chunk, self._weights, self._device = chunk, weights, memory.device
 
     def __contains__(self, index: int) -> bool:
         return self.chunk.tensors[index].is_16_bit

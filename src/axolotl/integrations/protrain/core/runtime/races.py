@@ -272,7 +272,7 @@ class CheckedDevice(Device):
     ) -> _Memory:
         """A lane reads or writes memory on the device or the host."""
         start, end = _span(tensor)
-        memory = self._at(start) or self._pinned_part(start, end)
+        memory = self._at(start, end)
         if memory is None:
             name = f"a tensor {list(tensor.shape)} of {tensor.dtype}"
             memory = self._new(tensor, name, on_device)
@@ -291,7 +291,7 @@ class CheckedDevice(Device):
     def is_shut(self, tensor: Tensor) -> bool:
         """True for memory that has windows, none of them open now."""
         with self.lock:
-            memory = self._at(tensor.data_ptr())
+            memory = self._at(*_span(tensor))
             return memory is not None and memory.has_windows and not memory.in_use
 
     def _declared(
@@ -303,16 +303,12 @@ class CheckedDevice(Device):
             for tensor in filter(Tensor.numel, memory):
                 self.access(lane, tensor, writes, on_device=stream is not None)
 
-    def _at(self, address: int) -> _Memory | None:
-        at = bisect_right(self._known, address, key=_start) - 1
-        found = self._known[at] if at >= 0 else None
-        return found if found is not None and address < found.end else None
-
-    def _pinned_part(self, start: int, end: int) -> _Memory | None:
-        """What is page-locked of memory that begins in the shard of another rank."""
-        at = bisect_left(self._known, start, key=_start)
-        inside = self._known[at : at + 1]
-        return inside[0] if inside and inside[0].start < end else None
+    def _at(self, start: int, end: int) -> _Memory | None:
+        """What is there, or page-locked of it from another address on: memory may begin in
+        the shard of another rank."""
+        at = bisect_right(self._known, start, key=_start)
+        near = self._known[max(at - 1, 0) : at + 1]
+        return next((m for m in near if start < m.end and m.start < end), None)
 
     def _new(self, tensor: Tensor, name: str, on_device: bool) -> _Memory:
         storage = tensor.untyped_storage()
@@ -358,7 +354,7 @@ class CheckedDevice(Device):
 
     def _end(self, tensor: Tensor, verb: str) -> None:
         with self._settled():
-            memory = self._at(tensor.data_ptr())
+            memory = self._at(*_span(tensor))
             name = self.thread().name
             if memory is None:
                 raise RaceError(f"{name} {verb} memory that nobody has taken")
