@@ -810,8 +810,8 @@ MUTANTS = (
     Mutant(
         "half of a filling counts as all of it",
         STAGING,
-        "        buffer.holds, start = None, 0\n",
-        "        buffer.holds, start = key, 0\n",
+        "        buffer.holds, buffer.parts, start = None, [], 0\n",
+        "        buffer.holds, buffer.parts, start = key, [], 0\n",
         DEFERRED,
     ),
     Mutant(
@@ -1002,7 +1002,7 @@ MUTANTS = (
     Mutant(
         "masters do not hear of what somebody wrote",
         SESSION,
-        "                host.renew(where)\n",
+        "                host.masters.renew(where)\n",
         "                pass\n",
         ACCESS,
     ),

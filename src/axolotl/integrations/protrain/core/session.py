@@ -638,18 +638,16 @@ class Session:
         self.device.synchronize()
         self.device.writes(host)
 
-    def _written(self, chunk: Chunk, where: Mapping[str, Tensor]) -> None:
-        """Somebody wrote weights that were shown."""
+    def _written(self, chunk: Chunk, where: Mapping[str, Tensor] | None = None) -> None:
+        """Somebody wrote weights, all or those that were shown."""
         for host in self._host_chunks:
             if host.chunk is chunk:
-                host.renew(where)
+                host.masters.renew(where)
 
     def _loaded(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""
         self._residence.remember()
-        for host in self._host_chunks:
-            if host.chunk is chunk:
-                host.renew()
+        self._written(chunk)
         self._pager.forget_all()
 
 

@@ -41,7 +41,6 @@ class HostChunk:
     """
 
     earlier: GradientSums | None = None
-    masters: Masters | None = None
 
     def __init__(
         self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
@@ -53,13 +52,12 @@ class HostChunk:
         self.span = self.owners[ranks.local_rank]
         self.weights = HostTensors(chunk, memory.weights, self.span)
         self.sums = GradientSums(chunk, memory.gradients, memory, self.span)
-        if chunk.has_masters(memory.masters):
-            self.masters = Masters(chunk, memory, self.weights, self.span)
+        self.masters = Masters(chunk, memory, self.weights, self.span)
 
     def main_dtype(self, index: int) -> torch.dtype:
         """In which a parameter is updated."""
-        mastered = self.masters is not None and index in self.masters
-        return torch.float32 if mastered else self.chunk.tensors[index].dtype
+        own = self.chunk.tensors[index].dtype
+        return torch.float32 if index in self.masters else own
 
     @property
     def waiting(self) -> set[int]:
@@ -84,9 +82,3 @@ class HostChunk:
         self.sums.norms.pop(index, None)
         if index in self.span:
             self.sums.replace(index, gradient)
-
-    def renew(self, written: Mapping[str, Tensor] | None = None) -> None:
-        """Weights were written from outside and are their masters now: all, or of those
-        named where they say, bool."""
-        if self.masters is not None:
-            self.masters.renew(written)

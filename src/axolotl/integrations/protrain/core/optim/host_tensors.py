@@ -37,9 +37,7 @@ class HostMemory:
         """Take memory for further chunks; returns what has to be page-locked."""
         every = spans(chunks, self.ranks.world.local_size)
         self.spans.update((c.index, own) for c, own in zip(chunks, every, strict=True))
-        rests = [
-            rest_chunk(chunk) for chunk in chunks if chunk.has_masters(self.masters)
-        ]
+        rests = [rest_chunk(chunk, self.masters) for chunk in chunks]
         summed = [main_chunk(chunk, self.sums_fp32) for chunk in chunks]
         regions = self.rests.add(rests), self.gradients.add(summed)
         return [region for region in regions if region is not None]
@@ -66,7 +64,9 @@ class HostTensors:
             if spec.numel
         }
         self.within_chunk = span_bytes(laid, span)
-        self.memory = arena.chunk(laid.index)[self.within_chunk]
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if laid.nbytes:
+            self.memory = arena.chunk(laid.index)[self.within_chunk]
 
     def __getitem__(self, index: int) -> Tensor:
         """That of a parameter, which any rank may update."""

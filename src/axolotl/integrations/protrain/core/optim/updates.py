@@ -361,8 +361,9 @@ class Updates(PendingUpdates):
     def _masters_of(self, param: nn.Parameter) -> tuple[Masters | None, int]:
         """Where the master of a parameter is, if it has one."""
         own, index = self._places.get(id(param), (None, 0))
-        masters = None if own is None else own.host.masters
-        return (masters, index) if masters and index in masters else (None, 0)
+        if own is None or index not in own.host.masters:
+            return None, 0
+        return own.host.masters, index
 
     def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
         """Let groups and state be of other parameters."""

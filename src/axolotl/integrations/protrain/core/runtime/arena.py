@@ -48,6 +48,7 @@ class Arena:
         self._shards = shards
         self._in_files = shows or self._ranks.world.local_size > 1
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self._shares: dict[int, Tensor] = {}
         self._files: dict[mmap.mmap, int] = {}
         self.nbytes = 0
 
@@ -84,12 +85,17 @@ class Arena:
 
     def share(self, chunk: Chunk) -> Tensor:
         """What this rank fetches of a chunk, uint8: all of it, or its shard."""
-        if self._shards == 1:
-            return self.chunk(chunk.index)
-        memory, start, _ = self._places[chunk.index]
-        size = shard_bytes(chunk, self._shards)
-        start += self._ranks.local_rank * size
-        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+        if chunk.index not in self._shares:
+            memory, start, _ = self._places[chunk.index]
+            size = shard_bytes(chunk, self._shards)
+            if self._shards > 1:
+                start += self._ranks.local_rank * size
+            share = torch.frombuffer(
+                memory, dtype=torch.uint8, count=size, offset=start
+            )
+            # kept: it has to live while somebody copies
+            self._shares[chunk.index] = share
+        return self._shares[chunk.index]
 
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
