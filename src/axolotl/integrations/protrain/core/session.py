@@ -295,9 +295,7 @@ class Session:
         used_bytes = self.device.used_bytes()
         _remove(self._handles)
         self._running.clear()
-        swap, self._swap = self._swap, None
-        if swap is not None:
-            swap.close()
+        self._swap = None
         self._residence.unload(self.plan.paged)
         for slot in self._ring.slots:
             slot.release()
@@ -401,8 +399,6 @@ class Session:
                 undo.callback(slot.release)
             while self._pinned:
                 undo.callback(self.device.unpin, self._pinned.pop())
-            if self._swap is not None:
-                undo.callback(self._swap.close)
             undo.callback(self._gradients.close)
             undo.callback(self._staging.close)
             undo.callback(self._updates.close)
@@ -505,7 +501,7 @@ class Session:
             )
             # what follows the blocks is often the peak of a step
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
-            self._handles.append(settle)
+            self._handles += [swap, settle]
         self._pager, viewer = self._new_pager(), self._viewer
         self._has_windows = (
             bool(self.plan.paged)
@@ -664,5 +660,7 @@ def _with_host_state(plan: Plan) -> set[int]:
 
 
 def _remove(handles: list[Removable]) -> None:
-    while handles:
-        handles.pop().remove()
+    """Undo bindings, the last one first, each whatever the others raise."""
+    with ExitStack() as undo:
+        while handles:
+            undo.callback(handles.pop(0).remove)

@@ -259,7 +259,7 @@ class Swap:
                 del self._known[life.key]
             self._ended.popleft()
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Release the host memory; the device is idle."""
         self._leaving = []
         self._ended.clear()
