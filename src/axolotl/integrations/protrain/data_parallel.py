@@ -91,7 +91,7 @@ class Owed:
         ]
         self._handles = [
             *(
-                p.register_post_accumulate_grad_hook(self._reduced)
+                p.register_post_accumulate_grad_hook(lambda p: self._done.add(p))
                 for p in self._params
             ),
             model.register_forward_pre_hook(self._entered, prepend=True),
@@ -123,9 +123,6 @@ class Owed:
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-
-    def _reduced(self, param: Tensor) -> None:
-        self._done.add(param)
 
     def _entered(self, *_: Any) -> None:
         self.has_entered = True

@@ -44,6 +44,7 @@ from .optim import (
     Surroundings,
     Updates,
     state_bytes,
+    states_of,
 )
 from .runtime import (
     Alone,
@@ -362,9 +363,7 @@ class Session:
         """Device bytes of optimizer state now; looks at each tensor of it."""
         host = {id(p) for host in self._host_chunks for p in host.params}
         # a copy: the host thread may add to it
-        state = (
-            {**vars(self._optimizer)["state"]} if self._optimizer is not None else {}
-        )
+        state = {**states_of(self._optimizer)} if self._optimizer is not None else {}
         return state_bytes({p: own for p, own in state.items() if id(p) not in host})
 
     @property
@@ -421,8 +420,9 @@ class Session:
     def _open(self, before: Plan | None = None) -> None:
         """Move the model to where the plan has it; `before` says where it was."""
         plan, ranks, on_host = self.plan, self._ranks, self._on_host()
-        state = _with_host_state(plan)
-        stay = state & _with_host_state(before) if before is not None else set()
+        at, was = plan.placements, before.placements if before is not None else ()
+        state = {c.index for c in on_host if at[c.index] is Placement.HOST_STATE}
+        stay = {index for index in state if was and was[index] is at[index]}
         new = [chunk for chunk in on_host if chunk.index not in self.arena]
         trained = [chunk for chunk in new if chunk.trainable]
         moving = [chunk for chunk in on_host if chunk.index not in stay]
@@ -652,11 +652,6 @@ _ROWS = Placement.ROWS
 
 def _block(chunk: Chunk) -> int:
     return -1 if chunk.block is None else chunk.block
-
-
-def _with_host_state(plan: Plan) -> set[int]:
-    found = enumerate(plan.placements)
-    return {index for index, place in found if place is Placement.HOST_STATE}
 
 
 def _remove(handles: list[Removable]) -> None:

@@ -374,8 +374,7 @@ class Updates(PendingUpdates):
 
     def order_states(self) -> None:
         """Let them be in the order in which the plain run makes them."""
-        state = self._states
-        every = [p for group in self.plain.param_groups for p in group["params"]]
+        state, every = self._states, _params(self.plain)
         state.update([(p, state.pop(p)) for p in every if p in state])
 
     def close(self) -> None:
