@@ -177,10 +177,8 @@ class OnDevice:
             self._give_back(own)
             if weights is not None:
                 weights.spoilt()
-        keep, together = (
-            own.host.chunk.block is not None,
-            weights is None and self._together,
-        )
+        keep = own.host.chunk.block is not None
+        together = weights is None and self._together
         sources = own.sources(together)
         taken = self._staging.take(own.key, sources, keep)
         operands = [*taken]

@@ -408,10 +408,9 @@ class Updates(PendingUpdates):
             clip = clip[0], clip[1].cpu()
         # how a device computes is its affair
         fused = self._device.torch_device.type != "cpu"
-        # spares a pass over all gradients
-        return Noted(
-            self.plain, self.kind, clip if _scales(clip) else None, fused=fused
-        )
+        # or None: spares a pass over all gradients
+        scaling = clip if _scales(clip) else None
+        return Noted(self.plain, self.kind, scaling, fused=fused)
 
     def _settle(self) -> None:
         self._gradients.settle()
