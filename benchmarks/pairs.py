@@ -266,7 +266,8 @@ class Memcpy:
 
     def __init__(self, pair: Pair, device: Device) -> None:
         self._device = device
-        arena = Arena(pair.moved)
+        arena = Arena()
+        arena.add(pair.moved)
         self._nbytes = sum(chunk.nbytes for chunk in pair.moved)
         largest = max(chunk.nbytes for chunk in pair.moved)
         slots = [device.allocate(largest) for _ in range(2)]

@@ -694,7 +694,7 @@ MUTANTS = (
     Mutant(
         "a second backward overwrites what is on its way",
         REDUCTION,
-        "            if launched or index in host.sums.arrived:\n",
+        "            if host in self._hosts[: self._next] or index in host.sums.arrived:\n",
         "            if index is None:\n",
         ("test_ranks.py::test_two_backward_passes_at_once_are_refused[2-twice]",),
     ),
@@ -820,8 +820,8 @@ MUTANTS = (
     Mutant(
         "half of a filling counts as all of it",
         STAGING,
-        "        buffer.holds, start = None, 0\n",
-        "        buffer.holds, start = key, 0\n",
+        "        buffer.holds, buffer.parts, start = None, [], 0\n",
+        "        buffer.holds, buffer.parts, start = key, [], 0\n",
         DEFERRED,
     ),
     Mutant(
@@ -1012,7 +1012,7 @@ MUTANTS = (
     Mutant(
         "masters do not hear of what somebody wrote",
         SESSION,
-        "                host.renew(where)\n",
+        "                host.masters.renew(where)\n",
         "                pass\n",
         ACCESS,
     ),

@@ -349,11 +349,10 @@ def test_what_ddp_ignores_is_put_back() -> None:
     for others in (None, ["three.bias"]):
         if others is not None:
             model._ddp_params_and_buffers_to_ignore = others
-        restore = ignore_in_ddp(model, ["one.weight", "two.weight"])
-        assert set(model._ddp_params_and_buffers_to_ignore) == {
-            "one.weight",
-            "two.weight",
-            *(others or ()),
-        }
-        restore()
+        with ignore_in_ddp(model, ["one.weight", "two.weight"]):
+            assert set(model._ddp_params_and_buffers_to_ignore) == {
+                "one.weight",
+                "two.weight",
+                *(others or ()),
+            }
         assert vars(model).get("_ddp_params_and_buffers_to_ignore") is others

@@ -576,7 +576,9 @@ def test_a_stand_in_is_where_its_parameter_is() -> None:
     of another device."""
     model = stack()
     chunk = build_layout(model).chunks[0]
-    memory = HostMemory(Arena([chunk]), CpuDevice())
+    arena = Arena()
+    arena.add([chunk])
+    memory = HostMemory(arena, CpuDevice())
     memory.add([chunk])
     shown = ShownGradients(HostChunk(chunk, dict(model.named_parameters()), memory))
     for index, (stand_in, param) in enumerate(

@@ -156,10 +156,17 @@ def assert_same_content(ours: Any, theirs: Any, at: str = "") -> None:
         assert ours == theirs, at
 
 
+def by_number(packed: dict[str, Any]) -> dict[str, Any]:
+    """What `state_dict` gives, with states in the order of their parameters: where they
+    have been cleared they come in that of their making, which loads do not go by."""
+    return {**packed, "state": dict(sorted(packed["state"].items()))}
+
+
 def assert_same_state(
-    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer
+    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, in_order: bool = True
 ) -> None:
-    assert_same_content(leaves(ours.state_dict()), leaves(theirs.state_dict()))
+    states = [optimizer.state_dict() for optimizer in (ours, theirs)]
+    assert_same_content(*(leaves(s if in_order else by_number(s)) for s in states))
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +337,7 @@ def edits_groups(run: Run) -> Any:
 
 
 def reads_the_state(run: Run) -> Any:
-    return flat(run.optimizer.state_dict())
+    return flat(by_number(run.optimizer.state_dict()))
 
 
 def reads_weights(run: Run) -> Any:
@@ -520,7 +527,8 @@ def play(
         assert_same_content(act(ours), act(plain), act.__name__)
     ours.close()
     assert_same(model.state_dict(), plain.model.state_dict())
-    assert_same_state(ours.optimizer, plain.optimizer)
+    in_order = forgets_states not in acts
+    assert_same_state(ours.optimizer, plain.optimizer, in_order)
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
@@ -735,7 +743,7 @@ def test_a_staging_buffer_that_is_too_small_goes_after_its_copy() -> None:
     staging = Staging(device, Counters())
     small, large = (torch.ones(size, dtype=torch.uint8) for size in (256, 512))
     assert staging.fetch("ahead", [Source(small, None)])
-    assert staging.take("now", [Source(large, None)])[:512].equal(large)
+    assert staging.take("now", [Source(large, None)])[0].equal(large)
     staging.give_back("now")
     device.synchronize()
     staging.close()

@@ -351,4 +351,4 @@ def test_the_end_of_what_waits_on_the_host_runs_no_python() -> None:
     # its region is free again
     swap.saving(0).pack_hook(torch.ones(2048))
     assert swap.host_bytes == 8192
-    swap.close()
+    swap.remove()

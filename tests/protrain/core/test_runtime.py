@@ -403,7 +403,8 @@ def test_arena_keeps_chunks_apart(layout: Layout) -> None:
 def test_an_arena_lives_as_long_as_its_tensors() -> None:
     spec = TensorSpec("weight", (1 << 16,), torch.float32, 0)
     chunk = Chunk(0, 0, False, (spec,), spec.nbytes)
-    arena = Arena((chunk,))
+    arena = Arena()
+    arena.add([chunk])
     tensor = arena.tensor(0, spec).fill_(3.0)
     del arena
     assert (tensor == 3.0).all()

@@ -307,7 +307,7 @@ class Schedules:
         self.device.synchronize()
         self.offload.close()
         self.saved.clear()
-        self.swap.close()
+        self.swap.remove()
         for memory in self.pinned:
             self.device.unpin(memory)
         for slot in self.slots:

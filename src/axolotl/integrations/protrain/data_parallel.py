@@ -19,8 +19,8 @@ left is not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -38,22 +38,13 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 """DDP reads this attribute of the very module that it wraps; names are from there."""
 
 
-def ignore_in_ddp(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
-    """Keep DDP, which will get `model`, away from parameters, by all their names.
-
-    Returns:
-        Makes `model` what it was; what others had it ignore stays ignored till then.
-    """
-    before = vars(model).get(IGNORED)
-    setattr(model, IGNORED, [*(before or ()), *sorted(names)])
-
-    def restore() -> None:
-        if before is None:
-            delattr(model, IGNORED)
-        else:
-            setattr(model, IGNORED, before)
-
-    return restore
+def ignore_in_ddp(
+    model: nn.Module, names: Collection[str]
+) -> AbstractContextManager[object]:
+    """Inside, DDP, which will get `model`, stays away from parameters, by all their names,
+    and from what others had it ignore."""
+    ignored = [*vars(model).get(IGNORED, ()), *sorted(names)]
+    return patch.object(model, IGNORED, ignored, create=True)
 
 
 def reduced_by_ddp(model: nn.Module) -> bool:
@@ -100,7 +91,7 @@ class Owed:
         ]
         self._handles = [
             *(
-                p.register_post_accumulate_grad_hook(self._reduced)
+                p.register_post_accumulate_grad_hook(lambda p: self._done.add(p))
                 for p in self._params
             ),
             model.register_forward_pre_hook(self._entered, prepend=True),
@@ -132,9 +123,6 @@ class Owed:
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-
-    def _reduced(self, param: Tensor) -> None:
-        self._done.add(param)
 
     def _entered(self, *_: Any) -> None:
         self.has_entered = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -47,9 +48,10 @@ class LoadShare:
         return frozenset(n for n, p in model.named_parameters() if id(p) in absent)
 
 
+@contextmanager
 def quantise_on(
     device: torch.device, share: LoadShare | None = None, experts: bool = False
-) -> AbstractContextManager[Any]:
+) -> Iterator[None]:
     """Let transformers quantise to 4 or 8 bits on `device`, one weight at a time.
 
     A paged base loads to the host, where quantising takes a minute for a billion
@@ -106,13 +108,12 @@ def quantise_on(
             unpacked.cpu()
             return_freed_memory()
 
-    undo = ExitStack()
-    undo.enter_context(patch.object(Bnb4bitQuantize, "convert", convert))
-    undo.enter_context(patch.object(Bnb8bitQuantize, "convert", convert_8_bit))
-    undo.enter_context(
-        patch.object(core_model_loading, "set_param_for_module", set_param)
-    )
-    return undo
+    with (
+        patch.object(Bnb4bitQuantize, "convert", convert),
+        patch.object(Bnb8bitQuantize, "convert", convert_8_bit),
+        patch.object(core_model_loading, "set_param_for_module", set_param),
+    ):
+        yield
 
 
 def is_of_experts(name: str, weight: torch.Tensor) -> bool:

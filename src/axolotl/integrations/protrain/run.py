@@ -245,7 +245,7 @@ class TrainingRun:
                 f"({opened.unplaced}): see `axolotl protrain doctor`."
             )
         if self.ranks.world.size > 1:
-            self._undo.callback(ignore_in_ddp(model, self.session.host_kept))
+            self._undo.enter_context(ignore_in_ddp(model, self.session.host_kept))
 
     def close(self, failed: bool = False) -> None:
         """Give the model back and write the report; does nothing when not open.

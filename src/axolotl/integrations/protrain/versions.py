@@ -30,7 +30,7 @@ NAMES = {
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add": "_qualified_op_name",
     "torch:ops.aten.add.default": "_overloadpacket _schema",
-    "torch._C": "_RestorePythonTLSSnapshot _current_graph_task_id "
+    "torch._C": "PyTorchFileReader _RestorePythonTLSSnapshot _current_graph_task_id "
     "_will_engine_execute_node",
     "torch.autograd": "_get_sequence_nr",
     "torch._dynamo.config": "optimize_ddp",

@@ -44,6 +44,7 @@ from .optim import (
     Surroundings,
     Updates,
     state_bytes,
+    states_of,
 )
 from .runtime import (
     Alone,
@@ -148,7 +149,6 @@ class Session:
         self._placed_bytes = self._host_optimizer_bytes = 0
         self._handles: list[Removable] = []
         self._running: list[Recompute | SwapBlock | HostRows] = []
-        self._looked_up: list[HostRows] = []
         self._pinned: list[Tensor] = []
         self._swap: Swap | None = None
         self._host_chunks: list[HostChunk] = []
@@ -196,7 +196,7 @@ class Session:
         )
         on_host = plan.update is Update.HOST
         self._updates = Updates(
-            device, self._staging, self._worker, around, ranks, on_host
+            self._memory, self._staging, self._worker, around, on_host
         )
         self._gradients = self._new_gradients()
         self._pager = self._new_pager()
@@ -300,11 +300,7 @@ class Session:
         used_bytes = self.device.used_bytes()
         _remove(self._handles)
         self._running.clear()
-        while self._looked_up:
-            self._looked_up.pop().close()
-        swap, self._swap = self._swap, None
-        if swap is not None:
-            swap.close()
+        self._swap = None
         self._residence.unload(self.plan.paged)
         for slot in self._ring.slots:
             slot.release()
@@ -371,9 +367,7 @@ class Session:
         """Device bytes of optimizer state now; looks at each tensor of it."""
         host = {id(p) for host in self._host_chunks for p in host.params}
         # a copy: the host thread may add to it
-        state = (
-            {**vars(self._optimizer)["state"]} if self._optimizer is not None else {}
-        )
+        state = {**states_of(self._optimizer)} if self._optimizer is not None else {}
         return state_bytes({p: own for p, own in state.items() if id(p) not in host})
 
     def begin_timing(self) -> None:
@@ -431,10 +425,6 @@ class Session:
                 undo.callback(slot.release)
             while self._pinned:
                 undo.callback(self.device.unpin, self._pinned.pop())
-            while self._looked_up:
-                undo.callback(self._looked_up.pop().close)
-            if self._swap is not None:
-                undo.callback(self._swap.close)
             undo.callback(self._gradients.close)
             undo.callback(self._staging.close)
             undo.callback(self._updates.close)
@@ -457,8 +447,9 @@ class Session:
     def _open(self, before: Plan | None = None) -> None:
         """Move the model to where the plan has it; `before` says where it was."""
         plan, ranks, on_host = self.plan, self._ranks, self._on_host()
-        state = _with_host_state(plan)
-        stay = state & _with_host_state(before) if before is not None else set()
+        at, was = plan.placements, before.placements if before is not None else ()
+        state = {c.index for c in on_host if at[c.index] is Placement.HOST_STATE}
+        stay = {index for index in state if was and was[index] is at[index]}
         new = [chunk for chunk in on_host if chunk.index not in self.arena]
         trained = [chunk for chunk in new if chunk.trainable]
         moving = [chunk for chunk in on_host if chunk.index not in stay]
@@ -483,9 +474,9 @@ class Session:
             self.arena.forget_pages()
         # of what trains each rank sends whole tensors home; rows are copied once more
         regions = [
-            self._ring.source(chunk.index)
-            if plan.shards > 1 and not chunk.trainable
-            else self.arena.chunk(chunk.index)
+            self.arena.chunk(chunk.index)
+            if chunk.trainable
+            else self.arena.share(chunk)
             for chunk in new
             if chunk.trainable or plan.placements[chunk.index] is not _ROWS
         ]
@@ -507,17 +498,11 @@ class Session:
                 self._residence.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
+        staging, counters = self._staging, self.counters
         if self._ranks.world.size == 1:
-            return Gradients(self.device, self._staging, self.counters)
-        return GradientReduction(
-            self.device,
-            self._worker,
-            self._staging,
-            self._ranks,
-            self.plan.gradient_order,
-            self._memory.sums_fp32,
-            self.counters,
-        )
+            return Gradients(self.device, staging, counters)
+        order = self.plan.gradient_order
+        return GradientReduction(self._memory, staging, counters, self._worker, order)
 
     def _new_pager(self) -> Pager:
         return self._ring.pager(
@@ -543,7 +528,7 @@ class Session:
             )
             # what follows the blocks is often the peak of a step
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
-            self._handles.append(settle)
+            self._handles += [swap, settle]
         self._pager, viewer = self._new_pager(), self._viewer
         self._has_windows = (
             bool(self.plan.paged)
@@ -580,7 +565,6 @@ class Session:
             owner = self.model.get_submodule(spec.name.rpartition(".")[0])
             table = self.arena.tensor(index, spec)
             rows = HostRows(owner, table, self.device, self.counters)
-            self._looked_up.append(rows)
             self._running.append(rows)
             self._handles.append(rows)
         how = self._options.compiled
@@ -684,18 +668,16 @@ class Session:
         self.device.synchronize()
         self.device.writes(host)
 
-    def _written(self, chunk: Chunk, where: Mapping[str, Tensor]) -> None:
-        """Somebody wrote weights that were shown."""
+    def _written(self, chunk: Chunk, where: Mapping[str, Tensor] | None = None) -> None:
+        """Somebody wrote weights, all or those that were shown."""
         for host in self._host_chunks:
             if host.chunk is chunk:
-                host.renew(where)
+                host.masters.renew(where)
 
     def _loaded(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""
         self._residence.remember()
-        for host in self._host_chunks:
-            if host.chunk is chunk:
-                host.renew()
+        self._written(chunk)
         self._pager.forget_all()
 
 
@@ -706,11 +688,8 @@ def _block(chunk: Chunk) -> int:
     return -1 if chunk.block is None else chunk.block
 
 
-def _with_host_state(plan: Plan) -> set[int]:
-    found = enumerate(plan.placements)
-    return {index for index, place in found if place is Placement.HOST_STATE}
-
-
 def _remove(handles: list[Removable]) -> None:
-    while handles:
-        handles.pop().remove()
+    """Undo bindings, the last one first, each whatever the others raise."""
+    with ExitStack() as undo:
+        while handles:
+            undo.callback(handles.pop(0).remove)

@@ -21,7 +21,7 @@ from .folders import (
     restored_on_failure,
     staged,
 )
-from .loads import Read as Read, load, plan_load as plan_load
+from .loads import load, plan_load as plan_load
 from .manifest import MANIFEST as MANIFEST, differences
 from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of
 from .snapshots import Snapshot

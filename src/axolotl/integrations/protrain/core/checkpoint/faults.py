@@ -149,15 +149,13 @@ def _file_fault(path: Path) -> str | None:
 def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
     """Those of the optimizer's package of which objects are in its state."""
     package = kind_of(optimizer).__module__.partition(".")[0]
-    modules = [
-        package,
-        *(name for name in sys.modules if name.startswith(f"{package}.")),
-    ]
+    if package not in _WITH_OBJECTS:
+        return []
     return [
         value
-        for name in modules
-        if package in _WITH_OBJECTS
-        for value in vars(sys.modules[name]).values()
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == package
+        for value in vars(module).values()
         if isinstance(value, type) and value.__module__.startswith(f"{package}.")
     ]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import os
 import pickle  # nosec B403 - nothing is read
-import struct
-import zipfile
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +90,12 @@ def save_without_bytes(value: Any, path: Path) -> tuple[FilePlan, dict[str, Tens
         f"data/{number}": torch.empty(0, dtype=torch.uint8, device=s.device).set_(s)
         for number, s in enumerate(order.found.values())
     }
-    with zipfile.ZipFile(path) as file, path.open("rb") as raw:
-        places = []
-        for info in file.infolist():
-            key = info.filename.partition("/")[2]
-            if key in tensors:
-                raw.seek(info.header_offset)
-                # a local header: its last two numbers are lengths of name and padding
-                lengths = struct.unpack("<26x2H", raw.read(30))
-                places.append(
-                    (key, info.file_size, info.header_offset + 30 + sum(lengths))
-                )
+    file: Any = torch._C.PyTorchFileReader(str(path))
+    places = [
+        (key, bytes_.numel(), file.get_record_offset(key))
+        for key, bytes_ in tensors.items()
+    ]
+    places.sort(key=itemgetter(2))
     return FilePlan(b"", tuple(pieces(places)), path.stat().st_size), tensors
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,28 +28,20 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..host import MappedFile, file_of, mapped_files
 from .files import bytes_of
-from .plans import PIECE_BYTES
+from .plans import Piece, pieces
 
 _READERS = 4
 """Threads; the system's read and torch's copy let go of Python."""
 
 
-class Read(NamedTuple):
-    """Bytes of a file that go to a tensor, by its number, from its byte `start` on."""
-
-    path: Path
-    offset: int
-    nbytes: int
-    tensor: int
-    start: int
-
-
-def plan_load(tensors: Sequence[Tensor]) -> tuple[Read, ...]:
-    """What to read instead of copying host tensors, in the order of the disk.
+def plan_load(tensors: Sequence[Tensor]) -> list[tuple[Path, Piece]]:
+    """What to read instead of copying host tensors: of files pieces of tensors, by number,
+    in the order of the disk.
 
     A tensor is read whole or, where it is not what a file has, not named at all.
     """
-    files, reads = mapped_files(), []
+    reads: list[tuple[Path, Piece]] = []
+    files = mapped_files()
     with ExitStack() as opened:
         pages = None
         with suppress(OSError):
@@ -66,17 +58,9 @@ def plan_load(tensors: Sequence[Tensor]) -> tuple[Read, ...]:
             if not known[file.path] or _is_written(tensor, pages):
                 continue
             offset = file.offset + tensor.data_ptr() - file.first
-            reads += [
-                Read(
-                    file.path,
-                    offset + start,
-                    min(PIECE_BYTES, tensor.nbytes - start),
-                    number,
-                    start,
-                )
-                for start in range(0, tensor.nbytes, PIECE_BYTES)
-            ]
-    return tuple(sorted(reads))
+            own = pieces([(number, tensor.nbytes, offset)])
+            reads += [(file.path, piece) for piece in own]
+    return sorted(reads, key=lambda read: (read[0], read[1].offset))
 
 
 def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -87,10 +71,10 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         OSError: One cannot be read.
     """
     reads = plan_load([source for _, source in pairs])
-    read = {read.tensor for read in reads}
+    read = {piece.key for _, piece in reads}
     with ExitStack() as opened:
         files: dict[Path, int] = {}
-        for path in dict.fromkeys(read.path for read in reads):
+        for path in dict.fromkeys(path for path, _ in reads):
             files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, files[path])
         pool = opened.enter_context(ThreadPoolExecutor(_READERS))
@@ -98,11 +82,12 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         under_way: list[Future[Any]] = [
             pool.submit(
                 _read_at,
-                files[piece.path],
-                memory[piece.tensor][piece.start : piece.start + piece.nbytes],
-                piece,
+                files[path],
+                memory[piece.key][piece.start : piece.end],
+                path,
+                piece.offset,
             )
-            for piece in reads
+            for path, piece in reads
         ]
         # by threads too: who touches a page first waits for the system to clear it
         under_way += [
@@ -114,13 +99,13 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             future.result()
 
 
-def _read_at(descriptor: int, target: Tensor, piece: Read) -> None:
-    left, offset = memoryview(target.numpy().data), piece.offset
+def _read_at(descriptor: int, target: Tensor, path: Path, offset: int) -> None:
+    left = memoryview(target.numpy().data)
     while left:
         count = os.preadv(descriptor, [left], offset)
         if not count:
             raise CheckpointError(
-                f"{piece.path} ends at byte {offset}, before the weights that it had "
+                f"{path} ends at byte {offset}, before the weights that it had "
                 "when they were loaded. Restore the file and start again."
             )
         left, offset = left[count:], offset + count

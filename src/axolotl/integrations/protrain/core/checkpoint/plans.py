@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class TensorSpec(NamedTuple):
 class Piece(NamedTuple):
     """Bytes `start` to `end` of the tensor `key`, which lie at `offset` in its file."""
 
-    key: str
+    key: Any
     start: int
     end: int
     offset: int
@@ -104,7 +104,7 @@ def plan_safetensors(
     return FilePlan(begin, tuple(pieces(places)), nbytes)
 
 
-def pieces(places: Sequence[tuple[str, int, int]]) -> list[Piece]:
+def pieces(places: Sequence[tuple[Any, int, int]]) -> list[Piece]:
     """Tensors, each with its bytes and its offset in the file, cut to `PIECE_BYTES`."""
     return [
         Piece(key, start, min(start + PIECE_BYTES, nbytes), offset + start)

@@ -35,16 +35,17 @@ class _Part:
     Attributes:
         source: uint8, as training has them; None once they are not needed.
         copy: As they were.
-        changes: Training may change them.
+        turn: When training may change them; None where it does not.
     """
 
-    __slots__ = ("descriptor", "offset", "source", "copy", "changes", "in_writing")
+    __slots__ = ("descriptor", "offset", "source", "copy", "turn", "in_writing")
 
     def __init__(self, descriptor: int, offset: int, source: Tensor) -> None:
         self.descriptor, self.offset = descriptor, offset
         self.source: Tensor | None = source
         self.copy: Tensor | None = None
-        self.changes = self.in_writing = False
+        self.turn: int | None = None
+        self.in_writing = False
 
 
 class Snapshot:
@@ -95,10 +96,11 @@ class Snapshot:
             source = sources[key][start:end]
             part = _Part(file, offset, source)
             first, last = _span(source)
-            if _within(self._announced, first, last):
-                part.changes = True
+            announced = _around(self._announced, first, last)
+            if announced is not None:
+                part.turn = self._turn[announced]
                 self._watched.append((first, part))
-            elif key not in own and not _within(self._lasting, first, last):
+            elif key not in own and _around(self._lasting, first, last) is None:
                 if source.numel() > self._room:
                     write_at(file, source, offset)
                     continue
@@ -193,7 +195,9 @@ class Snapshot:
                 self._changed.notify_all()
 
     def _write(self) -> None:
-        in_turn = sorted(self._watched, key=lambda watched: self._turn_of(watched[0]))
+        in_turn = sorted(
+            self._watched, key=lambda watched: (watched[1].turn, watched[0])
+        )
         ahead = deque(part for _, part in in_turn)
         left = deque(self._parts)
         try:
@@ -209,12 +213,8 @@ class Snapshot:
             while self._files:
                 self._files.pop().close()
 
-    def _turn_of(self, address: int) -> int:
-        at = bisect_left(self._announced, (address + 1, 0)) - 1
-        return self._turn[self._announced[at][0]]
-
     def _write_part(self, part: _Part) -> None:
-        if part.changes:
+        if part.turn is not None:
             # or training might have to wait for the disk
             self._keep(part, waits=False)
         with self._changed:
@@ -234,9 +234,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _within(spans: Sequence[tuple[int, int]], first: int, end: int) -> bool:
+def _around(spans: Sequence[tuple[int, int]], first: int, end: int) -> int | None:
+    """Where that of the spans begins which has it whole."""
     at = bisect_left(spans, (first + 1, 0)) - 1
-    return at >= 0 and end <= spans[at][1]
+    return spans[at][0] if at >= 0 and end <= spans[at][1] else None
 
 
 def _copy(source: Tensor) -> Tensor:

@@ -43,15 +43,15 @@ def main_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
     return replace(chunk, tensors=tuple(specs), nbytes=end)
 
 
-def rest_chunk(chunk: Chunk) -> Chunk:
+def rest_chunk(chunk: Chunk, fp32_master: bool = True) -> Chunk:
     """What fp32 masters have beyond the weights of a chunk, uint8; see masters.py.
 
     Of a bf16 weight 17 bits, of an fp16 one, which says less, the whole master.
     """
     specs, end = [], 0
     for spec in chunk.tensors:
-        nbytes = 4 * spec.numel if spec.is_16_bit else 0
-        if spec.dtype is torch.bfloat16:
+        nbytes = 4 * spec.numel if fp32_master and spec.is_16_bit else 0
+        if nbytes and spec.dtype is torch.bfloat16:
             nbytes = 2 * spec.numel + -(-spec.numel // 8)
         specs.append(
             replace(spec, shape=(nbytes,), dtype=torch.uint8, offset=aligned(end))

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..errors import AccessError
 from ..runtime import Device, InBuffer, Source, Staging
 from ..runtime.device import Event
-from ..runtime.staging import parts
 from ..types import IN_FLIGHT
 from .host_chunks import HostChunk
 from .masters import join, split
@@ -74,10 +73,7 @@ class ChunkUpdate:
 
     def sources(self, weights: bool = False) -> list[Source]:
         """What an update reads beside the weights, or with them."""
-        masters, region = self.host.masters, self.state.region
-        travelling = [] if masters is None else [masters.memory]
-        if region.numel():
-            travelling.append(region)
+        travelling = filter(Tensor.numel, (self.host.masters.memory, self.state.region))
         changed = [Source(memory, self.left) for memory in travelling]
         brought = [Source(self.host.weights.memory, self.left)] if weights else []
         return [Source(self.sums.memory, self.sums.sent), *changed, *brought]
@@ -107,8 +103,7 @@ class ChunkUpdate:
             param = self.params[index]
             main = self.mains[param]
             weight = host.weights.within(weights, index)
-            mastered = masters is not None and index in masters
-            rest = masters.within(rests, index) if masters and mastered else None
+            rest = masters.within(rests, index) if index in masters else None
             main.data = weight if rest is None else join(weight, rest)
             if steps:
                 main.grad = self.sums.within(gradients, index).to(main.dtype)
@@ -183,13 +178,11 @@ class OnDevice:
             self._give_back(own)
             if weights is not None:
                 weights.spoilt()
-        keep, together = (
-            own.host.chunk.block is not None,
-            weights is None and self._together,
-        )
+        keep = own.host.chunk.block is not None
+        together = weights is None and self._together
         sources = own.sources(together)
-        buffer = self._staging.take(own.key, sources, keep)
-        operands = parts(buffer, sources)
+        taken = self._staging.take(own.key, sources, keep)
+        operands = [*taken]
         if weights is None:
             memory = operands.pop() if together else self._alone(own)
             kind = InBuffer if together else _Aside
@@ -209,11 +202,11 @@ class OnDevice:
             if own.attempt is attempt:
                 undo()
                 own.undo = None
-            device.writes([buffer], device.compute)
+            device.writes(taken, device.compute)
             self._give_back(own)
             weights.spoilt()
             raise
-        device.writes([buffer], device.compute)
+        device.writes(taken, device.compute)
         weights.changed()
         self.send_home(own)
 
@@ -250,7 +243,8 @@ class OnDevice:
         # memory beside slots and staging is there for one chunk
         self.settle()
         key, home = ("weights", own.host.chunk.index), own.host.weights.memory
-        return self._staging.take(key, [Source(home, own.left)], keep=False)
+        (weights,) = self._staging.take(key, [Source(home, own.left)], keep=False)
+        return weights
 
     def _give_back(self, own: ChunkUpdate, busy: Sequence[Event] = ()) -> None:
         if self._staging.give_back(own.key, busy) is None:
@@ -267,9 +261,9 @@ class OnDevice:
     def _step(
         self, own: ChunkUpdate, noted: Noted, weights: Tensor, operands: list[Tensor]
     ) -> Change:
-        masters = own.host.masters
+        masters = own.host.masters.memory
         gradients, *others = operands
-        rests = others.pop(0) if masters is not None else gradients
+        rests = others.pop(0) if masters.numel() else masters
         state = others[0] if others else None
         with _updating(weights.device):
             if state is not None:
@@ -277,8 +271,8 @@ class OnDevice:
             own.step(noted, weights, gradients, rests)
             region = gradients if state is None else state
             change = own.state.changed(region)
-        if masters is not None:
-            change.copies.append((masters.memory, rests))
+        if masters.numel():
+            change.copies.append((masters, rests))
         return change
 
 
@@ -296,8 +290,11 @@ class OnHost:
         # queued again by who came after an interrupt, it has been made
         if noted is None:
             return
-        state, masters, weights = own.state, own.host.masters, own.host.weights.memory
-        rests = own.sums.memory if masters is None else masters.memory
+        state, rests, weights = (
+            own.state,
+            own.host.masters.memory,
+            own.host.weights.memory,
+        )
         changed = weights, own.sums.memory, rests, state.region
         self._device.writes(changed)
         # what it scales, it scales where that is read

@@ -202,7 +202,7 @@ class Gradients:
         sums.present.discard(index)
         compute = self._device.compute
         if sums.chunk.block is not None:
-            memory = self._staging.take(_key(sums), [_source(sums)])
+            (memory,) = self._staging.take(_key(sums), [_source(sums)])
             own = sums.within(memory, index)
             gradient.add_(own)
             self._device.reads((own,), compute)
@@ -213,8 +213,8 @@ class Gradients:
             first = (piece.data_ptr() - flat.data_ptr(), piece.nbytes)
             where = sums.memory[first[0] : sum(first)]
             key = *_key(sums), first[0]
-            memory = self._staging.take(key, [Source(where, sums.sent)])
-            piece.add_(memory[: piece.nbytes].view(piece.dtype))
+            (memory,) = self._staging.take(key, [Source(where, sums.sent)])
+            piece.add_(memory.view(piece.dtype))
             self._device.reads((memory,), compute)
             self._staging.give_back(key)
         self._device.writes((flat,), compute)

@@ -10,52 +10,17 @@ one of them has updated all of them fetch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..layout import main_chunk, rest_chunk, spans
-from ..runtime import Alone, Arena, Device, Ranks
 from ..types import Chunk
-from .host_tensors import GradientSums, HostTensors
+from .host_tensors import GradientSums, HostMemory, HostTensors
 from .masters import Masters
 
 MASTER_KEY = "master"
 """Key of the fp32 master weight beside what the optimizer keeps."""
-
-
-@dataclass
-class HostMemory:
-    """What trainable chunks take on the host beside their weights, which the arena has.
-
-    The `ranks` of a node share it. With `masters` 16-bit weights have fp32 masters, and
-    with `sums_fp32` their gradients add up in fp32.
-    """
-
-    weights: Arena
-    device: Device
-    ranks: Ranks = field(default_factory=Alone)
-    masters: bool = False
-    sums_fp32: bool = False
-    spans: dict[int, tuple[range, ...]] = field(default_factory=dict)
-    """For each chunk what each rank of the node updates."""
-
-    def __post_init__(self) -> None:
-        self.rests, self.gradients = Arena(ranks=self.ranks), Arena(ranks=self.ranks)
-
-    def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Take memory for further chunks; returns what has to be page-locked."""
-        every = spans(chunks, self.ranks.world.local_size)
-        self.spans.update((c.index, own) for c, own in zip(chunks, every, strict=True))
-        rests = [
-            rest_chunk(chunk) for chunk in chunks if chunk.has_masters(self.masters)
-        ]
-        summed = [main_chunk(chunk, self.sums_fp32) for chunk in chunks]
-        regions = self.rests.add(rests), self.gradients.add(summed)
-        return [region for region in regions if region is not None]
 
 
 class HostChunk:
@@ -76,33 +41,23 @@ class HostChunk:
     """
 
     earlier: GradientSums | None = None
-    masters: Masters | None = None
 
     def __init__(
         self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
     ) -> None:
-        ranks, self._device = memory.ranks, memory.device
+        ranks = memory.ranks
         self.chunk, self.shared = chunk, ranks.world.size > 1
         self.params = [params[spec.name] for spec in chunk.tensors]
         self.owners = memory.spans[chunk.index]
         self.span = self.owners[ranks.local_rank]
         self.weights = HostTensors(chunk, memory.weights, self.span)
-        self.sums = GradientSums(
-            chunk,
-            memory.gradients,
-            self._device,
-            self.span,
-            memory.sums_fp32,
-            norms_fp32=memory.masters,
-        )
-        if chunk.has_masters(memory.masters):
-            weights, rests = self.weights, memory.rests
-            self.masters = Masters(chunk, rests, weights, self._device, self.span)
+        self.sums = GradientSums(chunk, memory.gradients, memory, self.span)
+        self.masters = Masters(chunk, memory, self.weights, self.span)
 
     def main_dtype(self, index: int) -> torch.dtype:
         """In which a parameter is updated."""
-        mastered = self.masters is not None and index in self.masters
-        return torch.float32 if mastered else self.chunk.tensors[index].dtype
+        own = self.chunk.tensors[index].dtype
+        return torch.float32 if index in self.masters else own
 
     @property
     def waiting(self) -> set[int]:
@@ -127,27 +82,3 @@ class HostChunk:
         self.sums.norms.pop(index, None)
         if index in self.span:
             self.sums.replace(index, gradient)
-
-    def renew(self, written: Mapping[str, Tensor] | None = None) -> None:
-        """Weights were written from outside and are their masters now: all, or of those
-        named where they say, bool."""
-        if self.masters is not None:
-            self.masters.renew(written)
-
-    def host_bytes(self) -> int:
-        """Bytes of this rank's gradients and masters; weights are the arena's."""
-        rests = 0 if self.masters is None else self.masters.memory.nbytes
-        return self.sums.memory.nbytes + rests
-
-
-def require_masters(saved: bool, has_master: bool) -> None:
-    """Refuse a state that was saved with masters for a run without, or the reverse.
-
-    Raises:
-        CheckpointError: So it was.
-    """
-    if saved != has_master:
-        raise CheckpointError(
-            f"optimizer.pt was written {'with' if saved else 'without'} fp32 master "
-            f"weights: resume with protrain_fp32_master: {str(saved).lower()}."
-        )

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from ..layout import main_chunk, span_bytes
-from ..runtime import Arena, Device
+from ..layout import main_chunk, rest_chunk, span_bytes, spans
+from ..runtime import Alone, Arena, Device, Ranks
 from ..runtime.device import Event
 from ..types import Chunk
+
+
+@dataclass
+class HostMemory:
+    """What trainable chunks take on the host beside their weights, which the arena has.
+
+    The `ranks` of a node share it. With `masters` 16-bit weights have fp32 masters, and
+    with `sums_fp32` their gradients add up in fp32.
+    """
+
+    weights: Arena
+    device: Device
+    ranks: Ranks = field(default_factory=Alone)
+    masters: bool = False
+    sums_fp32: bool = False
+    spans: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    """For each chunk what each rank of the node updates."""
+
+    def __post_init__(self) -> None:
+        self.rests, self.gradients = Arena(ranks=self.ranks), Arena(ranks=self.ranks)
+
+    def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Take memory for further chunks; returns what has to be page-locked."""
+        every = spans(chunks, self.ranks.world.local_size)
+        self.spans.update((c.index, own) for c, own in zip(chunks, every, strict=True))
+        rests = [rest_chunk(chunk, self.masters) for chunk in chunks]
+        summed = [main_chunk(chunk, self.sums_fp32) for chunk in chunks]
+        regions = self.rests.add(rests), self.gradients.add(summed)
+        return [region for region in regions if region is not None]
 
 
 class HostTensors:
@@ -32,7 +64,9 @@ class HostTensors:
             if spec.numel
         }
         self.within_chunk = span_bytes(laid, span)
-        self.memory = arena.chunk(laid.index)[self.within_chunk]
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if laid.nbytes:
+            self.memory = arena.chunk(laid.index)[self.within_chunk]
 
     def __getitem__(self, index: int) -> Tensor:
         """That of a parameter, which any rank may update."""
@@ -51,9 +85,9 @@ class GradientSums(HostTensors):
     Args:
         chunk: Whose gradients they are.
         arena: Has them.
+        memory: Says how they add up. Under masters norms of 16-bit ones are taken in fp32,
+            as they are used.
         span: Parameters of which this rank brings sums to the device.
-        in_fp32: They add up in fp32.
-        norms_fp32: Norms of 16-bit ones are taken in fp32, as they are used.
 
     Attributes:
         present: Indices of parameters that have a sum.
@@ -63,21 +97,15 @@ class GradientSums(HostTensors):
     """
 
     def __init__(
-        self,
-        chunk: Chunk,
-        arena: Arena,
-        device: Device,
-        span: range,
-        in_fp32: bool,
-        norms_fp32: bool = False,
+        self, chunk: Chunk, arena: Arena, memory: HostMemory, span: range
     ) -> None:
-        super().__init__(main_chunk(chunk, in_fp32), arena, span)
+        super().__init__(main_chunk(chunk, memory.sums_fp32), arena, span)
         self.chunk = chunk
         self.present: set[int] = set()
         self.arrived: dict[int, Tensor] = {}
         self.norms: dict[int, Tensor] = {}
         self.sent: Event | None = None
-        self._device, self._norms_fp32 = device, norms_fp32
+        self._device, self._norms_fp32 = memory.device, memory.masters
 
     def norm(self, gradient: Tensor) -> Tensor:
         """That of one of them, by the kernel that the plain run takes."""

@@ -19,33 +19,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..layout import rest_chunk
-from ..runtime import Arena, Device
 from ..types import SPLIT_NUMEL, Chunk
-from .host_tensors import HostTensors
+from .host_tensors import HostMemory, HostTensors
 
 
 class Masters(HostTensors):
-    """What the fp32 masters of a chunk have beyond its weights; see `rest_chunk`.
+    """What the fp32 masters of a chunk have beyond its weights; see `rest_chunk`. Without
+    masters, which `memory` knows, it is empty.
 
     Args:
-        arena: Has it, page-locked.
+        memory: Has it, page-locked.
         weights: Of the chunk.
         span: Parameters that this rank updates.
     """
 
     def __init__(
-        self,
-        chunk: Chunk,
-        arena: Arena,
-        weights: HostTensors,
-        device: Device,
-        span: range,
+        self, chunk: Chunk, memory: HostMemory, weights: HostTensors, span: range
     ) -> None:
-        super().__init__(rest_chunk(chunk), arena, span)
-        self.chunk, self._weights, self._device = chunk, weights, device
+        super().__init__(rest_chunk(chunk, memory.masters), memory.rests, span)
+        self.chunk, self._weights, self._device = chunk, weights, memory.device
 
     def __contains__(self, index: int) -> bool:
-        return self.chunk.tensors[index].is_16_bit
+        return index in self._tensors
 
     def any(self, index: int) -> bool:
         """Whether a master is not its weight."""
@@ -62,9 +57,10 @@ class Masters(HostTensors):
         split(master.contiguous(), self._weights[index], self[index])
 
     def renew(self, written: Mapping[str, Tensor] | None = None) -> None:
-        """Weights are their masters now: all, or of those named where they say, bool."""
+        """Weights were written from outside and are their masters now: all, or of those
+        named where they say, bool."""
         for index, spec in enumerate(self.chunk.tensors):
-            if spec.is_16_bit and (written is None or spec.name in written):
+            if index in self and (written is None or spec.name in written):
                 self._device.writes((self[index],))
                 where = None if written is None else written[spec.name]
                 renew(self._weights[index], self[index], where)

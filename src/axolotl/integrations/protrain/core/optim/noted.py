@@ -66,10 +66,8 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
     )
     why = "is not known to update its parameters independently of each other"
     if known and getattr(optimizer, "bf16_stochastic_round", False):
-        known, why = (
-            False,
-            "rounds by random numbers, which would come in another order",
-        )
+        known = False
+        why = "rounds by random numbers, which would come in another order"
     if not known:
         raise ConfigError(
             f"optimizer: {kind.__module__}.{kind.__qualname__} {why}, and the state of "

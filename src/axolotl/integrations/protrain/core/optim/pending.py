@@ -35,10 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..runtime import Device, HostWorker, InBuffer, Ranks, Staging
+from ..runtime import HostWorker, InBuffer, Staging
 from ..runtime.device import Event
 from .chunk_update import ChunkUpdate, OnDevice, OnHost
 from .host_chunks import HostChunk
+from .host_tensors import HostMemory
 from .noted import marks, states_of
 
 
@@ -66,10 +67,10 @@ class PendingUpdates:
     """Makes noted steps where weights are used next, or queues them at once.
 
     Args:
+        memory: Of the chunks, of which each rank of the node updates a span.
         staging: Through which gradients, states and weights come to the device.
         worker: Waits for the other ranks, and makes updates on the host.
         around: What the owner of the weights does.
-        ranks: Those of the node, each with a span of every chunk.
         on_host: Steps are made on the host.
 
     Attributes:
@@ -80,18 +81,17 @@ class PendingUpdates:
 
     def __init__(
         self,
-        device: Device,
+        memory: HostMemory,
         staging: Staging,
         worker: HostWorker,
         around: Surroundings,
-        ranks: Ranks,
-        on_host: bool = False,
+        on_host: bool,
     ) -> None:
-        self._device, self._worker, self._around = device, worker, around
-        self._ranks, self._on_host = ranks, on_host
-        self._defers = not on_host and ranks.world.size == 1
-        self._with_device = OnDevice(device, staging, weights=not self._defers)
-        self._with_host = OnHost(device)
+        self._device, self._worker, self._around = memory.device, worker, around
+        self._ranks, self._on_host = memory.ranks, on_host
+        self._defers = not on_host and self._ranks.world.size == 1
+        self._with_device = OnDevice(self._device, staging, weights=not self._defers)
+        self._with_host = OnHost(self._device)
         self._all: list[ChunkUpdate] = []
         self._own: dict[int, ChunkUpdate] = {}
         self._hidden: dict[Any, Any] = {}

@@ -34,40 +34,36 @@ from torch import Tensor
 
 from ..errors import AccessError
 from ..layout import main_chunk
-from ..runtime import Arena, Device, HostWorker, Ranks, Removable, Staging
+from ..runtime import Arena, HostWorker, Removable, Staging
 from ..types import Counters
 from .gradients import Gradients
 from .host_chunks import HostChunk
-from .host_tensors import GradientSums
+from .host_tensors import GradientSums, HostMemory
 
 
 class GradientReduction(Gradients):
     """`Gradients` of several ranks; see Note [The order of collectives].
 
     Args:
+        memory: Of the chunks.
         order: Indices of chunks in the order in which their gradients are done; empty
             for that of the layout.
-        sums_fp32: Sums of 16-bit gradients are kept in fp32.
     """
 
     def __init__(
         self,
-        device: Device,
-        worker: HostWorker,
+        memory: HostMemory,
         staging: Staging,
-        ranks: Ranks,
-        order: Sequence[int],
-        sums_fp32: bool,
         counters: Counters,
+        worker: HostWorker,
+        order: Sequence[int],
     ) -> None:
-        super().__init__(device, staging, counters)
-        self._worker, self._ranks = worker, ranks
-        self._order, self._sums_fp32 = order, sums_fp32
+        super().__init__(memory.device, staging, counters)
+        self._memory, self._ranks = memory, memory.ranks
+        self._worker, self._order = worker, order
         self._hosts: list[HostChunk] = []
-        self._number_of: dict[int, int] = {}
         # which parameters of each had a gradient in this step
         self._used: list[set[int]] = []
-        self._first_of_block: dict[int, int] = {}
         self._sums_arena = Arena()
         self._pinned: Tensor | None = None
         self._due = self._ends = False
@@ -77,10 +73,6 @@ class GradientReduction(Gradients):
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         self._hosts = sorted(chunks, key=self._turn)
         self._used = [set() for _ in self._hosts]
-        for number, host in enumerate(self._hosts):
-            self._number_of[host.chunk.index] = number
-            if host.chunk.block is not None:
-                self._first_of_block.setdefault(host.chunk.block, number)
         return [handle for host in self._hosts for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
@@ -88,24 +80,25 @@ class GradientReduction(Gradients):
         if synchronises:
             # or a gradient would be added to less than there is
             self._send_all()
-            self._due, self._ends, self._next = True, False, 0
+            self._due, self._ends, self._next = bool(self._hosts), False, 0
 
     def reach(self, block: int) -> None:
         super().reach(block)
         # what follows the block in forward is done
-        if not self._due or not self._hosts:
+        if not self._due:
             return
         if not self._ends:
             # before the hooks of DDP that wait, and called once all of backward has run
             self._ends = True
             launch_all = partial(self._launch_until, len(self._hosts))
             torch.autograd.Variable._execution_engine.queue_callback(launch_all)
-        if block in self._first_of_block:
-            self._launch_until(self._first_of_block[block])
+        blocks = [host.chunk.block for host in self._hosts]
+        if block in blocks:
+            self._launch_until(blocks.index(block))
 
     def settle(self) -> None:
         # all ranks call it at the same point of a step
-        reduces = self._due and bool(self._hosts)
+        reduces = self._due
         if reduces:
             self._launch_until(len(self._hosts))
             self._due = False
@@ -166,8 +159,7 @@ class GradientReduction(Gradients):
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
-            launched = self._number_of[host.chunk.index] < self._next
-            if launched or index in host.sums.arrived:
+            if host in self._hosts[: self._next] or index in host.sums.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(
                     f"{name}: a second backward pass in the last micro-batch of a step "
@@ -192,14 +184,15 @@ class GradientReduction(Gradients):
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
-        summed = [main_chunk(host.chunk, self._sums_fp32) for host in self._hosts]
+        in_fp32 = self._memory.sums_fp32
+        summed = [main_chunk(host.chunk, in_fp32) for host in self._hosts]
         self._pinned = self._sums_arena.add(summed)
         assert self._pinned is not None
         self._device.pin(self._pinned)
         self.host_bytes = self._sums_arena.nbytes
         for host in self._hosts:
             whole = range(len(host.params))
-            given = self._sums_arena, self._device, whole, self._sums_fp32
+            given = self._sums_arena, self._memory, whole
             host.earlier = GradientSums(host.chunk, *given)
             self._expect(host.earlier)
 

@@ -17,20 +17,47 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime import Device, host_buffer
-from ..runtime.arena import map_file, open_of
+from ..runtime import Alone, Device, host_buffer
+from ..runtime.arena import map_shared, open_of
 
 
-class _Lies(NamedTuple):
-    """Where the bytes of a tensor lie: a file of some process, and where in it."""
+class Place(NamedTuple):
+    """Where a tensor of a state lies in a region; `stride` is None in plain order."""
 
-    process: int
-    descriptor: int
-    nbytes: int
     offset: int
+    shape: torch.Size
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def within(self, buffer: Tensor) -> Tensor:
+        """It in uint8 memory."""
+        flat = buffer[self.offset : self.offset + self.nbytes]
+        return self._shaped(flat.view(self.dtype))
+
+    def on_host(self, region: Tensor) -> Tensor:
+        """The same with a storage of its own: `torch.save` writes whole storages."""
+        numel = self.shape.numel()
+        if not numel:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(
+            region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
+        )
+        return self._shaped(flat)
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        if self.stride is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def form_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
+    """Of a place without its offset: products round by the order of their operands."""
+    dense = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
 
 
 class StateMemory:
@@ -49,7 +76,7 @@ class StateMemory:
     def take(self, nbytes: int) -> Tensor:
         """A region of that many bytes."""
         if self._shares:
-            memory, descriptor = map_file(nbytes)
+            memory, descriptor = map_shared(nbytes, Alone())
             region = torch.frombuffer(memory, dtype=torch.uint8)
             self._files[region.data_ptr()] = descriptor, nbytes
         else:
@@ -76,7 +103,8 @@ class StateMemory:
         pickler.dump(dict(states))
         return packed.getvalue()
 
-    def _place_of(self, value: Any) -> _Lies | Tensor | None:
+    def _place_of(self, value: Any) -> Tensor | tuple[int, int, int, Place] | None:
+        """Its process, file and length of that, and where it lies there."""
         if type(value) is not Tensor:
             return None
         if value.device.type != "cpu":
@@ -85,29 +113,25 @@ class StateMemory:
         first = value.data_ptr()
         for start, (descriptor, nbytes) in self._files.items():
             if start <= first < start + nbytes:
-                shape, stride = tuple(value.shape), value.stride()
-                where = os.getpid(), descriptor, nbytes, first - start
-                return _Lies(*where, value.dtype, shape, stride)
+                place = Place(first - start, *form_of(value))
+                return os.getpid(), descriptor, nbytes, place
         return None
 
 
 def unpack(packed: bytes) -> dict[int, Any]:
     """The states of another rank: copy-on-write, as long as somebody holds them."""
-    maps: dict[tuple[int, int], mmap.mmap] = {}
+    regions: dict[tuple[int, int], Tensor] = {}
 
-    def load(lies: _Lies | Tensor) -> Tensor:
+    def load(lies: Tensor | tuple[int, int, int, Place]) -> Tensor:
         if isinstance(lies, Tensor):
             return lies
-        where = lies.process, lies.descriptor
-        if where not in maps:
-            file = open_of(*where)
-            maps[where] = mmap.mmap(file, lies.nbytes, flags=mmap.MAP_PRIVATE)
+        process, descriptor, nbytes, place = lies
+        if (process, descriptor) not in regions:
+            file = open_of(process, descriptor)
+            memory = mmap.mmap(file, nbytes, flags=mmap.MAP_PRIVATE)
             os.close(file)
-        numel = torch.Size(lies.shape).numel()
-        flat = torch.frombuffer(
-            maps[where], dtype=lies.dtype, count=numel, offset=lies.offset
-        )
-        return flat.as_strided(lies.shape, lies.stride)
+            regions[process, descriptor] = torch.frombuffer(memory, dtype=torch.uint8)
+        return place.on_host(regions[process, descriptor])
 
     unpickler = pickle.Unpickler(io.BytesIO(packed))  # nosec B301 - of another rank
     unpickler.persistent_load = load  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..layout import aligned
 from ..types import STATE_ALIGNMENT_BYTES
-from .state_memory import StateMemory
+from .state_memory import Place, StateMemory, form_of
 
 Path = tuple[Any, ...]
 
@@ -105,43 +105,10 @@ def structure(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class _Place(NamedTuple):
-    """Where a leaf lies in the region of its chunk; `stride` is None in plain order."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...] | None
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def within(self, buffer: Tensor) -> Tensor:
-        """The leaf in uint8 memory."""
-        flat = buffer[self.offset : self.offset + self.nbytes]
-        return self._shaped(flat.view(self.dtype))
-
-    def on_host(self, region: Tensor) -> Tensor:
-        """The same with a storage of its own: `torch.save` writes whole storages."""
-        numel = self.shape.numel()
-        if not numel:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(
-            region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
-        )
-        return self._shaped(flat)
-
-    def _shaped(self, flat: Tensor) -> Tensor:
-        if self.stride is None:
-            return flat.view(self.shape)
-        return flat.as_strided(self.shape, self.stride)
-
-
 class _Rest(NamedTuple):
     """A region of host memory, uint8, and what lies where in it."""
 
-    places: dict[Path, _Place]
+    places: dict[Path, Place]
     region: Tensor
 
 
@@ -208,7 +175,7 @@ class HostedState:
         """
         here = self._torch_device
         found = [x for x in self._leaves() if x.tensor.device == here]
-        if {leaf.path: _kind(leaf.tensor) for leaf in found} != {
+        if {leaf.path: form_of(leaf.tensor) for leaf in found} != {
             path: place[1:] for path, place in self._rest.places.items()
         }:
             return self._moved(found)
@@ -219,6 +186,8 @@ class HostedState:
         whole = [(self.region, buffer[: self.region.numel()])] if found else []
         return Change(self._rest, whole)
 
+    # updates are made in an evaluation, too
+    @torch.inference_mode(False)
     def take(self, change: Change) -> None:
         """Bind everything to where it will rest; its copies are queued next."""
         if change.rest is not self._rest:
@@ -251,7 +220,7 @@ class HostedState:
         states, pairs = vars(self._optimizer)["state"], enumerate(self._params)
         return {n: states[p] for n, p in pairs if p in states}
 
-    def _at_rest(self) -> Iterator[tuple[Leaf, _Place]]:
+    def _at_rest(self) -> Iterator[tuple[Leaf, Place]]:
         """What travels, and where it lies in the region."""
         places = self._rest.places
         return ((x, places[x.path]) for x in leaves(self._own()) if x.path in places)
@@ -259,7 +228,7 @@ class HostedState:
     def _moved(self, found: Sequence[Leaf]) -> Change:
         places, end = {}, 0
         for leaf in found:
-            places[leaf.path] = place = _Place(end, *_kind(leaf.tensor))
+            places[leaf.path] = place = Place(end, *form_of(leaf.tensor))
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
         region = torch.empty(0, dtype=torch.uint8)
         if end:
@@ -267,18 +236,12 @@ class HostedState:
         copies = [
             # without the gaps of a view
             (places[leaf.path].on_host(region), leaf.tensor.clone())
-            if _kind(leaf.tensor)[1] not in (None, leaf.tensor.stride())
+            if form_of(leaf.tensor)[1] not in (None, leaf.tensor.stride())
             else (places[leaf.path].on_host(region), leaf.tensor)
             for leaf in found
             if leaf.tensor.numel()
         ]
         return Change(_Rest(places, region), copies)
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
-    """Of a place without its offset: products round by the order of their operands."""
-    dense = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
-    return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
 
 
 def state_bytes(states: Mapping[Any, Any]) -> int:

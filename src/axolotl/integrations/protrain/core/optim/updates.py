@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import AccessError, ConfigError
+from ..errors import AccessError, CheckpointError, ConfigError
 from .chunk_update import ChunkUpdate
 from .gradients import Gradients
-from .host_chunks import MASTER_KEY, HostChunk, require_masters
+from .host_chunks import MASTER_KEY, HostChunk
 from .host_tensors import GradientSums
 from .masters import Masters
 from .noted import Clip, Noted, marks, require_separable, states_of
@@ -66,7 +66,7 @@ class Updates(PendingUpdates):
         name = f"Paged{self.kind.__name__}"
         bases = (PagedOptimizer, self.kind)
         switches = {
-            method: partialmethod(PagedOptimizer.switch, method)
+            method: staticmethod(partial(self.switch, method))
             for method in ("train", "eval")
             if hasattr(self.kind, method)
         }
@@ -76,26 +76,24 @@ class Updates(PendingUpdates):
     def take_chunks(self, chunks: Sequence[HostChunk], gradients: Gradients) -> None:
         """These are on the host from now on, known ones and more; nothing is pending."""
         self._gradients, gradients.arrives = gradients, self._arrives
-        known = {id(own.host): own for own in self._all}
         where = torch.device("cpu") if self._on_host else self._device.torch_device
-        for host in chunks:
-            if id(host) not in known:
-                params = [host.params[index] for index in host.span]
-                state = HostedState(self.plain, params, where, self._memory)
-                known[id(host)] = ChunkUpdate(self.plain, host, state)
-        before, self._all = {*map(id, self._all)}, [known[id(host)] for host in chunks]
-        self._own = {own.host.chunk.index: own for own in self._all}
+        new = [host for host in chunks if host.chunk.index not in self._own]
+        for host in new:
+            params = [host.params[index] for index in host.span]
+            state = HostedState(self.plain, params, where, self._memory)
+            self._own[host.chunk.index] = ChunkUpdate(self.plain, host, state)
+        self._all = [self._own[host.chunk.index] for host in chunks]
         self._places: dict[int, tuple[ChunkUpdate, int]] = {
             id(param): (own, index)
             for own in self._all
             for index, param in enumerate(own.host.params)
         }
-        self.adopt([own for own in self._all if id(own) not in before])
+        self.adopt([self._own[host.chunk.index] for host in new])
 
-    def adopt(self, chunks: Sequence[ChunkUpdate] | None = None) -> None:
-        """Bring state home that was made or loaded elsewhere, of all chunks or some."""
+    def adopt(self, chunks: Sequence[ChunkUpdate]) -> None:
+        """Bring state home that was made or loaded elsewhere."""
         groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
-        for own in self._all if chunks is None else chunks:
+        for own in chunks:
             self._drop_others(own)
 
             def stays(leaf: Leaf, own: ChunkUpdate = own) -> bool:
@@ -269,7 +267,7 @@ class Updates(PendingUpdates):
         finally:
             self._exchange({main: param for param, main in mains.items()})
         self._stepped = True
-        self.adopt()
+        self.adopt(self._all)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -336,8 +334,13 @@ class Updates(PendingUpdates):
         for number, param in enumerate(_params(self.plain)):
             if number in states:
                 master = states[number].pop(MASTER_KEY, None)
-                has_master = self._masters_of(param)[0] is not None
-                require_masters(master is not None, has_master)
+                was = master is not None
+                if was != (self._masters_of(param)[0] is not None):
+                    raise CheckpointError(
+                        f"optimizer.pt was written {'with' if was else 'without'} "
+                        "fp32 master weights: resume with protrain_fp32_master: "
+                        f"{str(was).lower()}."
+                    )
                 if master is not None:
                     found[param] = master
         return {**saved, "state": states}, found
@@ -358,8 +361,9 @@ class Updates(PendingUpdates):
     def _masters_of(self, param: nn.Parameter) -> tuple[Masters | None, int]:
         """Where the master of a parameter is, if it has one."""
         own, index = self._places.get(id(param), (None, 0))
-        masters = None if own is None else own.host.masters
-        return (masters, index) if masters and index in masters else (None, 0)
+        if own is None or index not in own.host.masters:
+            return None, 0
+        return own.host.masters, index
 
     def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
         """Let groups and state be of other parameters."""
@@ -370,8 +374,7 @@ class Updates(PendingUpdates):
 
     def order_states(self) -> None:
         """Let them be in the order in which the plain run makes them."""
-        state = self._states
-        every = [p for group in self.plain.param_groups for p in group["params"]]
+        state, every = self._states, _params(self.plain)
         state.update([(p, state.pop(p)) for p in every if p in state])
 
     def close(self) -> None:
@@ -393,7 +396,8 @@ class Updates(PendingUpdates):
 
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""
-        return sum(o.host.host_bytes() + o.state.region.numel() for o in self._all)
+        every = (source.memory for own in self._all for source in own.sources())
+        return sum(memory.nbytes for memory in every)
 
     def _noted(self) -> Noted:
         """The step that is being made now."""
@@ -404,10 +408,9 @@ class Updates(PendingUpdates):
             clip = clip[0], clip[1].cpu()
         # how a device computes is its affair
         fused = self._device.torch_device.type != "cpu"
-        # spares a pass over all gradients
-        return Noted(
-            self.plain, self.kind, clip if _scales(clip) else None, fused=fused
-        )
+        # or None: spares a pass over all gradients
+        scaling = clip if _scales(clip) else None
+        return Noted(self.plain, self.kind, scaling, fused=fused)
 
     def _settle(self) -> None:
         self._gradients.settle()
@@ -472,10 +475,6 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # torch is not to call the hooks around this one, too
     step.hooked = True  # type: ignore[attr-defined]
-
-    def switch(self, method: str) -> None:
-        """What `train` and `eval` are, where the plain optimizer has them."""
-        self.updates.switch(method)
 
     def state_dict(self) -> dict[str, Any]:
         self.updates.flush()

@@ -31,8 +31,6 @@ class Arena:
     independent tensors, and a mapping lives as long as any of them.
 
     Args:
-        chunks: The chunks to hold from the start, each from a page of its own, so that
-            it can be page-locked alone.
         ranks: Whose node shares the memory; every rank then makes the same calls. None
             for a process alone.
         shards: Each chunk has room for so many equal ones.
@@ -42,7 +40,6 @@ class Arena:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk] = (),
         ranks: Ranks | None = None,
         shards: int = 1,
         shows: bool = False,
@@ -51,15 +48,16 @@ class Arena:
         self._shards = shards
         self._in_files = shows or self._ranks.world.local_size > 1
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+        self._shares: dict[int, Tensor] = {}
         self._files: dict[mmap.mmap, int] = {}
         self.nbytes = 0
-        self.add(chunks)
 
     def __contains__(self, index: int) -> bool:
         return index in self._places
 
     def add(self, chunks: Sequence[Chunk]) -> Tensor | None:
-        """Hold further chunks; what is there stays where it is.
+        """Hold further chunks, each from a page of its own, so that it can be page-locked
+        alone; what is there stays where it is.
 
         Returns:
             Their mapping as one uint8 tensor, None when it is empty.
@@ -73,7 +71,6 @@ class Arena:
         else:
             memory, self._files[memory] = map_shared(nbytes, self._ranks)
             weakref.finalize(self, os.close, self._files[memory])
-            memory.madvise(mmap.MADV_DONTFORK)
         start = 0
         for chunk, size in zip(chunks, sizes, strict=True):
             self._places[chunk.index] = (memory, start, chunk.nbytes)
@@ -86,12 +83,19 @@ class Arena:
         memory, start, nbytes = self._places[index]
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
-    def shard(self, chunk: Chunk, ranks: int, rank: int) -> Tensor:
-        """One of the equal shards of a chunk, uint8 of shape [shard_bytes]."""
-        memory, start, _ = self._places[chunk.index]
-        size = shard_bytes(chunk, ranks)
-        start += rank * size
-        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    def share(self, chunk: Chunk) -> Tensor:
+        """What this rank fetches of a chunk, uint8: all of it, or its shard."""
+        if chunk.index not in self._shares:
+            memory, start, _ = self._places[chunk.index]
+            size = shard_bytes(chunk, self._shards)
+            if self._shards > 1:
+                start += self._ranks.local_rank * size
+            share = torch.frombuffer(
+                memory, dtype=torch.uint8, count=size, offset=start
+            )
+            # kept: it has to live while somebody copies
+            self._shares[chunk.index] = share
+        return self._shares[chunk.index]
 
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
@@ -156,32 +160,21 @@ def map_shared(nbytes: int, ranks: Ranks) -> tuple[mmap.mmap, int]:
     with ExitStack() as opened:
 
         def make() -> tuple[int, int]:
-            descriptor = _make_file(nbytes)
+            descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
             opened.callback(os.close, descriptor)
+            os.ftruncate(descriptor, nbytes)
             return os.getpid(), descriptor
 
         process, number = ranks.from_first_of_node(make)
 
         def map_it() -> tuple[mmap.mmap, int]:
             own = open_of(process, number) if ranks.local_rank else os.dup(number)
-            return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED), own
+            memory = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED)
+            memory.madvise(mmap.MADV_DONTFORK)
+            return memory, own
 
         # the first rank keeps it open until the others have it
         return ranks.together(map_it)
-
-
-def map_file(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Zeros that other processes can map, and their file."""
-    descriptor = _make_file(nbytes)
-    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return memory, descriptor
-
-
-def _make_file(nbytes: int) -> int:
-    descriptor = os.memfd_create("protrain", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, nbytes)
-    return descriptor
 
 
 def open_of(process: int, number: int) -> int:

@@ -115,10 +115,6 @@ class Device:
         """The stream that the model's kernels are being queued on right now."""
         raise NotImplementedError
 
-    def on_compute(self) -> AbstractContextManager[Any]:
-        """Queue what another thread runs inside on the caller's compute stream."""
-        return nullcontext()
-
     def allocate(self, nbytes: int) -> Tensor:
         """A new device buffer, uint8 of shape [nbytes]."""
         raise NotImplementedError
@@ -417,9 +413,6 @@ class CudaDevice(Device):
 
     def moment(self) -> Any:
         return _timed(torch.cuda.current_stream(self.torch_device))
-
-    def on_compute(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

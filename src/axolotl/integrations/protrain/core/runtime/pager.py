@@ -289,10 +289,7 @@ class Ring:
         self._layout, self._plan = layout, plan
         self._arena, self._device = arena, device
         self._poison = poison
-        self._rank = ranks.local_rank
-        self._sharing = ranks if plan.shards > 1 else None
-        self._transport = Transport(device, self._sharing)
-        self._sources: dict[int, Tensor] = {}
+        self._transport = Transport(device, ranks if plan.shards > 1 else None)
         self.numbers: dict[int, int] = {}
         self.slots: list[Slot] = []
 
@@ -324,22 +321,9 @@ class Ring:
             return self._device.allocate(padded_bytes(chunk, self._plan.shards))
         return slot.buffer
 
-    def source(self, index: int) -> Tensor:
-        """What this rank copies and page-locks of a chunk: all of it, or its shard."""
-        if index not in self._sources:
-            chunk, shards = self._layout.chunks[index], self._plan.shards
-            self._sources[index] = (
-                self._arena.chunk(index)
-                if shards == 1
-                else self._arena.shard(chunk, shards, self._rank)
-            )
-        return self._sources[index]
-
-    def fetch(self, stream: Stream, buffer: Tensor, index: int) -> Event:
+    def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
         """Queue a chunk's bytes into a buffer that is no slot; see `Transport.fetch`."""
-        # one of its own: the slots' keeps what it has seen, and this buffer may go
-        own = Transport(self._device, self._sharing)
-        return own.fetch(stream, buffer, self.source(index))
+        return self._transport.fetch(stream, buffer, source)
 
     def pager(self, worker: HostWorker, **around: Any) -> Pager:
         """A pager of these slots, with further arguments of `Pager`."""
@@ -352,7 +336,7 @@ class Ring:
         return kind(
             Schedule(blocks, self._plan.n_buffer),
             self.slots,
-            [self.source(index) for index in self.numbers],
+            [self._arena.share(self._layout.chunks[index]) for index in self.numbers],
             wait_update=lambda number: worker.wait(paged[number]),
             update_pending=lambda number: worker.pending(paged[number]),
             **around,

@@ -130,6 +130,11 @@ class _Memory:
 _start = attrgetter("start")
 
 
+def _unchecked(name: str) -> Any:
+    """What the device inside is or does by that name."""
+    return property(lambda checked: getattr(checked._device, name))
+
+
 class CheckedDevice(Device):
     """Another device with every access checked. Costs microseconds a call.
 
@@ -137,10 +142,20 @@ class CheckedDevice(Device):
         RaceError: From any method, and from those of its streams.
     """
 
+    torch_device = _unchecked("torch_device")
+    host_threads = _unchecked("host_threads")
+    stall_s = _unchecked("stall_s")
+    pageable_bytes = _unchecked("pageable_bytes")
+    node = _unchecked("node")
+    unplaced = _unchecked("unplaced")
+    place = _unchecked("place")
+    near = _unchecked("near")
+    probe = _unchecked("probe")
+    used_bytes = _unchecked("used_bytes")
+    peak_bytes = _unchecked("peak_bytes")
+
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.torch_device = device.torch_device
-        self.host_threads = device.host_threads
         self.lock = threading.RLock()
         self._local = threading.local()
         self._caller = self._local.lane = _Lane("the calling thread")
@@ -155,37 +170,14 @@ class CheckedDevice(Device):
         self._num_buffers = 0
 
     @property
-    def stall_s(self) -> float:  # type: ignore[override]
-        return self._device.stall_s
-
-    @property
-    def pageable_bytes(self) -> int:  # type: ignore[override]
-        return self._device.pageable_bytes
-
-    @property
     def compute(self) -> Stream:
         return _CheckedStream(self, self._device.compute, self._compute)
-
-    def on_compute(self) -> AbstractContextManager[Any]:
-        return self._device.on_compute()
-
-    def place(self, tensor: Tensor) -> Tensor:
-        return self._device.place(tensor)
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
         both = ExitStack()
         both.enter_context(self._device.watch(already))
         both.enter_context(_Operators(self))
         return both
-
-    def probe(self, nbytes: int) -> None:
-        self._device.probe(nbytes)
-
-    def used_bytes(self) -> int:
-        return self._device.used_bytes()
-
-    def peak_bytes(self) -> int:
-        return self._device.peak_bytes()
 
     # memory
 
@@ -201,9 +193,6 @@ class CheckedDevice(Device):
         if buffer.numel():
             self._end(buffer, "frees")
         self._device.free(buffer)
-
-    def near(self, host: Tensor, spread: bool = False) -> None:
-        self._device.near(host, spread)
 
     def pin(self, host: Tensor) -> None:
         self._device.pin(host)
@@ -283,7 +272,7 @@ class CheckedDevice(Device):
     ) -> _Memory:
         """A lane reads or writes memory on the device or the host."""
         start, end = _span(tensor)
-        memory = self._at(start) or self._pinned_part(start, end)
+        memory = self._at(start, end)
         if memory is None:
             name = f"a tensor {list(tensor.shape)} of {tensor.dtype}"
             memory = self._new(tensor, name, on_device)
@@ -302,7 +291,7 @@ class CheckedDevice(Device):
     def is_shut(self, tensor: Tensor) -> bool:
         """True for memory that has windows, none of them open now."""
         with self.lock:
-            memory = self._at(tensor.data_ptr())
+            memory = self._at(*_span(tensor))
             return memory is not None and memory.has_windows and not memory.in_use
 
     def _declared(
@@ -314,16 +303,12 @@ class CheckedDevice(Device):
             for tensor in filter(Tensor.numel, memory):
                 self.access(lane, tensor, writes, on_device=stream is not None)
 
-    def _at(self, address: int) -> _Memory | None:
-        at = bisect_right(self._known, address, key=_start) - 1
-        found = self._known[at] if at >= 0 else None
-        return found if found is not None and address < found.end else None
-
-    def _pinned_part(self, start: int, end: int) -> _Memory | None:
-        """What is page-locked of memory that begins in the shard of another rank."""
-        at = bisect_left(self._known, start, key=_start)
-        inside = self._known[at : at + 1]
-        return inside[0] if inside and inside[0].start < end else None
+    def _at(self, start: int, end: int) -> _Memory | None:
+        """What is there, or page-locked of it from another address on: memory may begin in
+        the shard of another rank."""
+        at = bisect_right(self._known, start, key=_start)
+        near = self._known[max(at - 1, 0) : at + 1]
+        return next((m for m in near if start < m.end and m.start < end), None)
 
     def _new(self, tensor: Tensor, name: str, on_device: bool) -> _Memory:
         storage = tensor.untyped_storage()
@@ -369,7 +354,7 @@ class CheckedDevice(Device):
 
     def _end(self, tensor: Tensor, verb: str) -> None:
         with self._settled():
-            memory = self._at(tensor.data_ptr())
+            memory = self._at(*_span(tensor))
             name = self.thread().name
             if memory is None:
                 raise RaceError(f"{name} {verb} memory that nobody has taken")

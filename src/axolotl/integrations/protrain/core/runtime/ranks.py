@@ -96,8 +96,7 @@ class Ranks:
 
     def holders(self, absent: Collection[str]) -> dict[str, int]:
         """For each name that a rank of the node lacks the first local rank with it."""
-        every = self.collect(frozenset(absent))
-        lacks = [every[rank] for rank in self._own_node]
+        lacks = self.collect_on_node(frozenset(absent))
         return {
             name: next(r for r, missing in enumerate(lacks) if name not in missing)
             for name in sorted(frozenset().union(*lacks))
@@ -115,13 +114,13 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._node_host)
         return values
 
-    def from_first(self, make: Callable[[], Result]) -> Result:
-        """What rank 0 makes; all ranks raise what it raises."""
-        return self._from(0, self._host, make)
+    def from_first(self, act: Callable[[], Result]) -> Result:
+        """What rank 0's `act` returns; all ranks raise what it raises."""
+        return self._from(0, self._host, act)
 
-    def from_first_of_node(self, make: Callable[[], Result]) -> Result:
-        """What the first rank of the node makes; the node's ranks raise what it does."""
-        return self._from(self._own_node[0], self._node_host, make)
+    def from_first_of_node(self, act: Callable[[], Result]) -> Result:
+        """The same of the first rank of the node, for the node's ranks."""
+        return self._from(self._own_node[0], self._node_host, act)
 
     def together(self, act: Callable[[], Result]) -> Result:
         """What this rank's `act` returns, once all have acted.
@@ -137,8 +136,8 @@ class Ranks:
             _raise_failure(rank, failure)
         return value
 
-    def _from(self, source: int, group: Any, make: Callable[[], Result]) -> Result:
-        value, error = _outcome(make) if self.rank == source else (None, None)
+    def _from(self, source: int, group: Any, act: Callable[[], Result]) -> Result:
+        value, error = _outcome(act) if self.rank == source else (None, None)
         sent: list[Any] = [value, _in_words(error)]
         dist.broadcast_object_list(sent, src=source, group=group)
         if error is not None:
@@ -172,22 +171,17 @@ class Alone(Ranks):
     def node_sum(self, values: Tensor) -> Tensor:
         return values
 
-    def maximum(self, values: Tensor) -> Tensor:
-        return values
-
-    def holders(self, absent: Collection[str]) -> dict[str, int]:
-        return {}
+    maximum = node_sum
 
     def collect(self, value: Any) -> list[Any]:
         return [value]
 
-    def from_first(self, make: Callable[[], Result]) -> Result:
-        return make()
-
-    from_first_of_node = from_first
+    collect_on_node = collect
 
     def together(self, act: Callable[[], Result]) -> Result:
         return act()
+
+    from_first = from_first_of_node = together
 
     def close(self) -> None:
         """There is no group to leave."""

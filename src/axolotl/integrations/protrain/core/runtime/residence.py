@@ -285,10 +285,9 @@ class Residence:
 
     def refresh(self, chunk: Chunk, ring: Ring) -> None:
         """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
-        buffer = self.buffer_of(chunk)
-        compute = self._device.compute
-        compute.wait(ring.fetch(compute, buffer, chunk.index))
-        self._counters.fetched_bytes += ring.source(chunk.index).nbytes
+        source, compute = self._arena.share(chunk), self._device.compute
+        compute.wait(ring.fetch(compute, self.buffer_of(chunk), source))
+        self._counters.fetched_bytes += source.nbytes
 
     def _attach_state(self, chunk: Chunk) -> None:
         """Let `state_dict` and `load_state_dict` reach a chunk's host copy.

@@ -100,8 +100,9 @@ class HostRows(LookUp):
         self._copied: Event | None = None
         super().__init__(embedding, partial(self._asked, embedding.weight))
 
-    def close(self) -> None:
-        """Give the memory back. No copy may be in flight."""
+    def remove(self) -> None:
+        """Undo the binding and give the memory back. No copy may be in flight."""
+        super().remove()
         self._take_room(0)
 
     def _asked(self, weight: Any, ids: Tensor, padding_idx: int | None) -> Tensor:

@@ -33,6 +33,7 @@ class _Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        self.parts: list[Tensor] = []
         self.holds: Hashable = None
         self.arrival: Event | None = None
         self.in_use = False
@@ -68,13 +69,10 @@ class Staging:
 
     def take(
         self, key: Hashable, sources: Sequence[Source], keep: bool = True
-    ) -> Tensor:
-        """Sources back to back, each from an aligned byte on, for compute to use.
+    ) -> list[Tensor]:
+        """The bytes of each source, uint8, for compute to use.
 
         Without `keep` the memory goes when it is given back.
-
-        Returns:
-            uint8, as long as the sources or longer.
         """
         buffer = self._holder(key)
         if buffer is None:
@@ -87,7 +85,7 @@ class Staging:
         assert buffer.arrival is not None
         buffer.in_use = True
         self._device.wait_stalled(buffer.arrival)
-        return buffer.memory
+        return buffer.parts
 
     def give_back(self, key: Hashable, busy: Sequence[Event] = ()) -> Event | None:
         """Compute has queued its last use of what it took; copies still read it.
@@ -167,12 +165,13 @@ class Staging:
         for event in buffer.busy:
             stream.wait(event)
         # an error in the middle leaves it empty
-        buffer.holds, start = None, 0
+        buffer.holds, buffer.parts, start = None, [], 0
         for source in sources:
             nbytes = source.memory.numel()
+            buffer.parts.append(buffer.memory[start : start + nbytes])
             if source.after is not None:
                 stream.wait(source.after)
-            stream.copy(buffer.memory[start : start + nbytes], source.memory)
+            stream.copy(buffer.parts[-1], source.memory)
             start += aligned(nbytes)
             self._counters.fetched_bytes += nbytes
         buffer.arrival, buffer.busy = stream.record(), []
@@ -181,12 +180,3 @@ class Staging:
 
 def _size(sources: Sequence[Source]) -> int:
     return sum(aligned(source.memory.numel()) for source in sources)
-
-
-def parts(buffer: Tensor, sources: Sequence[Source]) -> list[Tensor]:
-    """The bytes of each source in a buffer that was filled with them."""
-    found, start = [], 0
-    for source in sources:
-        found.append(buffer[start : start + source.memory.numel()])
-        start += aligned(source.memory.numel())
-    return found

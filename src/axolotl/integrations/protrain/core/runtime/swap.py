@@ -98,34 +98,18 @@ class SwapRegion:
 
 
 class Swapped:
-    """One storage that waits on the host.
+    """One storage that waits on the host; `version` is that of the tensor which was saved,
+    `swap` sends it."""
 
-    Args:
-        storage: Its bytes on the device.
-        version: That of the tensor which was saved.
-        region: Where they wait.
-        swap: Counts the copies, and keeps the storage until it has left.
-    """
+    life: _Life
+    host: Tensor
 
-    def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        version: int,
-        region: SwapRegion,
-        swap: Swap,
-    ) -> None:
-        self._device = device = swap.device
-        self._swap = swap
+    def __init__(self, storage: torch.UntypedStorage, version: int, swap: Swap) -> None:
+        self._swap, self._device = swap, swap.device
         self._nbytes = storage.nbytes()
         self._original = weakref.ref(storage)
         self._version = version
         self._here: torch.UntypedStorage | None = None
-        self.life = swap.live(self, storage._cdata, region)
-        self._host = region.reserve(self._nbytes)
-        source = _view(storage, torch.uint8)
-        device.offload.wait(device.compute.record())
-        device.offload.copy(self._host, source)
-        swap.left(device.offload.record(), source)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
         """Whether it holds what `storage` holds now."""
@@ -146,7 +130,7 @@ class Swapped:
         # kernels before this moment may still use that memory; and compute has waited
         # for the copy out, or the original would be here
         device.fetch.wait(device.compute.record())
-        device.fetch.copy(target, self._host)
+        device.fetch.copy(target, self.host)
         self._here = target.untyped_storage()
         self.life.arriving = device.fetch.record(), self._here
         self._swap.counters.swapped_in_bytes += self._nbytes
@@ -223,7 +207,7 @@ class Swap:
             life = self._known.get(storage._cdata)
             known = life() if life is not None else None
             if known is None or not known.is_of(storage, version):
-                known = Swapped(storage, version, region, self)
+                known = self._send(storage, version, region)
             swapped.append(known.life)
             strided = tensor.storage_offset(), tensor.shape, tensor.stride()
             return partial(known.tensor, tensor.dtype, *strided)
@@ -239,19 +223,25 @@ class Swap:
                 if swapped is not None:
                     swapped.fetch()
 
-    def live(self, swapped: Swapped, key: int, region: SwapRegion) -> _Life:
-        """A storage, by its identity, waits in a region from now on."""
-        life = _Life(swapped, self._ended.append)
-        life.key, life.region, life.arriving = key, region, None
-        self._known[key] = life
+    def _send(
+        self, storage: torch.UntypedStorage, version: int, region: SwapRegion
+    ) -> Swapped:
+        """Queue the way of a storage into a region."""
+        device, source = self.device, _view(storage, torch.uint8)
+        swapped = Swapped(storage, version, self)
+        swapped.life = life = _Life(swapped, self._ended.append)
+        life.key, life.region, life.arriving = storage._cdata, region, None
+        self._known[life.key] = life
         region.wanted.add(life)
-        return life
-
-    def left(self, event: Event, source: Tensor) -> None:
-        """A copy to the host is queued; `source` must live until `event`."""
+        swapped.host = region.reserve(source.nbytes)
+        device.offload.wait(device.compute.record())
+        device.offload.copy(swapped.host, source)
         self.counters.swapped_out_bytes += source.nbytes
+        event = device.offload.record()
         if not event.query():
+            # it must live until then
             self._leaving.append((event, source))
+        return swapped
 
     def settle(self) -> None:
         """Give the memory of what has left to the kernels that follow, and that of what
@@ -269,7 +259,7 @@ class Swap:
                 del self._known[life.key]
             self._ended.popleft()
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Release the host memory; the device is idle."""
         self._leaving = []
         self._ended.clear()
