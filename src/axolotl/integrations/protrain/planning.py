@@ -11,7 +11,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,7 @@ from .core.search import MODES
 from .core.types import (
     ALONE,
     PAGING_GAIN,
+    BlockSeconds,
     Budget,
     Hardware,
     Knobs,
@@ -376,7 +377,7 @@ def plan_for(
     args: ProTrainArgs,
     subject: Subject,
     hardware: Hardware,
-    measured: Mapping[int | None, tuple[float, float]] | None = None,
+    measured: Mapping[int | None, BlockSeconds] | None = None,
     anyway: bool = False,
 ) -> tuple[Forecast, Planner]:
     """Plan a subject on one machine; limits among the keys win over what it has.
@@ -586,9 +587,10 @@ def peak_seen(
     args: ProTrainArgs, device: torch.device, layout: Layout, trace: Trace
 ) -> profile.PeakSeen | None:
     """What an earlier run of this step on this device showed of its peak, if any did."""
-    folder, key = args.protrain_cache_dir, _peak_key(device, layout, trace)
-    known = args.protrain_learn_peak and profile.recall(folder, key, profile.PeakSeen)
-    return profile.PeakSeen(**known) if known else None
+    if not args.protrain_learn_peak:
+        return None
+    key = _peak_key(device, layout, trace)
+    return profile.recall(args.protrain_cache_dir, key, profile.PeakSeen)
 
 
 def keep_peak(
@@ -601,8 +603,7 @@ def keep_peak(
     """
     key = _peak_key(device, forecast.layout, forecast.trace)
     today = datetime.now(timezone.utc).date().isoformat()
-    seen = profile.PeakSeen(beyond_bytes, today)
-    profile.keep(args.protrain_cache_dir, key, asdict(seen))
+    profile.keep(args.protrain_cache_dir, key, profile.PeakSeen(beyond_bytes, today))
 
 
 def _peak_key(device: torch.device, layout: Layout, trace: Trace) -> dict[str, Any]:
@@ -660,15 +661,15 @@ def _measured(
     subject: Subject,
     device: torch.device,
     notes: list[str],
-) -> dict[int | None, tuple[float, float]]:
+) -> dict[int | None, BlockSeconds]:
     """Seconds of the blocks, from the cache under everything that changes them, and of
     what is outside them."""
     folder, dtype = args_from(cfg).protrain_cache_dir, autocast_dtype(cfg)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
     def cached_times(
-        block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+        block: Mapping[str, Any], measure: Callable[[], BlockSeconds]
+    ) -> BlockSeconds:
         key = profile.measurement_key(
             "block",
             device,
@@ -679,13 +680,13 @@ def _measured(
             kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
             compiled=compile_keys(cfg),
         )
-        return profile.cached(folder, key, measure, profile.BlockSeconds)
+        return profile.cached(folder, key, measure, BlockSeconds)
 
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     blocks = profile.measure_blocks(
         model, names, samples, device, dtype, cached_times, compile_keys(cfg)
     )
-    times: dict[int | None, tuple[float, float]] = dict(blocks.items())
+    times: dict[int | None, BlockSeconds] = dict(blocks.items())
     if subject.batch is None:
         notes.append(
             "seconds outside the blocks are computed, not timed: the loss is the trainer's own"
@@ -699,12 +700,12 @@ def _measured(
 
     by_name = {names[index]: sample for index, sample in samples.items()}
     try:
-        outside = profile.time_outside(model, by_name, subject.batch, loss_of, device)
+        times[None] = profile.time_outside(
+            model, by_name, subject.batch, loss_of, device
+        )
     except FOREIGN_ERRORS as error:
         why = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         notes.append(f"seconds outside the blocks are computed, not timed: {why}")
-    else:
-        times[None] = outside.forward_s, outside.backward_s
     return times
 
 

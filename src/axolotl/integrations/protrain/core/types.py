@@ -484,6 +484,15 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class BlockSeconds:
+    """Of a block, or of what is outside them all, in one micro-batch; backward takes none
+    where nothing trains."""
+
+    forward_s: float
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class BlockTimes:
     """Seconds of compute for one micro-batch, nothing waiting for a copy.
 
