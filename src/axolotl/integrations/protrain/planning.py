@@ -122,14 +122,15 @@ def subject_of(
         )
         assumptions.append(f"the trainer's own loss, of {', '.join(shapes)} tokens")
     make_experts_traceable(model, assumptions)
-    target = profile.Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
         traced, headroom = _traced(
-            model, batch, target, cfg, args, assumptions, objective
+            model, batch, device_type, cfg, args, assumptions, objective
         )
     laid_out = model if real is None else real
-    optimizer = _optimizer(cfg, args, model, device_type, assumptions)
     adapters = adapter_names(laid_out)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    mastered = trained - adapters if args.protrain_fp32_master else ()
+    optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
     waiting: frozenset[str] = frozenset()
     # of several ranks they are DDP's, and ReLoRA prunes their state where it finds it
     if adapters_wait and optimizer.separable and world.size == 1 and not cfg.relora:
@@ -212,7 +213,7 @@ _IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_
 def _traced(
     model: nn.Module,
     batch: Mapping[str, Any],
-    target: profile.Target,
+    device_type: str,
     cfg: Any,
     args: ProTrainArgs,
     assumptions: list[str],
@@ -225,7 +226,8 @@ def _traced(
         loss_of = partial(
             objective.loss if objective else _loss_of_output, model, batch
         )
-        loss = partial(_loss, (model, *others.values()), target, loss_of)
+        models = model, *others.values()
+        loss = partial(_loss, models, device_type, autocast_dtype(cfg), loss_of)
         traced = partial(profile.trace_step, model, find_blocks(model), loss)
         if compile_keys(cfg) is None:
             return traced()
@@ -290,14 +292,17 @@ def _loss_in(outputs: Any) -> Tensor:
 
 
 def _loss(
-    models: Sequence[nn.Module], target: profile.Target, loss_of: Callable[[], Tensor]
+    models: Sequence[nn.Module],
+    device_type: str,
+    dtype: torch.dtype | None,
+    loss_of: Callable[[], Tensor],
 ) -> Tensor:
     """What a loss asks of its models, which run as accelerate prepares them."""
-    emulation = profile.Emulation(replace(target, autocast_dtype=None))
+    emulation = profile.Emulation(device_type)
     try:
         with emulation, ExitStack() as undo:
             for model in models:
-                forward = emulation.prepared(model.forward, target.autocast_dtype)
+                forward = emulation.prepared(model.forward, dtype)
                 undo.enter_context(patch.object(model, "forward", forward))
             return loss_of()
     except FOREIGN_ERRORS as error:
@@ -316,20 +321,6 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
         for name, p in model.named_parameters()
         if p.requires_grad and ".modules_to_save." not in name
     )
-
-
-def _optimizer(
-    cfg: Any,
-    args: ProTrainArgs,
-    model: nn.Module,
-    device_type: str,
-    assumptions: list[str],
-) -> OptimizerBytes:
-    mastered: frozenset[str] = frozenset()
-    if args.protrain_fp32_master:
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        mastered = frozenset(trained - adapter_names(model))
-    return optimizer_bytes(cfg, model, device_type, assumptions, mastered)
 
 
 def _workload(
@@ -526,27 +517,29 @@ def plan_here(
         subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
         notes = list(subject.assumptions)
         measured = _measured(cfg, model, subject, device, notes)
+
+        def planned(hardware: Hardware) -> Forecast:
+            forecast, planner = plan_for(args, subject, hardware, measured)
+            planners.append(planner)
+            return forecast
+
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
         if seen is not None:
-            unseen = hardware.unseen_bytes + seen.beyond_bytes
             taught = replace(
                 hardware,
-                unseen_bytes=unseen,
+                unseen_bytes=hardware.unseen_bytes + seen.beyond_bytes,
                 unneeded_bytes=max(-seen.beyond_bytes, 0),
             )
             # what nothing fits beside was no lesson
             with suppress(BudgetError):
-                forecast, planner = plan_for(args, subject, taught, measured)
+                forecast = planned(taught)
                 notes.append(
                     f"{format_bytes(abs(seen.beyond_bytes))} of device memory "
                     f"{'more' if seen.beyond_bytes > 0 else 'less'} than traced, as a run "
                     f"of {seen.date} showed (protrain_learn_peak)."
                 )
-                planners.append(planner)
                 return forecast, notes
-        forecast, planner = plan_for(args, subject, hardware, measured)
-        planners.append(planner)
-        return forecast, notes
+        return planned(hardware), notes
 
     # what cannot be trained at all is refused before anything is measured
     ranks.together(check)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -141,10 +141,15 @@ def _fits_in_chunk(binding: Binding) -> bool:
 def _pack(
     index: int, block: int | None, trainable: bool, members: Sequence[Binding]
 ) -> Chunk:
-    specs = []
-    end = 0
-    for member in members:
-        tensor, offset = member.tensor, aligned(end)
-        specs.append(TensorSpec(member.name, tuple(tensor.shape), tensor.dtype, offset))
-        end = offset + tensor.nbytes
-    return Chunk(index, block, trainable, tuple(specs), end)
+    named = ((member.name, member.tensor) for member in members)
+    specs = (TensorSpec(name, tuple(t.shape), t.dtype, 0) for name, t in named)
+    return Chunk(index, block, trainable, *back_to_back(specs))
+
+
+def back_to_back(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorSpec, ...], int]:
+    """Tensors at aligned offsets, one after the other, and the bytes of all."""
+    placed, end = [], 0
+    for spec in specs:
+        placed.append(replace(spec, offset=aligned(end)))
+        end = placed[-1].offset + spec.nbytes
+    return tuple(placed), end
