@@ -108,12 +108,7 @@ class MappedFile(NamedTuple):
     end: int
     offset: int
     inode: int
-    name: str
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return Path(self.name)
+    path: Path
 
 
 def mapped_files() -> list[MappedFile]:
@@ -130,7 +125,8 @@ def mapped_files() -> list[MappedFile]:
             continue
         addresses, _, offset, _, inode, name = line.split(None, 5)
         first, end, start = (int(n, 16) for n in (*addresses.split(b"-"), offset))
-        found.append(MappedFile(first, end, start, int(inode), os.fsdecode(name)))
+        path = Path(os.fsdecode(name))
+        found.append(MappedFile(first, end, start, int(inode), path))
     return found
 
 

@@ -23,15 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from ..types import (
-    IN_FLIGHT,
-    BlockSeconds,
-    BlockTimes,
-    Hardware,
-    Layout,
-    Trace,
-    Work,
-)
+from ..types import IN_FLIGHT, BlockSeconds, BlockTimes, Hardware, Layout, Trace, Work
 from .demand import COMMUNICATE, Demand, Traffic, TrainedWork, update_seconds
 
 LANES = ("compute", "fetch", "offload", "host")
