@@ -26,7 +26,7 @@ from ..cost.demand import Demand, update_seconds
 from ..cost.memory import Activations, MemoryModel, Parameters
 from ..cost.time import StepTime, simulate
 from ..errors import BudgetError, ConfigError
-from ..layout import slot_bytes, slot_floor, spread_order
+from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .plans import block_policies, make_plan, place
 
@@ -252,7 +252,6 @@ class Search:
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
         """All legal ones, the most resident first; perhaps only those for which the
         host has room."""
-        usable_bytes = self._budget.usable_bytes
         ranks = self.memory.workload.world.local_size
         shared = [1] * bool(modes & {"A", "B"}) + [ranks] * ("C" in modes and ranks > 1)
         outsides = self._outside[: 1 if modes == ONLY_A else None]
@@ -264,8 +263,6 @@ class Search:
                 where += [(n, self._num_chunks - n) for n in range(fewest, most)]
                 where += [(0, n) for n in range(1, self._num_chunks) if not fewest]
             for num_paged, n_host_state in where:
-                if host and self._stay_bytes(num_paged, n_host_state) > usable_bytes:
-                    continue
                 at = self._place(num_paged, n_host_state, outside, shards)
                 if self._reachable and not self._reachable(at.placements):
                     continue
@@ -287,19 +284,6 @@ class Search:
         parameters = memory.parameters(placements, shards)
         redone = self._paged_blocks(placements)
         return _Place(n_persist, shards, placements, slots, parameters, redone)
-
-    def _stay_bytes(self, num_paged: int, n_host_state: int) -> int:
-        """What chunks of blocks take on the device at least, to be left out early."""
-        n_persist = self._num_chunks - num_paged
-        order = spread_order(self._num_chunks)[:n_persist]
-        staying = sum(self._layout.chunks[index].payload_bytes for index in order)
-        if self.memory.workload.fp32_master:
-            return staying
-        whole = order[: n_persist - n_host_state]
-        return staying + sum(
-            self.memory.trained.state[index] - self.memory.trained.managed[index]
-            for index in whole
-        )
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
