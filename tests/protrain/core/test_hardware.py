@@ -13,7 +13,8 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -240,7 +241,7 @@ def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> N
 
 @pytest.fixture(scope="module")
 def measured() -> Hardware:
-    return measure_hardware(CPU, host_bytes=7, device_bytes=11, matmul=(128, 512, 512))
+    return measure_hardware(CPU, matmul=(128, 512, 512))
 
 
 def median_s(work: Callable[[], object]) -> float:
@@ -252,8 +253,8 @@ def median_s(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def test_memory_passes_through_and_a_cpu_hides_nothing(measured: Hardware) -> None:
-    assert (measured.host_bytes, measured.device_bytes) == (7, 11)
+def test_memory_is_not_measured_and_a_cpu_hides_nothing(measured: Hardware) -> None:
+    assert measured.host_bytes == measured.device_bytes == 0
     assert measured.unseen_bytes == 0
     assert not measured.overlaps
     assert measured.fetch_both_bytes_s == measured.fetch_bytes_s
@@ -299,7 +300,7 @@ def test_an_operator_costs_microseconds(measured: Hardware) -> None:
 
 def test_measuring_changes_neither_random_state_nor_threads() -> None:
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    measure_hardware(CPU, 0, 0, matmul=(8, 8, 8), weight_dtype=torch.float32)
+    measure_hardware(CPU, matmul=(8, 8, 8), weight_dtype=torch.float32)
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.get_num_threads() == threads
 
@@ -701,13 +702,10 @@ def hardware_in(folder: Path) -> None:
 
 
 def blocks_in(folder: Path) -> None:
-    def times(key: Mapping[str, Any], make: Callable[[], Any]) -> BlockSeconds:
-        return cached(folder, key, make, BlockSeconds)
-
     sample = BlockSample((hidden(2, 4),), {})
-    measure_blocks(
-        nn.ModuleList([nn.Linear(4, 4)]), ["0"], {0: sample}, CPU, None, times
-    )
+    model = nn.ModuleList([nn.Linear(4, 4)])
+    key = partial(measurement_key, "block", CPU, VERSIONS)
+    measure_blocks(model, ["0"], {0: sample}, CPU, None, folder, key)
 
 
 @pytest.mark.parametrize("measure", [hardware_in, blocks_in])

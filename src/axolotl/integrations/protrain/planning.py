@@ -659,25 +659,19 @@ def _measured(
     what is outside them."""
     folder, dtype = args_from(cfg).protrain_cache_dir, autocast_dtype(cfg)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-
-    def cached_times(
-        block: Mapping[str, Any], measure: Callable[[], BlockSeconds]
-    ) -> BlockSeconds:
-        key = profile.measurement_key(
-            "block",
-            device,
-            _versions(),
-            autocast=str(dtype),
-            block=block,
-            attention=str(attention),
-            kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
-            compiled=compile_keys(cfg),
-        )
-        return profile.cached(folder, key, measure, BlockSeconds)
-
+    key = partial(
+        profile.measurement_key,
+        "block",
+        device,
+        _versions(),
+        autocast=str(dtype),
+        attention=str(attention),
+        kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
+        compiled=compile_keys(cfg),
+    )
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     blocks = profile.measure_blocks(
-        model, names, samples, device, dtype, cached_times, compile_keys(cfg)
+        model, names, samples, device, dtype, folder, key, compile_keys(cfg)
     )
     times: dict[int | None, BlockSeconds] = dict(blocks.items())
     if subject.batch is None:

@@ -69,7 +69,6 @@ def build_layout(
     stay = kept | _shared_parameters(model, inside)
     kept |= apart
     chunks: list[Chunk] = []
-    chunked: set[int] = set()
     blocks = []
     for index, (name, params) in enumerate(inside.items()):
         first = len(chunks)
@@ -79,7 +78,6 @@ def build_layout(
             if same:
                 tensors = [binding for p in same for binding in held[id(p)]]
                 chunks.append(_pack(len(chunks), index, trainable, tensors))
-        chunked.update(map(id, members))
         blocks.append(Block(index, name, tuple(range(first, len(chunks)))))
     for index, params in enumerate(inside.values()):
         members = [p for p in params if id(p) in apart and id(p) not in stay]
@@ -89,8 +87,8 @@ def build_layout(
             chunks.append(replace(chunk, adapter=True))
             own_chunks = *blocks[index].chunks, chunk.index
             blocks[index] = replace(blocks[index], chunks=own_chunks)
-        chunked.update(map(id, members))
 
+    chunked = {id(p) for params in inside.values() for p in params} - stay
     fixed = {False: 0, True: 0}
     num_fixed_trainable = 0
     for p in named.values():

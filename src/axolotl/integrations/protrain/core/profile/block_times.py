@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from xxhash import xxh3_64_hexdigest
 from ..layout.tensors import map_tensors, model_bindings, tensors_in
 from ..runtime import CompiledForward
 from ..types import BlockSeconds
+from .cache import JSON, cached
 from .hardware import REPEATS, elapsed_s
 from .meta import empty_like, meta_copy
 
@@ -126,7 +128,8 @@ def measure_blocks(
     samples: Mapping[int, BlockSample],
     device: torch.device,
     autocast_dtype: torch.dtype | None,
-    cached: Callable[[Mapping[str, Any], Callable[[], BlockSeconds]], BlockSeconds],
+    folder: str | Path | None,
+    key: Callable[..., dict[str, JSON]],
     compiled: Mapping[str, Any] | None = None,
 ) -> dict[int, BlockSeconds]:
     """Forward and backward seconds of every block that has a sample.
@@ -139,8 +142,8 @@ def measure_blocks(
         samples: One call of each, by index.
         device: Where to time; a copy of one block at a time goes there.
         autocast_dtype: As for `time_block`.
-        cached: Gives the seconds of a key as they were measured before, or calls what
-            measures them.
+        folder: Where they are kept, as for `cached`.
+        key: A `measurement_key` but for the `block`.
         compiled: As in `Options`.
     """
 
@@ -158,7 +161,8 @@ def measure_blocks(
         kind = _kind(block, sample)
         text = json.dumps(kind)
         if text not in known:
-            known[text] = cached(kind, partial(measure, block, sample))
+            timed = partial(measure, block, sample)
+            known[text] = cached(folder, key(block=kind), timed, BlockSeconds)
         times[index] = known[text]
     return times
 

@@ -195,7 +195,7 @@ def cached_hardware(
         matmul=MATMUL_SIZES[torch_device.type],
         weight_dtype=str(weight_dtype),
     )
-    measure = partial(measure_hardware, torch_device, 0, 0, weight_dtype=weight_dtype)
+    measure = partial(measure_hardware, torch_device, weight_dtype=weight_dtype)
     return dataclasses.replace(
         cached(folder, key, measure, Hardware),
         host_bytes=host_bytes,

@@ -96,17 +96,8 @@ class _Made:
     """In place of a tensor in an output: an input, by its number, or a new one."""
 
     input_number: int | None
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    make: Callable[[], Tensor]
     requires_grad: bool
-
-    def make(self) -> Tensor:
-        numel = self.nbytes // self.dtype.itemsize
-        whole = torch.empty(numel, dtype=self.dtype, device=_META)
-        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
@@ -114,15 +105,16 @@ def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
 
     def described(tensor: Tensor) -> _Made:
-        return _Made(
-            numbers.get(id(tensor)),
-            tensor.untyped_storage().nbytes(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.requires_grad,
-        )
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        dtype = tensor.dtype
+
+        # it may not keep the tensor
+        def make() -> Tensor:
+            whole = torch.empty(numel, dtype=dtype, device=_META)
+            return whole.as_strided(*place)
+
+        return _Made(numbers.get(id(tensor)), make, tensor.requires_grad)
 
     return map_tensors(output, described)
 
