@@ -7,7 +7,6 @@ micro-batch on.
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from xxhash import xxh3_64_hexdigest
 
-from ..layout.tensors import map_tensors, model_bindings, tensors_in
+from ..layout.tensors import map_tensors, tensors_in
 from ..runtime import CompiledForward
 from ..types import BlockSeconds
 from .cache import JSON, cached
@@ -75,7 +75,8 @@ def time_block(
             made[id(tensor)] = _real(tensor, device)
         return made[id(tensor)]
 
-    with _apart(device), _unchanged_buffers(module):
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with _apart(device), _reparametrize_module(module, buffers):
         args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
         leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
 
@@ -215,15 +216,7 @@ def _without_blocks(
     model: nn.Module, samples: Mapping[str, BlockSample], device: torch.device
 ) -> nn.Module:
     """A copy on the device whose blocks hand on what they are told by samples."""
-    inside = tuple(f"{name}." for name in samples)
-    copied = meta_copy(
-        model,
-        lambda name, weight: (
-            empty_like(weight) if name.startswith(inside) else weight.to(device)
-        ),
-    )
-    for buffer in copied.buffers():
-        buffer.data = buffer.data.to(device)
+    copied = _copy_on(device, model, without=tuple(f"{name}." for name in samples))
     # backward goes through the head whatever trains
     leaf = nn.Parameter(torch.zeros((), device=device))
     copied.register_parameter("protrain_leaf", leaf)
@@ -254,10 +247,15 @@ def _without_blocks(
     return copied
 
 
-def _copy_on(device: torch.device, block: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(block)
-    for binding in model_bindings(copied).values():
-        binding.bind(binding.tensor.to(device))
+def _copy_on(
+    device: torch.device, model: nn.Module, without: tuple[str, ...] = ()
+) -> nn.Module:
+    """A copy on the device; on meta what of its weights has a name that begins so."""
+
+    def moved(name: str, weight: Tensor) -> Tensor:
+        return empty_like(weight) if name.startswith(without) else weight.to(device)
+
+    copied = meta_copy(model, moved)
     for buffer in copied.buffers():
         buffer.data = buffer.data.to(device)
     return copied
@@ -281,18 +279,6 @@ def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
         "values": [xxh3_64_hexdigest(t.cpu().numpy().tobytes()) for t in whole],
         "dropout": [m.p for m in block.modules() if isinstance(m, nn.Dropout)],
     }
-
-
-@contextmanager
-def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            # expanded buffers cannot be written to
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
 
 
 def _real(tensor: Tensor, device: torch.device) -> Tensor:
