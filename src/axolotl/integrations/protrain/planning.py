@@ -376,14 +376,14 @@ def plan_for(
     `measured` is as for `block_times`; for the rest see `choose`.
     """
     trace, layout = subject.traced.trace, subject.layout
+    device_bytes = args.protrain_capacity_bytes or hardware.device_bytes
+    # a lower limit of the YAML leaves it already
+    kept = hardware.desktop_bytes - (hardware.device_bytes - device_bytes)
     budget = Budget(
-        device_bytes=args.protrain_capacity_bytes or hardware.device_bytes,
-        reserve_bytes=subject.headroom_bytes,
+        device_bytes,
+        reserve_bytes=subject.headroom_bytes + max(kept, 0),
         host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
-    # a lower limit of the YAML leaves it already
-    kept = hardware.desktop_bytes - (hardware.device_bytes - budget.device_bytes)
-    budget = replace(budget, reserve_bytes=budget.reserve_bytes + max(kept, 0))
     times = block_times(trace, layout, hardware, measured)
     memory = MemoryModel(layout, trace, subject.workload, hardware)
     planner = Planner(memory, times, budget, redone_if_paged=subject.redone_if_paged)

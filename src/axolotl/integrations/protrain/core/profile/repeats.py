@@ -159,12 +159,11 @@ def _static(block: nn.Module, position: int | None) -> Any:
 def _described(value: Any) -> Any:
     """What a forward can see of its arguments, small values included."""
     if isinstance(value, Tensor):
-        known = value_of(value)
-        # numpy has no bfloat16
-        flat = (
-            None if known is None else known.reshape(-1).contiguous().view(torch.uint8)
-        )
-        values = None if flat is None else flat.numpy(force=True).tobytes()
+        known, values = value_of(value), None
+        if known is not None:
+            # numpy has no bfloat16
+            flat = known.reshape(-1).contiguous().view(torch.uint8)
+            values = flat.numpy(force=True).tobytes()
         shape, stride = value.shape, value.stride()
         return shape, stride, value.dtype, value.requires_grad, values
     if isinstance(value, (list, tuple)):
