@@ -107,11 +107,11 @@ def weakest(hardware: Sequence[Hardware]) -> Hardware:
     Named after the first, with how many are called otherwise.
     """
     first = hardware[0]
-    figures = {}
-    for name, own in asdict(first).items():
-        if not isinstance(own, str):
-            worst = max if name in _HIGHEST else min
-            figures[name] = worst(getattr(machine, name) for machine in hardware)
+    figures = {
+        name: (max if name in _HIGHEST else min)(getattr(m, name) for m in hardware)
+        for name, own in asdict(first).items()
+        if not isinstance(own, str)
+    }
     others = sum(machine.name != first.name for machine in hardware)
     differ = f" ({others} of {len(hardware)} differ)" if others else ""
     return replace(first, name=first.name + differ, **figures)
