@@ -75,7 +75,8 @@ def time_block(
             made[id(tensor)] = _real(tensor, device)
         return made[id(tensor)]
 
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    shared = module.named_buffers(remove_duplicate=False)
+    buffers = {name: buffer.clone() for name, buffer in shared}
     with _apart(device), _reparametrize_module(module, buffers):
         args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
         leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
