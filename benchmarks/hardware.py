@@ -62,8 +62,6 @@ def main() -> None:
         start = time.perf_counter()
         measured = measure_hardware(
             args.device,
-            host_bytes=0,
-            device_bytes=0,
             matmul=tuple(args.matmul) if args.matmul else None,
             weight_dtype=DTYPES[args.weights],
         )

@@ -30,7 +30,6 @@ from axolotl.integrations.protrain.core.errors import BudgetError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
-    Target,
     gpu_hardware,
     trace_step,
 )
@@ -209,7 +208,7 @@ def search_times(full: bool, ranks: int, rounds: int) -> list[float]:
     ids = torch.ones(1, 2048, dtype=torch.long)
 
     def loss_of() -> torch.Tensor:
-        with Emulation(Target("cuda", torch.bfloat16)):
+        with Emulation("cuda", torch.bfloat16):
             return model(input_ids=ids, labels=ids, use_cache=False).loss
 
     step = trace_step(model, find_blocks(model), loss_of)

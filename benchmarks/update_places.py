@@ -25,7 +25,6 @@ from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
-    Target,
     gpu_hardware,
     trace_step,
 )
@@ -60,7 +59,7 @@ def forecasts() -> dict[tuple[str, int, Update], Forecast]:
     ids = torch.ones(1, TOKENS, dtype=torch.long)
 
     def loss_of() -> torch.Tensor:
-        with Emulation(Target("cuda", torch.bfloat16)):
+        with Emulation("cuda", torch.bfloat16):
             return model(input_ids=ids, labels=ids, use_cache=False).loss
 
     trace = trace_step(model, find_blocks(model), loss_of).trace

@@ -26,7 +26,6 @@ from axolotl.integrations.protrain.core.cost import MemoryModel
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
-    Target,
     TracedStep,
     meta_copy,
     outputs_as_fp32,
@@ -285,7 +284,7 @@ def trace(
     copied = meta_copy(model)
 
     def loss_of() -> Tensor:
-        with Emulation(Target("cpu", autocast)):
+        with Emulation("cpu", autocast):
             outputs = copied(**batch)
         if autocast is not None:
             outputs = outputs_as_fp32(outputs)

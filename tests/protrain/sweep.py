@@ -40,7 +40,6 @@ from axolotl.integrations.protrain.core.errors import FOREIGN_ERRORS, ConfigErro
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
-    Target,
     meta_copy,
     trace_step,
 )
@@ -128,7 +127,7 @@ def traced(model: nn.Module, batch: Batch) -> Layout:
     make_experts_traceable(copied, [])
 
     def loss_of() -> Tensor:
-        with Emulation(Target("cpu", None)):
+        with Emulation("cpu", None):
             return copied(**batch)["loss"]
 
     step = trace_step(copied, find_blocks(copied), loss_of)

@@ -30,7 +30,6 @@ from axolotl.integrations.protrain.core.layout.tensors import tensors_in
 from axolotl.integrations.protrain.core.profile import gpu_hardware
 from axolotl.integrations.protrain.core.profile.emulation import (
     Emulation,
-    Target,
     autocast_on_meta,
     outputs_as_fp32,
 )
@@ -230,9 +229,9 @@ def run_on_meta(meta: MetaModel) -> Run:
         run.saved.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
-    target = Target("cuda", autocast_dtype(meta.cfg))
+    emulation = Emulation("cuda", autocast_dtype(meta.cfg))
     with fake_kernels("cuda") as used, _Watch(run), autocast_on_meta():
-        with Emulation(target), saved_tensors_hooks(pack, lambda tensor: tensor):
+        with emulation, saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = meta.model(**batch_of(meta))
         loss = outputs_as_fp32(outputs)["loss"]
         loss.backward()

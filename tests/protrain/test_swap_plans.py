@@ -9,7 +9,6 @@ from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
-    Target,
     gpu_hardware,
     trace_step,
 )
@@ -43,7 +42,7 @@ def traced(gpu: str) -> tuple[MemoryModel, BlockTimes]:
     ids = torch.ones(1, SEQUENCE_LEN, dtype=torch.long)
 
     def loss_of() -> torch.Tensor:
-        with Emulation(Target("cuda", torch.bfloat16)):
+        with Emulation("cuda", torch.bfloat16):
             return model(input_ids=ids, use_cache=False)[0].sum()
 
     trace = trace_step(model, find_blocks(model), loss_of).trace

@@ -87,13 +87,8 @@ def open(setup: Setup) -> Training:
 
     def measure_again() -> None:
         # a shared machine is another one at every step
-        was = report.forecast.hardware
         size = (case.tokens, shape.hidden, shape.intermediate)
-        seen.append(
-            measure_hardware(
-                setup.device, was.host_bytes, was.device_bytes, matmul=size
-            )
-        )
+        seen.append(measure_hardware(setup.device, matmul=size))
 
     def record() -> dict[str, Any]:
         forecast = report.forecast

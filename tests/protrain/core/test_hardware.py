@@ -13,7 +13,8 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,7 +42,6 @@ from axolotl.integrations.protrain.core.host import (
 )
 from axolotl.integrations.protrain.core.profile.block_times import (
     BlockSample,
-    BlockSeconds,
     measure_blocks,
     time_block,
     time_outside,
@@ -67,12 +67,11 @@ from axolotl.integrations.protrain.core.profile.hardware import (
 )
 from axolotl.integrations.protrain.core.runtime import host_buffer
 from axolotl.integrations.protrain.core.runtime.ranks import Ranks
-from axolotl.integrations.protrain.core.types import Hardware
+from axolotl.integrations.protrain.core.types import BlockSeconds, Hardware
 
 CPU = torch.device("cpu")
 HOST_BYTES = 64 << 30
 VERSIONS = {"transformers": "5.16"}
-FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes")
 RATES = (
     "flops_16",
     "flops_32",
@@ -242,7 +241,7 @@ def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> N
 
 @pytest.fixture(scope="module")
 def measured() -> Hardware:
-    return measure_hardware(CPU, host_bytes=7, device_bytes=11, matmul=(128, 512, 512))
+    return measure_hardware(CPU, matmul=(128, 512, 512))
 
 
 def median_s(work: Callable[[], object]) -> float:
@@ -254,8 +253,8 @@ def median_s(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def test_memory_passes_through_and_a_cpu_hides_nothing(measured: Hardware) -> None:
-    assert (measured.host_bytes, measured.device_bytes) == (7, 11)
+def test_memory_is_not_measured_and_a_cpu_hides_nothing(measured: Hardware) -> None:
+    assert measured.host_bytes == measured.device_bytes == 0
     assert measured.unseen_bytes == 0
     assert not measured.overlaps
     assert measured.fetch_both_bytes_s == measured.fetch_bytes_s
@@ -301,7 +300,7 @@ def test_an_operator_costs_microseconds(measured: Hardware) -> None:
 
 def test_measuring_changes_neither_random_state_nor_threads() -> None:
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    measure_hardware(CPU, 0, 0, matmul=(8, 8, 8), weight_dtype=torch.float32)
+    measure_hardware(CPU, matmul=(8, 8, 8), weight_dtype=torch.float32)
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.get_num_threads() == threads
 
@@ -380,10 +379,10 @@ def test_real_blocks_are_timed_and_left_as_they_were(
     next(module.parameters()).requires_grad_(False)
     before, random = everything_of(module), torch.get_rng_state()
     with torch.no_grad():
-        forward_s, backward_s = time_block(module, sample, CPU, autocast_dtype)
+        times = time_block(module, sample, CPU, autocast_dtype)
         assert not torch.is_grad_enabled()
-    assert 1e-5 < forward_s < 5
-    assert 1e-5 < backward_s < 5
+    assert 1e-5 < times.forward_s < 5
+    assert 1e-5 < times.backward_s < 5
     after = everything_of(module)
     for name, value in before.pop("state").items():
         assert torch.equal(after["state"][name], value)
@@ -429,9 +428,10 @@ def test_forward_and_backward_are_told_apart() -> None:
     module = Recorder()
     sample = BlockSample((hidden(2, 4),), {})
     start = time.perf_counter()
-    forward_s, backward_s = time_block(module, sample, CPU, None, repeats=5)
+    times = time_block(module, sample, CPU, None, repeats=5)
     total_s = time.perf_counter() - start
     assert len(module.calls) == 6
+    forward_s, backward_s = times.forward_s, times.backward_s
     assert FORWARD_S <= forward_s < backward_s
     assert BACKWARD_S <= backward_s
     # neither counts the other's time too; noise makes the total longer, not medians
@@ -507,15 +507,15 @@ def test_autocast_is_on_when_asked_and_off_when_not() -> None:
 def test_without_gradients_there_is_no_backward() -> None:
     module = Recorder().requires_grad_(False)
     sample = BlockSample((hidden(2, 4, requires_grad=False),), {})
-    forward_s, backward_s = time_block(module, sample, CPU, None)
-    assert forward_s >= FORWARD_S
-    assert backward_s == 0.0
+    times = time_block(module, sample, CPU, None)
+    assert times.forward_s >= FORWARD_S
+    assert times.backward_s == 0.0
 
 
 def test_frozen_blocks_still_pass_gradients_on() -> None:
     module = Recorder().requires_grad_(False)
-    _, backward_s = time_block(module, BlockSample((hidden(2, 4),), {}), CPU, None)
-    assert backward_s >= BACKWARD_S
+    times = time_block(module, BlockSample((hidden(2, 4),), {}), CPU, None)
+    assert times.backward_s >= BACKWARD_S
 
 
 class Outside(nn.Module):
@@ -569,9 +569,9 @@ class Maker:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Made:
         self.num_calls += 1
-        return {"value": self.num_calls, "rate": 1.5, "waited_s": 0.0}
+        return Made(self.num_calls, 1.5)
 
 
 SILENT = pytest.mark.filterwarnings("error")
@@ -582,7 +582,7 @@ KEY = {"device": "some GPU", "shape": (1, 2), "kernels": {"b": True, "a": None}}
 def test_a_key_is_measured_once(tmp_path: Path) -> None:
     make, folder = Maker(), tmp_path / "not" / "there yet"
     first = cached(folder, KEY, make, Made)
-    assert first == {"value": 1, "rate": 1.5, "waited_s": 0.0}
+    assert first == Made(1, 1.5, 0.0)
     reordered = {"kernels": {"a": None, "b": True}, "shape": [1, 2]}
     assert cached(folder, {**reordered, "device": "some GPU"}, make, Made) == first
     assert make.num_calls == 1
@@ -596,7 +596,7 @@ def test_a_changed_key_is_measured_beside_the_other(tmp_path: Path) -> None:
     for key in (KEY, {**KEY, "shape": (2, 1)}, {**KEY, "kernels": {}}, {}):
         cached(tmp_path, key, make, Made)
     assert make.num_calls == len(list(tmp_path.iterdir())) == 4
-    assert cached(tmp_path, KEY, make, Made)["value"] == 1
+    assert cached(tmp_path, KEY, make, Made).value == 1
 
 
 def cut(file: Path) -> None:
@@ -639,15 +639,15 @@ def test_a_damaged_file_is_measured_again_and_replaced(
     (file,) = tmp_path.iterdir()
     damage(file)
     with pytest.warns(UserWarning, match="damaged") as caught:
-        assert cached(tmp_path, KEY, make, Made)["value"] == 2
+        assert cached(tmp_path, KEY, make, Made).value == 2
     assert len(caught) == 1
     assert str(file) in str(caught[0].message)
     assert list(tmp_path.iterdir()) == [file]
-    assert cached(tmp_path, KEY, make, Made)["value"] == 2
+    assert cached(tmp_path, KEY, make, Made).value == 2
 
 
 MEASURED = {
-    Hardware: {k: v for k, v in vars(card("4090")).items() if k not in FREE_MEMORY},
+    Hardware: vars(card("4090")),
     BlockSeconds: {"forward_s": 0.1, "backward_s": 0.2},
 }
 MAY_BE_0 = {"gather_bytes_s", "reduce_bytes_s", "across_bytes_s", "backward_s"}
@@ -661,13 +661,13 @@ def test_what_nothing_can_be_planned_with_is_measured_again(
 ) -> None:
     good, measured = MEASURED[kind], 0
 
-    def make() -> dict[str, Any]:
+    def make() -> Any:
         nonlocal measured
         measured += 1
-        return good
+        return kind(**good)
 
     def read() -> dict[str, Any]:
-        return cached(tmp_path, KEY, make, kind, FREE_MEMORY)
+        return vars(cached(tmp_path, KEY, make, kind))
 
     assert read() == read() == good and measured == 1
     (file,) = tmp_path.iterdir()
@@ -702,13 +702,10 @@ def hardware_in(folder: Path) -> None:
 
 
 def blocks_in(folder: Path) -> None:
-    def times(key: Mapping[str, Any], make: Callable[[], Any]) -> dict[str, Any]:
-        return cached(folder, key, make, BlockSeconds)
-
     sample = BlockSample((hidden(2, 4),), {})
-    measure_blocks(
-        nn.ModuleList([nn.Linear(4, 4)]), ["0"], {0: sample}, CPU, None, times
-    )
+    model = nn.ModuleList([nn.Linear(4, 4)])
+    key = partial(measurement_key, "block", CPU, VERSIONS)
+    measure_blocks(model, ["0"], {0: sample}, CPU, None, folder, key)
 
 
 @pytest.mark.parametrize("measure", [hardware_in, blocks_in])
@@ -745,22 +742,22 @@ def test_a_folder_that_cannot_be_made_is_refused_before_measuring(
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
 
-    def make() -> dict[str, Any]:
+    def make() -> Made:
         shutil.rmtree(folder)
-        return {}
+        return Made(1, 1.5)
 
     with pytest.raises(ConfigError, match="protrain_cache_dir"):
         cached(folder, KEY, make, Made)
 
 
 def test_a_failed_measurement_leaves_nothing(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
+    def make() -> Made:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         cached(tmp_path, KEY, make, Made)
     with pytest.raises(ValueError):
-        cached(tmp_path, KEY, lambda: {"rate": float("nan")}, Made)
+        cached(tmp_path, KEY, lambda: Made(1, math.nan), Made)
     assert not list(tmp_path.iterdir())
 
 
@@ -805,10 +802,8 @@ def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     first, later = of(1, 2), of(3, 4)
     assert later == dataclasses.replace(first, host_bytes=3, device_bytes=4)
     (file,) = tmp_path.iterdir()
-    assert (
-        not {"host_bytes", "device_bytes"}
-        & json.loads(file.read_text())["value"].keys()
-    )
+    value = json.loads(file.read_text())["value"]
+    assert value["host_bytes"] == value["device_bytes"] == value["unseen_bytes"] == 0
     file.unlink()
     assert of(1, 2) != first
     of(1, 2, 2), of(1, 2, 1, torch.float32)

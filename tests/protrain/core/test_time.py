@@ -39,6 +39,7 @@ from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
+    BlockSeconds,
     BlockTimes,
     Chunk,
     Hardware,
@@ -748,7 +749,8 @@ def test_measured_times_replace_computed_ones() -> None:
     ways = [(block, backward) for backward in (False, True) for block in (0, None, 1)]
     segments = tuple(Segment(*way, Work(moved_bytes=8), 0) for way in ways)
     subject = Trace(segments, (), ("0", "1")), Layout((), (), 0, 0), HARDWARE
-    computed, measured = block_times(*subject), block_times(*subject, {1: (0.5, 0.25)})
+    seconds = {1: BlockSeconds(0.5, 0.25)}
+    computed, measured = block_times(*subject), block_times(*subject, seconds)
     assert measured.measured and not computed.measured
     assert measured == replace(
         computed,

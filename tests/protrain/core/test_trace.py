@@ -25,7 +25,6 @@ from axolotl.integrations.protrain.core.cost import MemoryModel
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
-    Target,
     TracedStep,
     meta_copy,
     outputs_as_fp32,
@@ -64,7 +63,7 @@ def trace(
     copied = meta_copy(model)
 
     def loss_of() -> Tensor:
-        with Emulation(Target("cpu", autocast)):
+        with Emulation("cpu", autocast):
             return outputs_as_fp32(copied(**batch))["loss"]
 
     return run_trace(copied, loss_of, every_block)
@@ -656,7 +655,7 @@ def by_unique(tokens: Tensor, x: Tensor) -> Tensor:
 
 
 def emulated(copied: nn.Module) -> Tensor:
-    with Emulation(Target("cpu", None)):
+    with Emulation("cpu", None):
         return copied(TOKENS)
 
 
@@ -840,7 +839,7 @@ def test_operators_are_those_of_real_autocast(
     meta = x.to("meta")
     traced = MetaTensors()
     with traced:
-        with Emulation(Target("cpu", autocast)):
+        with Emulation("cpu", autocast):
             output = copied(meta)
         output.float().sum().backward()
     assert traced.made == real.made
@@ -852,7 +851,7 @@ def test_a_weight_is_cast_once_in_a_region() -> None:
     copied = meta_copy(layer)
     x = torch.empty(2, 16, device="meta", dtype=BF16)
     seen = MetaTensors()
-    emulation = Emulation(Target("cpu", BF16))
+    emulation = Emulation("cpu", BF16)
     with seen:
         with emulation:
             copied(copied(copied(x)))
@@ -908,7 +907,7 @@ def test_attention_keeps_what_torch_keeps(
             return tensor
 
         keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with mode, keep, Emulation(Target("cpu", None)):
+        with mode, keep, Emulation("cpu", None):
             F.scaled_dot_product_attention(q, k, v, given, **settings).sum()
         found.append((mode.made, sorted(saved)))
     assert found[0] == found[1]
@@ -966,7 +965,7 @@ def test_a_region_on_meta_is_one_of_the_emulation(
     here = torch.ones(4, 4, device="meta")
     torch_own = torch.autocast
     with autocast_on_meta():
-        with Emulation(Target("cpu", BF16)):
+        with Emulation("cpu", BF16):
             with torch.autocast(device_type="meta", enabled=enabled):
                 assert (here @ here).dtype is dtype
             assert (here @ here).dtype is BF16

@@ -11,7 +11,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,7 @@ from .core.search import MODES
 from .core.types import (
     ALONE,
     PAGING_GAIN,
+    BlockSeconds,
     Budget,
     Hardware,
     Knobs,
@@ -121,14 +122,15 @@ def subject_of(
         )
         assumptions.append(f"the trainer's own loss, of {', '.join(shapes)} tokens")
     make_experts_traceable(model, assumptions)
-    target = profile.Target(device_type, autocast_dtype(cfg))
     with fake_kernels(device_type) as used:
         traced, headroom = _traced(
-            model, batch, target, cfg, args, assumptions, objective
+            model, batch, device_type, cfg, args, assumptions, objective
         )
     laid_out = model if real is None else real
-    optimizer = _optimizer(cfg, args, model, device_type, assumptions)
     adapters = adapter_names(laid_out)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    mastered = trained - adapters if args.protrain_fp32_master else ()
+    optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
     waiting: frozenset[str] = frozenset()
     # of several ranks they are DDP's, and ReLoRA prunes their state where it finds it
     if adapters_wait and optimizer.separable and world.size == 1 and not cfg.relora:
@@ -211,7 +213,7 @@ _IMAGES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_
 def _traced(
     model: nn.Module,
     batch: Mapping[str, Any],
-    target: profile.Target,
+    device_type: str,
     cfg: Any,
     args: ProTrainArgs,
     assumptions: list[str],
@@ -224,7 +226,8 @@ def _traced(
         loss_of = partial(
             objective.loss if objective else _loss_of_output, model, batch
         )
-        loss = partial(_loss, (model, *others.values()), target, loss_of)
+        models = model, *others.values()
+        loss = partial(_loss, models, device_type, autocast_dtype(cfg), loss_of)
         traced = partial(profile.trace_step, model, find_blocks(model), loss)
         if compile_keys(cfg) is None:
             return traced()
@@ -289,14 +292,17 @@ def _loss_in(outputs: Any) -> Tensor:
 
 
 def _loss(
-    models: Sequence[nn.Module], target: profile.Target, loss_of: Callable[[], Tensor]
+    models: Sequence[nn.Module],
+    device_type: str,
+    dtype: torch.dtype | None,
+    loss_of: Callable[[], Tensor],
 ) -> Tensor:
     """What a loss asks of its models, which run as accelerate prepares them."""
-    emulation = profile.Emulation(replace(target, autocast_dtype=None))
+    emulation = profile.Emulation(device_type)
     try:
         with emulation, ExitStack() as undo:
             for model in models:
-                forward = emulation.prepared(model.forward, target.autocast_dtype)
+                forward = emulation.prepared(model.forward, dtype)
                 undo.enter_context(patch.object(model, "forward", forward))
             return loss_of()
     except FOREIGN_ERRORS as error:
@@ -315,20 +321,6 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
         for name, p in model.named_parameters()
         if p.requires_grad and ".modules_to_save." not in name
     )
-
-
-def _optimizer(
-    cfg: Any,
-    args: ProTrainArgs,
-    model: nn.Module,
-    device_type: str,
-    assumptions: list[str],
-) -> OptimizerBytes:
-    mastered: frozenset[str] = frozenset()
-    if args.protrain_fp32_master:
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        mastered = frozenset(trained - adapter_names(model))
-    return optimizer_bytes(cfg, model, device_type, assumptions, mastered)
 
 
 def _workload(
@@ -376,7 +368,7 @@ def plan_for(
     args: ProTrainArgs,
     subject: Subject,
     hardware: Hardware,
-    measured: Mapping[int | None, tuple[float, float]] | None = None,
+    measured: Mapping[int | None, BlockSeconds] | None = None,
     anyway: bool = False,
 ) -> tuple[Forecast, Planner]:
     """Plan a subject on one machine; limits among the keys win over what it has.
@@ -384,14 +376,14 @@ def plan_for(
     `measured` is as for `block_times`; for the rest see `choose`.
     """
     trace, layout = subject.traced.trace, subject.layout
+    device_bytes = args.protrain_capacity_bytes or hardware.device_bytes
+    # a lower limit of the YAML leaves it already
+    kept = hardware.desktop_bytes - (hardware.device_bytes - device_bytes)
     budget = Budget(
-        device_bytes=args.protrain_capacity_bytes or hardware.device_bytes,
-        reserve_bytes=subject.headroom_bytes,
+        device_bytes,
+        reserve_bytes=subject.headroom_bytes + max(kept, 0),
         host_bytes=args.protrain_cpu_capacity_bytes or hardware.host_bytes,
     )
-    # a lower limit of the YAML leaves it already
-    kept = hardware.desktop_bytes - (hardware.device_bytes - budget.device_bytes)
-    budget = replace(budget, reserve_bytes=budget.reserve_bytes + max(kept, 0))
     times = block_times(trace, layout, hardware, measured)
     memory = MemoryModel(layout, trace, subject.workload, hardware)
     planner = Planner(memory, times, budget, redone_if_paged=subject.redone_if_paged)
@@ -523,27 +515,29 @@ def plan_here(
         subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
         notes = list(subject.assumptions)
         measured = _measured(cfg, model, subject, device, notes)
+
+        def planned(hardware: Hardware) -> Forecast:
+            forecast, planner = plan_for(args, subject, hardware, measured)
+            planners.append(planner)
+            return forecast
+
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
         if seen is not None:
-            unseen = hardware.unseen_bytes + seen.beyond_bytes
             taught = replace(
                 hardware,
-                unseen_bytes=unseen,
+                unseen_bytes=hardware.unseen_bytes + seen.beyond_bytes,
                 unneeded_bytes=max(-seen.beyond_bytes, 0),
             )
             # what nothing fits beside was no lesson
             with suppress(BudgetError):
-                forecast, planner = plan_for(args, subject, taught, measured)
+                forecast = planned(taught)
                 notes.append(
                     f"{format_bytes(abs(seen.beyond_bytes))} of device memory "
                     f"{'more' if seen.beyond_bytes > 0 else 'less'} than traced, as a run "
                     f"of {seen.date} showed (protrain_learn_peak)."
                 )
-                planners.append(planner)
                 return forecast, notes
-        forecast, planner = plan_for(args, subject, hardware, measured)
-        planners.append(planner)
-        return forecast, notes
+        return planned(hardware), notes
 
     # what cannot be trained at all is refused before anything is measured
     ranks.together(check)
@@ -584,9 +578,10 @@ def peak_seen(
     args: ProTrainArgs, device: torch.device, layout: Layout, trace: Trace
 ) -> profile.PeakSeen | None:
     """What an earlier run of this step on this device showed of its peak, if any did."""
-    folder, key = args.protrain_cache_dir, _peak_key(device, layout, trace)
-    known = args.protrain_learn_peak and profile.recall(folder, key, profile.PeakSeen)
-    return profile.PeakSeen(**known) if known else None
+    if not args.protrain_learn_peak:
+        return None
+    key = _peak_key(device, layout, trace)
+    return profile.recall(args.protrain_cache_dir, key, profile.PeakSeen)
 
 
 def keep_peak(
@@ -599,8 +594,7 @@ def keep_peak(
     """
     key = _peak_key(device, forecast.layout, forecast.trace)
     today = datetime.now(timezone.utc).date().isoformat()
-    seen = profile.PeakSeen(beyond_bytes, today)
-    profile.keep(args.protrain_cache_dir, key, asdict(seen))
+    profile.keep(args.protrain_cache_dir, key, profile.PeakSeen(beyond_bytes, today))
 
 
 def _peak_key(device: torch.device, layout: Layout, trace: Trace) -> dict[str, Any]:
@@ -658,32 +652,26 @@ def _measured(
     subject: Subject,
     device: torch.device,
     notes: list[str],
-) -> dict[int | None, tuple[float, float]]:
+) -> dict[int | None, BlockSeconds]:
     """Seconds of the blocks, from the cache under everything that changes them, and of
     what is outside them."""
     folder, dtype = args_from(cfg).protrain_cache_dir, autocast_dtype(cfg)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-
-    def cached_times(
-        block: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        key = profile.measurement_key(
-            "block",
-            device,
-            _versions(),
-            autocast=str(dtype),
-            block=block,
-            attention=str(attention),
-            kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
-            compiled=compile_keys(cfg),
-        )
-        return profile.cached(folder, key, measure, profile.BlockSeconds)
-
+    key = partial(
+        profile.measurement_key,
+        "block",
+        device,
+        _versions(),
+        autocast=str(dtype),
+        attention=str(attention),
+        kernels={k: bool(v) for k, v in cfg.items() if "kernel" in k},
+        compiled=compile_keys(cfg),
+    )
     names, samples = subject.traced.trace.blocks, subject.traced.samples
     blocks = profile.measure_blocks(
-        model, names, samples, device, dtype, cached_times, compile_keys(cfg)
+        model, names, samples, device, dtype, folder, key, compile_keys(cfg)
     )
-    times: dict[int | None, tuple[float, float]] = dict(blocks.items())
+    times: dict[int | None, BlockSeconds] = dict(blocks.items())
     if subject.batch is None:
         notes.append(
             "seconds outside the blocks are computed, not timed: the loss is the trainer's own"
@@ -697,12 +685,12 @@ def _measured(
 
     by_name = {names[index]: sample for index, sample in samples.items()}
     try:
-        outside = profile.time_outside(model, by_name, subject.batch, loss_of, device)
+        times[None] = profile.time_outside(
+            model, by_name, subject.batch, loss_of, device
+        )
     except FOREIGN_ERRORS as error:
         why = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         notes.append(f"seconds outside the blocks are computed, not timed: {why}")
-    else:
-        times[None] = outside.forward_s, outside.backward_s
     return times
 
 

@@ -26,12 +26,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
 from ..core.layout import build_layout, slot_floor
-from ..core.profile.hardware import (
-    device_memory,
-    device_name,
-    measure_hardware,
-    median_s,
-)
+from ..core.profile.hardware import device_name, measure_hardware, median_s
 from ..core.runtime import Device, host_buffer, open_device
 from ..core.session import Session
 from ..core.types import Hardware, Placement, Plan, Policy, Update
@@ -74,9 +69,7 @@ def findings(device: torch.device) -> Iterator[Finding]:
         # beyond its limit a container is killed, without a word
         return
     yield _page_locking(device, min(LOCKED_BYTES, usable // 4))
-    free = device_memory(device) if device.type == "cuda" else 0
-    rates = measure_hardware(device, usable, free)
-    yield from _rates(rates)
+    yield from _rates(measure_hardware(device))
     if device.type == "cuda":
         yield _overlap(open_device(device))
     yield parity(device)

@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,11 +22,12 @@ from torch import Tensor
 RESERVE_BYTES = 1 << 30
 """Left to the operating system, the dataloader and the tokenizer."""
 _MOUNTED, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# files by version: the limit, what is taken, pages; a quota and its period
 _MEMORY = {
-    # by version: the limit, what is taken, how keys of its pages begin
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+    2: ("memory.max", "memory.current", "memory.stat"),
 }
+_TIME = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED, _INTERLEAVE, _MOST_NODES = 1, 3, 1024
@@ -53,16 +54,11 @@ def processors(mounted: Path = _MOUNTED, own: Path = _OWN) -> int:
     limits = [float(len(os.sched_getaffinity(0)))]
     if physical := psutil.cpu_count(logical=False):
         limits.append(physical)
-    for version, folder in _cgroups("cpu", mounted, own):
-        names = (
-            ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        )
-        if all((folder / name).is_file() for name in names):
-            text = " ".join((folder / name).read_text() for name in names)
-            quota, period = text.split()
-            # "max" or -1 where there is none
-            if quota.isdigit():
-                limits.append(int(quota) / int(period))
+    for _version, texts in _cgroups("cpu", _TIME, mounted, own):
+        quota, period = " ".join(texts).split()
+        # "max" or -1 where there is none
+        if quota.isdigit():
+            limits.append(int(quota) / int(period))
     return max(int(min(limits)), 1)
 
 
@@ -108,12 +104,7 @@ class MappedFile(NamedTuple):
     end: int
     offset: int
     inode: int
-    name: str
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return Path(self.name)
+    path: Path
 
 
 def mapped_files() -> list[MappedFile]:
@@ -130,7 +121,8 @@ def mapped_files() -> list[MappedFile]:
             continue
         addresses, _, offset, _, inode, name = line.split(None, 5)
         first, end, start = (int(n, 16) for n in (*addresses.split(b"-"), offset))
-        found.append(MappedFile(first, end, start, int(inode), os.fsdecode(name)))
+        path = Path(os.fsdecode(name))
+        found.append(MappedFile(first, end, start, int(inode), path))
     return found
 
 
@@ -147,29 +139,31 @@ def mapped_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors if file_of(t, files) is not None)
 
 
-def _cgroups(controller: str, mounted: Path, own: Path) -> Iterator[tuple[int, Path]]:
-    """Version and folder of this process's cgroup and of those above it."""
+def _cgroups(
+    controller: str, names: Mapping[int, Sequence[str]], mounted: Path, own: Path
+) -> Iterator[tuple[int, list[str]]]:
+    """Version and texts of these files, of this process's cgroup and of those above it,
+    where they are."""
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
+        version = 1 if controllers else 2
         root = mounted / controller if controllers else mounted
         below = Path(path.lstrip("/"))
         # in a container the path may be the host's: then the root is its own
         for part in (below, *below.parents):
-            yield (1 if controllers else 2), root / part
+            files = [root / part / name for name in names[version]]
+            if all(file.is_file() for file in files):
+                yield version, [file.read_text() for file in files]
 
 
 def _cgroups_leave(mounted: Path, own: Path) -> Iterator[int]:
     """Bytes that each cgroup with a limit leaves."""
-    for version, folder in _cgroups("memory", mounted, own):
-        limited, taken, prefix = _MEMORY[version]
-        files = [folder / name for name in (limited, taken, "memory.stat")]
-        if not all(file.is_file() for file in files):
-            continue
-        limit, used, stat = (file.read_text() for file in files)
+    for version, (limit, used, stat) in _cgroups("memory", _MEMORY, mounted, own):
         # "max" where there is none
         if limit.strip().isdigit():
+            prefix = "total_" if version == 1 else ""
             pages = dict(line.split() for line in stat.splitlines())
             active, inactive = (
                 int(pages.get(f"{prefix}{kind}_file", 0))

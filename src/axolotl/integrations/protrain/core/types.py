@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from operator import add
 
 import torch
 
@@ -276,13 +277,7 @@ class Work:
     num_kernels: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops_16 + other.flops_16,
-            self.flops_32 + other.flops_32,
-            self.attention_16 + other.attention_16,
-            self.moved_bytes + other.moved_bytes,
-            self.num_kernels + other.num_kernels,
-        )
+        return Work(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -481,6 +476,15 @@ class Hardware:
     across_bytes_s: float = 0.0
     desktop_bytes: int = 0
     unneeded_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Of a block, or of what is outside them all, in one micro-batch; backward takes none
+    where nothing trains."""
+
+    forward_s: float
+    backward_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -42,18 +42,16 @@ def fake_kernels(target: str) -> Iterator[list[str]]:
         with patch.object(bnb, "matmul", _matmul_on_cpu):
             yield used
         return
+    ops = torch.ops.bitsandbytes
     with (
         registered_attention(),
         _triton_launches(used),
         _axolotl_dequantize(used),
         patch.object(torch, "equal", _equal),
-        ExitStack() as undo,
+        patch.object(ops.gemm_4bit, "default", _gemm_4bit),
+        patch.object(ops.int8_vectorwise_quant, "default", _int8_quant),
+        patch.object(ops, "int8_mixed_scaled_mm", _int8_mixed),
     ):
-        ops = torch.ops.bitsandbytes
-        undo.enter_context(patch.object(ops.gemm_4bit, "default", _gemm_4bit))
-        quantise = ops.int8_vectorwise_quant
-        undo.enter_context(patch.object(quantise, "default", _int8_quant))
-        undo.enter_context(patch.object(ops, "int8_mixed_scaled_mm", _int8_mixed))
         yield used
 
 

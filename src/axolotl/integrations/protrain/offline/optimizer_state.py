@@ -98,13 +98,10 @@ def plain_optimizer(cfg: Any, model: nn.Module) -> Any:
     builder.cfg, builder.model = cfg, model
     builder._train_dataset = builder._eval_dataset = None
     given, of_trainer = builder._set_base_training_args(1)
-    args = object.__new__(AxolotlTrainingArguments)
-    for field in dataclasses.fields(args):
-        if field.default is not dataclasses.MISSING:
-            setattr(args, field.name, field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            setattr(args, field.name, field.default_factory())
-    vars(args).update(given, optim=OptimizerNames(given.get("optim", args.optim)))
+    # what follows from them looks for devices
+    with patch.object(AxolotlTrainingArguments, "__post_init__"):
+        args = AxolotlTrainingArguments(**given)
+    args.optim = OptimizerNames(args.optim)
     trainer: Any = object.__new__(AxolotlTrainer)
     trainer.model, trainer.args, trainer.optimizer = model, args, None
     trainer.optimizer_cls_and_kwargs = of_trainer.get("optimizer_cls_and_kwargs")

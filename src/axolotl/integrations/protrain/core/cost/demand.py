@@ -26,11 +26,6 @@ COMMUNICATE = "communicate"
 """The lane of collectives, where there are several ranks."""
 
 
-def norm_seconds(nbytes: int, hardware: Hardware) -> float:
-    """The norm of that many bytes of gradients, on the device."""
-    return nbytes / hardware.memory_bytes_s
-
-
 def update_seconds(weight_bytes: int, state_bytes: int, hardware: Hardware) -> float:
     """An update on the device: reads gradients, weights and state, writes the last two;
     clipping reads and writes gradients before."""
@@ -111,7 +106,7 @@ def trained_work(
         main.nbytes if chunk.block is not None else main.payload_bytes,
         # two are read, one is written
         3 * main.payload_bytes / hardware.memory_bytes_s,
-        norm_seconds(main.payload_bytes, hardware) / ranks,
+        main.payload_bytes / hardware.memory_bytes_s / ranks,
         operands // ranks,
         returned // ranks,
         back // ranks,

@@ -23,14 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from ..types import (
-    IN_FLIGHT,
-    BlockTimes,
-    Hardware,
-    Layout,
-    Trace,
-    Work,
-)
+from ..types import IN_FLIGHT, BlockSeconds, BlockTimes, Hardware, Layout, Trace, Work
 from .demand import COMMUNICATE, Demand, Traffic, TrainedWork, update_seconds
 
 LANES = ("compute", "fetch", "offload", "host")
@@ -50,11 +43,10 @@ def block_times(
     trace: Trace,
     layout: Layout,
     hardware: Hardware,
-    measured: Mapping[int | None, tuple[float, float]] | None = None,
+    measured: Mapping[int | None, BlockSeconds] | None = None,
 ) -> BlockTimes:
     """Times of all blocks by the roofline, for devices that are not here; of those that
-    were `measured`, and under None of what is outside them, forward and backward seconds
-    as they were."""
+    were `measured`, and under None of what is outside them, as they were."""
     # of each block and last of what runs outside them
     forward, backward = ([0.0] * (len(trace.blocks) + 1) for _ in range(2))
     for segment in trace.segments:
@@ -63,7 +55,7 @@ def block_times(
         ways[at] += work_s(segment.work, hardware)
     for index, seconds in (measured or {}).items():
         at = -1 if index is None else index
-        forward[at], backward[at] = seconds
+        forward[at], backward[at] = seconds.forward_s, seconds.backward_s
     fixed = layout.fixed_trainable_bytes
     return BlockTimes(
         forward_s=tuple(forward[:-1]),

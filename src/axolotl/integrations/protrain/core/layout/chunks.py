@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -69,7 +69,6 @@ def build_layout(
     stay = kept | _shared_parameters(model, inside)
     kept |= apart
     chunks: list[Chunk] = []
-    chunked: set[int] = set()
     blocks = []
     for index, (name, params) in enumerate(inside.items()):
         first = len(chunks)
@@ -79,7 +78,6 @@ def build_layout(
             if same:
                 tensors = [binding for p in same for binding in held[id(p)]]
                 chunks.append(_pack(len(chunks), index, trainable, tensors))
-        chunked.update(map(id, members))
         blocks.append(Block(index, name, tuple(range(first, len(chunks)))))
     for index, params in enumerate(inside.values()):
         members = [p for p in params if id(p) in apart and id(p) not in stay]
@@ -89,8 +87,8 @@ def build_layout(
             chunks.append(replace(chunk, adapter=True))
             own_chunks = *blocks[index].chunks, chunk.index
             blocks[index] = replace(blocks[index], chunks=own_chunks)
-        chunked.update(map(id, members))
 
+    chunked = {id(p) for params in inside.values() for p in params} - stay
     fixed = {False: 0, True: 0}
     num_fixed_trainable = 0
     for p in named.values():
@@ -141,10 +139,15 @@ def _fits_in_chunk(binding: Binding) -> bool:
 def _pack(
     index: int, block: int | None, trainable: bool, members: Sequence[Binding]
 ) -> Chunk:
-    specs = []
-    end = 0
-    for member in members:
-        tensor, offset = member.tensor, aligned(end)
-        specs.append(TensorSpec(member.name, tuple(tensor.shape), tensor.dtype, offset))
-        end = offset + tensor.nbytes
-    return Chunk(index, block, trainable, tuple(specs), end)
+    named = ((member.name, member.tensor) for member in members)
+    specs = (TensorSpec(name, tuple(t.shape), t.dtype, 0) for name, t in named)
+    return Chunk(index, block, trainable, *back_to_back(specs))
+
+
+def back_to_back(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorSpec, ...], int]:
+    """Tensors at aligned offsets, one after the other, and the bytes of all."""
+    placed, end = [], 0
+    for spec in specs:
+        placed.append(replace(spec, offset=aligned(end)))
+        end = placed[-1].offset + spec.nbytes
+    return tuple(placed), end

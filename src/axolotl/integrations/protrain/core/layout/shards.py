@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import torch
 
-from ..types import Chunk
-from .chunks import aligned
+from ..types import Chunk, TensorSpec
+from .chunks import back_to_back
 
 PAGE_BYTES = 4096
 """Shards begin on pages of their own: of what is frozen a rank page-locks its own alone."""
@@ -34,13 +34,11 @@ def padded_bytes(chunk: Chunk, ranks: int) -> int:
 
 def main_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
     """The tensors of a chunk as the optimizer updates them: in fp32 under masters."""
-    specs, end = [], 0
-    for spec in chunk.tensors:
-        dtype = torch.float32 if fp32_master and spec.is_16_bit else spec.dtype
-        own = replace(spec, dtype=dtype, offset=aligned(end))
-        specs.append(own)
-        end = own.offset + own.nbytes
-    return replace(chunk, tensors=tuple(specs), nbytes=end)
+    tensors, nbytes = back_to_back(
+        replace(spec, dtype=torch.float32) if fp32_master and spec.is_16_bit else spec
+        for spec in chunk.tensors
+    )
+    return replace(chunk, tensors=tensors, nbytes=nbytes)
 
 
 def rest_chunk(chunk: Chunk, fp32_master: bool = True) -> Chunk:
@@ -48,16 +46,15 @@ def rest_chunk(chunk: Chunk, fp32_master: bool = True) -> Chunk:
 
     Of a bf16 weight 17 bits, of an fp16 one, which says less, the whole master.
     """
-    specs, end = [], 0
-    for spec in chunk.tensors:
+
+    def rest(spec: TensorSpec) -> TensorSpec:
         nbytes = 4 * spec.numel if fp32_master and spec.is_16_bit else 0
         if nbytes and spec.dtype is torch.bfloat16:
             nbytes = 2 * spec.numel + -(-spec.numel // 8)
-        specs.append(
-            replace(spec, shape=(nbytes,), dtype=torch.uint8, offset=aligned(end))
-        )
-        end = specs[-1].offset + nbytes
-    return replace(chunk, tensors=tuple(specs), nbytes=end)
+        return replace(spec, shape=(nbytes,), dtype=torch.uint8)
+
+    tensors, nbytes = back_to_back(map(rest, chunk.tensors))
+    return replace(chunk, tensors=tensors, nbytes=nbytes)
 
 
 def spans(chunks: Sequence[Chunk], ranks: int) -> list[tuple[range, ...]]:

@@ -32,17 +32,13 @@ def slot_bytes(
 ) -> tuple[int, ...]:
     """Size of each slot in bytes: the largest chunk that the ring sends through it,
     padded to whole shards."""
-    paged = [
-        chunk.nbytes if shards == 1 else padded_bytes(chunk, shards)
-        for chunk in _paged(layout, placements)
-    ]
+    paged = [padded_bytes(chunk, shards) for chunk in _paged(layout, placements)]
     return tuple(max(paged[slot::n_buffer], default=0) for slot in range(n_buffer))
 
 
 def _paged(layout: Layout, placements: Sequence[Placement]) -> list[Chunk]:
-    through_slots = Placement.PAGED
     pairs = zip(layout.chunks, placements, strict=True)
-    return [chunk for chunk, placement in pairs if placement is through_slots]
+    return [chunk for chunk, placement in pairs if placement is Placement.PAGED]
 
 
 def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) -> None:

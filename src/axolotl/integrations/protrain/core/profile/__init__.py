@@ -1,9 +1,9 @@
 """What the model needs, and what the machine gives."""
 
-from .block_times import BlockSeconds, measure_blocks, time_outside
-from .cache import PeakSeen, cached, cached_hardware, keep, measurement_key, recall
+from .block_times import measure_blocks, time_outside
+from .cache import PeakSeen, cached_hardware, keep, measurement_key, recall
 from .cards import GPUS, gpu_hardware
-from .emulation import Emulation, Target, outputs_as_fp32
+from .emulation import Emulation, outputs_as_fp32
 from .hardware import (
     device_memory,
     measure_collectives,

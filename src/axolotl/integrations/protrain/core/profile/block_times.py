@@ -7,23 +7,26 @@ micro-batch on.
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from xxhash import xxh3_64_hexdigest
 
-from ..layout.tensors import map_tensors, model_bindings, tensors_in
+from ..layout.tensors import map_tensors, tensors_in
 from ..runtime import CompiledForward
-from .hardware import elapsed_s
+from ..types import BlockSeconds
+from .cache import JSON, cached
+from .hardware import REPEATS, elapsed_s
 from .meta import empty_like, meta_copy
 
 INPUT_SCALE = 0.02
@@ -44,22 +47,13 @@ class BlockSample:
     output: Any = None
 
 
-@dataclass(frozen=True)
-class BlockSeconds:
-    """Of a block, or of what is outside them all, in one micro-batch; backward takes none
-    where nothing trains."""
-
-    forward_s: float
-    backward_s: float = 0.0
-
-
 def time_block(
     module: nn.Module,
     sample: BlockSample,
     device: torch.device,
     autocast_dtype: torch.dtype | None,
-    repeats: int = 3,
-) -> tuple[float, float]:
+    repeats: int = REPEATS,
+) -> BlockSeconds:
     """Median seconds of the block's forward and backward, as training runs them.
 
     Meta tensors become small random floats, integers become 0 and masks all true;
@@ -72,30 +66,7 @@ def time_block(
         device: Where it runs.
         autocast_dtype: Dtype of the autocast region, None for none.
         repeats: Timed runs, after one that does not count.
-
-    Returns:
-        Forward and backward seconds; backward is 0.0 when no output requires grad.
     """
-    random_devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(random_devices, device_type="cuda"),
-        _unchanged_buffers(module),
-        torch.enable_grad(),
-    ):
-        once = _call(module, sample, device, autocast_dtype)
-        once()
-        rounds = [once() for _ in range(repeats)]
-    forward_s, backward_s = map(statistics.median, zip(*rounds, strict=True))
-    return forward_s, backward_s
-
-
-def _call(
-    module: nn.Module,
-    sample: BlockSample,
-    device: torch.device,
-    autocast_dtype: torch.dtype | None,
-) -> Callable[[], tuple[float, float]]:
-    """What runs the block once with inputs on the device, and returns its seconds."""
     made: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
@@ -104,29 +75,53 @@ def _call(
             made[id(tensor)] = _real(tensor, device)
         return made[id(tensor)]
 
-    args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
-    leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
+    shared = module.named_buffers(remove_duplicate=False)
+    buffers = {name: buffer.clone() for name, buffer in shared}
+    with _apart(device), _reparametrize_module(module, buffers):
+        args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
+        leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
 
-    def once() -> tuple[float, float]:
-        outputs: list[Tensor] = []
-
-        def forward() -> None:
+        def forward() -> list[Tensor]:
             with torch.autocast(
                 device.type, autocast_dtype, enabled=autocast_dtype is not None
             ):
                 result = module(*args, **kwargs)
-            outputs.extend(t for t in tensors_in(result) if t.requires_grad)
+            return [t for t in tensors_in(result) if t.requires_grad]
 
-        forward_s = elapsed_s(device, forward)
+        return _median(device, forward, leaves, repeats)
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Random numbers that are drawn inside are drawn again afterwards."""
+    random_devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(random_devices, device_type="cuda"), torch.enable_grad():
+        yield
+
+
+def _median(
+    device: torch.device,
+    forward: Callable[[], list[Tensor]],
+    leaves: Sequence[Tensor],
+    repeats: int,
+) -> BlockSeconds:
+    """Of a forward that gives what backward begins with, to the gradients of `leaves`."""
+
+    def once() -> tuple[float, float]:
+        outputs: list[Tensor] = []
+        forward_s = elapsed_s(device, lambda: outputs.extend(forward()))
         if not outputs:
             return forward_s, 0.0
-        gradients = [torch.randn_like(output) for output in outputs]
+        # a loss has the gradient that `backward` gives it
+        gradients = [torch.randn_like(t) if t.ndim else None for t in outputs]
         backward = partial(
             torch.autograd.grad, outputs, leaves, gradients, allow_unused=True
         )
         return forward_s, elapsed_s(device, backward)
 
-    return once
+    once()
+    rounds = [once() for _ in range(repeats)]
+    return BlockSeconds(*map(statistics.median, zip(*rounds, strict=True)))
 
 
 def measure_blocks(
@@ -135,9 +130,10 @@ def measure_blocks(
     samples: Mapping[int, BlockSample],
     device: torch.device,
     autocast_dtype: torch.dtype | None,
-    cached: Callable[[Mapping[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]],
+    folder: str | Path | None,
+    key: Callable[..., dict[str, JSON]],
     compiled: Mapping[str, Any] | None = None,
-) -> dict[int, tuple[float, float]]:
+) -> dict[int, BlockSeconds]:
     """Forward and backward seconds of every block that has a sample.
 
     Blocks of one class with equal parameters and inputs are timed once.
@@ -148,28 +144,27 @@ def measure_blocks(
         samples: One call of each, by index.
         device: Where to time; a copy of one block at a time goes there.
         autocast_dtype: As for `time_block`.
-        cached: Gives the `BlockSeconds` of a key as they were measured before, or calls
-            what measures them.
+        folder: Where they are kept, as for `cached`.
+        key: A `measurement_key` but for the `block`.
         compiled: As in `Options`.
     """
 
-    def measure(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
+    def measure(block: nn.Module, sample: BlockSample) -> BlockSeconds:
         here = block if device.type == "cpu" else _copy_on(device, block)
         with ExitStack() as undo:
             if compiled is not None:
                 undo.callback(CompiledForward(here, compiled).remove)
-            times = time_block(here, sample, device, autocast_dtype)
-        return asdict(BlockSeconds(*times))
+            return time_block(here, sample, device, autocast_dtype)
 
-    known: dict[str, tuple[float, float]] = {}
+    known: dict[str, BlockSeconds] = {}
     times = {}
     for index, sample in samples.items():
         block = model.get_submodule(names[index])
         kind = _kind(block, sample)
         text = json.dumps(kind)
         if text not in known:
-            value = cached(kind, partial(measure, block, sample))
-            known[text] = value["forward_s"], value["backward_s"]
+            timed = partial(measure, block, sample)
+            known[text] = cached(folder, key(block=kind), timed, BlockSeconds)
         times[index] = known[text]
     return times
 
@@ -197,7 +192,6 @@ def time_outside(
     batch: Mapping[str, Any],
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     device: torch.device,
-    repeats: int = 3,
 ) -> BlockSeconds:
     """Median seconds of what runs outside the blocks: embedding, head and loss, by the
     kernels that training uses.
@@ -211,41 +205,19 @@ def time_outside(
         batch: Tensors as in a `BlockSample`.
         loss_of: Runs the forward of such a copy on the batch and returns the loss.
         device: Where to time.
-        repeats: Timed runs, after one that does not count.
     """
-    random_devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(random_devices, device_type="cuda"),
-        torch.enable_grad(),
-    ):
+    with _apart(device):
         copied = _without_blocks(model, samples, device)
         given = map_tensors(dict(batch), lambda tensor: _real(tensor, device))
         leaves = [p for p in copied.parameters() if p.requires_grad and not p.is_meta]
-
-        def once() -> tuple[float, float]:
-            losses: list[Tensor] = []
-            forward_s = elapsed_s(device, lambda: losses.append(loss_of(copied, given)))
-            backward = partial(torch.autograd.grad, losses, leaves, allow_unused=True)
-            return forward_s, elapsed_s(device, backward)
-
-        once()
-        rounds = [once() for _ in range(repeats)]
-    return BlockSeconds(*map(statistics.median, zip(*rounds, strict=True)))
+        return _median(device, lambda: [loss_of(copied, given)], leaves, REPEATS)
 
 
 def _without_blocks(
     model: nn.Module, samples: Mapping[str, BlockSample], device: torch.device
 ) -> nn.Module:
     """A copy on the device whose blocks hand on what they are told by samples."""
-    inside = tuple(f"{name}." for name in samples)
-    copied = meta_copy(
-        model,
-        lambda name, weight: (
-            empty_like(weight) if name.startswith(inside) else weight.to(device)
-        ),
-    )
-    for buffer in copied.buffers():
-        buffer.data = buffer.data.to(device)
+    copied = _copy_on(device, model, without=tuple(f"{name}." for name in samples))
     # backward goes through the head whatever trains
     leaf = nn.Parameter(torch.zeros((), device=device))
     copied.register_parameter("protrain_leaf", leaf)
@@ -276,10 +248,15 @@ def _without_blocks(
     return copied
 
 
-def _copy_on(device: torch.device, block: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(block)
-    for binding in model_bindings(copied).values():
-        binding.bind(binding.tensor.to(device))
+def _copy_on(
+    device: torch.device, model: nn.Module, without: tuple[str, ...] = ()
+) -> nn.Module:
+    """A copy on the device; on meta what of its weights has a name that begins so."""
+
+    def moved(name: str, weight: Tensor) -> Tensor:
+        return empty_like(weight) if name.startswith(without) else weight.to(device)
+
+    copied = meta_copy(model, moved)
     for buffer in copied.buffers():
         buffer.data = buffer.data.to(device)
     return copied
@@ -303,18 +280,6 @@ def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
         "values": [xxh3_64_hexdigest(t.cpu().numpy().tobytes()) for t in whole],
         "dropout": [m.p for m in block.modules() if isinstance(m, nn.Dropout)],
     }
-
-
-@contextmanager
-def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            # expanded buffers cannot be written to
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
 
 
 def _real(tensor: Tensor, device: torch.device) -> Tensor:

@@ -14,8 +14,9 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, Union, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union, get_type_hints
 
 import psutil
 import torch
@@ -34,13 +35,13 @@ JSON: TypeAlias = Union[
     None, bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"]
 ]
 
-FORMAT = 2
+FORMAT = 3
 """In every key; to be raised when a measurement changes its meaning."""
 
 PLAUSIBLE = (1e-12, 1e18)
 """Any time in seconds and any rate per second lies between these."""
 
-_FREE_MEMORY = ("device_bytes", "host_bytes", "unseen_bytes", "unneeded_bytes")
+Kept = TypeVar("Kept")
 
 
 def default_folder() -> Path:
@@ -65,10 +66,9 @@ def default_folder() -> Path:
 def cached(
     folder: str | Path | None,
     key: Mapping[str, JSON],
-    make: Callable[[], dict[str, Any]],
-    kind: type,
-    apart: Sequence[str] = (),
-) -> dict[str, Any]:
+    make: Callable[[], Kept],
+    kind: type[Kept],
+) -> Kept:
     """What `make` returned for this key, now or at an earlier time.
 
     A file that is damaged, or that holds anything but such values, is warned about and
@@ -77,54 +77,63 @@ def cached(
     Args:
         folder: None for `default_folder`.
         key: Names everything that the value depends on.
-        make: Measures the fields of a `kind`.
+        make: Measures it.
         kind: A dataclass of str, bool, int and float. A float without a default is
             `PLAUSIBLE`; one of which 0 is the default may be that too.
-        apart: Fields that are not in the value.
 
     Raises:
         ConfigError: The folder cannot be made or written.
     """
-    value = recall(folder, key, kind, apart)
+    value = recall(folder, key, kind)
     if value is None:
         # before the time for measuring is spent
-        file = _file(folder, key)
-        with _writing(file.parent):
-            file.parent.mkdir(parents=True, exist_ok=True)
-        value = keep(folder, key, make())
+        parent = _file(folder, key).parent
+        with _writing(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        value = make()
+        keep(folder, key, value)
     return value
 
 
 def recall(
-    folder: str | Path | None,
-    key: Mapping[str, JSON],
-    kind: type,
-    apart: Sequence[str] = (),
-) -> dict[str, Any] | None:
-    """What was kept under this key, as for `cached`; None where nothing was."""
-    text = json.dumps(key, sort_keys=True, allow_nan=False)
-    return _read(_file(folder, key), json.loads(text), kind, apart)
+    folder: str | Path | None, key: Mapping[str, JSON], kind: type[Kept]
+) -> Kept | None:
+    """The value kept under this key; None, with a warning if damaged, without."""
+    file = _file(folder, key)
+    fault = "it does not hold what its name says"
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        if isinstance(content, dict) and content.get("key") == json.loads(_text(key)):
+            return _checked(content.get("value"), kind)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    # the last is how json ends with what is nested deeply
+    except (OSError, ValueError, RecursionError) as error:
+        fault = str(error)
+    warnings.warn(f"{file} is damaged and measured again: {fault}", stacklevel=2)
+    return None
 
 
-def keep(
-    folder: str | Path | None, key: Mapping[str, JSON], value: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Keep a value under this key; it as a later run reads it: lists for tuples.
+def keep(folder: str | Path | None, key: Mapping[str, JSON], value: Any) -> None:
+    """Keep a dataclass under this key.
 
     Raises:
         ConfigError: As for `cached`.
     """
     file = _file(folder, key)
-    content = json.dumps({"key": key, "value": value}, indent=1, allow_nan=False)
+    entry = {"key": key, "value": dataclasses.asdict(value)}
+    content = json.dumps(entry, indent=1, allow_nan=False)
     with _writing(file.parent):
         _write(file, content)
-    return json.loads(content)["value"]
 
 
 def _file(folder: str | Path | None, key: Mapping[str, JSON]) -> Path:
     folder = default_folder() if folder is None else Path(folder)
-    text = json.dumps(key, sort_keys=True, allow_nan=False)
-    return folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    return folder / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
+
+
+def _text(key: Mapping[str, JSON]) -> str:
+    return json.dumps(key, sort_keys=True, allow_nan=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +187,6 @@ def cached_hardware(
     Raises:
         ConfigError: As for `cached`.
     """
-
-    def make() -> dict[str, Any]:
-        measured = measure_hardware(
-            torch_device, host_bytes, device_bytes, weight_dtype=weight_dtype
-        )
-        values = dataclasses.asdict(measured)
-        return {name: values[name] for name in values if name not in _FREE_MEMORY}
-
     key = measurement_key(
         "hardware",
         torch_device,
@@ -194,37 +195,18 @@ def cached_hardware(
         matmul=MATMUL_SIZES[torch_device.type],
         weight_dtype=str(weight_dtype),
     )
-    return Hardware(
-        **cached(folder, key, make, Hardware, _FREE_MEMORY),
+    measure = partial(measure_hardware, torch_device, weight_dtype=weight_dtype)
+    return dataclasses.replace(
+        cached(folder, key, measure, Hardware),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
     )
 
 
-def _read(
-    file: Path, key: Any, kind: type, apart: Sequence[str]
-) -> dict[str, Any] | None:
-    """The value stored under this key; None, with a warning if damaged, without."""
-    fault = "it does not hold what its name says"
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        if isinstance(content, dict) and content.get("key") == key:
-            value = content.get("value")
-            _check(value, kind, apart)
-            return value
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    # the last is how json ends with what is nested deeply
-    except (OSError, ValueError, RecursionError) as error:
-        fault = str(error)
-    warnings.warn(f"{file} is damaged and measured again: {fault}", stacklevel=3)
-    return None
-
-
-def _check(value: Any, kind: Any, apart: Sequence[str]) -> None:
+def _checked(value: Any, kind: type[Kept]) -> Kept:
     """Raise ValueError unless these are the fields of a `kind`; see `cached`."""
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.name not in apart}
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if not isinstance(value, dict) or value.keys() != fields.keys():
         raise ValueError(f"its value has not the fields {', '.join(fields)}")
     types, (least, most) = get_type_hints(kind), PLAUSIBLE
@@ -237,6 +219,7 @@ def _check(value: Any, kind: Any, apart: Sequence[str]) -> None:
             fits = least <= found <= most or found == field.default == 0
         if not fits:
             raise ValueError(f"{name} cannot be {found!r:.40}")
+    return kind(**value)
 
 
 def _write(file: Path, content: str) -> None:

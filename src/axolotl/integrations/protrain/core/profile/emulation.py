@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any, ClassVar
@@ -67,14 +66,6 @@ def _unguarded(func: Any) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the trace stands for: "cuda" or "cpu", and autocast around the forward."""
-
-    device_type: str
-    autocast_dtype: torch.dtype | None
-
-
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
     """Inside, `torch.autocast` takes "meta" for a device; torch itself refuses it.
@@ -100,14 +91,16 @@ def autocast_on_meta() -> Iterator[None]:
 
 
 class Emulation(TorchFunctionMode):
-    """Wrap the forward in this to get the operators that `target` would run."""
+    """Wrap the forward in this to get the operators that "cuda" or "cpu" would run, with
+    or without autocast around it."""
 
     running: ClassVar[Emulation | None] = None
 
-    def __init__(self, target: Target) -> None:
+    def __init__(
+        self, device_type: str, autocast_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self._cuda = target.device_type == "cuda"
-        self._dtype = target.autocast_dtype
+        self._cuda, self._dtype = device_type == "cuda", autocast_dtype
         raised_here = _FP32_ON_CUDA if self._cuda else _FP32_ON_CPU
         self._raised = _FP32_EVERYWHERE | raised_here
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}

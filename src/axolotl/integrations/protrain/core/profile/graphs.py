@@ -47,7 +47,8 @@ def _graphed(block: nn.Module) -> Callable[..., Any]:
             args, kwargs = tree_unflatten(own, form)
             bound = dict(zip(weights, tensors[len(places) :], strict=True))
             with _reparametrize_module(block, bound):
-                outputs, made[:] = _flattened(forward(*args, **kwargs))
+                outputs, form_of_outputs = tree_flatten(forward(*args, **kwargs))
+            made[:] = [form_of_outputs]
             return outputs
 
         described = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in given]
@@ -60,11 +61,6 @@ def _graphed(block: nn.Module) -> Callable[..., Any]:
         return tree_unflatten(list(call(*given)), outputs)
 
     return run
-
-
-def _flattened(output: Any) -> tuple[list[Any], list[Any]]:
-    leaves, form = tree_flatten(output)
-    return leaves, [form]
 
 
 def _compiled(flat: Callable[..., Any], given: list[Tensor]) -> Callable[..., Any]:

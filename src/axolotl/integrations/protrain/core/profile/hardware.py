@@ -38,13 +38,11 @@ _EMULATED_FLOPS = 2e11
 
 def measure_hardware(
     torch_device: torch.device,
-    host_bytes: int,
-    device_bytes: int,
     *,
     matmul: tuple[int, int, int] | None = None,
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Hardware:
-    """Measure copies, products, elementwise operators, launches and host AdamW.
+    """Measure copies, products, elementwise operators, launches and host AdamW; no memory.
 
     On the CPU device copies run in turn with compute, so both ways together are as
     fast as each alone and nothing overlaps. fp32 products are timed as torch is set,
@@ -52,8 +50,6 @@ def measure_hardware(
 
     Args:
         torch_device: The device that will compute.
-        host_bytes: Memory of the host that may be used; passed on.
-        device_bytes: Free memory of the device; passed on.
         matmul: Rows, inner size and columns of the products; None for `MATMUL_SIZES`.
         weight_dtype: Dtype of the weights, moments and gradients of host AdamW.
     """
@@ -77,9 +73,9 @@ def measure_hardware(
     return Hardware(
         name=device_name(torch_device),
         source=f"measured {date.today().isoformat()}",
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
+        device_bytes=0,
+        host_bytes=0,
+        unseen_bytes=0,
         flops_16=flops_16,
         flops_32=flops_32,
         attention_16=attention_16,
@@ -111,11 +107,11 @@ def weakest(hardware: Sequence[Hardware]) -> Hardware:
     Named after the first, with how many are called otherwise.
     """
     first = hardware[0]
-    figures = {}
-    for name, own in asdict(first).items():
-        if not isinstance(own, str):
-            worst = max if name in _HIGHEST else min
-            figures[name] = worst(getattr(machine, name) for machine in hardware)
+    figures = {
+        name: (max if name in _HIGHEST else min)(getattr(m, name) for m in hardware)
+        for name, own in asdict(first).items()
+        if not isinstance(own, str)
+    }
     others = sum(machine.name != first.name for machine in hardware)
     differ = f" ({others} of {len(hardware)} differ)" if others else ""
     return replace(first, name=first.name + differ, **figures)

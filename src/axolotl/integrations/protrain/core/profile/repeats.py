@@ -96,17 +96,8 @@ class _Made:
     """In place of a tensor in an output: an input, by its number, or a new one."""
 
     input_number: int | None
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    make: Callable[[], Tensor]
     requires_grad: bool
-
-    def make(self) -> Tensor:
-        numel = self.nbytes // self.dtype.itemsize
-        whole = torch.empty(numel, dtype=self.dtype, device=_META)
-        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
@@ -114,15 +105,16 @@ def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
 
     def described(tensor: Tensor) -> _Made:
-        return _Made(
-            numbers.get(id(tensor)),
-            tensor.untyped_storage().nbytes(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.requires_grad,
-        )
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        dtype = tensor.dtype
+
+        # it may not keep the tensor
+        def make() -> Tensor:
+            whole = torch.empty(numel, dtype=dtype, device=_META)
+            return whole.as_strided(*place)
+
+        return _Made(numbers.get(id(tensor)), make, tensor.requires_grad)
 
     return map_tensors(output, described)
 
@@ -167,12 +159,11 @@ def _static(block: nn.Module, position: int | None) -> Any:
 def _described(value: Any) -> Any:
     """What a forward can see of its arguments, small values included."""
     if isinstance(value, Tensor):
-        known = value_of(value)
-        # numpy has no bfloat16
-        flat = (
-            None if known is None else known.reshape(-1).contiguous().view(torch.uint8)
-        )
-        values = None if flat is None else flat.numpy(force=True).tobytes()
+        known, values = value_of(value), None
+        if known is not None:
+            # numpy has no bfloat16
+            flat = known.reshape(-1).contiguous().view(torch.uint8)
+            values = flat.numpy(force=True).tobytes()
         shape, stride = value.shape, value.stride()
         return shape, stride, value.dtype, value.requires_grad, values
     if isinstance(value, (list, tuple)):

@@ -17,7 +17,6 @@ def make_plan(
     n_checkpoint: int,
     fp32_master: bool,
     outside: Placement = Placement.RESIDENT,
-    origin: str = "overrides",
     swap_interval: int = 1,
     shards: int = 1,
     n_host_state: int = 0,
@@ -40,7 +39,7 @@ def make_plan(
         n_checkpoint=n_checkpoint,
         placements=placements,
         policies=block_policies(blocks, n_swap, n_checkpoint, swap_interval),
-        origin=origin,
+        origin="overrides",
         shards=shards,
     )
 

@@ -26,7 +26,7 @@ from ..cost.demand import Demand, update_seconds
 from ..cost.memory import Activations, MemoryModel, Parameters
 from ..cost.time import StepTime, simulate
 from ..errors import BudgetError, ConfigError
-from ..layout import slot_bytes, slot_floor, spread_order
+from ..layout import slot_bytes, slot_floor
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .plans import block_policies, make_plan, place
 
@@ -54,15 +54,11 @@ class _Row(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What plans share whose chunks sit in the same places: `num_paged` pageable ones
-    are not resident, `n_host_state` of the others have their state on the host, and
-    trainable weights outside the blocks have theirs `outside`. With the bytes of each
+    """What plans share whose chunks sit in the same places. With the bytes of each
     number of slots that is tried, what else the chunks take on the device, and the blocks
     that have to recompute there."""
 
-    num_paged: int
-    n_host_state: int
-    outside: Placement
+    n_persist: int
     shards: int
     placements: tuple[Placement, ...]
     slots: dict[int, int]
@@ -124,7 +120,7 @@ class Search:
         if any(c.rows_bytes or not c.has_masters(masters) for c in beside):
             self._outside.append(Placement.HOST_STATE)
         self._hosts_state = memory.workload.update is Update.DEVICE and any(
-            chunk.trainable and not chunk.has_masters(memory.workload.fp32_master)
+            chunk.trainable and not chunk.has_masters(masters)
             for chunk in layout.pageable
         )
         nothing = place(layout, 0, False, Placement.RESIDENT)
@@ -183,12 +179,20 @@ class Search:
 
     def asked(self, knobs: Knobs, shards: int = 1) -> Plan:
         """The same, whether it fits or not."""
-        wheres = [(outside, shards, 0) for outside in self._outside]
+        wheres = [(outside, 0) for outside in self._outside]
         if self._hosts_state:
             # what is asked for are weights that stay
-            wheres.append((self._outside[-1], shards, knobs.n_persist))
-        for where in wheres:
-            plan = self._make_plan(knobs, *where, "overrides")
+            wheres.append((self._outside[-1], knobs.n_persist))
+        for outside, staying in wheres:
+            plan = make_plan(
+                self._layout,
+                **asdict(knobs),
+                fp32_master=self.memory.workload.fp32_master,
+                outside=outside,
+                swap_interval=self.swap_interval,
+                shards=shards,
+                n_host_state=staying,
+            )
             if self.fits(plan):
                 break
         if not _allowed(self._paged_blocks(plan.placements), plan.policies):
@@ -248,7 +252,6 @@ class Search:
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
         """All legal ones, the most resident first; perhaps only those for which the
         host has room."""
-        usable_bytes = self._budget.usable_bytes
         ranks = self.memory.workload.world.local_size
         shared = [1] * bool(modes & {"A", "B"}) + [ranks] * ("C" in modes and ranks > 1)
         outsides = self._outside[: 1 if modes == ONLY_A else None]
@@ -260,8 +263,6 @@ class Search:
                 where += [(n, self._num_chunks - n) for n in range(fewest, most)]
                 where += [(0, n) for n in range(1, self._num_chunks) if not fewest]
             for num_paged, n_host_state in where:
-                if host and self._stay_bytes(num_paged, n_host_state) > usable_bytes:
-                    continue
                 at = self._place(num_paged, n_host_state, outside, shards)
                 if self._reachable and not self._reachable(at.placements):
                     continue
@@ -282,21 +283,7 @@ class Search:
         }
         parameters = memory.parameters(placements, shards)
         redone = self._paged_blocks(placements)
-        where = num_paged, n_host_state, outside, shards, placements
-        return _Place(*where, slots, parameters, redone)
-
-    def _stay_bytes(self, num_paged: int, n_host_state: int) -> int:
-        """What chunks of blocks take on the device at least, to be left out early."""
-        n_persist = self._num_chunks - num_paged
-        order = spread_order(self._num_chunks)[:n_persist]
-        staying = sum(self._layout.chunks[index].payload_bytes for index in order)
-        if self.memory.workload.fp32_master:
-            return staying
-        whole = order[: n_persist - n_host_state]
-        return staying + sum(
-            self.memory.trained.state[index] - self.memory.trained.managed[index]
-            for index in whole
-        )
+        return _Place(n_persist, shards, placements, slots, parameters, redone)
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
@@ -379,27 +366,14 @@ class Search:
 
     def _plan(self, candidate: _Candidate) -> Plan:
         _, row, n_buffer, at = candidate
-        knobs = Knobs(self._num_chunks - at.num_paged, n_buffer, *row)
-        where = at.outside, at.shards, at.n_host_state
-        return self._make_plan(knobs, *where, "search")
-
-    def _make_plan(
-        self,
-        knobs: Knobs,
-        outside: Placement,
-        shards: int,
-        n_host_state: int,
-        origin: str,
-    ) -> Plan:
-        return make_plan(
-            self._layout,
-            **asdict(knobs),
-            fp32_master=self.memory.workload.fp32_master,
-            outside=outside,
-            origin=origin,
-            swap_interval=self.swap_interval,
-            shards=shards,
-            n_host_state=n_host_state,
+        return Plan(
+            at.n_persist,
+            n_buffer,
+            *row,
+            placements=at.placements,
+            policies=self._policies(row),
+            origin="search",
+            shards=at.shards,
         )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:
