@@ -238,6 +238,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {"unfrozen_parameters": ["^none"]},
         *LARGE_CARD,
     ),
+    "no rows": ("micro_batch_size: 0", {"micro_batch_size": 0}, *LARGE_CARD),
+    "less than no steps": (
+        "gradient_accumulation_steps: -2",
+        {"gradient_accumulation_steps": -2},
+        *LARGE_CARD,
+    ),
+    "no scale": ("lora_alpha: missing", LORA | {"lora_alpha": None}, *LARGE_CARD),
+    "misspelt optimizer": (
+        "optimizer: 'adamw_trch' .* adamw_torch",
+        {"optimizer": "adamw_trch"},
+        *LARGE_CARD,
+    ),
+    "misspelt plugin": (
+        "plugins: .*ProtrainPlugin cannot be imported",
+        {"plugins": ["axolotl.integrations.protrain.ProtrainPlugin"]},
+        *LARGE_CARD,
+    ),
     "no adapter": ("--max rank: .*lora_r", {}, *LARGE_CARD, "--max", "rank"),
     "no folder": ("--html", {}, *LARGE_CARD, "--html", "nowhere/page.html"),
     "page of a number": ("--html", {}, "--html", "p.html", "--max", "seq"),
@@ -252,6 +269,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
         for name, (model, keys, *arguments) in CASES.items():
             plans.add(name, model, keys, *arguments, "--json")
         plans.add("text", SMALL, LORA | LONG, *LARGE_CARD, *SMALL_CARD)
+        slips = {"sequence_length": 4096, "plugins": None}
+        plans.add("slips", SMALL, LORA | slips, *LARGE_CARD, "--json")
         red = {"tokenizer_config": "\x1b[31mred"}
         plans.add("steered", SMALL, LORA | red, *LARGE_CARD)
         for name, (_, keys, *arguments) in REFUSED.items():
@@ -617,7 +636,6 @@ def test_the_link_sets_the_pace_of_copies(plans: Plans) -> None:
     ratio = slow["step_s"]["lanes"]["fetch"] / fast["step_s"]["lanes"]["fetch"]
     # half the lanes at half the rate, of which copies get another share
     assert ratio == pytest.approx(4 * 0.83 / 0.78)
-    assert slow["step_s"]["limiter"] == "fetch"
     assert slow["step_s"]["total"] > fast["step_s"]["total"]
 
 
@@ -800,6 +818,15 @@ def test_an_error_is_one_line(name: str, plans: Plans) -> None:
     assert answer.exit_code == 3
     assert answer.out == ""
     assert re.fullmatch(rf"Error: .*{REFUSED[name][0]}.*\n", answer.err), answer.err
+
+
+def test_what_does_nothing_is_said(plans: Plans) -> None:
+    """A key that Axolotl passes over, and a plugin that is not listed."""
+    assumed = fitting(plans, "slips")["assumptions"]
+    assert "plugins does not list" in assumed[0]
+    assert "sequence_length: a key" in assumed[1] and "sequence_len, " in assumed[1]
+    known = fitting(plans, next(iter(CASES)))["assumptions"]
+    assert not any("does not" in line for line in known)
 
 
 def test_an_error_as_json(plans: Plans) -> None:

@@ -741,6 +741,23 @@ def test_a_report_of_other_versions_is_refused(key: str | None, tmp_path: Path) 
         read_reports([file])
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"lanes": {"spans": None}},
+        {"losses": None},
+        {"verdict": "perhaps"},
+        {"blocks": [{}]},
+    ],
+    ids=str,
+)
+def test_what_no_page_can_show_is_refused(damage: Any, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(finished(1.0) | damage))
+    with pytest.raises(ConfigError, match="no report of a finished run"):
+        read_reports([file])
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_draws_the_report(tmp_path: Path) -> None:
     """Its script ends: the first run is shown, the other can be chosen."""

@@ -72,6 +72,7 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
     def look() -> None:
         if ranks.local_rank or _loads_at_once(Path(cfg.base_model)):
             return
+        log.info("ProTrain looks for a plan that fits before anything is loaded.")
         is_refused, reason = _in_child(cfg, _unmeasured(cfg, device), ranks.world)
         if is_refused:
             raise BudgetError(reason)

@@ -97,7 +97,6 @@ class ProTrainPlugin(BasePlugin):
             return
         _check_machine(cfg)
         _check_checkpoints(cfg)
-        LOG.info("ProTrain looks for a plan that fits before anything is loaded.")
         require_plan(cfg, _device(cfg), LOG)
         self._pages = True
         cfg.update(dict.fromkeys(TAKEN_OVER), gradient_checkpointing=False)

@@ -157,12 +157,13 @@ def import_plugins(cfg: Any) -> None:
     Raises:
         ConfigError: Names it.
     """
-    error = None
+    error: Exception | None = None
     # of two names for this plugin it is the dict of before that has both
     registered = PluginManager.get_instance().plugins
     try:
         prepare_plugins(cfg)
-    except ImportError as raised:
+    except (ImportError, AttributeError) as raised:
+        # a module, or its class
         error = raised
     for name in cfg.plugins or ():
         if name.replace(":", ".") not in registered:

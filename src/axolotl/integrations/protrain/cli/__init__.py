@@ -159,7 +159,7 @@ def _check_cards(
         )
     keys = ("protrain_capacity_bytes", "gpu_memory_limit")
     if not torch.cuda.is_available() and not any(
-        key in config.read_text("utf-8") for key in keys
+        key in config.read_text("utf-8", errors="replace") for key in keys
     ):
         raise ConfigError(
             "--gpu: this machine has no GPU; name the card to plan for, for example "

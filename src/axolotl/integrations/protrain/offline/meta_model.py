@@ -14,8 +14,10 @@ import gc
 import importlib.util
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from axolotl.integrations.base import PluginManager
+from axolotl.integrations.config import merge_input_args
 from axolotl.loaders.model import ModelLoader
 from axolotl.loaders.patch_manager import PatchManager
 from axolotl.loaders.tokenizer import load_tokenizer
@@ -36,6 +39,7 @@ from axolotl.telemetry.manager import TelemetryManager
 from axolotl.utils.config import normalize_config, validate_config
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
+from axolotl.utils.schemas.enums import CustomSupportedOptimizers
 from datasets import Dataset
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
@@ -45,6 +49,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingA
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.training_args import OptimizerNames
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..args import PLUGIN, lists_plugin
@@ -71,6 +76,7 @@ _META = torch.device("meta")
 CUDA_CAPABILITY = "sm_89"
 """The card that Axolotl's validation is told of: has bf16, fp8 and tf32."""
 
+_FROM_ONE = "sequence_len", "micro_batch_size", "gradient_accumulation_steps"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -136,7 +142,10 @@ def load_meta_model(config: Path, target: str) -> MetaModel:
         patch.object(manager, "plugins", type(manager.plugins)()),
         patch.object(manager, "_cfg", None),
     ):
-        return meta_model_of(_validated(config, target), target, trains=True)
+        cfg, assumptions = _validated(config, target)
+        meta = meta_model_of(cfg, target, trains=True)
+        meta.assumptions[:0] = assumptions
+        return meta
 
 
 def meta_model_of(cfg: DictDefault, target: str, trains: bool = False) -> MetaModel:
@@ -230,11 +239,18 @@ def _raw(config: Path) -> dict[str, Any]:
     return raw
 
 
-def _validated(config: Path, target: str) -> DictDefault:
-    raw = _raw(config)
+def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
+    """The configuration, and what in the YAML does not do what somebody may expect."""
+    raw, assumptions = _raw(config), []
+    _check_values(raw)
+    given = raw.keys() | {"plugins"}
     plugins = raw.get("plugins") or ()
     if not lists_plugin(plugins):
         raw["plugins"] = [*plugins, PLUGIN]
+        assumptions.append(
+            f"plugins does not list {PLUGIN}: training does not follow this plan until "
+            "`axolotl protrain migrate --write` has added it"
+        )
     cfg = DictDefault(raw)
     _check_base_model(cfg)
     on_cuda = target == "cuda"
@@ -247,6 +263,10 @@ def _validated(config: Path, target: str) -> DictDefault:
     try:
         import_plugins(cfg)
         cfg = validate_config(cfg, capabilities, environment)
+        fields = merge_input_args()[-1].model_fields
+        known = {*fields, *(f.alias for f in fields.values() if f.alias)}
+        assumptions += map(partial(_unknown_key, known), sorted(given - known))
+        _check_optimizer(cfg)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
             cfg.bf16 = not cfg.fp16
@@ -258,7 +278,38 @@ def _validated(config: Path, target: str) -> DictDefault:
     except (StrictDataclassError, ArithmeticError) as error:
         # a configuration's class checks itself while it reads the file
         raise _gives_no_model(cfg, error) from error
-    return cfg
+    return cfg, assumptions
+
+
+def _unknown_key(known: Iterable[str], key: str) -> str:
+    close = get_close_matches(key, known, 1)
+    meant = f"; {close[0]}, perhaps" if close else ""
+    return f"{key}: a key that Axolotl does not know and passes over{meant}"
+
+
+def _check_values(raw: Mapping[str, Any]) -> None:
+    """Refuse numbers that Axolotl lets through, and that no training can begin with."""
+    for key in _FROM_ONE:
+        value = raw.get(key)
+        if isinstance(value, (int, float)) and value < 1:
+            raise ConfigError(f"{key}: {value} is no whole number from 1 on.")
+    lora = raw.get("adapter") in ("lora", "qlora") and not raw.get("lora_model_dir")
+    if lora and raw.get("lora_alpha") is None:
+        raise ConfigError(
+            "lora_alpha: missing, beside adapter; twice lora_r is what most take."
+        )
+
+
+def _check_optimizer(cfg: DictDefault) -> None:
+    """Refuse a name that neither transformers nor Axolotl knows; plugins may bring more."""
+    name = getattr(cfg.optimizer, "value", cfg.optimizer)
+    known = [o.value for o in (*OptimizerNames, *CustomSupportedOptimizers)]
+    others = any(not p.startswith("axolotl.integrations.") for p in cfg.plugins)
+    if name and name not in known and not others:
+        close = ", ".join(get_close_matches(name, known)) or "adamw_torch_fused"
+        raise ConfigError(
+            f"optimizer: {name!r} is none that is known; nearest: {close}."
+        )
 
 
 def _check_base_model(cfg: DictDefault) -> None:

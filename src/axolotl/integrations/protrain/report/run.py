@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner import Forecast
 from ..core.runtime import LaneTimes
 from ..core.session import Measured
 from .forecast import LANES, answer_dict, format_bytes, knobs_dict
+from .page import report_page
 from .text import forecast_table, report_text
 
 WATCHED_STEPS = 3
@@ -137,14 +140,21 @@ class RunReport:
         host_optimizer = self._of_a_node("host_optimizer_bytes", seen)
         host_swap = self._of_a_node("host_swap_bytes", seen)
         out, back = (micro * sum(way) for way in (moved.out, moved.back))
-        lanes = self.lanes.busy_s if self.lanes else {}
-        busy = {
-            f"{name}, seconds a step": (
-                step.busy_s.get(lane, 0.0),
-                lanes.get(lane, 0.0),
-            )
-            for lane, name in LANES.items()
-        }
+        exposed_s = sum(s for lane, s in step.exposed_s.items() if lane != COMPUTE)
+        waits = "waits of compute, seconds a step"
+        timed = {waits: (exposed_s, seen.stall_s / steps)}
+        if self.lanes is not None:
+            # of one step, in which compute and its waits are all
+            busy_s, timed_s = self.lanes.busy_s, self.lanes.step_s
+            timed = {
+                f"{name}, seconds a step": (
+                    step.busy_s.get(lane, 0.0),
+                    busy_s.get(lane, 0.0),
+                )
+                for lane, name in LANES.items()
+            }
+            timed[waits] = exposed_s, timed_s - busy_s[COMPUTE]
+            timed["timed step, seconds"] = step.total_s, timed_s
         return {
             "device peak bytes": (device.peak_bytes, seen.device_peak_bytes),
             "weights and slots": (states.weights - states.buckets, placed),
@@ -163,11 +173,7 @@ class RunReport:
             "swapped out bytes a step": (out, seen.swapped_out_bytes / steps),
             "swapped in bytes a step": (back, seen.swapped_in_bytes / steps),
             "host memory of swapped activations": (host.swapped, host_swap),
-            **(busy if self.lanes else {}),
-            "waits of compute, seconds a step": (
-                sum(waits for lane, waits in step.exposed_s.items() if lane != COMPUTE),
-                seen.stall_s / steps,
-            ),
+            **timed,
             "step seconds": (step.total_s, self.median_step_s()),
         }
 
@@ -197,7 +203,8 @@ def read_reports(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
             if not lacking:
                 # what cannot be shown is nobody's, or damaged
                 report_text({str(run): report})
-        except (OSError, *FOREIGN_ERRORS) as error:
+                report_page({str(run): report})
+        except (OSError, TemplateError, *FOREIGN_ERRORS) as error:
             raise ConfigError(
                 f"{file}: no report of a finished run ({error}). Give the output_dir of "
                 "one that trained with protrain_auto_memory."

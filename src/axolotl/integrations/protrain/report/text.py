@@ -40,7 +40,7 @@ from .forecast import (
     highest_phase,
 )
 
-NARROWEST, WIDTH, WIDEST = 60, 100, 160
+NARROWEST, WIDTH, WIDEST = 80, 100, 160
 """Columns of text: `WIDTH` where there is no terminal and no `COLUMNS`."""
 Answer = Mapping[str, Any]
 Row = Sequence[str]
@@ -151,7 +151,7 @@ def report_text(reports: Mapping[str, Answer]) -> str:
             f"{report['measured']['num_steps']} steps",
             *([f"loss {format_losses(report['losses'])}"] if report["losses"] else []),
             *_listing(("term", "predicted", "measured", "off"), compared_rows(report)),
-            _step(report["step_s"]),
+            _step(report["step_s"], "predicted"),
             *report["notes"],
             "",
         ]
@@ -326,8 +326,8 @@ def _memory(title: str, memory: Answer, peak: str) -> Table:
     return table
 
 
-def _step(step: Answer) -> Table:
-    table = _table(("step", "busy", "compute waits for it"))
+def _step(step: Answer, head: str = "step") -> Table:
+    table = _table((head, "busy", "compute waits for it"))
     for lane, busy in _filled(step["lanes"], format_seconds):
         waits = step["exposed"].get(lane)
         table.add_row(LANES[lane], busy, format_seconds(waits) if waits else "")

@@ -23,12 +23,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from ..types import IN_FLIGHT, BlockSeconds, BlockTimes, Hardware, Layout, Trace, Work
+from ..types import (
+    IN_FLIGHT,
+    PAGING_GAIN,
+    BlockSeconds,
+    BlockTimes,
+    Hardware,
+    Layout,
+    Trace,
+    Work,
+)
 from .demand import COMMUNICATE, Demand, Traffic, TrainedWork, update_seconds
 
 LANES = ("compute", "fetch", "offload", "host")
-COMPUTE_BOUND_SHARE = 0.01
-"""Compute bounds the step if it stands still for less than this share of it."""
 
 
 def work_s(work: Work, hardware: Hardware) -> float:
@@ -92,9 +99,10 @@ class StepTime:
 
     @property
     def limiter(self) -> str:
-        """What bounds the step: compute, or the lane that it waits for most."""
+        """What bounds the step: compute, or the lane that it waits for most if the step
+        would be faster without waits by what predictions can tell."""
         exposed_s = sum(self.exposed_s.values())
-        if not exposed_s or exposed_s < COMPUTE_BOUND_SHARE * self.total_s:
+        if not exposed_s or exposed_s < PAGING_GAIN * self.total_s:
             return "compute"
         return max(self.exposed_s, key=self.exposed_s.__getitem__)
 
