@@ -9,7 +9,7 @@ a quantised checkpoint, the ranks) is checked when the model loads.
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from types import TracebackType
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ from pydantic import (
 
 from .core.errors import BudgetError, ConfigError
 from .core.types import Knobs
-from .refusals import changes, placing, refusals
+from .refusals import as_yaml, changes, placing, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 
@@ -327,8 +327,17 @@ def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     return ProTrainArgs.model_construct(**{k: v for k, v in given if v is not None})
 
 
-def lists_plugin(plugins: Iterable[object] | None) -> bool:
-    """Whether the key `plugins` has this one, under whichever of its names."""
+def lists_plugin(plugins: object) -> bool:
+    """Whether the key `plugins` has this one, under whichever of its names.
+
+    Raises:
+        ConfigError: It is no list.
+    """
+    if plugins and not isinstance(plugins, list | tuple):
+        raise ConfigError(
+            f"{as_yaml('plugins', plugins)} is no list; write each plugin on a line of "
+            "its own that begins with `- `."
+        )
     return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 
