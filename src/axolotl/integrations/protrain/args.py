@@ -9,8 +9,7 @@ a quantised checkpoint, the ranks) is checked when the model loads.
 import difflib
 import re
 import sys
-from collections.abc import Mapping
-from fractions import Fraction
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Annotated, Any, Literal
 
@@ -26,31 +25,11 @@ from pydantic import (
 )
 
 from .core.errors import BudgetError, ConfigError
+from .core.sizes import parse_bytes
 from .core.types import Knobs
 from .refusals import as_yaml, changes, placing, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
-
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-_BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(value: object) -> int:
-    """A positive number of bytes, from an int or from text such as ``"22GiB"``.
-
-    Pydantic's ``ByteSize`` takes ``True``, zero and ``"22GiB or so"`` as well.
-    """
-    text = "" if isinstance(value, bool) else str(value)
-    match = _BYTES_TEXT.fullmatch(text) if isinstance(value, int | str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{value!r} is not a number of bytes")
-    num_bytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    if num_bytes < 1:
-        raise ConfigError(f"{value!r} is less than one byte")
-    return num_bytes
 
 
 def _not_bool(value: object) -> object:
@@ -327,7 +306,7 @@ def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
     return ProTrainArgs.model_construct(**{k: v for k, v in given if v is not None})
 
 
-def lists_plugin(plugins: object) -> bool:
+def lists_plugin(plugins: Iterable[object] | None) -> bool:
     """Whether the key `plugins` has this one, under whichever of its names.
 
     Raises:
