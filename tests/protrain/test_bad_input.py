@@ -184,8 +184,8 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
 """Trainings, limits under which no plan fits them, and what the message says."""
 RATES_DECIDE: dict[str, Any] = {
     "protrain_auto_memory": True,
-    "protrain_capacity_bytes": 700_000,
-    "protrain_cpu_capacity_bytes": 986_000,
+    "protrain_capacity_bytes": "700KB",
+    "protrain_cpu_capacity_bytes": "986KB",
     "protrain_cpu_optimizer": "torch",
     "gradient_accumulation_steps": 1,
 }
@@ -203,7 +203,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     for name, (settings, _) in REFUSED.items():
         jobs.train(name, settings)
     for name, (settings, limits, _) in BUDGETS.items():
-        without = {"base_model": WITHOUT_WEIGHTS, **limits}
+        without = {k: f"{num_bytes}B" for k, num_bytes in limits.items()}
+        without["base_model"] = WITHOUT_WEIGHTS
         jobs.train(f"{name}_before", settings, without)
         later = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.LaterBudgetPlugin"]}
         environment = {"LATER_BUDGET": json.dumps(limits)}

@@ -39,6 +39,14 @@ def _not_bool(value: object) -> object:
     return value
 
 
+def _not_gib(value: object) -> int:
+    """Without a unit so few bytes are GiB or MiB, of which the unit was forgotten."""
+    num_bytes = parse_bytes(value)
+    if num_bytes < 1 << 20 and str(value).strip().isdecimal():
+        raise ConfigError(f"{value} bytes")
+    return num_bytes
+
+
 def _explain(allowed: str, example: str) -> WrapValidator:
     """One message for every way a value can be wrong."""
 
@@ -65,10 +73,10 @@ Count = Annotated[
 ]
 Bytes = Annotated[
     int,
-    BeforeValidator(parse_bytes),
+    BeforeValidator(_not_gib),
     _explain(
-        "a positive number of bytes, bare or with a unit "
-        "(KiB, MiB, GiB, TiB: powers of 1024; KB, MB, GB, TB: powers of 1000)",
+        "a positive number of bytes, with a unit (B; KiB, MiB, GiB, TiB: powers of "
+        "1024; KB, MB, GB, TB: powers of 1000) or from 1048576, which is 1 MiB, up",
         '"22GiB"',
     ),
 ]
