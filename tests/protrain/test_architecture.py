@@ -18,12 +18,13 @@ MODULES = sorted(CORE.rglob("*.py"))
 LIBRARIES = {"torch", "psutil", "safetensors", "xxhash"} | sys.stdlib_module_names
 NO_TORCH = {"cost", "search", "planner"}
 
-BASE = {"types", "errors"}
+BASE = {"types", "errors", "sizes"}
 # Each part of core and the parts that it may import, itself aside.
 MAY_IMPORT = {
     "__init__": set(),
     "types": {"errors"},
     "errors": set(),
+    "sizes": {"errors"},
     "host": set(),
     "layout": BASE,
     "profile": BASE | {"layout", "runtime", "host"},

@@ -133,9 +133,9 @@ def test_every_key_is_described_and_carries_the_prefix():
 @pytest.mark.parametrize(
     ("value", "num_bytes"),
     [
-        (1, 1),
+        (1 << 20, 1 << 20),
         (23622320128, 22 * 2**30),
-        ("123", 123),
+        ("22.5B", 22),
         ("123B", 123),
         ("22GiB", 22 * 2**30),
         ("22gib", 22 * 2**30),
@@ -195,6 +195,16 @@ def test_what_is_not_a_byte_size(key, value):
     text = complaint(ProTrainArgs, **{key: value})
     assert key in text and repr(value) in text
     assert f'for example `{key}: "' in text
+
+
+@pytest.mark.parametrize("value", [22, "22", (1 << 20) - 1])
+@pytest.mark.parametrize("key", [BUDGET, "protrain_cpu_capacity_bytes"])
+def test_a_size_without_the_unit_that_was_meant(key, value):
+    text = complaint(ProTrainArgs, **{key: value})
+    assert text.startswith(f"`{key}` cannot be {value!r}: allowed is")
+    assert text.endswith(
+        f'from 1048576, which is 1 MiB, up, for example `{key}: "22GiB"`'
+    )
 
 
 @pytest.mark.parametrize("value", [0, "0"])
@@ -455,7 +465,7 @@ def test_what_the_plan_answers_is_not_refused(settings):
     [
         ({"gpu_memory_limit": 20}, 20 * 2**30),
         ({"gpu_memory_limit": "20GB"}, 20 * 10**9),
-        ({"gpu_memory_limit": 20, "protrain_capacity_bytes": 5}, 5),
+        ({"gpu_memory_limit": 20, "protrain_capacity_bytes": 1 << 20}, 1 << 20),
     ],
 )
 def test_the_memory_limit_is_the_budget(settings, num_bytes):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from axolotl_jobs import PROTRAIN, SEEDING, overrides
+from click.testing import CliRunner
 from saving_jobs import (
     FLAT_MODEL,
     FLAT_WITHOUT_WEIGHTS,
@@ -27,6 +28,7 @@ from saving_jobs import (
 )
 from torch import nn
 
+from axolotl.integrations.protrain.cli import protrain
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
 
@@ -182,8 +184,8 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
 """Trainings, limits under which no plan fits them, and what the message says."""
 RATES_DECIDE: dict[str, Any] = {
     "protrain_auto_memory": True,
-    "protrain_capacity_bytes": 700_000,
-    "protrain_cpu_capacity_bytes": 986_000,
+    "protrain_capacity_bytes": "700KB",
+    "protrain_cpu_capacity_bytes": "986KB",
     "protrain_cpu_optimizer": "torch",
     "gradient_accumulation_steps": 1,
 }
@@ -201,7 +203,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     for name, (settings, _) in REFUSED.items():
         jobs.train(name, settings)
     for name, (settings, limits, _) in BUDGETS.items():
-        without = {"base_model": WITHOUT_WEIGHTS, **limits}
+        without = {k: f"{num_bytes}B" for k, num_bytes in limits.items()}
+        without["base_model"] = WITHOUT_WEIGHTS
         jobs.train(f"{name}_before", settings, without)
         later = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.LaterBudgetPlugin"]}
         environment = {"LATER_BUDGET": json.dumps(limits)}
@@ -303,6 +306,27 @@ def test_switched_off_it_changes_nothing(jobs: Jobs) -> None:
 
 def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# -------------------------------------------------------------- asked of other commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("selftest none.yaml", 1, "'none.yaml' does not exist"),
+        (
+            "report none",
+            3,
+            r"none/protrain/report.json: .*\(No such file or directory\)",
+        ),
+        ("report none --html none/x", 3, "--html: none/x is no file in a folder"),
+    ],
+)
+def test_a_path_that_is_not_there(arguments: str, code: int, said: str) -> None:
+    ended = CliRunner().invoke(protrain, arguments.split())
+    assert ended.exit_code == code
+    assert re.fullmatch(f"Error: .*{said}.*\n", ended.stderr)
 
 
 # ------------------------------------------------------------------- asked of the core

@@ -19,6 +19,7 @@ from tiny_models import build_inputs, build_model, model_path
 
 from axolotl.integrations.protrain.cli.migrate import with_keys
 from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.sizes import parse_bytes
 from axolotl.integrations.protrain.levers import LEVERS
 
 ROWS = {
@@ -27,8 +28,8 @@ ROWS = {
     "protrain_capacity_bytes": 1_700_000,
 }
 LITTLE_HOST = {
-    "protrain_capacity_bytes": 900_000,
-    "protrain_cpu_capacity_bytes": 650_000,
+    "protrain_capacity_bytes": "900KB",
+    "protrain_cpu_capacity_bytes": "650KB",
 }
 LONG_ROWS = LORA | {
     "micro_batch_size": 4,
@@ -88,7 +89,7 @@ def test_what_is_written_trains_within_the_limits(name: str, plans: Plans) -> No
     report = json.loads((plans.folder / f"out-{name}/protrain/report.json").read_text())
     measured = report["measured"]
     assert measured["num_steps"] == BASE["max_steps"]
-    assert measured["device_peak_bytes"] <= keys["protrain_capacity_bytes"]
+    assert measured["device_peak_bytes"] <= parse_bytes(keys["protrain_capacity_bytes"])
 
 
 @pytest.mark.full

@@ -92,7 +92,7 @@ def test_where_the_whole_weight_has_no_room(run: Run, kind: str) -> None:
     """A byte less than with it on the device; what was saved on the way is resumed."""
     trainings = TIGHT[kind]
     roomy = run(trainings.paged).report
-    less = {"protrain_capacity_bytes": roomy["device_bytes"]["peak"] - 1}
+    less = {"protrain_capacity_bytes": f"{roomy['device_bytes']['peak'] - 1}B"}
     tight = trainings.paged.but(less)
     paged, plain = run(tight), run(trainings.plain)
     assert_equal(paged, plain)

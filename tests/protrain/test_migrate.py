@@ -85,11 +85,26 @@ def test_comments_and_order_stay() -> None:
         ),
         (
             f"protrain_auto_memory: false\nplugins: [{PLUGIN}]",
-            f"protrain_auto_memory: true\nplugins: [{PLUGIN}]\n",
+            f"protrain_auto_memory: true\nplugins: [{PLUGIN}]",
         ),
         (
             f"protrain_auto_memory: 0\n1: a\nplugins: [{PLUGIN}]\n",
             f"protrain_auto_memory: true\n1: a\nplugins: [{PLUGIN}]\n",
+        ),
+        # a line more would be in the text, or end it
+        *(
+            (
+                f"a: 1\n# c\nb: {text}",
+                f"a: 1\n\nplugins:\n  - {PLUGIN}\nprotrain_auto_memory: true\n"
+                f"# c\nb: {text}",
+            )
+            for text in ("|\n  x\n  y", "|+\n  x\n\n\n", "\n  c: |+\n    x\n\n\n")
+        ),
+        # each line keeps its end, and new ones have that of the first
+        (
+            f"plugins:\r\n- {PLUGIN}\r\na: 1\nunsloth_lora_mlp: true # u\nb: 2",
+            f"plugins:\r\n- {PLUGIN}\r\nprotrain_auto_memory: true\r\n"
+            "a: 1\nlora_mlp_kernel: true # u\nb: 2",
         ),
     ],
 )
@@ -106,6 +121,7 @@ def test_the_plugin_is_listed_however_others_are(plugins: str, after: str) -> No
         ),
         ("deepspeed: a\nb: 1\ndeepspeed: c\n", "are there twice"),
         ("{deepspeed: zero3.json}", "each key on a line of its own"),
+        ("plugins: x.Y\n", "`plugins: x.Y` is no list"),
         ("- a\n", "has to be an Axolotl YAML"),
         ("a: [\n", "not a readable YAML"),
         ("protrain_capcity_bytes: 1\n", "did you mean `protrain_capacity_bytes`?"),

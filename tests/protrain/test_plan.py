@@ -199,6 +199,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 REFUSED: dict[str, tuple[Any, ...]] = {
     "rejected by Axolotl": ("sequence_len", {"sequence_len": "long"}, *LARGE_CARD),
     "no configuration": ("base_model", {"base_model": "nowhere"}, *LARGE_CARD),
+    "a file": ("a file.yaml is a file; ", {"base_model": "a file.yaml"}, *LARGE_CARD),
     "preference training": ("needs a tokenizer", {"rl": "dpo"}, *LARGE_CARD),
     "misspelt": (
         "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?",

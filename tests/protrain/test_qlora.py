@@ -238,6 +238,6 @@ def test_the_host_looks_up_an_embedding_for_which_there_is_no_room(
     trainings = pair("llama", settings, plan=overrides(0, 2))
     paged = run(trainings.paged)
     while "rows" not in paged.report["plan"]["placements"]:
-        less = paged.report["device_bytes"]["peak"] - 1
+        less = f"{paged.report['device_bytes']['peak'] - 1}B"
         paged = run(trainings.paged.but({"protrain_capacity_bytes": less}))
     assert_equal(paged, run(trainings.plain))

@@ -115,7 +115,7 @@ BEST = {
 SLOW_DISK = {"plugins": [PROTRAIN, SEEDING, "saving_jobs.SlowDisk"], "save_steps": 1}
 BESIDE = {
     "beside_roomy": ({"protrain_snapshot_bytes": "1GiB"}, "3"),
-    "beside_tight": ({"protrain_snapshot_bytes": 1}, "3"),
+    "beside_tight": ({"protrain_snapshot_bytes": "1B"}, "3"),
     "beside_master": (MASTER, "3"),
     "beside_host": ({"protrain_cpu_optimizer": "torch"}, "3"),
     "beside_hosted": (HOSTED, "3"),

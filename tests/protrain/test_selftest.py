@@ -145,7 +145,7 @@ def test_a_run_that_stopped_early_is_an_error(runs: tuple[Path, Path]) -> None:
         ({"protrain_auto_memory": False}, "set it to true"),
         ({"protrain_fp32_master": True}, "set it to false"),
         pytest.param(
-            {"protrain_capacity_bytes": 1000},
+            {"protrain_capacity_bytes": "1KB"},
             "protrain_capacity_bytes",
             marks=pytest.mark.full,
         ),

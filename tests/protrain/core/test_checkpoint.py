@@ -322,7 +322,8 @@ def test_each_file_is_compared(listed: Path, name: str) -> None:
 def test_without_a_list_nothing_is_said(trained: tuple[nn.Module, Path]) -> None:
     code, text = verified(trained[1])
     assert code == 3 and text.count("no protrain.json") == 2
-    assert verified(trained[1] / "nowhere")[0] == 3
+    code, text = verified(nowhere := trained[1] / "nowhere")
+    assert code == 3 and f"'{nowhere}' does not exist" in text
 
 
 def test_a_list_that_is_damaged_is_named(listed: Path) -> None:

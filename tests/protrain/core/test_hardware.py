@@ -142,7 +142,7 @@ def test_rows_beside_each_other(more: str, less: str, fields: tuple[str, ...]) -
 
 def test_a_card_by_its_figures() -> None:
     own = card("Arc B60:24GiB:197TFLOPs:456 GB/s")
-    assert own == dataclasses.replace(card("Arc B60:24:197:456"), name=own.name)
+    assert own == card("Arc B60:24:197:456") == card("Arc B60:24576MiB:197:456")
     assert (own.name, own.device_bytes, own.link) == ("Arc B60", 24 << 30, "pcie5x16")
     assert own.attention_16 < own.flops_16 < 197e12
     assert own.memory_bytes_s == pytest.approx(456e9 * 0.9)
@@ -195,7 +195,8 @@ def test_names(text: str, name: str) -> None:
 
 def test_memory_given_by_hand_may_be_a_fraction() -> None:
     small, whole = card("4090:11.5"), card("4090")
-    assert small.device_bytes == 23 << 29
+    assert small.device_bytes == 23 << 29 == card("4090:11.5gib").device_bytes
+    assert card("4090:24GB").device_bytes == 24 * 10**9
     assert small.unseen_bytes < whole.unseen_bytes
 
 
@@ -208,18 +209,22 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
         ("h20", None, ("--gpu", "'h20'", "nearest: H200")),
         ("l40", None, ("--gpu", "'l40'", "nearest: L40S")),
         ("a10", None, ("--gpu", "'a10' is not known")),
-        ("rtx 4090 laptop gpu", None, ("--gpu", "nearest: RTX 4090")),
         ("rtx 4900", None, ("--gpu", "'rtx 4900'", "L40S", "nearest: RTX 4090")),
         ("h300", None, ("--gpu", "nearest: H200")),
         ("", None, ("--gpu", "RTX 4090", "NAME:GiB", OWN_FIGURES)),
         (":24", None, ("--gpu", "RTX 4090", "NAME:GiB")),
         *(
             (f"4090:{gib}", None, ("--gpu", f"'{gib}'", "1 to 1024", "RTX 4090:24"))
-            for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24GB")
+            for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24G", "2TiB")
         ),
         ("4090:1:2", None, ("--gpu", "'4090:1:2'", OWN_FIGURES)),
-        ("Arc:24GiB:-1TFLOPs:456GB/s", None, ("--gpu", "'-1TFLOPs'", "in TFLOPs")),
-        ("Arc:24GiB:197:fast", None, ("--gpu", "'fast'", "in GB/s")),
+        (":24GiB:197:456", None, ("--gpu ':24GiB:197:456'", OWN_FIGURES)),
+        (
+            "Arc:24GiB:-1TFLOPs:456GB/s",
+            None,
+            ("--gpu", "'-1TFLOPs'", "to 100000 TFLOPs"),
+        ),
+        ("Arc:24GiB:197:fast", None, ("--gpu", "'fast'", "to 100000 GB/s")),
         ("4090", "", ("--link", "''", "pcie3x8")),
         ("4090", "nvlink", ("--link", "'nvlink'", "pcie3x8, pcie3x16, pcie4x8")),
         ("h100", "pcie5x4", ("--link", "nearest: pcie5x")),
@@ -234,6 +239,14 @@ def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> N
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "link"), [("foo", None), ("rtx 4090 laptop gpu", None), ("4090", "nvlink")]
+)
+def test_what_resembles_nothing_has_no_nearest(text: str, link: str | None) -> None:
+    with pytest.raises(ConfigError, match="allowed: (?!.*nearest)"):
+        card(text, link)
 
 
 # measured hardware

@@ -10,7 +10,6 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from types import TracebackType
 from typing import Annotated, Any, Literal
 
@@ -26,31 +25,11 @@ from pydantic import (
 )
 
 from .core.errors import BudgetError, ConfigError
+from .core.sizes import parse_bytes
 from .core.types import Knobs
-from .refusals import changes, placing, refusals
+from .refusals import as_yaml, changes, placing, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
-
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-_BYTES_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(value: object) -> int:
-    """A positive number of bytes, from an int or from text such as ``"22GiB"``.
-
-    Pydantic's ``ByteSize`` takes ``True``, zero and ``"22GiB or so"`` as well.
-    """
-    text = "" if isinstance(value, bool) else str(value)
-    match = _BYTES_TEXT.fullmatch(text) if isinstance(value, int | str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{value!r} is not a number of bytes")
-    num_bytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    if num_bytes < 1:
-        raise ConfigError(f"{value!r} is less than one byte")
-    return num_bytes
 
 
 def _not_bool(value: object) -> object:
@@ -58,6 +37,14 @@ def _not_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ConfigError("a count is not true or false")
     return value
+
+
+def _not_gib(value: object) -> int:
+    """Without a unit so few bytes are GiB or MiB, of which the unit was forgotten."""
+    num_bytes = parse_bytes(value)
+    if num_bytes < 1 << 20 and str(value).strip().isdecimal():
+        raise ConfigError(f"{value} bytes")
+    return num_bytes
 
 
 def _explain(allowed: str, example: str) -> WrapValidator:
@@ -86,10 +73,10 @@ Count = Annotated[
 ]
 Bytes = Annotated[
     int,
-    BeforeValidator(parse_bytes),
+    BeforeValidator(_not_gib),
     _explain(
-        "a positive number of bytes, bare or with a unit "
-        "(KiB, MiB, GiB, TiB: powers of 1024; KB, MB, GB, TB: powers of 1000)",
+        "a positive number of bytes, with a unit (B; KiB, MiB, GiB, TiB: powers of "
+        "1024; KB, MB, GB, TB: powers of 1000) or from 1048576, which is 1 MiB, up",
         '"22GiB"',
     ),
 ]
@@ -328,7 +315,16 @@ def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
 
 
 def lists_plugin(plugins: Iterable[object] | None) -> bool:
-    """Whether the key `plugins` has this one, under whichever of its names."""
+    """Whether the key `plugins` has this one, under whichever of its names.
+
+    Raises:
+        ConfigError: It is no list.
+    """
+    if plugins and not isinstance(plugins, list | tuple):
+        raise ConfigError(
+            f"{as_yaml('plugins', plugins)} is no list; write each plugin on a line of "
+            "its own that begins with `- `."
+        )
     return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 

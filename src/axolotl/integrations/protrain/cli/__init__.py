@@ -28,6 +28,7 @@ from typing import Any
 import click
 
 from ..core.errors import ConfigError, ProTrainError, printable
+from ..core.sizes import parse_bytes, parse_gib
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,6 +48,12 @@ class _Unplanned(click.ClickException):
 class _Command(click.Command):
     """Ends with 1 on what a person can put right, and says it without a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise self.failure(error.format_message()) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -61,13 +68,7 @@ class _Command(click.Command):
 
 
 class _AnswerCommand(_Command):
-    """Ends with 3 then, and on usage errors; 2 is an answer: it does not fit, it differs."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **kwargs)
-        except click.UsageError as error:
-            raise _Unplanned(error.format_message()) from error
+    """Ends with 3 then; 2 is an answer: it does not fit, it differs."""
 
     def failure(self, message: str) -> click.ClickException:
         return _Unplanned(message)
@@ -125,12 +126,8 @@ def _gib(
 ) -> float | None:
     if text is None:
         return None
-    from ..args import parse_bytes
-
-    with suppress(ValueError):
-        text = f"{float(text)} GiB"
     with suppress(ConfigError):
-        gib = parse_bytes(text) / 2**30
+        gib = parse_gib(text)
         if gib <= 1 << 20:
             return gib
     raise click.BadParameter("not a size above 0: GiB, or for example 112GiB.")
@@ -167,13 +164,17 @@ def _check_cards(
         )
 
 
+def _check_page(html: Path | None) -> None:
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise ConfigError(f"--html: {html} is no file in a folder that exists.")
+
+
 def _check_options(
     html: Path | None, write: Path | None, largest: str | None, levers: bool, cards: int
 ) -> None:
     if html is not None and largest:
         raise ConfigError("--html draws a plan and --max gives a number: drop one.")
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise ConfigError(f"--html: {html} is no file in a folder that exists.")
+    _check_page(html)
     if levers and (largest or cards > 1):
         raise ConfigError("--levers and --write: for one card, and without --max.")
     if write is not None and (write.exists() or not write.parent.is_dir()):
@@ -380,6 +381,7 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     from ..report.run import read_reports
     from ..report.text import report_text
 
+    _check_page(html)
     reports = read_reports(runs)
     if html is not None:
         from ..report.page import report_page
@@ -410,7 +412,7 @@ def _migrate(config: Path, write: bool) -> None:
 
 
 @protrain.command("verify", cls=_AnswerCommand)
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print an object for programs.")
 def _verify(folder: Path, as_json: bool) -> None:
     """Compare the bytes of checkpoint FOLDER, or of each one in it, with those written.
@@ -460,8 +462,6 @@ def _serve(
     The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
     is set; see docs/service.md.
     """
-    from ..args import parse_bytes
-
     try:
         from .serve import serve, status_text
     except ModuleNotFoundError as error:

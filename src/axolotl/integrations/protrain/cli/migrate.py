@@ -80,10 +80,8 @@ def migrate(text: str) -> Migration:
     rows = changes(raw)
     wanted = {key: raw[key] for key in raw.keys() - {row.key for row in rows}}
     plugins, switches = wanted.get("plugins") or [], SWITCH not in raw
-    # what is no list is replaced, which reading back finds
-    plugins = plugins if isinstance(plugins, list) else [plugins]
-    lines = text.splitlines()
-    spans = dict(_spans(root, lines))
+    lines = text.splitlines(keepends=True)
+    spans, nodes = dict(_spans(root, lines)), {k.value: v for k, v in root.value}
     edits: list[Edit] = []
     for row in rows:
         put = [row.instead] if row.instead else []
@@ -91,7 +89,7 @@ def migrate(text: str) -> Migration:
             put = put if key not in wanted else []
             wanted.setdefault(key, value)
         if row.key in spans:
-            edits.append((*spans[row.key], put))
+            edits.append(_replaced(lines, spans[row.key], nodes[row.key], put))
     reasons = _reasons(rows, raw)
     if not lists_plugin(plugins):
         wanted["plugins"] = [*plugins, PLUGIN]
@@ -101,8 +99,8 @@ def migrate(text: str) -> Migration:
         reasons.append(f"`{SWITCH}: true` plans and pages")
     switch = [f"{SWITCH}: true"] if switches else []
     plugin = None if lists_plugin(plugins) else PLUGIN
-    edits.append(_listed(root, lines, spans, plugin, switch))
-    after = _edited(text, edits, wanted, reasons) if reasons else text
+    places = _listed(root, lines, spans, plugin, switch)
+    after = _edited(text, edits, places, wanted, reasons) if reasons else text
     return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
 
 
@@ -113,7 +111,7 @@ def with_keys(text: str, keys: Mapping[str, Any]) -> str:
         ConfigError: As `migrate`.
     """
     raw, root = _parsed(text)
-    lines = text.splitlines()
+    lines = text.splitlines(keepends=True)
     spans, nodes = dict(_spans(root, lines)), {k.value: v for k, v in root.value}
     edits: list[Edit] = []
     wanted, put = {**raw, **keys}, []
@@ -124,16 +122,14 @@ def with_keys(text: str, keys: Mapping[str, Any]) -> str:
         if key not in spans:
             put.append(line)
             continue
-        start, end, node = *spans[key], nodes[key]
-        # what follows on the line is a comment
-        rest = lines[start][node.end_mark.column :] if end == start + 1 else ""
-        edits.append((start, end, [line + rest]))
+        edits.append(_replaced(lines, spans[key], nodes[key], [line]))
     listed = raw.get("plugins") or []
     more = [plugin for plugin in keys.get("plugins", ()) if plugin not in listed]
     if "plugins" in keys:
         wanted["plugins"] = [*listed, *more]
-    edits.append(_listed(root, lines, spans, more[0] if more else None, put))
-    return _edited(text, edits, wanted, [as_yaml(*item) for item in keys.items()])
+    places = _listed(root, lines, spans, more[0] if more else None, put)
+    by_hand = [as_yaml(*item) for item in keys.items()]
+    return _edited(text, edits, places, wanted, by_hand)
 
 
 def _parsed(text: str) -> tuple[dict[str, Any], yaml.MappingNode]:
@@ -147,20 +143,45 @@ def _parsed(text: str) -> tuple[dict[str, Any], yaml.MappingNode]:
 
 
 def _edited(
-    text: str, edits: Sequence[Edit], wanted: Mapping[str, Any], by_hand: Sequence[str]
+    text: str,
+    edits: Sequence[Edit],
+    places: Iterator[Edit],
+    wanted: Mapping[str, Any],
+    by_hand: Sequence[str],
 ) -> str:
-    lines = text.splitlines()
-    # from the end on, so that the numbers of lines stay true
-    for start, end, put in sorted(edits, reverse=True):
-        lines[start:end] = put
-    newline = "\r\n" if "\r\n" in text else "\n"
-    after = "".join(line + newline for line in lines)
-    if not _says(after, wanted):
-        raise ConfigError(
-            "keys that are there twice, share anchors or `<<`, or do not begin their "
-            "line cannot be edited. Make these changes by hand: " + "; ".join(by_hand)
-        )
-    return after
+    """The text after all edits and the first of `places` that changes nothing else."""
+    first = text.splitlines(keepends=True)[0]
+    newline = first[len(first.splitlines()[0]) :] or "\n"
+    for place in places:
+        lines = text.splitlines(keepends=True)
+        # from the end on, so that the numbers of lines stay true
+        for start, end, put in sorted([*edits, place], reverse=True):
+            lines[start:end] = [_ended(line, newline) for line in put]
+        # what was the last line may be one no more
+        *others, last = lines
+        after = "".join(_ended(line, newline) for line in others) + last
+        if _says(after, wanted):
+            return after
+    raise ConfigError(
+        "keys that are there twice, share anchors or `<<`, do not begin their line, or "
+        "follow a `|+` cannot be edited. Make these changes by hand: "
+        + "; ".join(by_hand)
+    )
+
+
+def _ended(line: str, newline: str) -> str:
+    has_end = line.splitlines() != line.splitlines(keepends=True)
+    return line if has_end else line + newline
+
+
+def _replaced(
+    lines: Sequence[str], span: tuple[int, int], node: yaml.Node, put: Sequence[str]
+) -> Edit:
+    """Put other lines where a key is, the first before the comment on its line."""
+    start, end = span
+    if not put or node.end_mark.line != start:
+        return start, end, [*put]
+    return start, end, [put[0] + lines[start][node.end_mark.column :], *put[1:]]
 
 
 def _reasons(rows: Sequence[Refusal], raw: Mapping[str, Any]) -> list[str]:
@@ -196,25 +217,30 @@ def _listed(
     spans: Mapping[str, tuple[int, int]],
     plugin: str | None,
     put: Sequence[str],
-) -> Edit:
-    """List a plugin, if there is one to list, and then `put`, at `plugins` or the end."""
+) -> Iterator[Edit]:
+    """List a plugin, if there is one to list, and then `put`, at `plugins` or else after
+    a key, the last if it can be: a line more may belong to the text of a `|`."""
     if "plugins" not in spans:
-        end = max((end for _, end in spans.values()), default=len(lines))
-        return end, end, [*(["", "plugins:", f"  - {plugin}"] if plugin else []), *put]
+        new = ["", "plugins:", f"  - {plugin}"] if plugin else []
+        ends = sorted({end for _, end in spans.values()}, reverse=True)
+        for at in (*ends, min(start for start, _ in spans.values())):
+            yield at, at, [*new, *put]
+        return
     start, end = spans["plugins"]
     value = next(v for k, v in reversed(root.value) if k.value == "plugins")
     if plugin is None:
-        return end, end, [*put]
-    if not isinstance(value, yaml.SequenceNode) or not value.value:
-        return start, end, ["plugins:", f"  - {plugin}", *put]
-    if not value.flow_style:
+        yield end, end, [*put]
+    elif not isinstance(value, yaml.SequenceNode) or not value.value:
+        yield start, end, ["plugins:", f"  - {plugin}", *put]
+    elif not value.flow_style:
         indent = " " * value.start_mark.column
-        return end, end, [f"{indent}- {plugin}", *put]
-    # at the last entry: a comma and a comment may follow it
-    mark = value.value[-1].end_mark
-    rest = list(lines[mark.line : end])
-    rest[0] = f"{rest[0][: mark.column]}, {plugin}{rest[0][mark.column :]}"
-    return mark.line, end, [*rest, *put]
+        yield end, end, [f"{indent}- {plugin}", *put]
+    else:
+        # at the last entry: a comma and a comment may follow it
+        mark = value.value[-1].end_mark
+        rest = list(lines[mark.line : end])
+        rest[0] = f"{rest[0][: mark.column]}, {plugin}{rest[0][mark.column :]}"
+        yield mark.line, end, [*rest, *put]
 
 
 def _says(text: str, wanted: Mapping[str, Any]) -> bool:

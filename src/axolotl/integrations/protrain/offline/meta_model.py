@@ -216,7 +216,8 @@ def download_config(config: Path) -> None:
     """
     raw = _raw(config)
     source = raw.get("base_model_config") or raw.get("base_model")
-    if not source or find_file(str(source), "config.json") is not None:
+    here = source and find_file(str(source), "config.json") is not None
+    if not source or here or Path(str(source)).is_file():
         return
     try:
         hf_hub_download(
@@ -317,6 +318,8 @@ def _check_base_model(cfg: DictDefault) -> None:
     if not source:
         raise ConfigError("base_model: missing; it names the folder with config.json.")
     found = find_file(str(source), "config.json")
+    if Path(str(source)).is_file():
+        raise ConfigError(f"base_model: {source} is a file; give the folder it is in.")
     if found is None:
         raise ConfigError(
             f"base_model: no config.json for {source!r}, neither as a folder nor in the "

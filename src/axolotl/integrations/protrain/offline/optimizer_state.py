@@ -100,7 +100,9 @@ def plain_optimizer(cfg: Any, model: nn.Module) -> Any:
     given, of_trainer = builder._set_base_training_args(1)
     # what follows from them looks for devices
     with patch.object(AxolotlTrainingArguments, "__post_init__"):
-        args = AxolotlTrainingArguments(**given)
+        args = AxolotlTrainingArguments()
+    # those of another trainer too
+    vars(args).update(given)
     args.optim = OptimizerNames(args.optim)
     trainer: Any = object.__new__(AxolotlTrainer)
     trainer.model, trainer.args, trainer.optimizer = model, args, None

@@ -205,8 +205,9 @@ def read_reports(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
                 report_text({str(run): report})
                 report_page({str(run): report})
         except (OSError, TemplateError, *FOREIGN_ERRORS) as error:
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{file}: no report of a finished run ({error}). Give the output_dir of "
+                f"{file}: no report of a finished run ({why}). Give the output_dir of "
                 "one that trained with protrain_auto_memory."
             ) from error
         if lacking:

@@ -53,7 +53,7 @@ def derive(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"adapter: {raw['adapter']}; the service trains lora, qlora.")
     keys = {key: value for key, value in raw.items() if key not in _DROPPED}
     keys = {**_DEFAULTS, "adapter": adapter, **keys}
-    plugins = list(raw.get("plugins") or ())
+    plugins = raw.get("plugins") or ()
     if not lists_plugin(plugins):
         keys["plugins"] = [*plugins, PLUGIN]
     if not raw.get("lora_target_modules"):

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 from ..errors import ConfigError
+from ..sizes import parse_gib
 from ..types import ADAM_MOVED_BYTES, Hardware
 
 
@@ -207,7 +208,7 @@ def gpu_hardware(
     gpu = _described(name, figures) if len(figures) > 1 else _find(name, text)
     device_bytes = gpu.device_bytes
     if len(figures) == 1:
-        device_bytes = int(_number(figures[0], "GiB", MAX_GPU_GIB, gpu) * (1 << 30))
+        device_bytes = int(_figure(figures[0], "GiB", MAX_GPU_GIB, gpu) * (1 << 30))
     lost = ROUNDING_FRACTION + DRIVER_FRACTION
     link_name = _find_link(link, gpu) if link is not None else gpu.links[-1]
     lanes = LINKS[link_name]
@@ -250,14 +251,14 @@ def gpu_hardware(
 
 def _described(name: str, figures: list[str]) -> Gpu:
     """A card by its figures, on any link; fp32 as far behind 16 bits as on most."""
-    if len(figures) != 3:
+    if len(figures) != 3 or not name.strip():
         raise ConfigError(
             f"--gpu {':'.join([name, *figures])!r}: a card that is not in the table is "
             f"written {OWN_FIGURES}"
         )
     example = Gpu(name, 48 << 10, 91, 23, 46, 864, 5, OTHERS, "figures given by hand")
     gib, tflops, gb_s = (
-        _number(figure, unit, most, example)
+        _figure(figure, unit, most, example)
         for figure, unit, most in zip(
             figures, ("GiB", "TFLOPs", "GB/s"), (MAX_GPU_GIB, 1e5, 1e5), strict=True
         )
@@ -291,17 +292,20 @@ def _find(name: str, text: str) -> Gpu:
     )
 
 
-def _number(text: str, unit: str, most: float, gpu: Gpu) -> float:
+def _figure(text: str, unit: str, most: float, gpu: Gpu) -> float:
     try:
-        number = float(re.sub(rf"\s*{unit}$", "", text, flags=re.IGNORECASE))
+        if unit == "GiB":
+            number = parse_gib(text)
+        else:
+            number = float(re.sub(rf"\s*{unit}$", "", text, flags=re.IGNORECASE))
     except ValueError:
         number = 0.0
     # false for nan too
     if 1 <= number <= most:
         return number
-    what = "a memory size in GiB" if unit == "GiB" else f"a figure in {unit}"
+    what = "a memory size" if unit == "GiB" else "a figure"
     raise ConfigError(
-        f"--gpu: {text!r} is not {what} (a number from 1 to {most:.0f}); "
+        f"--gpu: {text!r} is not {what} from 1 to {most:.0f} {unit}; "
         f"write for example {gpu.name}:{gpu.device_bytes / 2**30:.0f}, or {OWN_FIGURES}"
     )
 
@@ -322,10 +326,11 @@ def _refuse(
     option: str, text: str, wanted: str, names: Iterable[str], also: str = ""
 ) -> NoReturn:
     by_plain = {_plain(name): name for name in names}
-    nearest = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.0)[0]
+    close = difflib.get_close_matches(wanted, by_plain, n=1)
+    nearest = "".join(f"; nearest: {by_plain[name]}" for name in close)
     raise ConfigError(
-        f"{option} {text!r} is not known; allowed: {', '.join(by_plain.values())}{also}; "
-        f"nearest: {by_plain[nearest]}"
+        f"{option} {text!r} is not known; allowed: {', '.join(by_plain.values())}{also}"
+        f"{nearest}"
     )
 
 

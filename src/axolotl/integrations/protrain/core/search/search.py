@@ -438,4 +438,4 @@ def _size(nbytes: int) -> str:
 
 def _limit(nbytes: int) -> str:
     """The least value of a key that allows so much, rounded up."""
-    return f'"{-(-nbytes * 10 // 2**30) / 10}GiB"' if nbytes >= 2**30 else f"{nbytes}"
+    return f'"{-(-nbytes * 10 // 2**30) / 10}GiB"' if nbytes >= 2**30 else f"{nbytes}B"
