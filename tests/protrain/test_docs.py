@@ -91,6 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("your", "config", "base"):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
     (tmp_path / "examples").mkdir()
+    (tmp_path / "outputs/run").mkdir(parents=True)
     for path in EXAMPLES:
         (tmp_path / "examples" / path.name).write_text(path.read_text())
     monkeypatch.chdir(tmp_path)

@@ -257,7 +257,9 @@ def test_lanes_are_timed_in_the_first_step_that_is_not_watched(
     assert phases == ["forward", "backward", "update"]
     for lane, runs in spans.items():
         moments = [moment for begin, end, _what in runs for moment in (begin, end)]
-        assert moments == sorted(moments) and moments[-1] <= lanes["step_s"], lane
+        assert moments == sorted(moments) and moments[0] >= 0, lane
+        # the host's updates run beside the next step
+        assert moments[-1] <= lanes["step_s"] or lane == "host", lane
     # copies of the CPU device run at once: compute waits for each
     shares = (busy_s[lane] for lane in ("compute", "fetch", "offload"))
     assert sum(shares) <= lanes["step_s"]

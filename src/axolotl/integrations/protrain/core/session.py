@@ -383,7 +383,10 @@ class Session:
             return None
         end = self.device.moment()
         self.device.synchronize()
-        return clock.read(end, self.stall_s - self._stalled_s)
+        stalled_s = self.stall_s - self._stalled_s
+        # updates of this step run beside the next one
+        self._worker.drain()
+        return clock.read(end, stalled_s)
 
     @property
     def stall_s(self) -> float:

@@ -253,7 +253,8 @@ def _lanes(lanes: Values | None) -> Values | None:
     """What each lane did in a step, in time."""
     if not lanes or lanes["spans"].keys() <= {COMPUTE}:
         return None
-    total, spans = max(lanes["step_s"], 1e-9), lanes["spans"]
+    spans = lanes["spans"]
+    total = max(lanes["step_s"], *(run[-1][1] for run in spans.values()), 1e-9)
     rows = [
         (
             LANES[lane],
@@ -277,7 +278,7 @@ def _lanes(lanes: Values | None) -> Values | None:
         for begin, end, what in spans.get(COMPUTE, ())
     )
     phases = [(what if size >= 0.08 else "", at, size) for what, at, size in shares]
-    return {"rows": rows, "phases": phases, "span": total}
+    return {"rows": rows, "phases": phases, "span": total, "step_s": lanes["step_s"]}
 
 
 def _stacked(

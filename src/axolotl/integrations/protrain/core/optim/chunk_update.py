@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..runtime import Device, InBuffer, Source, Staging
+from ..runtime import Device, InBuffer, LaneClock, Source, Staging
 from ..runtime.device import Event
 from ..types import IN_FLIGHT
 from .host_chunks import HostChunk
@@ -282,8 +282,9 @@ class OnHost:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def make(self, own: ChunkUpdate, fetches: Event) -> None:
-        """Make the step of a chunk after `fetches`, which may be reading its weights."""
+    def make(self, own: ChunkUpdate, fetches: Event, clock: LaneClock | None) -> None:
+        """Make the step of a chunk after `fetches`, which may be reading its weights;
+        on the clock of the step that it is of."""
         fetches.synchronize()
         start = time.perf_counter()
         noted, own.noted = own.noted, None
@@ -306,7 +307,7 @@ class OnHost:
                     target.copy_(source)
         state.take(change)
         own.clip = None
-        if (clock := self._device.clock) is not None:
+        if clock is not None:
             clock.note("host", start, time.perf_counter())
 
 

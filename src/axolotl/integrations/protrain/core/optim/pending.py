@@ -180,7 +180,7 @@ class PendingUpdates:
         self._around.rewrites(own.host)
         index, fetches = own.host.chunk.index, self._device.fetch.record()
         if self._on_host:
-            land = partial(self._with_host.make, own, fetches)
+            land = partial(self._with_host.make, own, fetches, self._device.clock)
         else:
             self._worker.wait(index)
             if own.changes(own.noted):

@@ -29,7 +29,7 @@ class LaneTimes:
     Attributes:
         busy_s: By lane, how long it worked; compute while it did not wait.
         spans: By lane, in order; those of compute are forward, backward and update, with
-            what it waits in them.
+            what it waits in them, those of the host may end after the step.
     """
 
     step_s: float
@@ -79,6 +79,5 @@ class LaneClock:
 
     def _seconds(self, moment: Any) -> float:
         if isinstance(moment, float):
-            # an update on the host may have begun in the step before
-            return max(moment - self._begun_s, 0.0)
+            return moment - self._begun_s
         return self._begun.elapsed_time(moment) / 1000
