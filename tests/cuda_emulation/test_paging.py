@@ -238,7 +238,7 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         "outside on the host",
     ),
     "activations leave before they are made": (
-        *(STREAM, "wait", "__init__", "swap.py"),
+        *(STREAM, "wait", "_send", "swap.py"),
         "swap inputs",
     ),
     "their memory is given to others before they have left": (
