@@ -289,7 +289,8 @@ class Ring:
         self._layout, self._plan = layout, plan
         self._arena, self._device = arena, device
         self._poison = poison
-        self._transport = Transport(device, ranks if plan.shards > 1 else None)
+        self._sharing = ranks if plan.shards > 1 else None
+        self._transport = Transport(device, self._sharing)
         self.numbers: dict[int, int] = {}
         self.slots: list[Slot] = []
 
@@ -323,7 +324,8 @@ class Ring:
 
     def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
         """Queue a chunk's bytes into a buffer that is no slot; see `Transport.fetch`."""
-        return self._transport.fetch(stream, buffer, source)
+        # one of its own: the slots' keeps what it has seen, and this buffer may go
+        return Transport(self._device, self._sharing).fetch(stream, buffer, source)
 
     def pager(self, worker: HostWorker, **around: Any) -> Pager:
         """A pager of these slots, with further arguments of `Pager`."""

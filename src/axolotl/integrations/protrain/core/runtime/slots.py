@@ -49,6 +49,7 @@ class Transport:
     def __init__(self, device: Device, ranks: Ranks | None = None) -> None:
         self._device = device
         self._ranks = ranks or Alone()
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
         """Queue the bytes of one chunk and give the point at which all are there.
@@ -58,10 +59,7 @@ class Transport:
             buffer: uint8, on the device, as large as the chunk or all its shards.
             source: uint8, on the host: the chunk, or this rank's shard.
         """
-        nbytes, size = source.numel(), self._ranks.world.local_size
-        part = whole = buffer[: size * nbytes]
-        if size > 1:
-            part = whole[self._ranks.local_rank * nbytes :][:nbytes]
+        part, whole = self._targets(buffer, source.numel())
         stream.copy(part, source)
         if part is whole:
             return stream.record()
@@ -69,6 +67,21 @@ class Transport:
         gathers.wait(stream.record())
         gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))
         return gathers.record()
+
+    def forget_buffers(self) -> None:
+        """Let go of the views of device buffers."""
+        self._views.clear()
+
+    def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
+        # made once: slicing costs more than queueing the copy
+        key = buffer.data_ptr(), nbytes
+        if key not in self._views:
+            size, rank = self._ranks.world.local_size, self._ranks.local_rank
+            whole = part = buffer[: size * nbytes]
+            if size > 1:
+                part = whole[rank * nbytes : (rank + 1) * nbytes]
+            self._views[key] = part, whole
+        return self._views[key]
 
 
 class Slot:
@@ -116,6 +129,7 @@ class Slot:
     def release(self) -> None:
         """Let go of the device memory; the slot cannot be used again."""
         self._device.free(self.buffer)
+        self._transport.forget_buffers()
         self.holds = None
         self.buffer = self.buffer.new_empty(0)
 
