@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from core_models import (
@@ -27,7 +28,9 @@ from core_models import (
     wrapped,
 )
 from torch import nn
+from torch.utils import _python_dispatch
 
+from axolotl.integrations.protrain.core.runtime import CheckedDevice, CpuDevice
 from axolotl.integrations.protrain.core.types import Update
 
 
@@ -127,6 +130,16 @@ def test_interrupted_while_waiting_for_an_update() -> None:
     signal.signal(signal.SIGINT, handler)
     assert ours + train(model, optimizer, [[second]], session) == theirs
     session.close()
+
+
+def test_a_watch_ends_after_an_interrupt_between_two_modes() -> None:
+    """It arrives where torch has put its modes aside for a moment, and loses them."""
+    device = CheckedDevice(CpuDevice())
+    buffer = device.allocate(8)
+    lost = patch.object(_python_dispatch, "_push_mode", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), device.watch(0), lost:
+        device.compute.fill(buffer, 0)
+    assert not _python_dispatch._get_current_dispatch_mode_stack()
 
 
 def failing() -> None:

@@ -38,7 +38,8 @@ NAMES = {
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.nn.utils.stateless": "_reparametrize_module",
     "torch.serialization": "skip_data",
-    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes "
+    "_get_current_dispatch_mode_stack _push_mode",
     "torch.utils._pytree": "tree_leaves",
     "axolotl.loaders.model:ModelLoader": "_apply_pre_model_load_setup _build_model "
     "_configure_experts_implementation _load_adapters "

@@ -417,8 +417,6 @@ class Session:
         """Finish queued work, remove the hooks, give plain host tensors back."""
         if self.closed:
             return
-        # what closing lets go of
-        self._count_host_optimizer()
         self.closed = self._viewer.closed = True
         # other ranks may not come to what all do together
         self._viewer.takes &= self._ranks.world.size == 1
@@ -437,6 +435,8 @@ class Session:
             undo.callback(drop_ended_backward, self.device.torch_device)
             undo.callback(self.device.synchronize)
             undo.callback(self._pager.close_any)
+            # once no thread adds to it, and before any of it is let go of
+            undo.callback(self._count_host_optimizer)
             undo.callback(self._worker.close)
             undo.callback(self._updates.flush)
             undo.callback(self._viewer.hide)

@@ -19,6 +19,7 @@ from weakref import KeyedRef
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..host import memory_nodes, node_of, place, processors
@@ -241,7 +242,22 @@ def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode around what an interrupt may end anywhere."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torchao's optimizers compile their update: torch would refuse to."""
+        return True
+
+    def __exit__(self, *error: Any) -> None:
+        # interrupted while it puts modes aside for a moment, torch never puts them back
+        if self not in _python_dispatch._get_current_dispatch_mode_stack():
+            _python_dispatch._push_mode(self)
+        super().__exit__(*error)
+
+
+class _Watch(OperatorMode):
     """Follows every storage that an operator makes on the calling thread.
 
     Host work runs on a thread of its own, where no mode is active.
@@ -250,11 +266,6 @@ class _Watch(TorchDispatchMode):
     def __init__(self, follow: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
         self._follow = follow
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torchao's optimizers compile their update: torch would refuse to."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

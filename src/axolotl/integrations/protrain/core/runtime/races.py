@@ -51,7 +51,7 @@ from torch.utils import _python_dispatch
 
 from ..errors import RaceError
 from ..layout.tensors import tensors_in
-from .device import Device, Event, Stream, call_operator
+from .device import Device, Event, OperatorMode, Stream, call_operator
 
 
 class _Lane:
@@ -426,17 +426,12 @@ class _CheckedEvent:
         return done
 
 
-class _Operators(_python_dispatch.TorchDispatchMode):
+class _Operators(OperatorMode):
     """Looks at the memory of every operator, on autograd's threads too."""
 
     def __init__(self, device: CheckedDevice) -> None:
         super().__init__()
         self._device = device
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torchao's optimizers compile their update: torch would refuse to."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
