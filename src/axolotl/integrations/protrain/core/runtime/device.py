@@ -252,7 +252,8 @@ class OperatorMode(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         # interrupted while it puts modes aside for a moment, torch never puts them back
-        if self not in _python_dispatch._get_current_dispatch_mode_stack():
+        # (only that: others may leave before those they are above, each takes the top)
+        if not _python_dispatch._get_current_dispatch_mode_stack():
             _python_dispatch._push_mode(self)
         super().__exit__(*error)
 
