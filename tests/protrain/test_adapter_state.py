@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(4)
 def test_paged_is_plain(run: Callable[[Job], Result], kind: str) -> None:
     limit, settings = KINDS[kind]
     plan = {**overrides(0, 2), "protrain_capacity_bytes": limit}

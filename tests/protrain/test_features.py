@@ -120,7 +120,7 @@ def features(plan: Settings) -> list[Any]:
 
 
 @pytest.mark.parametrize(("trainings", "without"), features(MIXED_PLAN))
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(10)
 def test_feature(run: Run, trainings: Pair, without: Job) -> None:
     paged, plain = run(trainings.paged), run(trainings.plain)
     assert_equal(paged, plain)

@@ -64,6 +64,7 @@ WITH_ADAPTERS = {
 @pytest.mark.parametrize(
     ("trainings", "places"), WITH_ADAPTERS.values(), ids=WITH_ADAPTERS
 )
+@pytest.mark.sampled(3)
 def test_beside_the_state_of_adapters(
     run: Run, trainings: Pair, places: list[str]
 ) -> None:

@@ -84,7 +84,7 @@ QUICK = [cell for number, cell in enumerate(GRID) if number % 9 == 0]
         for cell in GRID + MORE
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 def test_paged_is_plain(run: Run, trainings: Pair) -> None:
     paged, plain = run(trainings.paged), run(trainings.plain)
     assert_equal(paged, plain)

@@ -56,6 +56,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("jobs", FAILURES.values(), ids=FAILURES.keys())
+@pytest.mark.sampled(3)
 def test_training_goes_on(run: Run, jobs: Pair) -> None:
     paged, plain = run(jobs.paged), run(jobs.plain)
     assert_equal(paged, plain)

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ UNCHECKED = {"protrain_check_races": None}
 """Of an interrupt between two of its notes the race checker makes a race."""
 
 INTERRUPTED = {
+    "interrupt_shell": (PAGED, 2, 0.02),
     "interrupt_early": (PAGED, 1, 0.0),
     "interrupt_later": (OTHER_PLAN, 4, 0.03),
     "interrupt_lora": ({**LORA, **PAGED}, 2, 0.01),
@@ -147,8 +148,6 @@ def jobs(
     for kind, settings in KINDS.items():
         jobs.train(f"{kind}_plain", settings)
         jobs.train(f"{kind}_paged", PAGED, settings)
-    press = interrupt(2, 0.02)
-    jobs.train("interrupt_shell", MANY, PAGED, UNCHECKED, watch=press, shell=True)
     jobs.train("master", MASTER)
     for name, (settings, first, _) in RESUMED.items():
         if name in names:
@@ -158,15 +157,13 @@ def jobs(
     first = resume("stateless")
     jobs.train("from_stateless", PAGED, STATELESS, first, after=["stateless"])
     for name, (settings, _) in BESIDE.items():
-        jobs.train(name, SLOW_DISK, PAGED, settings, {"save_total_limit": 2})
+        if name in names:
+            jobs.train(name, SLOW_DISK, PAGED, settings, {"save_total_limit": 2})
     uploads = {**SLOW_DISK, "plugins": [PROTRAIN, SEEDING, "saving_jobs.Uploads"]}
     jobs.train("uploads", uploads, PAGED, {"save_total_limit": 1})
     beside = {**MANY, **SLOW_DISK, **PAGED, "save_steps": 3}
     jobs.train("interrupt_beside", beside, UNCHECKED, watch=interrupt(4, 0.0))
-    jobs.train("full_moments", EACH)
-    jobs.train("lora_moments", EACH, LORA)
-    for name, (settings, steps, delay) in INTERRUPTED.items():
-        jobs.train(name, MANY, settings, UNCHECKED, watch=interrupt(steps, delay))
+    add_interrupted(jobs, names)
     add_other_commands(jobs)
     auto = {"auto_resume_from_checkpoints": True}
     copy = copy_checkpoint("full_paged", "auto", add_half_a_checkpoint)
@@ -376,7 +373,25 @@ def interrupt(num_steps: int, delay_s: float) -> Callable[[int, Path], None]:
     return press
 
 
-@pytest.mark.parametrize("name", ["interrupt_shell", *INTERRUPTED])
+def add_interrupted(jobs: Jobs, names: Collection[str]) -> None:
+    """And the plain runs beside them."""
+    jobs.train("full_moments", EACH)
+    if "interrupt_lora" in names:
+        jobs.train("lora_moments", EACH, LORA)
+    for name, (settings, steps, delay) in INTERRUPTED.items():
+        if name in names:
+            press, shell = interrupt(steps, delay), name == "interrupt_shell"
+            jobs.train(name, MANY, settings, UNCHECKED, watch=press, shell=shell)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("interrupt_early", "interrupt_later"),
+        pytest.param("interrupt_lora", marks=pytest.mark.full),
+        pytest.param("interrupt_shell", marks=pytest.mark.full),
+    ],
+)
 def test_ctrl_c_saves_the_weights_of_the_moment(jobs: Jobs, name: str) -> None:
     ended = jobs[name]
     assert ended.exit_code == 0, ended.log[-3000:]
@@ -522,6 +537,7 @@ def best(state: Path) -> str:
 
 
 @pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.sampled(4)
 def test_a_save_beside_training_is_that_of_its_step(jobs: Jobs, name: str) -> None:
     ended, plain = jobs[name].finished, jobs["full_plain"].finished
     settings, step = BESIDE[name]

@@ -200,9 +200,7 @@ def odd(name: str) -> dict[str, Any]:
                 num_ranks=RANKS,
             ),
             id=name,
-            marks=()
-            if name in ("LessHostMemory", "CachedBandwidth")
-            else pytest.mark.full,
+            marks=() if name == "LessHostMemory" else pytest.mark.full,
         )
         for name in ODD_RANKS
     ],

@@ -398,6 +398,7 @@ STATES: dict[str, tuple[Edit, str]] = {
 
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "plain"])
 @pytest.mark.parametrize("edit", STATES)
+@pytest.mark.sampled(20)
 def test_a_state_that_does_not_fit_is_refused(
     trained: tuple[nn.Module, Path], newest: Path, edit: str, paged: bool
 ) -> None:

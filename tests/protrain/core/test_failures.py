@@ -413,6 +413,7 @@ def test_training_goes_on(failure: Failure) -> None:
 
 
 @pytest.mark.parametrize("failure", FATAL.values(), ids=FATAL.keys())
+@pytest.mark.sampled(12)
 def test_training_ends(failure: Failure) -> None:
     """With the error itself and the weights of the last step that was whole."""
     model, faulty = stack(width=WIDTH), FaultyDevice()

@@ -178,6 +178,7 @@ def predicted_bytes(session: Session, trace: Trace, **more: Any) -> int:
     ("recompute", "frozen", "plan"),
     pairwise([*product(((), (0, 1, 2), ALL), (True, False), MEMORY_PLANS)]),
 )
+@pytest.mark.sampled(12)
 def test_device_peak_was_predicted(
     recompute: Sequence[int], frozen: bool, plan: str
 ) -> None:

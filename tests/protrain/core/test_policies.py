@@ -66,6 +66,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     pairwise([*product(POLICIES, RESIDENT, ("adapter", "full"), (0.1, 0.0), DELAYS)]),
     indirect=["device"],
 )
+@pytest.mark.sampled(12)
 def test_training_equals_plain(
     policy: str, resident: str, trained: str, dropout: float, device: Device
 ) -> None:

@@ -63,6 +63,7 @@ DATA = [batches(2, seed) for seed in range(4)]
 
 @pytest.mark.parametrize("before, after", NOTCHES.values(), ids=NOTCHES.keys())
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
+@pytest.mark.sampled(8)
 def test_training_goes_on_under_another_plan(
     frozen: bool, before: dict[str, Any], after: dict[str, Any]
 ) -> None:

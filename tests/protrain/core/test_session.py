@@ -61,6 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sampled(10)
 def test_training_equals_plain(plan: str, frozen: bool) -> None:
     model = stack()
     keep = freeze(model, ["extra"]) if frozen else ()

@@ -343,6 +343,7 @@ SESSIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.sampled(14)
 def test_a_step_moves_the_bytes_that_a_session_moves(
     name: str, accumulation: int
 ) -> None:

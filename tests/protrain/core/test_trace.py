@@ -137,6 +137,7 @@ def assert_one_block_is_enough(
 
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(8)
 def test_one_block_of_a_kind_stands_for_all(
     family: str, autocast: torch.dtype | None
 ) -> None:

@@ -104,7 +104,7 @@ class MappedFile(NamedTuple):
     end: int
     offset: int
     inode: int
-    path: Path
+    path: str
 
 
 def mapped_files() -> list[MappedFile]:
@@ -121,8 +121,7 @@ def mapped_files() -> list[MappedFile]:
             continue
         addresses, _, offset, _, inode, name = line.split(None, 5)
         first, end, start = (int(n, 16) for n in (*addresses.split(b"-"), offset))
-        path = Path(os.fsdecode(name))
-        found.append(MappedFile(first, end, start, int(inode), path))
+        found.append(MappedFile(first, end, start, int(inode), os.fsdecode(name)))
     return found
 
 

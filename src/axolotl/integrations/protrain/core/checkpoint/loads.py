@@ -19,7 +19,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,20 +33,20 @@ _READERS = 4
 """Threads; the system's read and torch's copy let go of Python."""
 
 
-def plan_load(tensors: Sequence[Tensor]) -> list[tuple[Path, Piece]]:
+def plan_load(tensors: Sequence[Tensor]) -> list[tuple[str, Piece]]:
     """What to read instead of copying host tensors: of files pieces of tensors, by number,
     in the order of the disk.
 
     A tensor is read whole or, where it is not what a file has, not named at all.
     """
-    reads: list[tuple[Path, Piece]] = []
+    reads: list[tuple[str, Piece]] = []
     files = mapped_files()
     with ExitStack() as opened:
         pages = None
         with suppress(OSError):
             pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, pages)
-        known: dict[Path, bool] = {}
+        known: dict[str, bool] = {}
         for number, tensor in enumerate(tensors):
             is_plain = tensor.is_contiguous() and not tensor.is_neg()
             file = file_of(tensor, files) if is_plain else None
@@ -73,7 +72,7 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     reads = plan_load([source for _, source in pairs])
     read = {piece.key for _, piece in reads}
     with ExitStack() as opened:
-        files: dict[Path, int] = {}
+        files: dict[str, int] = {}
         for path in dict.fromkeys(path for path, _ in reads):
             files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, files[path])
@@ -99,7 +98,7 @@ def load(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             future.result()
 
 
-def _read_at(descriptor: int, target: Tensor, path: Path, offset: int) -> None:
+def _read_at(descriptor: int, target: Tensor, path: str, offset: int) -> None:
     left = memoryview(target.numpy().data)
     while left:
         count = os.preadv(descriptor, [left], offset)
@@ -115,8 +114,8 @@ def _is_there(file: MappedFile) -> bool:
     """Whether the file's name is still that of what is mapped, and may be read."""
     return (
         os.access(file.path, os.R_OK)
-        and file.path.is_file()
-        and file.path.stat().st_ino == file.inode
+        and os.path.isfile(file.path)
+        and os.stat(file.path).st_ino == file.inode
     )
 
 
