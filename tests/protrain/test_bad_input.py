@@ -165,7 +165,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
         {"protrain_capacity_bytes": 700_000},
         [
             "protrain_capacity_bytes: the smallest plan needs ",
-            "of 700,000 bytes may be used, ",
+            "of 683.6 KiB may be used, ",
             "If the device has it, set `protrain_capacity_bytes: ",
             # the same batch in more steps, before anything that changes the training
             "would make it fit:\nmicro_batch_size: 1\ngradient_accumulation_steps: 8\n",
@@ -176,7 +176,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
         {"protrain_cpu_capacity_bytes": 512000},
         [
             "protrain_cpu_capacity_bytes: the plan of the overrides needs ",
-            "512,000 bytes may be used, ",
+            "500.0 KiB may be used, ",
             "If the host has it, set `protrain_cpu_capacity_bytes: ",
         ],
     ),

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from axolotl.integrations.protrain.core.errors import ConfigError
-from axolotl.integrations.protrain.report.forecast import format_bytes
+from axolotl.integrations.protrain.core.sizes import format_bytes
 from axolotl.integrations.protrain.report.page import plan_page, report_page
 from axolotl.integrations.protrain.report.run import REPORT_FILE, read_reports
 from axolotl.integrations.protrain.report.text import plan_text, report_text

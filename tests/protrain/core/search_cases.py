@@ -153,10 +153,10 @@ class Judged:
     step: StepTime
 
 
-def missing_bytes(error: BudgetError) -> int:
-    found = re.search(r"([\d,]+) bytes too little", str(error))
+def missing(error: BudgetError) -> str:
+    found = re.search(r"([\d.]+ \w+) too little", str(error))
     assert found, error
-    return int(found.group(1).replace(",", ""))
+    return found.group(1)
 
 
 @st.composite

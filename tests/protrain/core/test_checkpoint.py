@@ -168,7 +168,7 @@ def test_room_is_asked_for_before_training(tmp_path: Path, folder: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         require_space(tmp_path / folder, 1 << 60)
     message = str(caught.value)
-    assert message.startswith("output_dir: a checkpoint needs 1,152,921,")
+    assert message.startswith("output_dir: a checkpoint needs 1073741824.00 GiB")
     for way_out in ("save_total_limit", "protrain_save_optimizer_state: false"):
         assert way_out in message
 

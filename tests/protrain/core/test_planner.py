@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, strategies as st
-from search_cases import ALMOST, PLENTY, Case, cases, few, missing_bytes
+from search_cases import ALMOST, PLENTY, Case, cases, few, missing
 
 from axolotl.integrations.protrain.args import FORCED, ProTrainArgs
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.planner import Forecast, Planner
 from axolotl.integrations.protrain.core.search import ONLY_A
+from axolotl.integrations.protrain.core.sizes import format_bytes
 from axolotl.integrations.protrain.core.types import Budget, Knobs, Plan
 from axolotl.integrations.protrain.planning import choose
 
@@ -64,7 +65,8 @@ def test_what_does_not_fit_is_forecast_as_well(case: Case) -> None:
     nearest = nothing.forecast(nothing.nearest())
     with pytest.raises(BudgetError) as refusal:
         nothing.fastest()
-    assert missing_bytes(refusal.value) == nearest.device.peak_bytes - NOTHING
+    lack = nearest.device.peak_bytes - NOTHING
+    assert missing(refusal.value) == format_bytes(lack)
     enough = planner(case, nearest.device.peak_bytes)
     assert enough.forecast(enough.fastest()).step.total_s > 0
     assert not nothing.nearest(ONLY_A).paged

@@ -30,6 +30,7 @@ from .core.layout import build_layout, find_blocks, has_vision_tower
 from .core.planner import Forecast, Planner
 from .core.runtime import Ranks
 from .core.search import MODES
+from .core.sizes import format_bytes
 from .core.types import (
     ALONE,
     PAGING_GAIN,
@@ -48,7 +49,6 @@ from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import OptimizerBytes, optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, refuse_quantised
-from .report.forecast import format_bytes
 
 if TYPE_CHECKING:
     from .objective import Objective

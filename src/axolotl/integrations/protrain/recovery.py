@@ -26,8 +26,9 @@ from transformers import Trainer
 from .core.errors import BudgetError, DeviceMemoryError
 from .core.planner import Forecast, Planner
 from .core.runtime import asked_bytes, is_shortage
+from .core.sizes import format_bytes
 from .data_parallel import Owed
-from .report.forecast import format_bytes, format_seconds
+from .report.forecast import format_seconds
 from .report.run import RunReport
 from .versions import COUNTERS
 

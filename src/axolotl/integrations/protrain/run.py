@@ -38,6 +38,7 @@ from .core.runtime import (
     open_device,
 )
 from .core.session import Options, Session
+from .core.sizes import format_bytes
 from .data_parallel import ignore_in_ddp
 from .planning import (
     about,
@@ -49,7 +50,7 @@ from .planning import (
     plan_here,
 )
 from .recovery import Recovery
-from .report.forecast import format_bytes, format_seconds
+from .report.forecast import format_seconds
 from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:

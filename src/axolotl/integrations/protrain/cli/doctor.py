@@ -29,8 +29,8 @@ from ..core.layout import build_layout, slot_floor
 from ..core.profile.hardware import device_name, measure_hardware, median_s
 from ..core.runtime import Device, host_buffer, open_device
 from ..core.session import Session
+from ..core.sizes import format_bytes
 from ..core.types import Hardware, Placement, Plan, Policy, Update
-from ..report.forecast import format_bytes
 from ..versions import require_internals
 
 GOOD, POOR, BAD = "good", "poor", "bad"

@@ -16,6 +16,7 @@ from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
 from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware
+from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
 from ..offline.meta_model import load_meta_model
 from ..planning import Subject, about, plan_for, subject_of, this_machine
@@ -207,13 +208,13 @@ class DryRun:
         yield f"{name}: {card.source}"
         if card.unseen_bytes:
             yield (
-                f"{name}: {report.format_bytes(card.unseen_bytes)} of its memory go to "
+                f"{name}: {format_bytes(card.unseen_bytes)} of its memory go to "
                 "the context, to workspaces of kernels and to rounding"
             )
         if card.desktop_bytes:
             size = card.device_bytes / 2**30
             yield (
-                f"{name}: {report.format_bytes(card.desktop_bytes)} left free for a "
+                f"{name}: {format_bytes(card.desktop_bytes)} left free for a "
                 f"desktop and for allocation; --gpu '{name}:{size:.2f}' plans without"
             )
         if forecast.plan.mode == "A" and forecast.plan.origin == "search":
@@ -241,9 +242,9 @@ class DryRun:
             ("protrain_cpu_capacity_bytes", budget.host_bytes, card.host_bytes),
         ):
             if used == getattr(args, key):
-                yield f"{key}: {report.format_bytes(used)} may be used on {name}'s machine"
+                yield f"{key}: {format_bytes(used)} may be used on {name}'s machine"
             elif getattr(args, key) is not None:
-                yield f"{key} asks for more than the {report.format_bytes(has)} beside {name}"
+                yield f"{key} asks for more than the {format_bytes(has)} beside {name}"
 
     def _alternatives(
         self, card: Hardware, planner: Planner, forecast: Forecast, changes_keys: bool

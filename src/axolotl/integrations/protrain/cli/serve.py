@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 import uvicorn
 
 from ..core.errors import ConfigError
-from ..report.forecast import format_bytes
+from ..core.sizes import format_bytes
 from ..service.engine import AdapterService
 from ..service.http import app_of
 

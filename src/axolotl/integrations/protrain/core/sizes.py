@@ -35,3 +35,12 @@ def parse_gib(text: str) -> float:
     with suppress(ValueError):
         text = f"{float(text)} GiB"
     return parse_bytes(text) / 2**30
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` with a binary unit, three or four significant digits."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ..core.planner import Forecast
+from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Hardware, Knobs, Plan
 
 FITS, DOES_NOT_FIT, UNSUPPORTED = "fits", "does-not-fit", "unsupported"
@@ -258,15 +259,6 @@ def format_losses(losses: Sequence[Sequence[float]]) -> str:
 def highest_phase(phases: Mapping[str, int]) -> str:
     """The phase of a run in which most memory is taken."""
     return max(phases, key=phases.__getitem__)
-
-
-def format_bytes(nbytes: float) -> str:
-    """`nbytes` with a binary unit, three or four significant digits."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} GiB"
 
 
 def format_plain(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:

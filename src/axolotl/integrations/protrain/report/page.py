@@ -15,8 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from ..core.sizes import format_bytes
 from . import forecast
-from .forecast import FITS, LANES, format_bytes, format_seconds
+from .forecast import FITS, LANES, format_seconds
 
 Values = Mapping[str, Any]
 """Of one card: its answer, its step, its device's bytes."""

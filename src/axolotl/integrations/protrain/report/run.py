@@ -15,7 +15,8 @@ from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner import Forecast
 from ..core.runtime import LaneTimes
 from ..core.session import Measured
-from .forecast import LANES, answer_dict, format_bytes, knobs_dict
+from ..core.sizes import format_bytes
+from .forecast import LANES, answer_dict, knobs_dict
 from .page import report_page
 from .text import forecast_table, report_text
 

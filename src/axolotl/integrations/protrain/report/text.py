@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from ..core.planner import Forecast
+from ..core.sizes import format_bytes
 from .forecast import (
     FITS,
     LANES,
@@ -25,7 +26,6 @@ from .forecast import (
     compared_rows,
     forecast_dict,
     format_about,
-    format_bytes,
     format_keys,
     format_limiter,
     format_losses,

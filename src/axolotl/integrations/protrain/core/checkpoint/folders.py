@@ -16,6 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from ..sizes import format_bytes
 from ..types import Layout
 from .manifest import write_manifest
 
@@ -61,8 +62,8 @@ def require_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < nbytes:
         raise CheckpointError(
-            f"output_dir: a checkpoint needs {nbytes:,} bytes and "
-            f"{folder} has {free:,} free. Free some space, choose another output_dir, "
+            f"output_dir: a checkpoint needs {format_bytes(nbytes)} and "
+            f"{folder} has {format_bytes(free)} free. Free some space, choose another output_dir, "
             "keep fewer checkpoints (save_total_limit), or leave the optimizer state "
             "out (protrain_save_optimizer_state: false)."
         )

@@ -27,6 +27,7 @@ from ..cost.memory import Activations, MemoryModel, Parameters
 from ..cost.time import StepTime, simulate
 from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor
+from ..sizes import format_bytes
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .plans import block_policies, make_plan, place
 
@@ -383,10 +384,10 @@ class Search:
         missing = estimate.peak_bytes - budget.usable_bytes
         if missing > 0:
             raise BudgetError(
-                f"protrain_capacity_bytes: {what} needs {_size(estimate.peak_bytes)} "
+                f"protrain_capacity_bytes: {what} needs {format_bytes(estimate.peak_bytes)} "
                 f"on the device at {estimate.peak.label} ({_largest(estimate.terms)}); "
-                f"{_size(budget.usable_bytes)} of {_size(budget.device_bytes)} may be "
-                f"used, {_size(missing)} too little. If the device has it, set "
+                f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
+                f"used, {format_bytes(missing)} too little. If the device has it, set "
                 f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
                 "else lower micro_batch_size, sequence_len or the adapter's rank."
                 f"{self._way_out()}"
@@ -394,9 +395,9 @@ class Search:
         host = self.memory.host(plan)
         missing = host.peak_bytes - budget.host_bytes
         raise BudgetError(
-            f"protrain_cpu_capacity_bytes: {what} needs {_size(host.peak_bytes)} of "
-            f"host memory ({_largest(host.terms)}); {_size(budget.host_bytes)} may be "
-            f"used, {_size(missing)} too little. If the host has it, set "
+            f"protrain_cpu_capacity_bytes: {what} needs {format_bytes(host.peak_bytes)} of "
+            f"host memory ({_largest(host.terms)}); {format_bytes(budget.host_bytes)} may be "
+            f"used, {format_bytes(missing)} too little. If the host has it, set "
             f"`protrain_cpu_capacity_bytes: {_limit(host.peak_bytes)}`; else raise "
             "protrain_capacity_bytes so that more stays on the device, or train an "
             "adapter."
@@ -427,13 +428,9 @@ def _allowed(redone: Iterable[int], policies: Sequence[Policy]) -> bool:
 
 def _largest(terms: Mapping[str, int]) -> str:
     ordered = sorted(terms.items(), key=lambda term: -term[1])
-    return ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in ordered if nbytes)
-
-
-def _size(nbytes: int) -> str:
-    """In GiB; as it is where that would be nothing."""
-    gib = nbytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 0.05 else f"{nbytes:,} bytes"
+    return ", ".join(
+        f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered if nbytes
+    )
 
 
 def _limit(nbytes: int) -> str:
