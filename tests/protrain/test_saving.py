@@ -398,6 +398,7 @@ def test_ctrl_c_saves_the_weights_of_the_moment(jobs: Jobs, name: str) -> None:
     assert ended.paged
     num_steps = ended.log.count("'loss'")
     assert 1 <= num_steps < NUM_MOMENTS
+    assert "Ended by an error or a signal after" in " ".join(ended.report["notes"])
     kind = "lora" if name == "interrupt_lora" else "full"
     plain = jobs[f"{kind}_moments"].finished.folder
     # in the middle of an update some weights are those of the next step

@@ -259,6 +259,12 @@ class TrainingRun:
             ranks = Alone()
         if self.report is not None:
             self.recovery.begin(None)
+            if failed:
+                whole = len(self.report.step_s)
+                self.report.notes.append(
+                    f"Ended by an error or a signal after {whole} whole steps: what is "
+                    "measured holds what ran after them too."
+                )
         # the last one first, and each of them whatever the others raise
         with ExitStack() as undo:
             undo.callback(ranks.close)
