@@ -251,8 +251,8 @@ class OperatorMode(TorchDispatchMode):
         return True
 
     def __exit__(self, *error: Any) -> None:
-        # interrupted while it puts modes aside for a moment, torch never puts them back
-        # (only that: others may leave before those they are above, each takes the top)
+        # interrupted while it puts modes aside for a moment, torch never puts them back;
+        # no more than that, as modes may leave in any order: each takes the topmost
         if not _python_dispatch._get_current_dispatch_mode_stack():
             _python_dispatch._push_mode(self)
         super().__exit__(*error)
