@@ -105,6 +105,9 @@ class LoadProbe(BasePlugin):
 
 
 class _Opened(TrainerCallback):
+    # shown to it, weights would be those of the arena
+    looks_at_weights = False
+
     def __init__(self, probe: LoadProbe) -> None:
         self._probe = probe
 
