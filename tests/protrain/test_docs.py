@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,4 +193,5 @@ def test_help_comes_at_once() -> None:
     """No command imports torch before it is asked to do something."""
     module = "axolotl.integrations.protrain.cli"
     for name in ("plan", "migrate", "doctor", "selftest", "serve", "keys"):
-        subprocess.run(["python", "-m", module, name, "--help"], check=True, timeout=3)
+        command = [sys.executable, "-m", module, name, "--help"]
+        subprocess.run(command, check=True, timeout=3)
