@@ -562,6 +562,11 @@ class _Loader(ModelLoader):
                 None, config=config, state_dict={}, device_map={"": "meta"}, **kwargs
             )
         _keep_in_fp32(model, self.cfg.torch_dtype)
+        if self.cfg.model_quantization_config == "Mxfp4Config":
+            # unpacked in bf16 whatever the model's dtype (Mxfp4Dequantize)
+            for name, param in model.named_parameters():
+                if is_of_experts(name, param):
+                    param.data = param.data.bfloat16()
         _quantize(model)
         if self.cfg.quantize_moe_experts:
             with quantisation_tables_apart():
