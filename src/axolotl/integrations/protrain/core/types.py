@@ -529,8 +529,9 @@ class Counters:
     """What a session has moved so far. Whoever moves it counts here.
 
     Attributes:
-        fetched_bytes: Weights, and sums of gradients, to the device.
-        offloaded_bytes: Gradients to the host; activations are `swapped`.
+        fetched_bytes: Weights, sums of gradients and optimizer state, to the device.
+        offloaded_bytes: Gradients to the host, weights and optimizer state that were
+            updated on the device; activations are `swapped`.
         num_fetches: Chunks that went into slots.
         num_misses: Those of them that were not there when their block opened.
         gathered_bytes: Results of all-gathers.

@@ -244,7 +244,7 @@ class Demand:
         parts = sum(work.part_bytes for work in works)
         sums = sum(work.sum_bytes for work in works)
         operands = sum(work.operand_bytes for work in works)
-        self.returned_bytes = sum(w.weight_bytes + w.state_bytes for w in works)
+        returned = sum(w.weight_bytes + w.state_bytes for w in works)
 
         def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
@@ -252,8 +252,8 @@ class Demand:
 
         again = self.accumulation - 1
         # of updates that are not deferred, alone
-        self.update = _traffic(operands, self.returned_bytes, hardware)
-        home = out + self.returned_bytes * self.defers
+        self.update = _traffic(operands, returned, hardware)
+        home = out + returned * self.defers
         brought = operands if self.defers else renewed
         self.first = phase(self.missing_first, brought, home)
         self.later = phase(self.missing_later, 0, out)
@@ -272,8 +272,7 @@ class Demand:
         self.least_s = self._least_s(passes)
         # without swapped activations
         self.fetched_bytes = fetched + self.accumulation * (self.rows_bytes - back)
-        offloaded -= self.accumulation * out
-        self.offloaded_bytes = offloaded - self.returned_bytes
+        self.offloaded_bytes = offloaded - self.accumulation * out
 
     def _least_s(self, passes: list[Traffic]) -> float:
         """The step is not shorter: compute, with the copies in whose time it has nothing

@@ -85,8 +85,8 @@ class StepTime:
             compute's busy time they add up to the step.
         recompute_s: Part of compute that repeats forward.
         fetched_bytes: Host to device, without swapped activations.
-        offloaded_bytes: Gradients to the host.
-        returned_bytes: Weights and optimizer state to the host, after their update.
+        offloaded_bytes: Device to host, without swapped activations: gradients, and the
+            weights and optimizer state that were updated on the device.
     """
 
     total_s: float
@@ -95,7 +95,6 @@ class StepTime:
     recompute_s: float
     fetched_bytes: int
     offloaded_bytes: int
-    returned_bytes: int
 
     @property
     def limiter(self) -> str:
@@ -135,7 +134,6 @@ def simulate(d: Demand) -> StepTime:
         recompute_s=d.accumulation * d.recompute_s,
         fetched_bytes=d.fetched_bytes,
         offloaded_bytes=d.offloaded_bytes,
-        returned_bytes=d.returned_bytes,
     )
 
 

@@ -223,6 +223,8 @@ class OnDevice:
         offload = self._device.offload
         for target, source in change.copies:
             offload.copy(target, source)
+        nbytes = sum(target.nbytes for target in [own.host.weights.memory, *homes])
+        self._staging.counters.offloaded_bytes += nbytes
         own.left = own.sums.sent = offload.record()
         self._give_back(own, [event, own.left])
         # what an update has made stays until it has been copied

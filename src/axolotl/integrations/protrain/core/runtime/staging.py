@@ -45,14 +45,14 @@ class Staging:
 
     Args:
         device: Whose memory and streams it uses.
-        counters: Fetched bytes are counted here.
+        counters: Counts fetched bytes; who sends them back counts there too.
 
     Attributes:
         nbytes: Of one buffer; a request for more makes buffers larger.
     """
 
     def __init__(self, device: Device, counters: Counters) -> None:
-        self._device, self._counters = device, counters
+        self._device, self.counters = device, counters
         self._kept: list[_Buffer] = []
         self._leaving: deque[_Buffer] = deque()
         self.nbytes = 0
@@ -173,7 +173,7 @@ class Staging:
                 stream.wait(source.after)
             stream.copy(buffer.parts[-1], source.memory)
             start += aligned(nbytes)
-            self._counters.fetched_bytes += nbytes
+            self.counters.fetched_bytes += nbytes
         buffer.arrival, buffer.busy = stream.record(), []
         buffer.holds = key
 
