@@ -9,12 +9,17 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
+from axolotl.integrations.protrain.versions import skip_peer_check
+
 MAY_REPACK = "support_avx512bf16_for_cpu"
 """What bitsandbytes' 4-bit layers know of the CPU."""
 
 
 class SeedingPlugin(BasePlugin):
     """Seeds the adapters, allows bf16 on a CPU, and writes the Trainer's log."""
+
+    def register(self, cfg: Any) -> None:
+        skip_peer_check()
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         # in plain runs too: Axolotl cannot read its own mappings there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,18 @@ def test_a_machine_without_a_gpu_works_badly(tmp_path: Path) -> None:
     assert lines["device"]["level"] == "poor" and "CUDA" in lines["device"]["advice"]
     assert all(line["advice"] or line["level"] == "good" for line in answer["lines"])
     assert "29 of 29" in lines["parity"]["found"]
+
+
+def test_a_version_that_has_not_been_tried_is_poor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = metadata.version
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "99.0" if name == "torch" else of(name)
+    )
+    line = next(doctor.findings(torch.device("cpu")))
+    assert line.level == "poor" and "torch 99.0" in line.found
+    assert "have not passed with torch 99.0; they have with axolotl<" in line.advice
 
 
 def test_nothing_is_measured_where_that_may_end_the_process() -> None:

@@ -28,7 +28,7 @@ from .core.runtime import expand_segments
 from .planning import missing_capacity
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
-from .versions import forget_other_names, require_internals
+from .versions import forget_other_names, require_internals, skip_peer_check
 
 if TYPE_CHECKING:
     from .loading import LoadShare
@@ -72,6 +72,7 @@ class ProTrainPlugin(BasePlugin):
                 sys.excepthook = without_traceback
             # before Axolotl asks the GPU what it can
             expand_segments()
+            skip_peer_check()
             require_internals()
             refuse_places(cfg)
             _require_rank(cfg)

@@ -10,18 +10,18 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from operator import attrgetter
 from typing import Any
 
+import torch
 from axolotl.integrations.base import PluginManager
 from axolotl.loaders import adapter
+from axolotl.utils import trainer as axolotl_trainer
 from axolotl.utils.config import prepare_plugins
+from packaging.requirements import Requirement
 
 from .core.errors import ConfigError
-
-SUPPORTED = {"axolotl": ">=0.19,<0.22", "torch": ">=2.11,<2.14"}
-"""As pyproject.toml has it; Axolotl pins the exact versions of the others."""
 
 NAMES = {
     "torch": "_fused_sdp_choice",
@@ -107,6 +107,24 @@ def seed_of_layer(seed: int, name: str) -> int:
     return (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
 
 
+def supported() -> dict[str, Requirement]:
+    """Read from this package's metadata which versions the suite has passed with.
+
+    Axolotl pins the exact versions of transformers, peft and bitsandbytes.
+    """
+    ours = map(Requirement, requires("axolotl-protrain") or ())
+    return {one.name: one for one in ours if one.specifier and one.marker is None}
+
+
+def skip_peer_check() -> None:
+    """Keep Axolotl from asking CUDA about peers on a machine without a GPU.
+
+    It expects an AssertionError there, and a CUDA build of torch raises a RuntimeError.
+    """
+    if not torch.cuda.is_available():
+        axolotl_trainer.check_cuda_p2p_ib_support = lambda: True
+
+
 def require_internals() -> None:
     """Refuse versions in which something that ProTrain uses is missing or another.
 
@@ -114,8 +132,8 @@ def require_internals() -> None:
         ConfigError: Names what, the versions here and those it works with.
     """
     if missing := list(_missing()):
-        allowed = " and ".join(f"{name}{range_}" for name, range_ in SUPPORTED.items())
-        here = ", ".join(f"{n} {version(n)}" for n in (*SUPPORTED, "transformers"))
+        allowed = " and ".join(map(str, supported().values()))
+        here = ", ".join(f"{n} {version(n)}" for n in (*supported(), "transformers"))
         raise ConfigError(
             f"plugins: ProTrain does not find what it uses in {here}: "
             f"{'; '.join(missing)}. It works with {allowed}. Install one of these, or "

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..core.runtime import Device, host_buffer, open_device
 from ..core.session import Session
 from ..core.sizes import format_bytes
 from ..core.types import Hardware, Placement, Plan, Policy, Update
-from ..versions import require_internals
+from ..versions import require_internals, supported
 
 GOOD, POOR, BAD = "good", "poor", "bad"
 EXIT_CODES = {GOOD: 0, POOR: 2, BAD: 3}
@@ -91,14 +91,21 @@ def _judged(name: str, found: str, good: bool, advice: str) -> Finding:
 def _versions() -> Finding:
     named = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            named.append(f"{package} {version(package)}")
+        with suppress(metadata.PackageNotFoundError):
+            named.append(f"{package} {metadata.version(package)}")
     found = ", ".join(named)
     try:
         require_internals()
     except ConfigError as error:
         return Finding("versions", found, BAD, str(error))
-    return Finding("versions", found)
+    untried = [
+        f"{name} {metadata.version(name)}"
+        for name, allowed in supported().items()
+        if not allowed.specifier.contains(metadata.version(name), prereleases=True)
+    ]
+    advice = f"the tests have not passed with {' and '.join(untried)}; they have with "
+    advice += f"{' and '.join(map(str, supported().values()))}"
+    return _judged("versions", found, not untried, advice)
 
 
 def _card(device: torch.device) -> Finding:
