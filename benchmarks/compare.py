@@ -21,8 +21,8 @@ import click
 import torch
 from comparison import report
 from comparison.cases import CASES, GPU, QUICK, Case
-from comparison.system_run import EXTENSIONS, SystemRun, prepare
-from comparison.systems import LABELS
+from comparison.system_run import EXTENSIONS, SystemRun, build, prepare
+from comparison.systems import COMPILED, LABELS
 from machine import command, describe
 
 HERE = Path(__file__).parent
@@ -82,6 +82,9 @@ def main(
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update(_environment())
     prepare(device_type)
+    for name in set(names) & set(COMPILED):
+        click.echo(f"building the kernels of {LABELS[name]} (minutes the first time)")
+        build(name, device_type)
     deadline = time.monotonic() + minutes * 60
     stem = "-".join(
         part
@@ -90,10 +93,14 @@ def main(
     )
     path = output / f"{stem}.json"
     about = {"machine": describe(), "command": command()}
+    num_measured = 0
     for record in _measure_all(chosen, names, device_type, deadline):
+        num_measured += "excuse" not in record
         # at once: what comes next may end this process too
         report.merge(path, [{**about, "records": [record]}])
     _publish(path, [])
+    if not num_measured:
+        raise click.ClickException("nothing was measured; the table says why")
 
 
 def _publish(path: Path, new: Sequence[dict[str, Any]]) -> None:

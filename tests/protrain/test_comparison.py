@@ -148,6 +148,21 @@ def test_cases_cover_what_is_asked() -> None:
         assert {True, False} == {case.name.endswith("-fits") for case in cases}
 
 
+def test_an_empty_table_is_an_error(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, str(BENCHMARKS / "compare.py"), "--case", CASE.name),
+            *("--systems", "ours", "--minutes", "0", "--output", str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1 and "Error: nothing was measured" in run.stderr
+    (path,) = tmp_path.glob("*.md")
+    assert NOT_IN_TIME in path.read_text()
+
+
 @pytest.mark.full
 def test_real_systems(tmp_path: Path) -> None:
     """Plain and ours are equal, and what needs a GPU says so itself."""

@@ -12,6 +12,9 @@ LABELS = {
 }
 """Module of the adapter, and the name in tables."""
 
+COMPILED = ("zero3",)
+"""Systems that compile kernels when they are first used; `build` does it before."""
+
 EXACT = ("ours", "uncapped", "plain", "plain_recompute")
 """Systems that promise plain training's numbers to the last bit on one device."""
 

@@ -10,8 +10,16 @@ from torch import Tensor
 from ..setup import HOST, LEARNING_RATE, Batch, Setup, Training
 
 
-def open(setup: Setup) -> Training:
-    if setup.on_cpu:
+def build(on_cpu: bool) -> None:
+    """Compile the kernels that DeepSpeed otherwise compiles when it is first used."""
+    _start(on_cpu)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    DeepSpeedCPUAdam([torch.zeros(1, requires_grad=True)])
+
+
+def _start(on_cpu: bool) -> None:
+    if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     for name, value in {
         "RANK": "0",
@@ -21,11 +29,17 @@ def open(setup: Setup) -> Training:
         "MASTER_PORT": "29517",
     }.items():
         os.environ.setdefault(name, value)
-    # looks at the environment when it is imported, and builds its kernels
+    # it looks at the environment when it is imported
+    import deepspeed
+
+    deepspeed.init_distributed("gloo" if on_cpu else "nccl")
+
+
+def open(setup: Setup) -> Training:
+    _start(setup.on_cpu)
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    deepspeed.init_distributed("gloo" if setup.on_cpu else "nccl")
     model = setup.model(HOST)
     if setup.case.recompute:
         # the other way compares shapes of weights that are not there
