@@ -264,7 +264,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{as_yaml('optimizer', optimizer)} {_INSEPARABLE[name]}, and here a part of "
             "them is updated at a time. Use adamw_bnb_8bit, adafactor or another of those "
-            "in the README, or train an adapter."
+            "in docs/compatibility.md, or train an adapter."
         )
     return lines
 

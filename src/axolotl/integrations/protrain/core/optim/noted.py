@@ -72,8 +72,9 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"optimizer: {kind.__module__}.{kind.__qualname__} {why}, and the state of "
             "some weights is on the host, to be updated a chunk at a time. Use adamw_torch"
-            "_fused, adamw_bnb_8bit, adafactor, lion or another of those in the README, "
-            "train an adapter, or set protrain_force_all_persistent: true."
+            "_fused, adamw_bnb_8bit, adafactor, lion or another of those in "
+            "docs/compatibility.md, train an adapter, or set "
+            "protrain_force_all_persistent: true."
         )
 
 
