@@ -23,6 +23,7 @@ from axolotl.integrations.protrain.service.http import app_of
 from axolotl.integrations.protrain.service.messages import MESSAGES
 
 BASE = "models/llama"
+HERE = "http://127.0.0.1"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
@@ -117,7 +118,7 @@ def attacked(path: Path, count: int) -> dict[str, Any]:
             "weights_info": {"tinker_path": "tinker://a/weights/now"},
         }
         protobuf = as_protobuf("a", 1)
-        with TestClient(app_of(served, None)) as client:
+        with TestClient(app_of(served, None), HERE) as client:
 
             @settings(
                 max_examples=count,
@@ -166,7 +167,7 @@ def misused(path: Path) -> dict[str, Any]:
     told: dict[str, Any] = {}
     with (
         service(path) as served,
-        TestClient(app_of(served, None)) as client,
+        TestClient(app_of(served, None), HERE) as client,
         patch.object(http, "WAIT_S", 0.2),
         patch.object(http, "BODY_S", 0.2),
     ):
@@ -236,7 +237,7 @@ def misused(path: Path) -> dict[str, Any]:
 
             slow = message is None
             scope = {"type": "http", "method": "POST", "path": "/api/v1/get_info"}
-            scope |= {"query_string": b"", "headers": []}
+            scope |= {"query_string": b"", "headers": [(b"host", b"localhost:1")]}
             await app_of(served, None)(scope, receive, send)
 
         (served.folder / "a/weights/x/state.json").write_text("{")
@@ -280,7 +281,7 @@ def at_once(path: Path, clients: int) -> dict[str, Any]:
             return [answer["metrics"] for answer in found]
 
         async def all_of_them() -> list[Any]:
-            at = {"transport": ASGITransport(app), "base_url": "http://test"}
+            at = {"transport": ASGITransport(app), "base_url": HERE}
             async with AsyncClient(**at, timeout=300) as client:
                 refused = await client.post("/api/v1/create_session", json={})
                 client.headers["X-API-Key"] = "secret"

@@ -27,7 +27,6 @@ from axolotl.integrations.protrain.service.adapters import (
     REST,
     WEIGHTS,
     folder_of,
-    read_spec,
 )
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.live import AdamParams
@@ -470,11 +469,11 @@ def misused(path: Path) -> dict[str, Any]:
 
     # a save that was killed between its two renames
     kept = folder_of(served.folder, "tinker://c/weights/now")
-    aside = kept.parent / "_incomplete/replaced"
+    aside = kept.parent / "_incomplete/_replaced"
     aside.mkdir(parents=True)
     kept.rename(aside / kept.name)
     served = service(path)
-    told["killed"] = read_spec(kept).rank
+    told["killed"] = served.store.spec_of(kept).rank
     create(served, "d-lost")
     for asked in step(served, "d-lost", 0):
         asked.result()
