@@ -490,7 +490,9 @@ def _serve(
         for text in (adapter_memory, request_memory)
     )
     try:
-        from .serve import serve
+        # libraries warn on standard output, whose first line is ours
+        with _silence():
+            from .serve import serve
     except ModuleNotFoundError as error:
         advice = "pip install 'axolotl-protrain[serve]'"
         raise click.ClickException(f"{error}: {advice}") from error

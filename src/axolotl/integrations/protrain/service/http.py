@@ -11,6 +11,7 @@ import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable, Container, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,8 +60,8 @@ def app_of(
     """The application; with a key, clients have to send it as X-API-Key. `hosts` are the
     names that it answers to, without the port."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # one body at a time becomes objects
-    parsing = asyncio.Lock()
+    # one body at a time becomes objects, in memory that the next one has again
+    parser = ThreadPoolExecutor(1, "adapter-service-parser")
 
     def add(method: str, path: str, answer: Answer, checks: bool = True) -> None:
         def admit(request: Request) -> None:
@@ -77,7 +78,7 @@ def app_of(
     add("GET", "/api/v1/status", _status)
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
-        add("POST", f"/api/v1/{name}", partial(_post, name, parsing))
+        add("POST", f"/api/v1/{name}", partial(_post, name, parser))
     return app
 
 
@@ -105,7 +106,7 @@ async def _status(service: AdapterService, _request: Request, _body: bytes) -> A
 
 async def _post(
     name: str,
-    parsing: asyncio.Lock,
+    parser: Executor,
     service: AdapterService,
     request: Request,
     body: bytes,
@@ -113,11 +114,13 @@ async def _post(
     if name in REFUSED:
         raise RequestError(REFUSED[name], 404)
     protobuf = request.headers.get("content-type", "").startswith(_PROTOBUF)
-    more = partial(queue, protobuf=protobuf) if name in QUEUED else answer
-    async with parsing:
+    act = partial(queue, protobuf=protobuf) if name in QUEUED else answer
+
+    def parse() -> dict[str, Any]:
         with _counted(service, PARSED_BYTES * len(body)):
-            # off the loop: megabytes are parsed
-            return await asyncio.to_thread(more, service, name, body)
+            return act(service, name, body)
+
+    return await asyncio.get_running_loop().run_in_executor(parser, parse)
 
 
 @contextmanager
