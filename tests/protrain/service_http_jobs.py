@@ -374,7 +374,8 @@ def called_otherwise(path: Path) -> dict[str, Any]:
             large = {**body, "seq_id": 60, "forward_input": {"data": wire(1) * 4000}}
             told["large"] = client.post("/api/v1/forward", json=large).status_code
             lines.clear()
-            client.post("/api/v1/forward", json={**body, "seq_id": 1})
+            update = {"model_id": "a", "seq_id": 1, "adam_params": {}}
+            client.post("/api/v1/optim_step", json=update)
             polled = client.post("/api/v1/retrieve_future", json={"request_id": "a:1"})
             told["polled"] = polled.status_code, "".join(lines)
             served.turns.answer("a", waiting.count(200) + 1).result()

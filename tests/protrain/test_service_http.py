@@ -237,7 +237,7 @@ def test_who_calls_and_how_much_is_checked(served: Path) -> None:
     assert told["retry"][0] == "1" and "--request-memory" in told["retry"][1]
     assert told["large"] == 413 and told["left"] == 0
     status, lines = told["polled"]
-    assert status == 200 and "/forward 200" in lines and "retrieve" not in lines
+    assert status == 200 and "/optim_step 200" in lines and "retrieve" not in lines
 
 
 def test_the_status_of_a_server_needs_no_torch() -> None:
