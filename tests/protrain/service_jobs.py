@@ -632,11 +632,15 @@ def names(path: Path) -> dict[str, list[str]]:
     what the folder holds afterwards."""
     found: dict[str, list[str]] = {}
     with service(path) as served:
-        create(served, "n")
+        create(served, "c-names")
         for name in ("replaced", "old-replaced", "_replaced", "_incomplete", "_last"):
-            told = [_refusal(lambda name=name: served.save("n", name)) for _ in "12"]  # type: ignore[misc]
+            told = [
+                _refusal(lambda name=name: served.save("c-names", name)) for _ in "12"
+            ]  # type: ignore[misc]
             found[name] = told
-        found[""] = sorted(p.name for p in (served.folder / "n/weights").iterdir())
+        found[""] = sorted(
+            p.name for p in (served.folder / "c-names/weights").iterdir()
+        )
     return found
 
 
