@@ -18,11 +18,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from service_jobs import create, rows, saved, service, step
 from starlette.testclient import TestClient
 
+from axolotl.integrations.protrain.cli.serve import _Hosts
 from axolotl.integrations.protrain.service import http
 from axolotl.integrations.protrain.service.http import app_of
 from axolotl.integrations.protrain.service.messages import MESSAGES
 
 BASE = "models/llama"
+HERE = "http://127.0.0.1"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
@@ -117,7 +119,7 @@ def attacked(path: Path, count: int) -> dict[str, Any]:
             "weights_info": {"tinker_path": "tinker://a/weights/now"},
         }
         protobuf = as_protobuf("a", 1)
-        with TestClient(app_of(served, None)) as client:
+        with TestClient(app_of(served, None), HERE) as client:
 
             @settings(
                 max_examples=count,
@@ -166,7 +168,7 @@ def misused(path: Path) -> dict[str, Any]:
     told: dict[str, Any] = {}
     with (
         service(path) as served,
-        TestClient(app_of(served, None)) as client,
+        TestClient(app_of(served, None), HERE) as client,
         patch.object(http, "WAIT_S", 0.2),
         patch.object(http, "BODY_S", 0.2),
     ):
@@ -236,7 +238,7 @@ def misused(path: Path) -> dict[str, Any]:
 
             slow = message is None
             scope = {"type": "http", "method": "POST", "path": "/api/v1/get_info"}
-            scope |= {"query_string": b"", "headers": []}
+            scope |= {"query_string": b"", "headers": [(b"host", b"localhost:1")]}
             await app_of(served, None)(scope, receive, send)
 
         (served.folder / "a/weights/x/state.json").write_text("{")
@@ -250,6 +252,136 @@ def misused(path: Path) -> dict[str, Any]:
 
 
 NAMED = {"model_id": "a", "path": "x"}
+
+
+def _row(tokens: list[Any], targets: list[Any], weights: list[Any]) -> dict[str, Any]:
+    inputs = {
+        "target_tokens": {"data": targets, "dtype": "int64"},
+        "weights": {"data": weights, "dtype": "float32"},
+    }
+    chunks = [{"type": "encoded_text", "tokens": tokens}]
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
+
+
+NUMBERS: dict[str, Any] = {
+    "beyond 64 bits": _row([2**70], [5], [1]),
+    "at 64 bits": _row([2**63], [5], [1]),
+    "below 64 bits": _row([-(2**63) - 1], [5], [1]),
+    "negative": _row([-1], [5], [1]),
+    "beyond the vocabulary": _row([5], [10**6], [1]),
+    "a target beyond": _row([5], [2**70], [1]),
+    "a target without end": _row([5], [float("inf")], [1]),
+    "float": _row([5.5], [5], [1]),
+    "NaN": _row([5], [5], [float("nan")]),
+    "no weight": _row([5], [5], [10**400]),
+    "empty": _row([], [], []),
+    "lengths": _row([5, 6], [5], [1]),
+    "too long": _row([5] * 9000, [5] * 9000, [1] * 9000),
+    "text": _row(["x"], [5], [1]),
+    "nothing": None,
+    "nested": _row([[5]], [5], [1]),
+    "no inputs": {"model_input": {"chunks": []}, "loss_fn_inputs": {}},
+    "settings": {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 10**400}},
+    "a shape": _row([5], [5], [1])
+    | {
+        "loss_fn_inputs": {"weights": {"data": [1], "dtype": "int64", "shape": [2**70]}}
+    },
+}
+"""Rows of a request that cannot be, or more of it."""
+
+
+def numbered(path: Path) -> dict[str, Any]:
+    """Requests that cannot be, each of its own number: status, and what its future and
+    that of the next request say."""
+    told: dict[str, Any] = {}
+    with (
+        service(path) as served,
+        TestClient(app_of(served, None), HERE, raise_server_exceptions=False) as client,
+        patch.object(http, "WAIT_S", 20),
+    ):
+        create(served, "a")
+
+        def post(route: str, **body: Any) -> tuple[int, Any]:
+            # as Python writes it, NaN and all
+            answer = client.post(f"/api/v1/{route}", content=json.dumps(body))
+            return answer.status_code, answer.json()
+
+        number = 0
+        for what, row in NUMBERS.items():
+            number += 1
+            given: dict[str, Any] = {"data": [row], "loss_fn": "cross_entropy"}
+            if row is not None and "loss_fn" in row:
+                given = {"data": [_row([5], [5], [1])], **row}
+            asked = {"model_id": "a", "seq_id": number}
+            status, said = post(
+                "forward_backward", **asked, forward_backward_input=given
+            )
+            future = post("retrieve_future", request_id=f"a:{number}")
+            told[what] = status, said, future
+        number += 1
+        passed = a_pass("a", 1, seq_id=number)
+        told["after"] = (
+            post("forward_backward", **passed)[0],
+            post("retrieve_future", request_id=f"a:{number}"),
+        )
+    return told
+
+
+def called_otherwise(path: Path) -> dict[str, Any]:
+    """How requests fare by the name that they call the server by, by its key, and by the
+    bytes that it has room for; and what is logged of polls."""
+    told: dict[str, Any] = {}
+    with service(path, request_bytes=1 << 20) as served:
+        create(served, "a")
+        served.turns.answer("a", 0).result()
+        hosts = _Hosts("192.168.7.9", ["Box.example"])
+        named = {
+            "loopback": ("127.0.0.1:8000", app_of(served, None)),
+            "by name": ("LOCALHOST", app_of(served, None)),
+            "IPv6": ("[::1]:8000", app_of(served, None)),
+            "rebound": ("evil.example:8000", app_of(served, None)),
+            "as an address": ("127.0.0.1.evil.example", app_of(served, None)),
+            "none": ("", app_of(served, None)),
+            "elsewhere": ("192.168.7.9", app_of(served, None)),
+            "given": ("192.168.7.9:1", app_of(served, None, hosts)),
+            "allowed": ("box.example", app_of(served, None, hosts)),
+            "not allowed": ("192.168.7.8", app_of(served, None, hosts)),
+            "anywhere": ("192.168.7.8:1", app_of(served, None, _Hosts("0.0.0.0", ()))),
+            "anywhere rebound": ("evil", app_of(served, None, _Hosts("0.0.0.0", ()))),
+        }
+        for what, (host, app) in named.items():
+            with TestClient(app, HERE) as client:
+                for route in ("healthz", "api/v1/status"):
+                    answer = client.get(f"/{route}", headers={"host": host})
+                    told[f"{what} {route}"] = answer.status_code
+        lines: list[str] = []
+        with (
+            TestClient(app_of(served, ""), HERE) as client,
+            patch.object(http.LOG, "info", lines.append),
+            patch.object(http, "PARSED_BYTES", 4),
+        ):
+            page = {"origin": "https://evil.example"}
+            told["no key"] = client.get("/api/v1/status", headers=page).status_code
+            waiting = []
+            for number in range(2, 60):
+                given = {"data": wire(1) * 20, "loss_fn": "cross_entropy"}
+                body = {"model_id": "a", "seq_id": number, "forward_input": given}
+                answer = client.post("/api/v1/forward", json=body)
+                waiting.append(answer.status_code)
+            told["waiting"] = [waiting.count(200), waiting.count(429)]
+            told["retry"] = answer.headers["retry-after"], answer.text
+            told["used"] = served.turns.used_bytes
+            large = {**body, "seq_id": 60, "forward_input": {"data": wire(1) * 4000}}
+            told["large"] = client.post("/api/v1/forward", json=large).status_code
+            lines.clear()
+            update = {"model_id": "a", "seq_id": 1, "adam_params": {}}
+            client.post("/api/v1/optim_step", json=update)
+            polled = client.post("/api/v1/retrieve_future", json={"request_id": "a:1"})
+            told["polled"] = polled.status_code, "".join(lines)
+            served.turns.answer("a", waiting.count(200) + 1).result()
+            client.post("/api/v1/unload_model", json={"model_id": "a"})
+            told["left"] = served.turns.used_bytes
+    return told
 
 
 def at_once(path: Path, clients: int) -> dict[str, Any]:
@@ -280,7 +412,7 @@ def at_once(path: Path, clients: int) -> dict[str, Any]:
             return [answer["metrics"] for answer in found]
 
         async def all_of_them() -> list[Any]:
-            at = {"transport": ASGITransport(app), "base_url": "http://test"}
+            at = {"transport": ASGITransport(app), "base_url": HERE}
             async with AsyncClient(**at, timeout=300) as client:
                 refused = await client.post("/api/v1/create_session", json={})
                 client.headers["X-API-Key"] = "secret"

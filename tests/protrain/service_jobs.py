@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -17,18 +18,19 @@ import torch
 import yaml
 from axolotl_jobs import BASE, LORA, PROTRAIN, overrides
 from recording_plugin import BATCHES_FILE
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from axolotl.integrations.protrain.core.errors import ProTrainError
 from axolotl.integrations.protrain.service.adapters import (
+    ABOUT,
     REST,
     WEIGHTS,
     folder_of,
-    read_spec,
 )
+from axolotl.integrations.protrain.service.base import read
 from axolotl.integrations.protrain.service.engine import AdapterService
 from axolotl.integrations.protrain.service.live import AdamParams
 from axolotl.integrations.protrain.service.losses import Datum
@@ -470,11 +472,11 @@ def misused(path: Path) -> dict[str, Any]:
 
     # a save that was killed between its two renames
     kept = folder_of(served.folder, "tinker://c/weights/now")
-    aside = kept.parent / "_incomplete/replaced"
+    aside = kept.parent / "_incomplete/_replaced"
     aside.mkdir(parents=True)
     kept.rename(aside / kept.name)
     served = service(path)
-    told["killed"] = read_spec(kept).rank
+    told["killed"] = served.store.spec_of(kept).rank
     create(served, "d-lost")
     for asked in step(served, "d-lost", 0):
         asked.result()
@@ -487,6 +489,159 @@ def misused(path: Path) -> dict[str, Any]:
 def _begun(of: AdapterService, name: str) -> Any:
     create(of, name)
     return of.turns.answer(name, 0)
+
+
+DERIVED: dict[str, tuple[dict[str, Any], str]] = {
+    "save_steps": ({"save_strategy": None, "save_steps": 3}, ""),
+    "each epoch": ({"save_strategy": "epoch", "saves_per_epoch": 1}, ""),
+    "mismatch": ({"save_strategy": "best", "save_steps": 300}, ""),
+    "the best": (
+        {
+            "load_best_model_at_end": True,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_steps": 2,
+            "val_set_size": 0.1,
+            "metric_for_best_model": "eval_loss",
+        },
+        "",
+    ),
+    "stops early": ({"early_stopping_patience": 2, "evals_per_epoch": 2}, ""),
+    "evaluation": (
+        {
+            "eval_strategy": "steps",
+            "val_set_size": 0,
+            "do_bench_eval": True,
+            "eval_table_size": 5,
+            "sample_packing": True,
+        },
+        "",
+    ),
+    "uploads": ({"hub_model_id": "a/b", "hub_strategy": "every_save"}, ""),
+    "resuming": (
+        {"resume_from_checkpoint": "none", "auto_resume_from_checkpoints": True},
+        "",
+    ),
+    "batch_size": ({"batch_size": 4, "micro_batch_size": None}, ""),
+    "warmup": ({"warmup_steps": 0.1, "warmup_ratio": 0.1}, ""),
+    "streaming": (
+        {"pretraining_dataset": [{"path": "x"}], "datasets": None, "max_steps": None},
+        "",
+    ),
+    "dpo": ({"rl": "dpo", "rl_beta": 0.1, "sample_packing": True}, ""),
+    "grpo": ({"rl": "grpo", "trl": {"num_generations": 3}}, ""),
+    "ReLoRA": ({"relora": True, "relora_prune_ratio": 0.5}, ""),
+    "optimizer": ({"optimizer": "lomo", "lr_groups": [], "adam_beta2": 0.9}, ""),
+    "logs": ({"use_wandb": True, "wandb_watch": "all", "use_mlflow": False}, ""),
+    "offloading": (
+        {"activation_offloading": True, "gradient_checkpointing": "offload"},
+        "",
+    ),
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "none"}, ""),
+    "chat_template": ({"chat_template": "jinja", "eot_tokens": ["x"]}, ""),
+    "8 bits": ({"load_in_8bit": True, "lora_qkv_kernel": True}, ""),
+    "unset": ({"output_dir": None, "save_steps": None, "adapter": None}, ""),
+    "images": ({"processor_type": "AutoProcessor"}, ""),
+    "no adapter": ({"adapter": None, "unfrozen_parameters": ["lm_head"]}, ""),
+    "FSDP": ({"fsdp_config": {"offload_params": True}}, "`fsdp_config`"),
+    "ranks": ({"context_parallel_size": 2}, "`context_parallel_size: 2`"),
+    "GPTQ": ({"gptq": True}, "`gptq: true`"),
+    "modules": ({"lora_modules_to_save": ["lm_head"]}, "`lora_modules_to_save`"),
+    "experts": ({"lora_target_parameters": ["x"]}, "`lora_target_parameters`"),
+    "LoftQ": ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "`peft` gives"),
+    "rsLoRA": ({"peft_use_rslora": True}, "`peft_use_rslora` gives"),
+    "rewards": ({"reward_model": True}, "`reward_model` makes"),
+    "another adapter": ({"adapter": "llama-adapter"}, "adapter: llama-adapter"),
+    "no base": ({"base_model": None}, "base_model: missing"),
+    "a slip": ({"tokens": {"pad": "x"}}, "Axolotl refuses it: tokens:"),
+    "gone": ({"flash_attn_rms_norm": True}, "`flash_attn_rms_norm` is no longer"),
+    "away": ({"base_model": "no/such-base"}, "Axolotl refuses it"),
+}
+"""Keys of YAMLs over an ordinary one, as Axolotl's examples have them, and why a service
+refuses them."""
+
+
+def derived(path: Path) -> dict[str, str]:
+    """What happens to each of `DERIVED`: why it is refused, or which keys are said to
+    have no effect."""
+    found = {}
+    ordinary = yaml.safe_load(path.read_text())
+    for name, (keys, _) in DERIVED.items():
+        path.write_text(yaml.safe_dump({**ordinary, **keys}))
+        try:
+            _, cfg, unused = read(path)
+        except ProTrainError as error:
+            found[name] = str(error)
+        else:
+            assert cfg.save_strategy == "no" and not cfg.save_steps
+            told = {key for key in keys if keys[key] and key not in unused}
+            found[name] = " ".join(sorted(told))
+    return found
+
+
+def over_another(path: Path) -> dict[str, Any]:
+    """A state over bases of equal shapes that differ in the middle row of one layer, in
+    the rate of rotation, in dtype and shards alone, and one that says nothing of a base:
+    why each is refused."""
+    told: dict[str, Any] = {}
+    base = model_path("llama")
+    file, config_file = base / "model.safetensors", base / "config.json"
+    weights, words = load_file(file), config_file.read_text()
+
+    def loaded(at: str = "tinker://a/weights/x") -> str:
+        with service(path) as served:
+            return _refusal(lambda: served.create_from(f"b{len(told)}", at, True))
+
+    with service(path) as served:
+        create(served, "a")
+        step(served, "a", 0)[-1].result()
+        served.save("a", "x").result()
+        served.save("a", "old").result()
+        state = folder_of(served.folder, "tinker://a/weights/old") / ABOUT
+    about = json.loads(state.read_text())
+    state.write_text(json.dumps({"format": 1, "spec": about["spec"]}))
+    told["the same"] = loaded()
+    told["earlier"] = loaded("tinker://a/weights/old")
+    other = {name: tensor.clone() for name, tensor in weights.items()}
+    name = next(name for name in other if "down_proj" in name)
+    other[name][other[name].shape[0] // 2] += 1
+    save_file(other, file, {"format": "pt"})
+    told["weights"] = loaded()
+    save_file(weights, file, {"format": "pt"})
+    keys = json.loads(words)
+    keys["rope_parameters"] = {**(keys.get("rope_parameters") or {}), "rope_theta": 5e5}
+    config_file.write_text(json.dumps(keys))
+    told["config"] = loaded()
+    config_file.write_text(json.dumps({**json.loads(words), "dtype": "bfloat16"}))
+    half = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    parts = dict(list(half.items())[:5]), dict(list(half.items())[5:])
+    index = {}
+    for number, part in enumerate(parts):
+        save_file(part, base / f"part-{number}.safetensors", {"format": "pt"})
+        index |= dict.fromkeys(part, f"part-{number}.safetensors")
+    file.unlink()
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    told["in other files"] = loaded()
+    return told
+
+
+def names(path: Path) -> dict[str, list[str]]:
+    """Names that the store uses or has used, each saved twice: why it is refused, and
+    what the folder holds afterwards."""
+    found: dict[str, list[str]] = {}
+    with service(path) as served:
+        create(served, "c-names")
+        for name in ("replaced", "old-replaced", "_replaced", "_incomplete", "_last"):
+            told = [
+                _refusal(lambda name=name: served.save("c-names", name)) for _ in "12"
+            ]  # type: ignore[misc]
+            found[name] = told
+        found[""] = sorted(
+            p.name for p in (served.folder / "c-names/weights").iterdir()
+        )
+    return found
 
 
 def never_closed(path: Path) -> None:

@@ -21,6 +21,7 @@ from axolotl.integrations.protrain.service.adapters import folder_of
 from axolotl.integrations.protrain.service.turns import (
     MOST_ANSWERS,
     MOST_WAITING,
+    TENSOR_BYTES,
     Ticket,
     Turns,
 )
@@ -157,8 +158,49 @@ def test_each_save_outlives_its_process(served: Path, kills: int) -> None:
         assert not call(service_jobs.resumed, served, last, at=served.parent)
 
 
-def asking(asks: str) -> Ticket:
-    return Ticket(None, asks)
+@pytest.fixture(scope="module")
+def derived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a service says to ordinary YAMLs, by Axolotl's own validation."""
+    root = tmp_path_factory.mktemp("derived")
+    path = call(service_jobs.config, root, at=root)
+    return call(service_jobs.derived, path, at=root)
+
+
+@pytest.mark.parametrize("name", service_jobs.DERIVED)
+def test_an_ordinary_yaml_serves(derived: dict[str, str], name: str) -> None:
+    """Axolotl refused most of them beside the keys of a service, in a traceback."""
+    keys, refused = service_jobs.DERIVED[name]
+    told = derived[name]
+    if refused:
+        assert refused in told and "\n" not in told, told
+    else:
+        # what means something to a service
+        assert {*told.split()} <= {"load_in_8bit", "lora_qkv_kernel"} & {*keys}, told
+
+
+def test_a_state_is_loaded_over_its_own_base(tmp_path: Path) -> None:
+    """Over one of equal shapes it would be another model, in silence."""
+    path = call(service_jobs.config, tmp_path, at=tmp_path)
+    told = call(service_jobs.over_another, path, at=tmp_path)
+    for part in ("weights", "config"):
+        assert f"another base, models/llama: its {part} differ" in told[part]
+    assert not told["the same"] and not told["earlier"] and not told["in other files"]
+
+
+def test_names_of_clients_are_not_those_of_the_store(served: Path) -> None:
+    """A state of such a name could be saved once, and strewed its files then."""
+    found = call(service_jobs.names, served, at=served.parent)
+    held = found.pop("")
+    for name, told in found.items():
+        if name.startswith("_"):
+            assert all("cannot be a name" in why for why in told), name
+        else:
+            assert told == ["", ""], name
+    assert held == ["old-replaced", "replaced"]
+
+
+def asking(asks: str, nbytes: int = 0) -> Ticket:
+    return Ticket(None, asks, nbytes)
 
 
 def refused() -> Ticket:
@@ -198,6 +240,49 @@ def test_a_gap_cannot_fill_the_memory() -> None:
     turns.begin("m", refused())
     with pytest.raises(RequestError, match="may wait"):
         turns.add("m", MOST_WAITING + 1, asking("far"))
+
+
+def test_requests_that_wait_are_bounded_in_bytes() -> None:
+    """One client could fill the host, whose memory is given back when they have run or
+    their model is gone."""
+    turns = Turns(1000)
+    first = turns.begin("m", asking("0", 400))
+    turns.begin("other", asking("0", 400))
+    with pytest.raises(RequestError, match="Wait for answers") as told:
+        turns.add("m", 1, asking("1", 300))
+    assert told.value.status == 429
+    with pytest.raises(RequestError, match="fewer rows") as told:
+        turns.add("m", 1, asking("1", 1001))
+    assert told.value.status == 413
+    assert turns.take() is first
+    first.set_result("done")
+    # that number was not used up
+    turns.add("m", 1, asking("1", 300))
+    assert turns.used_bytes == 700
+    turns.close("m")
+    assert turns.used_bytes == 400
+    turns.close("other")
+    assert turns.used_bytes == 0
+
+
+def test_answers_make_room_for_requests() -> None:
+    """Those of many passes that nobody fetches again would fill the host, too."""
+    turns, rows = Turns(10_000), [torch.zeros(1000)]
+    turns.begin("m", refused())
+    tickets = [turns.add("m", None, asking("pass", 1000)) for _ in range(3)]
+    for ticket in tickets:
+        assert turns.take() is ticket
+        ticket.set_result((1.0, rows))
+    assert turns.used_bytes == 3 * (4000 + TENSOR_BYTES)
+    turns.reserve(1)
+    with pytest.raises(RequestError, match="answered long ago"):
+        turns.answer("m", 1)
+    assert turns.answer("m", 3).done()
+    running = turns.add("m", None, asking("pass", 0))
+    assert turns.take() is running
+    turns.close("m")
+    running.set_result((1.0, rows))
+    assert turns.used_bytes == 1
 
 
 def test_a_refused_request_is_kept_until_its_turn() -> None:

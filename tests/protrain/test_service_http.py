@@ -206,6 +206,53 @@ def test_misuse_of_the_protocol_is_answered(served: Path) -> None:
     assert (told["alive"], told["ended"]) == (200, 503)
 
 
+@pytest.fixture(scope="module")
+def numbered(served: Path) -> dict[str, Any]:
+    return call(service_http_jobs.numbered, served, at=served.parent)
+
+
+@pytest.mark.parametrize("what", service_http_jobs.NUMBERS)
+def test_a_request_that_cannot_be_uses_its_number_up(
+    numbered: dict[str, Any], what: str
+) -> None:
+    """Each later request of the model would wait for it, for ever."""
+    status, said, (answered, future) = numbered[what]
+    assert 400 <= status < 500 and said["error"], said
+    assert answered == 200 and future["category"] == "user", future
+    status, (answered, result) = numbered["after"]
+    assert (status, answered) == (200, 200) and "loss:sum" in result["metrics"]
+
+
+def test_who_calls_and_how_much_is_checked(served: Path) -> None:
+    """Pages of other sites would train here, and one client fill the host."""
+    told = call(service_http_jobs.called_otherwise, served, at=served.parent)
+    good = ("loopback", "by name", "IPv6", "given", "allowed", "anywhere")
+    bad = ("rebound", "as an address", "none", "elsewhere", "not allowed")
+    for what in (*good, *bad, "anywhere rebound"):
+        for route in ("healthz", "api/v1/status"):
+            assert told[f"{what} {route}"] == (200 if what in good else 403), what
+    assert told["no key"] == 403
+    accepted, refused = told["waiting"]
+    assert accepted > 3 and refused > 3 and told["used"] < 1 << 20, told
+    assert told["retry"][0] == "1" and "--request-memory" in told["retry"][1]
+    assert told["large"] == 413 and told["left"] == 0
+    status, lines = told["polled"]
+    assert status == 200 and "/optim_step 200" in lines and "retrieve" not in lines
+
+
+def test_the_status_of_a_server_needs_no_torch() -> None:
+    """It took 20 seconds of imports for one GET."""
+    code = (
+        "import sys, axolotl.integrations.protrain.cli.status as status\n"
+        "assert status.status_text\n"
+        "print(*{'torch', 'transformers', 'fastapi', 'pydantic'} & sys.modules.keys())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not ended.stdout.strip()
+
+
 def test_a_stop_finishes_what_runs_and_saves(served: Path) -> None:
     """An update that was answered, or that runs when SIGTERM comes, is in `_last`; and
     until then nobody else gets the folder, whose evicted adapters it would remove."""

@@ -474,3 +474,16 @@ def test_other_optimizers_are_asked_for_finite_numbers(
     torch.save(state, newest / "optimizer.pt")
     with pytest.raises(CheckpointError, match="rows is not finite"):
         load_states(newest, optimizer, scheduler)
+
+
+@pytest.mark.parametrize("name", ["replaced", "old-replaced", "first"])
+def test_any_name_can_be_saved_again(tmp_path: Path, name: str) -> None:
+    """A state named as the folder of what is replaced could not."""
+    for words in ("one", "two"):
+        restore(tmp_path)
+        staged(tmp_path / name).mkdir(parents=True)
+        (staged(tmp_path / name) / "words").write_text(words)
+        publish(tmp_path / name)
+    restore(tmp_path)
+    assert (tmp_path / name / "words").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == [name]

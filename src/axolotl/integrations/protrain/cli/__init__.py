@@ -448,6 +448,20 @@ def _verify(folder: Path, as_json: bool) -> None:
     help="Of the host, for all adapters, for example 8GiB. [default: a quarter of what "
     "is free]",
 )
+@click.option(
+    "--request-memory",
+    metavar="BYTES",
+    help="Of the host, for requests that arrive and wait. [default: an eighth of what "
+    "is free]",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="By which clients may call it, beside --host and this machine's; again for "
+    "several.",
+)
 @click.option("--status", metavar="URL", help="Show what a server has, and end.")
 def _serve(
     config: Path | None,
@@ -455,6 +469,8 @@ def _serve(
     port: int,
     folder: Path | None,
     adapter_memory: str | None,
+    request_memory: str | None,
+    hosts: tuple[str, ...],
     status: str | None,
 ) -> None:
     """Train adapters of CONFIG's base for Tinker clients, several at once.
@@ -462,18 +478,25 @@ def _serve(
     The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
     is set; see docs/service.md.
     """
-    try:
-        from .serve import serve, status_text
-    except ModuleNotFoundError as error:
-        advice = "pip install 'axolotl-protrain[serve]'"
-        raise click.ClickException(f"{error}: {advice}") from error
     if status is not None:
+        from .status import status_text
+
         click.echo(printable(status_text(status)))
         return
     if config is None or not config.is_file():
         raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
-    memory = None if adapter_memory is None else parse_bytes(adapter_memory)
-    serve(config, host, port, folder, memory)
+    adapters, requests = (
+        None if text is None else parse_bytes(text)
+        for text in (adapter_memory, request_memory)
+    )
+    try:
+        # libraries warn on standard output, whose first line is ours
+        with _silence():
+            from .serve import serve
+    except ModuleNotFoundError as error:
+        advice = "pip install 'axolotl-protrain[serve]'"
+        raise click.ClickException(f"{error}: {advice}") from error
+    serve(config, host, port, folder, adapters, requests, hosts)
 
 
 @protrain.command()

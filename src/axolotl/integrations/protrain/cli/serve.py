@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
-from urllib.request import Request, urlopen
 
 import uvicorn
 
 from ..core.errors import ConfigError
-from ..core.sizes import format_bytes
 from ..service.engine import AdapterService
-from ..service.http import app_of
-
-API_KEY = "PROTRAIN_API_KEY"
-"""Variable with the key that clients have to send."""
+from ..service.http import LOOPBACK, app_of
+from .status import API_KEY
 
 
 def serve(
-    config: Path, host: str, port: int, folder: Path | None, adapter_bytes: int | None
+    config: Path,
+    host: str,
+    port: int,
+    folder: Path | None,
+    adapter_bytes: int | None,
+    request_bytes: int | None = None,
+    more_hosts: Sequence[str] = (),
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; adapters that have changed are saved then.
 
@@ -34,20 +35,21 @@ def serve(
         ProTrainError: The base cannot be loaded, or no plan fits.
         OSError: The port is taken.
     """
-    key = os.environ.get(API_KEY)
-    if not _is_loopback(host) and not key:
+    key = os.environ.get(API_KEY, "").strip() or None
+    if not _is_loopback(host) and key is None:
         raise ConfigError(
             f"--host {host}: others could train and read here. Set {API_KEY} in the "
             "environment of server and clients, or serve on 127.0.0.1."
         )
     # before the base is loaded: a port that is taken is said at once
     with socket.create_server((host, port)) as listening, _own_output() as say:
-        with AdapterService(config, folder, adapter_bytes) as service:
+        with AdapterService(config, folder, adapter_bytes, request_bytes) as service:
             # uvicorn raises again what has ended it, and what has changed is to be saved
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: None)
+            app = app_of(service, key, _Hosts(host, more_hosts))
             settings = uvicorn.Config(
-                app_of(service, key), timeout_graceful_shutdown=5, access_log=False
+                app, timeout_graceful_shutdown=5, access_log=False
             )
             say.write(f"listening on http://{host}:{listening.getsockname()[1]}\n")
             say.flush()
@@ -62,37 +64,31 @@ def _own_output() -> Iterator[TextIO]:
         yield ours
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+class _Hosts:
+    """Names by which a server that listens at `host` is called: this machine's, that of
+    `host`, others that are allowed, and any address where it listens at all."""
 
+    def __init__(self, host: str, more: Sequence[str]) -> None:
+        named = f"[{host}]" if ":" in host else host
+        self._names = {*LOOPBACK, *(name.lower() for name in (named, *more))}
+        self._anywhere = host in ("0.0.0.0", "::")  # noqa: S104  # nosec B104
+        if self._anywhere:
+            self._names.add(socket.gethostname().lower())
 
-def status_text(url: str) -> str:
-    """What a server at `url` has: adapters, bytes, plan.
-
-    Raises:
-        OSError: Nobody answers there.
-        ConfigError: It is no address.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--status {url}: not http://HOST:PORT.")
-    headers = {"X-API-Key": os.environ.get(API_KEY, "")}
-    asked = Request(f"{url.rstrip('/')}/api/v1/status", headers=headers)  # noqa: S310
-    with urlopen(asked, timeout=30) as answer:  # noqa: S310  # nosec B310
-        told = json.load(answer)
-    lines = [told["plan"], f"base {told['base_model']}"]
-    for adapter in told["adapters"]:
-        where = "host" if adapter["on_host"] else "disk"
-        lines.append(
-            f"{adapter['model_id']:20} rank {adapter['rank']:4} on "
-            f"{','.join(adapter['layers']):16} {format_bytes(adapter['bytes']):>10} "
-            f"{where}"
+    def __contains__(self, name: object) -> bool:
+        # a page cannot be loaded from an address that is not its server's
+        return name in self._names or (
+            self._anywhere and _address(str(name)) is not None
         )
-    moved, held = format_bytes(told["moved_bytes"]), format_bytes(told["host_bytes"])
-    lines.append(
-        f"{held} on the host; {told['switches']} switches moved {moved}, "
-        f"{told['prefetched']} of them ahead of their turn"
-    )
-    return "\n".join(lines)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback

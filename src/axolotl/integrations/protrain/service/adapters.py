@@ -14,13 +14,14 @@ import math
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TextIO
 
 import torch
+from axolotl.utils.logging import get_logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +30,8 @@ from ..core.checkpoint import publish, restore, restored_on_failure, staged
 from ..core.errors import FOREIGN_ERRORS, CheckpointError, ConfigError, RequestError
 from ..core.layout.chunks import aligned
 from ..core.runtime import Device
+
+LOG = get_logger(__name__)
 
 KINDS = ("attn", "mlp", "unembed")
 """Which linear layers: of attention, all others of the blocks, the head."""
@@ -137,6 +140,7 @@ class AdapterStore:
         device: Page-locks their memory.
         layout_of: Of what is on the disk.
         write_config: Writes PEFT's configuration of an adapter into a folder.
+        base: What tells the base of these adapters from others, and its `name`.
     """
 
     def __init__(
@@ -146,9 +150,11 @@ class AdapterStore:
         device: Device,
         layout_of: Callable[[AdapterSpec], AdapterLayout],
         write_config: Callable[[AdapterSpec, Path], None],
+        base: Mapping[str, str],
     ) -> None:
         self._folder, self._budget_bytes, self._device = folder, budget_bytes, device
         self._layout_of, self._write_config = layout_of, write_config
+        self._base = base
         self._cached: OrderedDict[str, AdapterState] = OrderedDict()
         self.used_bytes = 0
         self.layouts: dict[str, AdapterLayout] = {}
@@ -225,7 +231,8 @@ class AdapterStore:
             self._write_config(state.layout.spec, aside)
             if whole:
                 save_file(_rest(state), aside / REST)
-                about = {"format": 1, "spec": asdict(state.layout.spec)}
+                spec = asdict(state.layout.spec)
+                about = {"format": 2, "base": {**self._base}, "spec": spec}
                 (aside / ABOUT).write_text(json.dumps(about))
             publish(folder)
 
@@ -236,7 +243,7 @@ class AdapterStore:
             RequestError: There is none, or not of this base.
             CheckpointError: It is damaged.
         """
-        state = self.new(self._layout_of(read_spec(folder)))
+        state = self.new(self._layout_of(self.spec_of(folder)))
         try:
             _fill_from(folder, state, with_optimizer)
         except (OSError, SafetensorError, *FOREIGN_ERRORS) as error:
@@ -245,6 +252,30 @@ class AdapterStore:
                 f"{folder} cannot be read: {error}. It is damaged, or of another base."
             ) from error
         return state
+
+    def spec_of(self, folder: Path) -> AdapterSpec:
+        """What a folder holds.
+
+        Raises:
+            RequestError: Nothing to train on from, or it was saved over another base.
+            CheckpointError: It is damaged.
+        """
+        spec, base = _about(folder)
+        known = base.keys() & self._base.keys() - {"name"}
+        differs = [key for key in sorted(known) if base[key] != self._base[key]]
+        path = f"{folder.parent.parent.name}/{folder.parent.name}/{folder.name}"
+        if differs:
+            raise RequestError(
+                f"path: {path} was saved over another base, {base.get('name')}: its "
+                f"{' and '.join(differs)} differ from those of {self._base['name']}, "
+                "which this server has. Serve that one, or train a new adapter."
+            )
+        if not known:
+            LOG.warning(
+                f"{path} does not say over which base it was saved (an earlier version "
+                f"wrote it): it is taken to be {self._base['name']}."
+            )
+        return spec
 
     def discard(self, state: AdapterState) -> None:
         """Give the memory of a state back."""
@@ -324,18 +355,12 @@ def _rest(state: AdapterState) -> dict[str, Tensor]:
     return found
 
 
-def read_spec(folder: Path) -> AdapterSpec:
-    """What a folder holds.
-
-    Raises:
-        RequestError: Nothing to train on from.
-        CheckpointError: It is damaged.
-    """
+def _about(folder: Path) -> tuple[AdapterSpec, dict[str, str]]:
     try:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
-        spec = about["spec"]
+        spec, base = about["spec"], dict(about.get("base") or {})
         kinds = tuple(map(str, spec["kinds"]))
-        return AdapterSpec(int(spec["rank"]), float(spec["alpha"]), kinds)
+        return AdapterSpec(int(spec["rank"]), float(spec["alpha"]), kinds), base
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(
             f"path: there is no state at {folder.parent.name}/{folder.name} of "

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
+import textwrap
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +20,130 @@ from axolotl.integrations.base import PluginManager
 from axolotl.train import setup_model_and_tokenizer
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.logging import get_logger
+from huggingface_hub import try_to_load_from_cache
+from pydantic import ValidationError
+from safetensors import safe_open
 
 from ..args import PLUGIN, lists_plugin
-from ..core.errors import ConfigError
+from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..plugin import ProTrainPlugin
+from ..refusals import refusals
 from ..run import TrainingRun
 from .live import LiveAdapter
 
 LOG = get_logger(__name__)
 
-_DROPPED = frozenset(
-    "auto_resume_from_checkpoints resume_from_checkpoint lora_model_dir "
-    "val_set_size test_datasets lora_dropout rl torch_compile".split()
+NO_EFFECT = {
+    "saving": "save_* saves_per_epoch hub_* *resume_from_checkpoint* lora_model_dir "
+    "dynamic_checkpoint merge_lora merge_method load_best_model_at_end push_*_to_hub",
+    "evaluation": "eval_* evals_per_epoch evaluation_strategy val_set_size test_datasets "
+    "do_causal_lm_eval do_bench_eval bench_* metric_for_best_model greater_is_better "
+    "early_stopping_patience generate_samples num_generation_samples generation_* "
+    "lm_eval_*",
+    "logs": "logging_* use_tensorboard *wandb* *mlflow* *comet* *trackio* *otel_* "
+    "*swanlab* gradio_* profiler_* include_tkps include_tokens_per_second debug "
+    "loss_watchdog_*",
+    "a schedule of steps": "num_epochs max_steps batch_size gradient_accumulation_steps "
+    "auto_find_batch_size gc_* torch_empty_cache_steps warmup_* lr_* cosine_* eta_min jagged_* relora*",
+    "the optimizer, which clients set": "optimizer optim_* learning_rate embedding_lr* "
+    "weight_decay adam_* dion_* qgalore_* grokfast_* loraplus_* lisa_* max_grad_norm "
+    "torchdistx_path",
+    "the loss, which clients name": "rl rl_* trl vllm ebft* dpo_* orpo_* simpo_* cpo_* "
+    "kto_* rpo_* kd_* precompute_ref_log_probs neftune_noise_alpha "
+    "noisy_embedding_alpha use_eaft eaft_* nemo_gym_* diffusion hatchery "
+    "cut_cross_entropy chunked_cross_entropy* liger_*cross_entropy "
+    "liger_use_token_scaling flash_attn_cross_entropy",
+    "data": "datasets pretraining_dataset dataset_* shuffle_* skip_prepare_dataset "
+    "streaming* pretrain_* pretraining_* *sample_packing* multipack_* batch_flattening "
+    "max_packed_sequence_len group_by_length curriculum_sampling min_sample_len "
+    "max_prompt_len excess_length_strategy train_on_inputs remove_unused_columns "
+    "total_*_tokens dataloader_* use_pose pose_* chat_template* eot_tokens "
+    "default_system_message processor_type processor_kwargs image_* role_boundaries",
+    "what trains, and where": "lora_dropout unfrozen_parameters freeze_mm_modules "
+    "spectrum_* lora_*_kernel torch_compile* *gradient_checkpointing* "
+    "activation_offloading selective_checkpointing device_map max_memory ddp ddp_* "
+    "world_size local_rank accelerator_config",
+}
+"""Keys of a YAML that mean nothing to a service, by what they are about; patterns."""
+_NO_EFFECT = tuple(chain.from_iterable(map(str.split, NO_EFFECT.values())))
+_PLUGINS = re.compile(
+    r"integrations\.(cut_cross_entropy|diffusion|grokfast|hatchery|kd|lm_eval|nemo_gym|"
+    r"spectrum|swanlab)\."
 )
-_KERNELS = ("mlp", "qkv", "o", "embedding")
+"""Axolotl's own for such keys."""
+_REFUSED = {
+    "reward_model process_reward_model num_labels": "makes a model that scores rows; "
+    "the service trains models that predict tokens",
+    "qat reinit_weights use_mora mora": "computes with other weights than the base has",
+    "lora_modules_to_save lora_target_parameters peft_use_dora peft_layer_replication "
+    "peft_trainable_token_indices": "trains something other than LoRA weights of linear "
+    "layers, which is all that adapters of the service have",
+    "peft peft_init_lora_weights peft_use_rslora lora_rank_pattern lora_alpha_pattern": "gives adapters another rank, scale or beginning than clients ask for",
+}
+"""What adapters of a service cannot be, and why."""
 _DEFAULTS = {
     "lora_r": 32,
     "lora_alpha": 32,
-    "datasets": [{"path": "none", "type": "completion"}],
     "micro_batch_size": 1,
+    "sequence_len": 2048,
+}
+_FIXED = {
+    "protrain_auto_memory": True,
+    "datasets": [{"path": "none", "type": "completion"}],
     "gradient_accumulation_steps": 1,
     "num_epochs": 1,
     "learning_rate": 1e-4,
     "optimizer": "adamw_torch_fused",
-    "sequence_len": 2048,
+    "sample_packing": False,
+    "save_strategy": "no",
+    "lora_dropout": 0.0,
+    # fused kernels are chosen for layers that all have adapters
+    **{f"lora_{what}_kernel": False for what in ("mlp", "qkv", "o", "embedding")},
 }
 
 
-def derive(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The YAML that is loaded for a service: an adapter of the largest rank on every layer
-    that one may train.
+def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The YAML that is loaded for a service, an adapter of the largest rank on every
+    layer that one may train, and which keys of the given one have no effect on it.
 
     Raises:
-        ConfigError: It asks for another kind of adapter.
+        ConfigError: It asks for what a service cannot do.
     """
-    adapter = "qlora" if raw.get("load_in_4bit") else "lora"
-    if raw.get("adapter") not in (None, "lora", "qlora"):
+    given = {str(key): value for key, value in raw.items() if value is not None}
+    if not given.get("base_model"):
+        raise ConfigError("base_model: missing; it names the model to serve.")
+    if given.get("adapter") not in (None, "lora", "qlora"):
         raise ConfigError(f"adapter: {raw['adapter']}; the service trains lora, qlora.")
-    keys = {key: value for key, value in raw.items() if key not in _DROPPED}
-    keys = {**_DEFAULTS, "adapter": adapter, **keys}
-    plugins = raw.get("plugins") or ()
-    if not lists_plugin(plugins):
-        keys["plugins"] = [*plugins, PLUGIN]
-    if not raw.get("lora_target_modules"):
+    lists_us = lists_plugin(given.get("plugins"))
+    plugins = [str(plugin) for plugin in given.get("plugins") or ()]
+    unused = {plugin for plugin in plugins if _PLUGINS.search(plugin)}
+    dropped = {k for k in given if any(fnmatchcase(k, wild) for wild in _NO_EFFECT)}
+    keys = {key: value for key, value in given.items() if key not in dropped}
+    keys["plugins"] = [plugin for plugin in plugins if plugin not in unused]
+    if not lists_us:
+        keys["plugins"].append(PLUGIN)
+    wrong = [
+        f"`{key}` {why}. Remove the key."
+        for names, why in _REFUSED.items()
+        for key in names.split()
+        if keys.get(key)
+    ]
+    if wrong := wrong + refusals(keys):
+        raise ConfigError("\n".join(wrong))
+    if not given.get("lora_target_modules"):
         keys |= {"lora_target_linear": True, "lora_target_modules": ["lm_head"]}
-    # fused kernels are chosen for layers that all have adapters
-    own = dict.fromkeys((f"lora_{what}_kernel" for what in _KERNELS), False)
-    own |= {"protrain_auto_memory": True, "sample_packing": False}
-    return {**keys, **own, "lora_dropout": 0.0, "save_strategy": "no"}
+    adapter = "qlora" if given.get("load_in_4bit") else "lora"
+    told = sorted(key for key in dropped if given[key] not in (False, "", [], {}))
+    told += sorted(f"plugins: {plugin.rpartition('.')[2]}" for plugin in unused)
+    return {**_DEFAULTS, "adapter": adapter, **keys, **_FIXED}, told
 
 
-def read(config: Path) -> tuple[str, Any]:
-    """The name of the base in a YAML, and what Axolotl validates of it for a service.
+def read(config: Path) -> tuple[str, Any, list[str]]:
+    """The name of the base in a YAML, what Axolotl validates of it for a service, and
+    which of its keys have no effect.
 
     Raises:
-        ConfigError: It is none, or this is one of several ranks.
+        ConfigError: It is none, Axolotl refuses it, or this is one of several ranks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -82,7 +157,88 @@ def read(config: Path) -> tuple[str, Any]:
         raise ConfigError(f"{config} is no YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{config} is not an Axolotl YAML.")
-    return str(raw["base_model"]), load_cfg(DictDefault(derive(raw)))
+    keys, unused = derive(raw)
+    try:
+        cfg = load_cfg(DictDefault(keys))
+    except ConfigError:
+        raise
+    except (OSError, ImportError, Warning, *FOREIGN_ERRORS) as error:
+        raise ConfigError(f"{config}: Axolotl refuses it: {_worded(error)}") from error
+    return str(raw["base_model"]), cfg, unused
+
+
+def _worded(error: Exception) -> str:
+    """What is wrong first, on one line."""
+    message, where = str(error), ""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        where = ".".join(map(str, first["loc"]))
+    line = textwrap.shorten(message, 500) or type(error).__name__
+    return f"{where}: {line}" if where else line
+
+
+def identity(cfg: Any) -> dict[str, str]:
+    """Hashes that tell a base from others: of what its config.json computes, and of one
+    row of each weight in its safetensors files, rounded to bf16.
+
+    So they are the same in 4 bits, in other dtypes and shards, and in another folder. The
+    second is missing for a base in other files.
+    """
+    config = json.loads(
+        (_folder(cfg, cfg.base_model_config) / "config.json").read_text()
+    )
+    config |= {"overrides": cfg.overrides_of_model_config or {}}
+    plain = json.dumps(_computing(config), sort_keys=True).encode()
+    found = {"config": hashlib.sha256(plain).hexdigest()}
+    folder = _folder(cfg, cfg.base_model)
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        files = {*json.loads(index.read_text())["weight_map"].values()}
+    if not all((folder / name).is_file() for name in files):
+        return found
+    rows = {}
+    for name in files:
+        with safe_open(folder / name, framework="pt") as file:
+            for weight in file.keys():
+                rows[weight] = _row(file.get_slice(weight))
+    digest = hashlib.sha256()
+    for weight, (shape, row) in sorted(rows.items()):
+        digest.update(f"{weight} {shape} ".encode() + row)
+    return {**found, "weights": digest.hexdigest()}
+
+
+def _folder(cfg: Any, source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    revision = cfg.revision_of_model
+    cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    if not isinstance(cached, str):
+        raise ConfigError(f"base_model: {source} has no config.json in the cache.")
+    return Path(cached).parent
+
+
+_BESIDE = frozenset(
+    "_name_or_path transformers_version torch_dtype dtype use_cache architectures "
+    "quantization_config auto_map".split()
+)
+
+
+def _computing(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {k: _computing(v) for k, v in config.items() if k not in _BESIDE}
+
+
+def _row(weight: Any) -> tuple[list[int], bytes]:
+    shape = weight.get_shape()
+    middle = [slice(size // 2, size // 2 + 1) for size in shape[:-1]]
+    place = (*middle, slice(0, 4096))
+    row = weight[place] if shape else torch.empty(0)
+    if row.is_floating_point() and row.itemsize > 1:
+        row = row.bfloat16()
+    return shape, row.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:

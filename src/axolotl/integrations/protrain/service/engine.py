@@ -38,7 +38,7 @@ from .adapters import (
     folder_of,
     path_of,
 )
-from .base import opened, read
+from .base import identity, opened, read
 from .live import AdamParams
 from .losses import Datum, checked_settings
 from .passes import Passes
@@ -48,7 +48,7 @@ LOG = get_logger(__name__)
 
 LAST = "_last"
 """Name under which `close` saves what has changed since its last save."""
-_FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
+FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
 """What ends one request, and not the service."""
 _NOBODY = ""
 """In place of a model: whose requests are the service's own."""
@@ -69,6 +69,8 @@ class AdapterService:
         folder: For what is saved; by default `service` in its output_dir.
         adapter_bytes: Of the host, for all adapters; by default a quarter of what is free
             once the base is loaded.
+        request_bytes: Of the host, for requests that arrive and wait, and answers that
+            are kept; by default an eighth of that.
 
     Attributes:
         turns: The requests that wait, and the last answers.
@@ -83,8 +85,10 @@ class AdapterService:
         config: Path,
         folder: Path | None = None,
         adapter_bytes: int | None = None,
+        request_bytes: int | None = None,
     ) -> None:
-        self.base_model, cfg = read(config)
+        self.base_model, cfg, self._unused = read(config)
+        LOG.info(f"Keys without effect on a service: {', '.join(self._unused) or '-'}.")
         self.folder = folder or Path(cfg.output_dir) / "service"
         self.tokenizer = str(cfg.tokenizer_config or cfg.base_model_config)
         self.sequence_len, self.alpha = int(cfg.sequence_len), float(cfg.lora_alpha)
@@ -95,19 +99,21 @@ class AdapterService:
         assert run.session is not None and run.report is not None
         self._run, self.session, self.report = run, run.session, run.report
         self._passes = Passes(cfg, self.session, self._prefetch)
+        host_bytes = self.report.forecast.hardware.host_bytes
         if adapter_bytes is None:
-            adapter_bytes = self.report.forecast.hardware.host_bytes // 4
+            adapter_bytes = host_bytes // 4
         self.store = AdapterStore(
             self.folder / "_evicted",
             adapter_bytes,
             self.session.device,
             self.live.layout,
             self.live.write_config,
+            {"name": self.base_model, **identity(cfg)},
         )
         self._unsaved: set[str] = set()
         self._lost: list[str] = []
         self._num_passes = 0
-        self.turns = Turns()
+        self.turns = Turns(request_bytes or host_bytes // 8)
         self.turns.begin(_NOBODY, Ticket(self._forget, None))
         # one that is never closed must not keep Python from ending
         self._thread = threading.Thread(
@@ -180,7 +186,7 @@ class AdapterService:
 
         sent = None if number is None else _digest(data)
         asks = (loss_fn, {**(settings or {})}, forward_only, sent)
-        return self._ask(model, number, asks, check)
+        return self._ask(model, number, asks, check, sum(d.nbytes for d in data))
 
     def optim_step(
         self, model: str, adam: AdamParams, number: int | None = None
@@ -227,7 +233,8 @@ class AdapterService:
             RequestError: `error`, or why the number cannot be used.
         """
         refused = Ticket(None, asks)
-        refused.set_exception(error)
+        # without its traceback, whose frames hold the request
+        refused.set_exception(RequestError(str(error), error.status))
         self.turns.add(model, number, refused)
         raise error
 
@@ -273,6 +280,7 @@ class AdapterService:
             "prefetched": live.prefetched,
             "moved_bytes": live.moved_bytes,
             "plan": self.report.table(),
+            "without_effect": self._unused,
         }
 
     def close(self) -> None:
@@ -302,12 +310,13 @@ class AdapterService:
         number: int | None,
         asks: Any,
         check: Callable[[], Callable[[], Any]],
+        nbytes: int = 0,
     ) -> Ticket:
         try:
             act = check()
-        except RequestError as error:
-            self.refuse(model, number, error, asks)
-        return self.turns.add(model, number, Ticket(act, asks))
+        except FAULTS as error:
+            self.refuse(model, number, as_refusal(error), asks)
+        return self.turns.add(model, number, Ticket(act, asks, nbytes))
 
     # the one thread
 
@@ -318,12 +327,15 @@ class AdapterService:
                 assert act is not None
                 try:
                     result = act()
-                except _FAULTS as error:
+                except FAULTS as error:
                     if not isinstance(error, ProTrainError):
                         LOG.error(traceback.format_exc())
+                    traceback.clear_frames(error.__traceback__)
                     ticket.set_exception(error)
                 else:
                     ticket.set_result(result)
+                # nothing of a request is left while the next one is waited for
+                act = result = ticket = None
         finally:
             self.turns.refuse_all()
             self._save_all()
@@ -410,7 +422,7 @@ class AdapterService:
             path = f"tinker://{model}/weights/{LAST}"
             try:
                 LOG.info(f"saved as {self._save(model, path, True)}")
-            except _FAULTS as error:
+            except FAULTS as error:
                 self._lost.append(f"{model} ({error})")
 
     def _pass(
@@ -435,7 +447,7 @@ class AdapterService:
         self._run.recovery.begin(step)  # type: ignore[arg-type]
         try:
             result = self._run.recovery.attempt(attempt, "forward")
-        except _FAULTS as error:
+        except FAULTS as error:
             # the adapter is as it was before: the host has it, and is shown again
             traceback.clear_frames(error.__traceback__)
             self.session.forget_gradients()
@@ -450,6 +462,15 @@ class AdapterService:
             self.live.passed()
             self._unsaved.add(model)
         return result
+
+
+def as_refusal(error: BaseException) -> RequestError:
+    """What a client is told of an error that its request has met."""
+    if isinstance(error, RequestError):
+        return error
+    return RequestError(
+        f"the request cannot be read ({type(error).__name__}: {error})."
+    )
 
 
 def _digest(data: Sequence[Datum]) -> bytes:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,6 +36,12 @@ BODY_S = 60
 """How long a body may take to arrive."""
 WAIT_S = 20
 """How long an answer waits for its result before the client asks again."""
+PARSED_BYTES = 48
+"""Of the host, for each of a body while it is parsed: numbers as objects of Python."""
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""How clients on this machine may call it, as `Host` has it."""
+_POLLED = ("/retrieve_future", "/session_heartbeat", "/healthz")
+"""What clients ask for again and again; not logged where nothing is wrong."""
 _PROTOBUF = "application/x-protobuf"
 
 
@@ -43,21 +52,33 @@ class _Retrieve(BaseModel):
 Answer = Callable[[AdapterService, Request, bytes], Awaitable[Any]]
 
 
-def app_of(service: AdapterService, api_key: str | None) -> FastAPI:
-    """The application; with a key, clients have to send it as X-API-Key."""
+def app_of(
+    service: AdapterService,
+    api_key: str | None,
+    hosts: Container[str] = LOOPBACK,
+) -> FastAPI:
+    """The application; with a key, clients have to send it as X-API-Key. `hosts` are the
+    names that it answers to, without the port."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    # one body at a time becomes objects, in memory that the next one has again
+    parser = ThreadPoolExecutor(1, "adapter-service-parser")
 
-    def add(method: str, path: str, answer: Answer, key: str | None = api_key) -> None:
-        endpoint = _endpoint(partial(answer, service), key)
+    def add(method: str, path: str, answer: Answer, checks: bool = True) -> None:
+        def admit(request: Request) -> None:
+            _require_host(request, hosts)
+            if checks:
+                _require_key(request, api_key)
+
+        endpoint = _endpoint(service, partial(answer, service), admit)
         app.add_api_route(path, endpoint, methods=[method])
 
-    add("GET", "/healthz", _health, None)
-    add("GET", "/api/v1/healthz", _health, None)
+    add("GET", "/healthz", _health, False)
+    add("GET", "/api/v1/healthz", _health, False)
     add("GET", "/api/v1/get_server_capabilities", _capabilities)
     add("GET", "/api/v1/status", _status)
     add("POST", "/api/v1/retrieve_future", _retrieve)
     for name in (*ANSWERED, *QUEUED, *REFUSED):
-        add("POST", f"/api/v1/{name}", partial(_post, name))
+        add("POST", f"/api/v1/{name}", partial(_post, name, parser))
     return app
 
 
@@ -84,15 +105,39 @@ async def _status(service: AdapterService, _request: Request, _body: bytes) -> A
 
 
 async def _post(
-    name: str, service: AdapterService, request: Request, body: bytes
+    name: str,
+    parser: Executor,
+    service: AdapterService,
+    request: Request,
+    body: bytes,
 ) -> Any:
     if name in REFUSED:
         raise RequestError(REFUSED[name], 404)
-    # off the loop: megabytes are parsed
-    if name in ANSWERED:
-        return await asyncio.to_thread(answer, service, name, body)
     protobuf = request.headers.get("content-type", "").startswith(_PROTOBUF)
-    return await asyncio.to_thread(queue, service, name, body, protobuf)
+    act = partial(queue, protobuf=protobuf) if name in QUEUED else answer
+
+    def parse() -> dict[str, Any]:
+        with _counted(service, PARSED_BYTES * len(body)):
+            return act(service, name, body)
+
+    return await asyncio.get_running_loop().run_in_executor(parser, parse)
+
+
+@contextmanager
+def _counted(service: AdapterService, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """Host memory that a request has meanwhile, and may have more of."""
+    held = 0
+
+    def take(more: int) -> None:
+        nonlocal held
+        service.turns.reserve(more)
+        held += more
+
+    try:
+        take(nbytes)
+        yield take
+    finally:
+        service.turns.release(held)
 
 
 async def _retrieve(service: AdapterService, request: Request, body: bytes) -> Any:
@@ -141,16 +186,19 @@ def _result(model: str, result: Any, protobuf: bool) -> Any:
 
 
 def _endpoint(
-    answer: Callable[[Request, bytes], Awaitable[Any]], api_key: str | None
+    service: AdapterService,
+    answer: Callable[[Request, bytes], Awaitable[Any]],
+    admit: Callable[[Request], None],
 ) -> Any:
     """Reads the body, within bounds, and words what is refused."""
 
     async def endpoint(request: Request) -> Response:
         started = time.perf_counter()
         try:
-            _admit(request, api_key)
-            body = await asyncio.wait_for(_body(request), BODY_S)
-            found = await answer(request, body)
+            admit(request)
+            with _counted(service, 0) as take:
+                body = await asyncio.wait_for(_body(request, take), BODY_S)
+                found = await answer(request, body)
             response = found if isinstance(found, Response) else JSONResponse(found)
         except ValidationError as error:
             response = _error(422, worded(error))
@@ -160,15 +208,28 @@ def _endpoint(
             response = _error(408, f"the body took more than {BODY_S} s.")
         milliseconds = (time.perf_counter() - started) * 1000
         path, status = request.url.path, response.status_code
-        LOG.info(f"{request.method} {path} {status} {milliseconds:.0f} ms")
+        if not (path.endswith(_POLLED) and status in (200, 408)):
+            LOG.info(f"{request.method} {path} {status} {milliseconds:.0f} ms")
         return response
 
     return endpoint
 
 
-def _admit(request: Request, api_key: str | None) -> None:
+def _require_host(request: Request, hosts: Container[str]) -> None:
+    """A page under a name of its own that leads here is another site's all the same."""
+    given = request.headers.get("host", "")
+    name = re.sub(r":[0-9]*$", "", given).lower()
+    if name not in hosts:
+        raise RequestError(
+            f"Host: {given!r} is not what this server is called; start it with "
+            f"--allow-host {name or 'NAME'} if it is.",
+            403,
+        )
+
+
+def _require_key(request: Request, api_key: str | None) -> None:
     given = request.headers.get("x-api-key", "")
-    if api_key is None:
+    if not api_key:
         # a page that somebody on this machine looks at may post here
         if "origin" in request.headers:
             raise RequestError("browsers are not served without a key.", 403)
@@ -176,20 +237,23 @@ def _admit(request: Request, api_key: str | None) -> None:
         raise RequestError("X-API-Key is not the server's.", 401)
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, take: Callable[[int], None]) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > MOST_BYTES:
             raise RequestError(f"the body has more than {MOST_BYTES:,} bytes.", 413)
+        take(len(part))
         parts.append(part)
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
         try:
             # a limit of `decompress` does not hold where the frame says its own size
-            if zstandard.frame_content_size(body) > MOST_BYTES:
+            content = zstandard.frame_content_size(body)
+            if content > MOST_BYTES:
                 raise RequestError(f"the body is more than {MOST_BYTES:,} bytes.", 413)
+            take(content if content > 0 else MOST_BYTES)
             # its streams end without an error where a frame is cut short
             return zstandard.ZstdDecompressor().decompress(
                 body, max_output_size=MOST_BYTES, allow_extra_data=False
@@ -202,4 +266,5 @@ async def _body(request: Request) -> bytes:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"detail": message, "error": message}, status)
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse({"detail": message, "error": message}, status, headers)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import RequestError
+from .turns import TENSOR_BYTES
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, float]
@@ -27,6 +28,12 @@ class Datum:
 
     tokens: Tensor
     inputs: Inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Of the host."""
+        tensors = (self.tokens, *self.inputs.values())
+        return sum(tensor.nbytes + TENSOR_BYTES for tensor in tensors)
 
 
 @dataclass(frozen=True)

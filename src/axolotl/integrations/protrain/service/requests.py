@@ -8,14 +8,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..core.errors import RequestError
-from .adapters import KINDS, folder_of, read_spec
-from .engine import AdapterService
+from .adapters import KINDS, folder_of
+from .engine import FAULTS, AdapterService, as_refusal
 from .live import AdamParams
 from .losses import Datum
 from .messages import MOST_ROWS, data_of, read_request, settings_of, shaped
@@ -143,7 +143,7 @@ class _Info(_Message):
 
 class _Chunk(_Message):
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int] = Field(fail_fast=True)
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(fail_fast=True)
 
 
 class _Input(_Message):
@@ -170,10 +170,7 @@ class _Datum(_Message):
                 raise RequestError(f"data[{number}]: {name} are not integers.")
             shape = [values.numel()] if given.shape is None else given.shape
             inputs[name] = shaped(number, name, whole, shape)
-        try:
-            return Datum(torch.tensor(tokens, dtype=torch.int64), inputs)
-        except (OverflowError, RuntimeError) as error:
-            raise RequestError(f"data[{number}]: {error}.") from error
+        return Datum(torch.tensor(tokens, dtype=torch.int64), inputs)
 
 
 class _Data(_Message):
@@ -200,7 +197,7 @@ def _get_info(service: AdapterService, asked: _Model) -> dict[str, Any]:
 
 
 def _weights_info(service: AdapterService, asked: _Info) -> dict[str, Any]:
-    spec = read_spec(folder_of(service.folder, asked.tinker_path))
+    spec = service.store.spec_of(folder_of(service.folder, asked.tinker_path))
     flags = {f"train_{kind}": kind in spec.kinds for kind in KINDS}
     named = {"base_model": service.base_model, "is_lora": True}
     return {**named, "lora_rank": spec.rank, **flags}
@@ -308,12 +305,14 @@ def queue(
         message, act = _CreateFrom, _create_from
     try:
         ticket = act(service, asked or message.model_validate_json(body), named.seq_id)
-    except (ValidationError, RequestError) as error:
-        if not isinstance(error, RequestError):
-            error = RequestError(worded(error))
-        if named.model_id is not None and named.seq_id is not None:
-            service.refuse(named.model_id, named.seq_id, error)
-        raise error
+    except FAULTS as error:
+        refusal = as_refusal(error)
+        if isinstance(error, ValidationError):
+            refusal = RequestError(worded(error))
+        # what cannot be now may be sent again
+        if named.model_id and named.seq_id and refusal.status != 429:
+            service.refuse(named.model_id, named.seq_id, refusal)
+        raise refusal from error
     return future_of(ticket.model, ticket.number)
 
 

@@ -3,9 +3,10 @@ what the last ones were answered."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any
@@ -16,6 +17,8 @@ MOST_WAITING = 1024
 """Requests of one model that may wait, and how far numbers may run ahead."""
 MOST_ANSWERS = 512
 """Answers of one model that are kept for a client that asks again."""
+TENSOR_BYTES = 512
+"""Host memory of a tensor beside its values."""
 
 
 class Ticket(Future[Any]):
@@ -25,11 +28,14 @@ class Ticket(Future[Any]):
         act: Makes it; None once it has run.
         asks: What tells it from others of its number; None where it could not be read.
         model, number: Whose it is; numbers are from 0.
+        nbytes: Of the host, for what `act` reads, or for the result.
     """
 
-    def __init__(self, act: Callable[[], Any] | None, asks: Any) -> None:
+    def __init__(
+        self, act: Callable[[], Any] | None, asks: Any, nbytes: int = 0
+    ) -> None:
         super().__init__()
-        self.act, self.asks = act, asks
+        self.act, self.asks, self.nbytes = act, asks, nbytes
         self.model, self.number = "", 0
         # nobody can cancel it
         self.set_running_or_notify_cancel()
@@ -58,12 +64,21 @@ class Turns:
 
     Those of a model are numbered from 0 and may arrive in any order. A model whose next
     request is there joins the end of the line; whoever had a turn goes to its end.
+
+    Args:
+        most_bytes: Of the host, for requests that arrive or wait, and for answers that
+            are kept, of all models; the oldest answers make room.
+
+    Attributes:
+        used_bytes: Of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = 1 << 30) -> None:
         self._lines: dict[str, _Line] = {}
         self._ready: OrderedDict[str, None] = OrderedDict()
+        self._answers: deque[Ticket] = deque()
         self._changed = Condition()
+        self.most_bytes, self.used_bytes = most_bytes, 0
         self.stopped = False
 
     def __contains__(self, model: str) -> bool:
@@ -97,16 +112,70 @@ class Turns:
                     f"{MOST_WAITING} may wait. Wait for answers before sending more.",
                     429,
                 )
+            self.reserve(ticket.nbytes)
             line.tickets[number] = ticket
             ticket.model, ticket.number = model, number
             line.last = max(line.last, number)
             self._settle(model)
+            ticket.add_done_callback(self._keep)
             while len(line.tickets) > MOST_ANSWERS:
                 oldest = next(iter(line.tickets.values()))
                 if oldest.number >= line.next or not oldest.done():
                     break
-                del line.tickets[oldest.number]
+                self._forget(oldest)
             return ticket
+
+    def reserve(self, nbytes: int) -> None:
+        """Count bytes of a request; `release` them when they are gone.
+
+        Raises:
+            RequestError: There is no room for them now, or never will be.
+        """
+        if nbytes > self.most_bytes:
+            raise RequestError(
+                f"the request takes {nbytes:,} bytes of the host, and {self.most_bytes:,} "
+                "may be used for all (--request-memory). Send fewer rows at once.",
+                413,
+            )
+        with self._changed:
+            while self._answers and self.used_bytes + nbytes > self.most_bytes:
+                self._forget(self._answers[0])
+            if self.used_bytes + nbytes > self.most_bytes:
+                raise RequestError(
+                    f"requests that wait take {self.used_bytes:,} bytes of the host, and "
+                    f"{self.most_bytes:,} may be used for all (--request-memory). Wait "
+                    "for answers before sending more.",
+                    429,
+                )
+            self.used_bytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Count bytes no longer."""
+        with self._changed:
+            self.used_bytes -= nbytes
+
+    def _keep(self, ticket: Future[Any]) -> None:
+        """Count an answer in place of its request."""
+        assert isinstance(ticket, Ticket)
+        with self._changed:
+            self.release(ticket.nbytes)
+            line = self._lines.get(ticket.model)
+            kept = line is not None and line.tickets.get(ticket.number) is ticket
+            result = ticket.result() if ticket.exception() is None else None
+            rows = result[1] if kept and isinstance(result, tuple) else ()
+            ticket.nbytes = sum(row.nbytes + TENSOR_BYTES for row in rows)
+            if rows:
+                self.used_bytes += ticket.nbytes
+                self._answers.append(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Answer no more what was answered, or will be."""
+        self.release(ticket.nbytes)
+        ticket.nbytes = 0
+        with suppress(ValueError):
+            self._answers.remove(ticket)
+        if ticket.model in self._lines:
+            self._lines[ticket.model].tickets.pop(ticket.number, None)
 
     def peek(self) -> str | None:
         """The model whose turn it is, if any."""
@@ -133,7 +202,10 @@ class Turns:
             RequestError: There is none, or it is too old.
         """
         with self._changed:
-            ticket = self._line(model).tickets.get(number)
+            line = self._line(model)
+            if number < line.next:
+                return line.known(model, number, None)
+            ticket = line.tickets.get(number)
             if ticket is None:
                 raise RequestError(f"{model} has no request {number}.", 404)
             return ticket
@@ -153,10 +225,12 @@ class Turns:
         """
         with self._changed:
             line = self._line(model)
-            del self._lines[model]
             self._ready.pop(model, None)
-        gone = RequestError(f"{model} was unloaded.", 410)
-        _refuse([t for n, t in line.tickets.items() if n >= line.next], gone)
+            waiting = [t for n, t in line.tickets.items() if n >= line.next]
+            _refuse(waiting, RequestError(f"{model} was unloaded.", 410))
+            for ticket in [t for t in line.tickets.values() if t.done()]:
+                self._forget(ticket)
+            del self._lines[model]
 
     def stop(self) -> None:
         """From here on nothing is taken."""
@@ -187,4 +261,5 @@ class Turns:
 def _refuse(tickets: list[Ticket], error: RequestError) -> None:
     for ticket in tickets:
         if not ticket.done():
+            ticket.act = None
             ticket.set_exception(error)

@@ -23,8 +23,9 @@ from .manifest import write_manifest
 STAGING = "_incomplete"
 """Folder of a run in which a checkpoint is written. No reader of `checkpoint-*` sees it,
 and uploads to the Hub leave out `_*`."""
-_REPLACED = "replaced"
-"""In that folder: what had the name of the checkpoint that is being published."""
+_REPLACED = "_replaced"
+"""In that folder: what had the name of the checkpoint that is being published. No name
+that somebody gives to a checkpoint begins so; older versions called it `replaced`."""
 
 SLACK_BYTES, TOKEN_BYTES = 1 << 20, 136
 """What is written beside the tensors: headers, configuration, trainer and random states;
@@ -107,8 +108,9 @@ def restore(run_dir: Path) -> None:
 
     Several processes may do so at once.
     """
-    for aside in (run_dir / STAGING / _REPLACED).glob("*"):
-        if not (run_dir / aside.name).exists():
+    for aside in (run_dir / STAGING).glob("*replaced/*"):
+        # a state that somebody named `replaced` holds files
+        if aside.is_dir() and not (run_dir / aside.name).exists():
             with suppress(FileNotFoundError):
                 aside.rename(run_dir / aside.name)
     shutil.rmtree(run_dir / STAGING, ignore_errors=True)
