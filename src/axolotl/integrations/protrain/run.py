@@ -326,7 +326,8 @@ class TrainingRun:
         """A rank has no room for a step, this one or another: all of them end."""
         assert self.report is not None
         said = json.loads(words)
-        self.log.error(said["error"])
+        # not to the log, which only the first rank writes
+        print(said["error"], file=sys.stderr, flush=True)
         beyond = max(self.recovery.unplanned_bytes, said["unplanned_bytes"])
         self.recovery.unplanned_bytes = beyond
         # who plans the next run
