@@ -278,11 +278,7 @@ class Recovery(StepRecovery):
 
     def explain(self, error: RuntimeError) -> None:
         """Raise the shortage that an error means, of this rank or of another."""
-        alarm = self._run.alarm
-        if alarm is not None and alarm.words is not None:
-            # what it waited for went with the rank that had no room
-            traceback.clear_frames(error.__traceback__)
-            raise DeviceMemoryError(json.loads(alarm.words)["error"]) from None
+        self.raise_heard()
         if not is_shortage(error):
             return
         phase, why = "forward", _REPEATED
@@ -295,6 +291,12 @@ class Recovery(StepRecovery):
         # they hold what the device has no room for
         traceback.clear_frames(error.__traceback__)
         self._refuse(shortage, why, error)
+
+    def raise_heard(self) -> None:
+        """Raise the shortage of another rank: what this one waited for went with it."""
+        alarm = self._run.alarm
+        if alarm is not None and alarm.words is not None:
+            raise DeviceMemoryError(json.loads(alarm.words)["error"]) from None
 
     @property
     def _is_shared(self) -> bool:

@@ -273,10 +273,18 @@ class TrainingRun:
             undo.callback(ranks.close)
             if session is not None and self.report is not None:
                 undo.callback(self._finish, session, self.report, ranks)
-                undo.callback(session.close)
+                undo.callback(self._close, session)
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
             undo.callback(self._end_save, session, failed)
+
+    def _close(self, session: Session) -> None:
+        try:
+            session.close()
+        except RuntimeError:
+            # what was under way between ranks broke off
+            self.recovery.raise_heard()
+            raise
 
     def _end_save(self, session: Session | None, failed: bool) -> None:
         try:
