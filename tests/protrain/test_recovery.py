@@ -114,7 +114,6 @@ CHANGING = {
 
 
 @pytest.mark.parametrize("jobs", HARMLESS.values(), ids=HARMLESS.keys())
-@pytest.mark.sampled(2)
 def test_a_callback_between_two_attempts_is_called_once(run: Run, jobs: Pair) -> None:
     """What it did is there: random numbers it drew, gradients it changed."""
     paged, plain = run(jobs.paged), run(jobs.plain)

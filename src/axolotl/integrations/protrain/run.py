@@ -335,7 +335,7 @@ class TrainingRun:
         assert self.report is not None
         said = json.loads(words)
         # not to the log, which only the first rank writes
-        print(said["error"], file=sys.stderr, flush=True)
+        print(f"\n{said['error']}", file=sys.stderr, flush=True)
         beyond = max(self.recovery.unplanned_bytes, said["unplanned_bytes"])
         self.recovery.unplanned_bytes = beyond
         # who plans the next run
