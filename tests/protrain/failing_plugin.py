@@ -20,6 +20,8 @@ from axolotl.integrations.base import BasePlugin
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
+from axolotl.integrations.protrain.core.runtime import CpuDevice, CudaDevice
+
 STEP, MICRO_BATCH = 2, 2
 ASKED_BYTES = 4096
 
@@ -74,6 +76,12 @@ class FailLate(FailingPlugin):
     """When weights of the last blocks, and of the first, have had their gradients."""
 
     where = "late"
+
+
+class FailProbe(FailingPlugin):
+    """When room for the update is looked for."""
+
+    where = "probe"
 
 
 class FailUpdate(FailingPlugin):
@@ -133,10 +141,94 @@ class _Take(TrainerCallback):
         model.register_forward_pre_hook(take)
 
 
-for _kind in FailingPlugin.__subclasses__() + [FailFourTimes]:
+SHARED_BYTES = 8 << 20
+for _kind in FailingPlugin.__subclasses__():
     for _rank in range(2):
         _name = f"{_kind.__name__}OfRank{_rank}"
-        globals()[_name] = type(_name, (_kind,), {"rank": _rank})
+        # more than was planned
+        _error = torch.OutOfMemoryError(
+            f"Tried to allocate {SHARED_BYTES >> 20}.00 MiB."
+        )
+        _given = {"rank": _rank, "error": _error}
+        globals()[_name] = type(_name, (_kind,), _given)
+
+
+class CallbackPlugin(BasePlugin):
+    """Has one callback."""
+
+    kind: type[TrainerCallback]
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
+        return [self.kind()]
+
+
+class _DrawBetween(TrainerCallback):
+    def on_substep_end(self, *_args: Any, **_kwargs: Any) -> None:
+        torch.rand(1)
+
+
+class _ReadBetween(TrainerCallback):
+    def on_substep_end(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        assert any(p.grad.norm() > 0 for p in model.parameters() if p.grad is not None)
+
+
+class _ScaleBetween(TrainerCallback):
+    def on_substep_end(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.data.mul_(0.5)
+
+
+class _WriteBetween(TrainerCallback):
+    def on_substep_end(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        for param in model.parameters():
+            if param.requires_grad:
+                param.data.neg_()
+
+
+class _FreezeBetween(TrainerCallback):
+    """Without looking at weights."""
+
+    looks_at_weights = False
+
+    def on_substep_end(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
+
+
+class _ClampBefore(TrainerCallback):
+    def on_pre_optimizer_step(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.clamp_(-1e-4, 1e-4)
+
+
+class _CountForwards(TrainerCallback):
+    num_forwards = 0
+
+    def on_train_begin(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        def count(*_: Any) -> None:
+            self.num_forwards += 1
+
+        model.register_forward_hook(count)
+
+
+class _ChangeBuffer(TrainerCallback):
+    """By a hook that no module's list of hooks has."""
+
+    def on_train_begin(self, *_args: Any, model: Any, **_kwargs: Any) -> None:
+        forward, buffer = model.forward, next(model.buffers())
+
+        def changing(*args: Any, **kwargs: Any) -> Any:
+            buffer.add_(0)
+            return forward(*args, **kwargs)
+
+        model.forward = changing
+
+
+for _callback in TrainerCallback.__subclasses__():
+    if _callback.__module__ == __name__ and not vars(_callback).get("__init__"):
+        _name = _callback.__name__.removeprefix("_")
+        globals().setdefault(_name, type(_name, (CallbackPlugin,), {"kind": _callback}))
 
 
 class _Operators(TorchDispatchMode):
@@ -182,6 +274,7 @@ _PLACES: dict[str, Callable[[str, int], bool]] = {
         batch == MICRO_BATCH and name == "embedding_dense_backward"
     ),
     "clipping": lambda name, _: name in ("_foreach_norm", "linalg_vector_norm"),
+    "probe": lambda name, batch: name == "probe",
     "update": lambda name, _: name == "_fused_adamw_",
 }
 
@@ -195,20 +288,22 @@ class _Fail(TrainerCallback):
         own = dist.get_rank() if dist.is_initialized() else 0
         if state.global_step + 1 == STEP and self._rank in (None, own):
             self._inside.enter_context(self._operators)
-            for name, moment in (
-                ("_prepare_input", "inputs"),
-                ("compute_loss", "before"),
+            for owner, name, moment in (
+                (Trainer, "_prepare_input", "inputs"),
+                (Trainer, "compute_loss", "before"),
+                (CpuDevice, "probe", "probe"),
+                (CudaDevice, "probe", "probe"),
             ):
-                self._inside.enter_context(self._failing(name, moment))
+                self._inside.enter_context(self._failing(owner, name, moment))
 
-    def _failing(self, name: str, moment: str) -> Any:
-        plain = getattr(Trainer, name)
+    def _failing(self, owner: type, name: str, moment: str) -> Any:
+        plain = getattr(owner, name)
 
         def failing(*args: Any, **kwargs: Any) -> Any:
             self._operators.fail(moment)
             return plain(*args, **kwargs)
 
-        return patch.object(Trainer, name, failing)
+        return patch.object(owner, name, failing)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         self._inside.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import threading
 import weakref
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from core_models import (
@@ -550,3 +552,35 @@ def test_a_budget_that_the_plan_exceeds() -> None:
     assert session.measured().device_peak_bytes < peak_bytes
     session.close()
     assert_same(model.state_dict(), roomy.state_dict())
+
+
+def test_a_repeated_part_draws_what_it_drew() -> None:
+    """Numbers that others have drawn between two parts are not drawn again."""
+
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    def step(errors: list[RuntimeError]) -> list[list[tuple[float, float, float]]]:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(7)
+        drawn: list[list[tuple[float, float, float]]] = [[], [], []]
+
+        def part(number: int) -> None:
+            drawn[number].append(draw())
+            if number == 2 and errors:
+                raise errors.pop()
+
+        recovery = StepRecovery(
+            torch.device("cpu"),
+            lambda error, phase: Shortage(phase, 0, asked_bytes(error), 0),
+            lambda _: None,
+        )
+        for number in range(3):
+            recovery.attempt(partial(part, number), "forward")
+            draw()
+        return [*drawn, [draw()]]
+
+    plain = step([])
+    *repeated, after = step([no_memory(), no_memory()])
+    assert repeated == [3 * numbers for numbers in plain[:3]]
+    assert after == plain[3]

@@ -1,33 +1,48 @@
 """A step that ran out of device memory is taken again from its start, under a smaller plan;
 one that leaves much of it goes on under a faster one.
 
-All that a step does runs through `StepRecovery.attempt`, which remembers it: random
-numbers go back, a smaller plan is taken, and all of it is done again, by several ranks
-together: Note [A rank that has no room] in data_parallel.py.
+All that a step does runs through `StepRecovery.attempt`, which remembers it: a smaller plan
+is taken, and each part of the step is done again, with the random numbers it began with.
+
+# Note [What is not done again]
+
+Callbacks and other code of users ran between two parts of the step, and run once. A step is
+repeated only where the repeated parts come to the same numbers without them. Random numbers
+that they drew do no harm. Weights and gradients are shown to them in `TrainingRun.weights`,
+which compares both before and after; which weights train is compared as parts begin. Hooks
+on modules and parameters see a repeated part twice, and what they keep is not known, so
+those of packages that are not in `_STATELESS` are refused. What a forward does to a buffer
+is not undone. Room for the update is looked for before the last callbacks that change
+gradients (`on_pre_optimizer_step`): after them nothing is repeated.
+
+Several ranks repeat nothing. The error of the one that has no room is raised on all of them
+(`Alarm`), and the next run plans with what was missing.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import random
 import traceback
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
+from xxhash import xxh3_64_intdigest
 
 from .core.errors import BudgetError, DeviceMemoryError
-from .core.planner import Forecast, Planner
+from .core.planner import Planner
 from .core.runtime import asked_bytes, is_shortage
 from .core.sizes import format_bytes
-from .data_parallel import Owed
 from .report.forecast import format_seconds
 from .report.run import RunReport
 from .versions import COUNTERS
@@ -36,12 +51,21 @@ if TYPE_CHECKING:
     from .run import TrainingRun
 
 Result = TypeVar("Result")
+Rewind = Callable[[], object]
 
 MAX_REPEATS = 3
 """Of one step: what else uses the device may take more meanwhile."""
 _REPEATED = "the step was under a smaller plan already"
 FASTER = 0.02
 """Of a step's seconds, that are worth another plan while a run is under way."""
+_STATELESS = frozenset(
+    "accelerate axolotl bitsandbytes liger_kernel peft torch transformers trl".split()
+)
+"""Packages whose hooks keep nothing from one forward for another."""
+_MODULE_HOOKS = (
+    "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks".split()
+)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ class Shortage:
         in_use_bytes: Allocated at that moment, as a prediction counts it.
         asked_bytes: What could not be allocated; 0 if the error does not say.
         predicted_bytes: The plan's peak.
-        rank: That had no room, if all ranks know of it and can repeat what they did.
+        rank: That had no room; None if it is alone.
     """
 
     phase: str
@@ -78,14 +102,6 @@ class Shortage:
         )
 
 
-class SharedShortage(torch.OutOfMemoryError):
-    """What a rank had no room for, on all of them."""
-
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(str(shortage))
-        self.shortage = shortage
-
-
 class StepRecovery:
     """Remembers one optimizer step, which draws random numbers of host and device.
 
@@ -107,18 +123,20 @@ class StepRecovery:
     def begin(self, trainer: Trainer | None) -> None:
         """A step of `trainer` begins, or nothing of one is needed any longer."""
         self._trainer = trainer
-        self._done: list[Callable[[], Any]] = []
-        self._rewinds: list[Callable[[], None]] = []
+        self._done: list[tuple[Callable[[], Any], list[Rewind]]] = []
 
     def attempt(self, act: Callable[[], Result], phase: str) -> Result:
         """`act`'s result, if need be under a smaller plan, which may fail as well."""
-        if not self._rewinds:
-            self._rewinds = _rewinds(self._device, self._trainer)
-        before: list[Callable[[], Any]] = []
+        rewinds = _rewinds(self._device, self._trainer)
+        before: list[tuple[Callable[[], Any], list[Rewind]]] = []
+        again = False
         while True:
             try:
-                for again in before:
-                    again()
+                for done, start in before:
+                    _call_all(start)
+                    done()
+                if again:
+                    _call_all(rewinds)
                 result = act()
             except RuntimeError as error:
                 if not is_shortage(error):
@@ -126,13 +144,11 @@ class StepRecovery:
                 shortage = self._measure(error, phase)
                 traceback.clear_frames(error.__traceback__)
             else:
-                self._done.append(act)
+                self._done.append((act, rewinds))
                 return result
             self._let_go()
             self._lower(shortage)
-            before = self._done
-            for rewind in self._rewinds:
-                rewind()
+            before, again = self._done, True
 
     def _let_go(self) -> None:
         """The error is gone, and with it the tensors that its traceback held."""
@@ -149,7 +165,6 @@ class Recovery(StepRecovery):
         report: Its forecast is of the plan that runs.
         device: Where it trains.
         planner: Makes another plan; the first rank's.
-        repeats: Whether the ranks know what one of them leaves out.
 
     Attributes:
         unplanned_bytes: The most that an attempt wanted beyond its trace; 0 for none.
@@ -163,10 +178,7 @@ class Recovery(StepRecovery):
         report: RunReport,
         device: torch.device,
         planner: Planner | None,
-        repeats: bool,
     ) -> None:
-        self._may_repeat = repeats
-        self._owed: Owed | None = None
         self._run, self._report, self._planner = run, report, planner
         self._repeats, self._updating = 0, False
         self.unplanned_bytes = 0
@@ -176,6 +188,10 @@ class Recovery(StepRecovery):
         """An optimizer step begins, or the last one has ended."""
         super().begin(trainer)
         self.has_gradients = has_gradients
+        self._changed = ""
+        self._updated = False
+        self._trained: list[bool] = []
+        self._buffers: list[tuple[str, Tensor, int]] = []
         self._step = trainer.state.global_step + 1 if trainer else 0
         if trainer is not None:
             self._repeats = 0
@@ -217,12 +233,42 @@ class Recovery(StepRecovery):
         self._run.log.info(f"{line}\n{self._report.table()}")
         self._report.notes.append(line)
 
+    def attempt(self, act: Callable[[], Result], phase: str) -> Result:
+        """See `StepRecovery.attempt`; several ranks repeat nothing."""
+        session = self._run.session
+        if session is not None and not self._is_shared:
+            model = session.model
+            trained = [param.requires_grad for param in model.parameters()]
+            if not self._done:
+                buffers = model.named_buffers()
+                self._buffers = [(name, b, b._version) for name, b in buffers]
+            elif trained != self._trained:
+                self._changed = "which weights train was changed"
+            self._trained = trained
+        return super().attempt(act, phase)
+
+    @contextmanager
+    def showing(self, whom: str) -> Iterator[None]:
+        """Weights and gradients are plain tensors inside, and shown to somebody; see Note
+        [What is not done again]."""
+        if self._run.session is None or not self._done or self._is_shared:
+            yield
+            return
+        params = [*self._run.session.model.parameters()]
+        before = [*map(_marks, params)]
+        yield
+        if [*map(_marks, params)] != before:
+            self._changed = f"{whom} changed weights or gradients"
+
+    def probe_update(self) -> None:
+        """Look for the room of an update while its step can be repeated."""
+        self.attempt(self._probe_update, "update")
+
     def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-        """Look for room before an update, not while it changes weights."""
+        """Know when an update changes weights: nothing is repeated from then on."""
 
         def before(*_: Any) -> None:
-            self.together(self._probe_update, "update")
-            self._updating = True
+            self._updating = self._updated = True
 
         def after(*_: Any) -> None:
             self._updating = False
@@ -230,82 +276,11 @@ class Recovery(StepRecovery):
         before_step = optimizer.register_step_pre_hook(before)
         return [before_step, optimizer.register_step_post_hook(after)]
 
-    def together(self, act: Callable[[], Result], phase: str) -> Result:
-        """An `attempt` of all ranks."""
-        return self.attempt(partial(self.met, act, phase), phase)
-
-    def met(
-        self,
-        act: Callable[[], Result],
-        phase: str,
-        rest: Callable[[], bool] | None = None,
-    ) -> Result:
-        """`act`'s result, once all ranks have it.
-
-        Args:
-            act: No rank waits in it for one that fails, but for what is in `rest`.
-            phase: Which it is.
-            rest: What other ranks wait for, after `act` has failed; whether the step can
-                be repeated then.
-
-        Raises:
-            SharedShortage: A rank had no room for it.
-        """
-        ranks = self._run.ranks
-        if ranks.world.size == 1 or not self._may_repeat:
-            return act()
-        shortage: Shortage | None = None
-        try:
-            result = act()
-        except RuntimeError as error:
-            if isinstance(error, SharedShortage) or not is_shortage(error):
-                raise
-            if rest is not None and self._owed and not self._owed.has_entered:
-                # who knows what others do together before it
-                raise
-            shortage = replace(self._shortage(error, phase), rank=ranks.rank)
-            traceback.clear_frames(error.__traceback__)
-        if shortage is not None:
-            self._let_go()
-            if rest is not None and not rest():
-                shortage = replace(shortage, rank=None)
-        if ranks.maximum(torch.tensor([shortage is not None], dtype=torch.uint8)).any():
-            short = [one for one in ranks.collect(shortage) if one is not None]
-            # who needs more yet says so when the step is repeated
-            short.sort(key=lambda one: (one.rank is None, one.unplanned_bytes))
-            raise SharedShortage(short[-1])
-        return result
-
-    def met_after(
-        self, pass_: Callable[[], Result], model: nn.Module, synchronises: bool
-    ) -> Result:
-        """The same of a micro-batch's forward and backward of `model`, as the trainer has
-        wrapped it, in which the ranks reduce gradients if it `synchronises`."""
-        session = self._run.session
-        if session is None or self._run.ranks.world.size == 1:
-            return pass_()
-        if self._owed is None:
-            self._owed = Owed(model)
-        owed = self._owed
-        owed.begin()
-
-        def rest() -> bool:
-            repeats = not (synchronises and owed.is_spent)
-            loss = owed.loss()
-            session.sit_out()
-            if loss is not None and synchronises:
-                loss.backward()
-            return repeats
-
-        return self.met(pass_, "forward", rest)
-
-    def close(self) -> None:
-        """Remove what was hooked."""
-        if self._owed is not None:
-            self._owed.close()
-
-    def explain(self, error: RuntimeError) -> NoReturn:
-        """Raise what an error means that no smaller plan has averted."""
+    def explain(self, error: RuntimeError) -> None:
+        """Raise the shortage that an error means, of this rank or of another."""
+        self.raise_heard()
+        if not is_shortage(error):
+            return
         phase, why = "forward", _REPEATED
         if self._updating:
             phase, why = "update", "the update was half done, so it cannot be repeated"
@@ -315,7 +290,17 @@ class Recovery(StepRecovery):
         shortage = self._shortage(error, phase)
         # they hold what the device has no room for
         traceback.clear_frames(error.__traceback__)
-        raise self._refusal(shortage, why) from error
+        self._refuse(shortage, why, error)
+
+    def raise_heard(self) -> None:
+        """Raise the shortage of another rank: what this one waited for went with it."""
+        alarm = self._run.alarm
+        if alarm is not None and alarm.words is not None:
+            raise DeviceMemoryError(json.loads(alarm.words)["error"]) from None
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._run.ranks.world.size > 1
 
     def _probe_update(self) -> None:
         session = self._run.session
@@ -327,10 +312,6 @@ class Recovery(StepRecovery):
 
     def _shortage(self, error: RuntimeError, phase: str) -> Shortage:
         """What an error says; `forward` may have been backward too."""
-        if isinstance(error, SharedShortage):
-            unplanned = error.shortage.unplanned_bytes
-            self.unplanned_bytes = max(self.unplanned_bytes, unplanned)
-            return error.shortage
         ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if phase == "forward" and torch.autograd.backward.__code__ in ran:
             phase = "backward"
@@ -338,37 +319,28 @@ class Recovery(StepRecovery):
         in_use = session.device.used_bytes() if session else 0
         in_use += forecast.hardware.unseen_bytes
         peak_bytes = forecast.device.peak_bytes
-        shortage = Shortage(phase, in_use, asked_bytes(error), peak_bytes)
+        rank = self._run.ranks.rank if self._is_shared else None
+        shortage = Shortage(phase, in_use, asked_bytes(error), peak_bytes, rank)
         self.unplanned_bytes = max(self.unplanned_bytes, shortage.unplanned_bytes)
         return shortage
 
     def _smaller(self, shortage: Shortage) -> None:
         """Take the fastest plan that has room for what was missing, if there is one."""
-        if self._repeats == MAX_REPEATS:
-            raise self._refusal(shortage, f"{_REPEATED}, {MAX_REPEATS} times")
-        if self.has_gradients:
-            why = "it began with gradients of an earlier epoch, which cannot be made again"
-            raise self._refusal(shortage, why)
-        if self._run.ranks.world.size > 1 and shortage.rank is None:
-            why = "what all ranks do together was under way, so it cannot be repeated"
-            raise self._refusal(shortage, why)
+        if why := self._obstacle():
+            self._refuse(shortage, why)
         session = self._run.session
         assert session is not None
         all_resident = self._run.args.protrain_force_all_persistent
-
-        def replan() -> Forecast:
-            assert self._planner is not None
-            return self._planner.replan(
+        assert self._planner is not None
+        try:
+            forecast = self._planner.replan(
                 self._report.forecast.plan,
                 shortage.unplanned_bytes,
                 shortage.asked_bytes,
                 frozenset() if all_resident else session.movable,
             )
-
-        try:
-            forecast = self._run.ranks.from_first(replan)
         except BudgetError as error:
-            raise self._refusal(shortage, "no smaller plan leaves that room") from error
+            self._refuse(shortage, "no smaller plan leaves that room", error)
         self._repeats += 1
         self._run.replan(forecast)
         self._report.replanned(self._step, asdict(shortage), forecast)
@@ -376,28 +348,102 @@ class Recovery(StepRecovery):
         self._run.log.warning(f"{line}\n{self._report.table()}")
         self._report.notes.append(line)
 
-    def _refusal(self, shortage: Shortage, why: str) -> DeviceMemoryError:
-        forecast = self._report.forecast
+    def _obstacle(self) -> str:
+        """Why the step cannot be repeated; empty if it can."""
+        if self._is_shared:
+            return "several ranks do not repeat a step"
+        if self._repeats == MAX_REPEATS:
+            return f"{_REPEATED}, {MAX_REPEATS} times"
+        if self.has_gradients:
+            return "it began with gradients of an earlier epoch, which cannot be made again"
+        if self._updated:
+            return "its weights were updated already, so it cannot be repeated"
+        assert self._run.session is not None
+        hook = _foreign_hook(self._run.session.model)
+        changed = [
+            f"buffer {n}" for n, b, version in self._buffers if b._version != version
+        ]
+        why = self._changed
+        if not why and changed:
+            why = f"a forward changed {changed[0]}"
+        elif not why and hook:
+            why = f"a hook ({hook}) may have changed something"
+        return f"{why} in it, which is not done again or undone" if why else ""
+
+    def _refuse(
+        self, shortage: Shortage, why: str, cause: Exception | None = None
+    ) -> NoReturn:
+        forecast, alarm = self._report.forecast, self._run.alarm
         largest, nbytes = max(forecast.device.terms.items(), key=lambda term: term[1])
         missing = max(shortage.unplanned_bytes, shortage.asked_bytes, 1)
         where = f"Step {self._step}" if self._step else "Outside the steps"
-        return DeviceMemoryError(
+        learns = self._run.args.protrain_learn_peak and shortage.unplanned_bytes > 0
+        lesson = (
+            "The next run plans with what was missing. Else set" if learns else "Set"
+        )
+        error = (
             f"protrain_capacity_bytes: {where}: {shortage}, and {why}. The largest part "
-            f"is {largest}, {format_bytes(nbytes)}. Set protrain_capacity_bytes "
+            f"is {largest}, {format_bytes(nbytes)}. {lesson} protrain_capacity_bytes "
             f"to {forecast.budget.device_bytes - missing:,} or less, or lower "
             "micro_batch_size, sequence_len or the adapter's rank."
         )
+        if alarm is not None:
+            said = {"error": error, "unplanned_bytes": shortage.unplanned_bytes}
+            error = json.loads(alarm.tell(json.dumps(said)))["error"]
+        raise DeviceMemoryError(error) from cause
 
 
-def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Callable[[], None]]:
+def _call_all(rewinds: list[Rewind]) -> None:
+    for rewind in rewinds:
+        rewind()
+
+
+def _marks(param: nn.Parameter) -> tuple[object, ...]:
+    """What tells that a weight that trains, or the gradient of any, has changed."""
+    grad = param.grad
+    weight = _digest(param) if param.requires_grad else None
+    return (
+        param.requires_grad,
+        param._version,
+        weight,
+        None if grad is None else _digest(grad),
+    )
+
+
+def _digest(tensor: Tensor) -> int:
+    # not a version: writes through `.data` leave none
+    host = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    values: Any = host.numpy()
+    return xxh3_64_intdigest(values)
+
+
+def _foreign_hook(model: nn.Module) -> str:
+    """Name of a hook of somebody else's that a forward or backward calls, if there is one."""
+    for owner, kinds in (
+        *((module, _MODULE_HOOKS) for module in model.modules()),
+        *((param, _TENSOR_HOOKS) for param in model.parameters()),
+    ):
+        for kind in kinds:
+            for hook in (getattr(owner, kind) or {}).values():
+                act = hook
+                while isinstance(act, partial):
+                    act = act.func
+                home = getattr(act, "__module__", None) or type(act).__module__
+                if home.partition(".")[0] not in _STATELESS:
+                    name = getattr(act, "__qualname__", type(act).__qualname__)
+                    return f"{home}.{name}"
+    return ""
+
+
+def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Rewind]:
     """Put random numbers and counters back to what they are now."""
 
     def recount(owner: Any, before: dict[str, Any]) -> None:
         for name in COUNTERS:
             vars(owner).pop(name, None)
-        vars(owner).update(deepcopy(before))
+        vars(owner).update(_copied(before))
 
-    rewinds: list[Callable[[], None]] = [
+    rewinds: list[Rewind] = [
         partial(random.setstate, random.getstate()),
         partial(np.random.set_state, np.random.get_state()),
         partial(torch.set_rng_state, torch.get_rng_state()),
@@ -407,5 +453,16 @@ def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Callable[[],
         rewinds.append(partial(torch.cuda.set_rng_state, own, device))
     for owner in (trainer, trainer.state) if trainer else ():
         counted = {name: vars(owner)[name] for name in COUNTERS if name in vars(owner)}
-        rewinds.append(partial(recount, owner, deepcopy(counted)))
+        rewinds.append(partial(recount, owner, _copied(counted)))
     return rewinds
+
+
+def _copied(value: Any) -> Any:
+    """A copy down to the tensors; of a long list of numbers in no time."""
+    if isinstance(value, dict):
+        copied = copy(value)
+        copied.update((key, _copied(item)) for key, item in value.items())
+        return copied
+    if isinstance(value, list):
+        return [*value]
+    return value.clone() if isinstance(value, Tensor) else value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.profile import measured_unseen_bytes
 from .core.runtime import (
+    Alarm,
     Alone,
     CheckedDevice,
     Ranks,
@@ -129,6 +131,7 @@ class TrainingRun:
         self.session: Session | None = None
         self.report: RunReport | None = None
         self.ranks: Ranks = Alone()
+        self.alarm: Alarm | None = None
         self._cfg = cfg
         self._share = share
         self._taken_over = taken_over
@@ -173,6 +176,7 @@ class TrainingRun:
             # who is gone is noticed here; making a group would wait for it
             dist.barrier()
             self.ranks = Ranks(device.type)
+            self.alarm = Alarm(self.ranks, self._hear)
         absent = self._share.absent(model) if self._share else frozenset()
         self._say_once(
             "ProTrain traces a micro-batch and measures what this machine gives."
@@ -203,10 +207,7 @@ class TrainingRun:
         if device.type == "cuda":
             notes.append(allocator_note(os.environ))
         self.report = RunReport(forecast, str(device), notes, about(self._cfg))
-        # of one forward a micro-batch it is known which collectives are left
-        known = objective is None and not self._cfg.ddp_find_unused_parameters
-        self.recovery = Recovery(self, self.report, device, planner, known)
-        self._undo.callback(self.recovery.close)
+        self.recovery = Recovery(self, self.report, device, planner)
         if self._is_first:
             self.log.info("\n" + self.report.table())
         space = partial(require_space, self._output_dir, self.checkpoint_bytes)
@@ -267,13 +268,23 @@ class TrainingRun:
                 )
         # the last one first, and each of them whatever the others raise
         with ExitStack() as undo:
+            if self.alarm is not None:
+                undo.callback(self.alarm.close)
             undo.callback(ranks.close)
             if session is not None and self.report is not None:
                 undo.callback(self._finish, session, self.report, ranks)
-                undo.callback(session.close)
+                undo.callback(self._close, session)
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
             undo.callback(self._end_save, session, failed)
+
+    def _close(self, session: Session) -> None:
+        try:
+            session.close()
+        except RuntimeError:
+            # what was under way between ranks broke off
+            self.recovery.raise_heard()
+            raise
 
     def _end_save(self, session: Session | None, failed: bool) -> None:
         try:
@@ -286,9 +297,15 @@ class TrainingRun:
         if session is not None:
             session.device.kept = None
 
-    def weights(self) -> AbstractContextManager[None]:
-        """See `Session.weights`; does nothing outside a session."""
-        return self.session.weights() if self.session else nullcontext()
+    @contextmanager
+    def weights(self, whom: str = "trainer.protrain.weights()") -> Iterator[None]:
+        """See `Session.weights`; does nothing outside a session. `whom` they are shown to
+        is named where a step cannot be repeated because of it."""
+        if self.session is None:
+            yield
+            return
+        with self.session.weights(), self.recovery.showing(whom):
+            yield
 
     def for_event(
         self, event: str, callbacks: Sequence[TrainerCallback]
@@ -310,7 +327,20 @@ class TrainingRun:
                     "before, on all ranks, so that they agree on when weights are shown."
                 )
             self._looked_at |= {event}
-        return self.weights() if event in self._looked_at else nullcontext()
+        shown = self.weights(f"{event} of {', '.join(looks)}")
+        return shown if event in self._looked_at else nullcontext()
+
+    def _hear(self, words: str) -> None:
+        """A rank has no room for a step, this one or another: all of them end."""
+        assert self.report is not None
+        said = json.loads(words)
+        # not to the log, which only the first rank writes
+        print(f"\n{said['error']}", file=sys.stderr, flush=True)
+        beyond = max(self.recovery.unplanned_bytes, said["unplanned_bytes"])
+        self.recovery.unplanned_bytes = beyond
+        # who plans the next run
+        if self._is_first:
+            self._learn(self.report, ())
 
     def _agree(self, callbacks: Sequence[TrainerCallback]) -> set[str]:
         """Events for which weights are shown: all ranks have to."""

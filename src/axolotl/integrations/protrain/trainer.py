@@ -33,7 +33,7 @@ from .core.checkpoint import (
     staged,
 )
 from .core.errors import ConfigError
-from .core.runtime import Ranks, is_shortage
+from .core.runtime import Ranks
 from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
 from .run import TrainingRun
@@ -83,7 +83,7 @@ class ProTrainTrainerMixin(_Mixed):
             failed = False
             return result
         except RuntimeError as error:
-            if self.protrain.report is not None and is_shortage(error):
+            if self.protrain.report is not None:
                 self.protrain.recovery.explain(error)
             raise
         finally:
@@ -118,28 +118,21 @@ class ProTrainTrainerMixin(_Mixed):
         return self.optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # when it is repeated the last one of its step may be under way
         synchronises, plain = self.accelerator.sync_gradients, super().training_step
 
         def step() -> Any:
-            # when it is repeated the last one of its step may be under way
-            alone = self.accelerator.no_sync(model)
-            with nullcontext() if synchronises else alone:
-                self.protrain.begin_micro_batch(synchronises, inputs)
-                return self.protrain.recovery.met_after(
-                    partial(plain, model, inputs, *args, **kwargs), model, synchronises
-                )
+            self.protrain.begin_micro_batch(synchronises, inputs)
+            return plain(model, inputs, *args, **kwargs)
 
         return self.protrain.recovery.attempt(step, "forward")
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        prepare, model = partial(super()._prepare_inputs, inputs), cast(Any, self.model)
+        prepared, model = super()._prepare_inputs(inputs), cast(Any, self.model)
         if self.protrain.session is None:
             # before and after training the model is on the host
-            return send_to_device(prepare(), model.device)
-        # an evaluation is not repeated
-        if not model.training:
-            return prepare()
-        return self.protrain.recovery.met(prepare, "forward")
+            return send_to_device(prepared, model.device)
+        return prepared
 
     def _clip_grad_norm(self, model: Any) -> Any:
         plain = super()._clip_grad_norm
@@ -148,7 +141,7 @@ class ProTrainTrainerMixin(_Mixed):
             norm = self.protrain.clip_grad_norm(self.args.max_grad_norm)
             return norm if norm is not None else plain(model)
 
-        return self.protrain.recovery.together(clip, "update")
+        return self.protrain.recovery.attempt(clip, "update")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         plain = super()._get_grad_norm
@@ -158,7 +151,7 @@ class ProTrainTrainerMixin(_Mixed):
                 return plain(model, grad_norm=grad_norm)
             return plain(model, grad_norm=self.protrain.clip_grad_norm(float("inf")))
 
-        return self.protrain.recovery.together(norm, "update")
+        return self.protrain.recovery.attempt(norm, "update")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.protrain.note_peak()
@@ -287,6 +280,8 @@ class ShowingHandlerMixin(_MixedHandler):
         if event == "on_save" and self.protrain.saves_beside:
             self.protrain.after_save(partial(call, state=copy(state)))
             return control
+        if event == "on_pre_optimizer_step" and self.protrain.session is not None:
+            self.protrain.recovery.probe_update()
         with self.protrain.for_event(event, self.callbacks):
             control = call(state=state)
             if event == "on_step_begin":

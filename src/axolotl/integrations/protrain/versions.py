@@ -93,8 +93,11 @@ PARAMETERS = {
 }
 """What is called or overridden, with its first parameters in their order."""
 
-COUNTERS = ("tokens", "_tkps_trainable_acc", "_tkps_total_acc")
-"""What Axolotl counts as it computes losses: in the state, from 0.21 on beside it."""
+COUNTERS = (
+    *("tokens", "_tkps_trainable_acc", "_tkps_total_acc"),
+    *("_metrics", "_stored_metrics", "_total_train_tokens"),
+)
+"""What Axolotl and TRL count as they compute losses: in the state, or beside it."""
 
 
 DRAWS_BY_NAME = hasattr(adapter, "reinit_lora_from_seed")

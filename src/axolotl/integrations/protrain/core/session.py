@@ -18,8 +18,8 @@ and before the weights move. A failed background task is raised once, by whoever
 After an out-of-memory error `forget_gradients` leaves what the step has begun, and `replan`
 may bind parameters anew, because no graph is alive between two attempts. Chunks in the
 arena stay where they are, those that move to the host get a mapping of their own, and
-optimizer state is handed over, not copied. Several ranks take the plan together, between two
-micro-batches; what trains stays where it is, for DDP knows it.
+optimizer state is handed over, not copied. A rank takes another
+plan only where it is alone.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ class Session:
     @property
     def movable(self) -> frozenset[int]:
         """Chunks that `replan` may move to the host: those that train only if the
-        optimizer has a side there from the start, and of one rank."""
-        trains = bool(self._host_chunks) and self._ranks.world.size == 1
+        optimizer has a side there from the start."""
+        trains = bool(self._host_chunks)
         return frozenset(
             c.index for c in self.layout.chunks if trains or not c.trainable
         )
@@ -316,15 +316,6 @@ class Session:
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
-        self._unwind()
-        self._gradients.discard()
-        self._worker.drain()
-        self._staging.forget()
-        self._updates.forget_gradients()
-        for param in self._params.values():
-            param.grad = None
-
-    def _unwind(self) -> None:
         for block in self._running:
             block.unwind()
         drop_ended_backward(self.device.torch_device)
@@ -332,15 +323,12 @@ class Session:
             # what was under way for backward keeps its memory until then
             self._swap.settle()
         self._pager.close_any()
-
-    def sit_out(self) -> None:
-        """Take part in what other ranks do together in the rest of a micro-batch that has
-        failed here, and forget the passes since the last update."""
-        self._unwind()
-        self.ready()
-        if self._has_windows:
-            self._gradients.sit_out(self._pager.sit_out)
-        self.forget_gradients()
+        self._gradients.discard()
+        self._worker.drain()
+        self._staging.forget()
+        self._updates.forget_gradients()
+        for param in self._params.values():
+            param.grad = None
 
     def ready(self) -> None:
         """Make weights that stay on the device current after a host update."""
@@ -533,7 +521,7 @@ class Session:
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
             self._handles += [swap, settle]
         self._pager, viewer = self._new_pager(), self._viewer
-        self._has_windows = (
+        has_windows = (
             bool(self.plan.paged)
             or any(host.chunk.block is not None for host in self._host_chunks)
             or self._swap is not None
@@ -545,7 +533,7 @@ class Session:
                 self._running.append(Recompute(block, saving))
             elif swap is not None and policy.swaps:
                 self._running.append(SwapBlock(block, index, swap))
-            if self._has_windows:
+            if has_windows:
                 self._handles += attach_block(
                     block,
                     index,

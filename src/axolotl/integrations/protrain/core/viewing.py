@@ -96,7 +96,7 @@ class Viewer:
         """Backward comes to a block."""
         self.hide()
         task = torch._C._current_graph_task_id()
-        # -1 outside of it, where a rank sits out
+        # -1 outside of it, where what is left of a pass is opened
         if task not in (self._backward, -1):
             self._backward = task
             engine = torch.autograd.Variable._execution_engine

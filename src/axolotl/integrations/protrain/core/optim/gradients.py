@@ -101,9 +101,6 @@ class Gradients:
             sums.arrived.clear()
         self._settle_own()
 
-    def sit_out(self, passes: Callable[[], None]) -> None:
-        """Take part in what other ranks reduce in the rest of the `passes`."""
-
     def close(self) -> None:
         """Release gradients and memory; no copy may be in flight."""
         self._in_flight.clear()

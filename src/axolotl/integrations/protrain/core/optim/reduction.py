@@ -26,7 +26,7 @@ rank that has not used the chunk since, so launching waits for that update first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -123,13 +123,6 @@ class GradientReduction(Gradients):
         self._due = False
         super().discard()
         self._forget_all()
-
-    def sit_out(self, passes: Callable[[], None]) -> None:
-        # no engine calls back
-        self._ends = True
-        passes()
-        if self._due:
-            self._launch_until(len(self._hosts))
 
     def close(self) -> None:
         super().close()

@@ -154,9 +154,6 @@ class Pager:
     def begin_micro_batch(self) -> None:
         """A forward begins, and a backward after it."""
 
-    def sit_out(self) -> None:
-        """Make the fetches that other ranks wait for in the rest of a micro-batch."""
-
     def pages(self, block: int) -> bool:
         """Whether weights of a block are in slots."""
         return bool(self._needed[block])
@@ -220,13 +217,6 @@ class ShardedPager(Pager):
     def begin_micro_batch(self) -> None:
         self.complete()
         self._direction, self._at = Direction.FORWARD, -1
-
-    def sit_out(self) -> None:
-        num_blocks = self._schedule.num_blocks
-        if not self._down:
-            self._pass(self._until(num_blocks - 1))
-            self._direction, self._at = Direction.BACKWARD, num_blocks
-        self._pass(self._until(0))
 
     def complete(self) -> None:
         """Open what is left of the pass."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +21,12 @@ from ..errors import ConfigError, ProTrainError
 from ..types import Counters, World
 
 Result = TypeVar("Result")
+
+LOOK_S = 0.2
+"""Between two looks of a rank for what another has to say."""
+HEARD_S = 10.0
+"""The longest that a rank waits for others to hear it, and then for itself to end."""
+_WORDS, _HEARD = "words", "heard"
 
 
 class Ranks:
@@ -185,6 +193,65 @@ class Alone(Ranks):
 
     def close(self) -> None:
         """There is no group to leave."""
+
+
+class Alarm:
+    """Brings the words of a rank that ends to all ranks, whatever they wait for.
+
+    A rank that waits in a collective hears nothing of a peer that has left it: gloo waits
+    until that process is gone, NCCL until a time limit, and a launcher kills who waits. So a
+    thread of each rank looks into a store, and ends its process where nothing else does.
+
+    Args:
+        ranks: Who trains together; all of them make one at the same point.
+        heard: Called with the words, once and on every rank, by the thread.
+
+    Attributes:
+        words: What was said; None as long as nobody has spoken.
+    """
+
+    def __init__(self, ranks: Ranks, heard: Callable[[str], None]) -> None:
+        self.words: str | None = None
+        self._heard, self._num_ranks = heard, ranks.world.size
+        host, store = os.environ.get("MASTER_ADDR") or platform.node(), None
+        if ranks.rank == 0:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host, port = ranks.collect((host, store.port if store else 0))[0]
+        self._store = store or dist.TCPStore(host, port, wait_for_workers=False)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def tell(self, words: str) -> str:
+        """Return the words of whoever spoke first, once all ranks have heard them.
+
+        Who does not hear them in `HEARD_S` seconds is not waited for.
+        """
+        words = self._store.compare_set(_WORDS, "", words).decode()
+        end = time.monotonic() + HEARD_S
+        # a launcher ends the others as soon as this rank has ended
+        while self._store.add(_HEARD, 0) < self._num_ranks and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        return words
+
+    def close(self) -> None:
+        """This rank has nothing to wait for any longer."""
+        self._closed.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        try:
+            while not self._store.check([_WORDS]):
+                if self._closed.wait(LOOK_S):
+                    return
+            self.words = self._store.get(_WORDS).decode()
+            self._heard(self.words)
+            self._store.add(_HEARD, 1)
+        except dist.DistError:
+            # rank 0, which has the store, is gone
+            return
+        if not self._closed.wait(HEARD_S):
+            os._exit(1)
 
 
 def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
