@@ -37,16 +37,18 @@ def protrain() -> None:
 
 
 class _Unplanned(click.ClickException):
-    """A question that has no answer: one line on stderr."""
+    """A question that has no answer: on stderr, a line for each reason."""
 
     exit_code = 3
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(" ".join(message.split())))
+        lines = (" ".join(line.split()) for line in message.splitlines())
+        super().__init__(printable("\n".join(filter(None, lines))))
 
 
 class _Command(click.Command):
-    """Ends with 1 on what a person can put right, and says it without a traceback."""
+    """Says without a traceback what a person can put right, and ends with 3 where that
+    is the YAML, else with 1."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -61,7 +63,9 @@ class _Command(click.Command):
             # who reads has enough: click ends in silence
             raise
         except (ProTrainError, OSError) as error:
-            raise self.failure(str(error)) from error
+            unusable = isinstance(error, ConfigError)
+            kind = _Unplanned if unusable else self.failure
+            raise kind(str(error)) from error
 
     def failure(self, message: str) -> click.ClickException:
         return click.ClickException(printable(message))
@@ -75,7 +79,7 @@ class _AnswerCommand(_Command):
 
 
 @protrain.command("selftest", cls=_Command)
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--steps", default=4, show_default=True, help="Optimizer steps of each run."
 )
@@ -87,8 +91,13 @@ class _AnswerCommand(_Command):
 def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     """Train CONFIG for a few steps with and without paging and compare.
 
-    Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed.
+    Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed;
+    3: CONFIG cannot be trained.
     """
+    from ..checks import checked_yaml
+
+    # before the seconds that Axolotl's imports take
+    checked_yaml(config)
     from .selftest import run_selftest
 
     verdict = run_selftest(config, steps, keep, click.echo)
@@ -134,11 +143,9 @@ def _gib(
 
 
 def _check_cards(
-    config: Path, gpus: tuple[str, ...], num_gpus: int, link: str | None
+    raw: Mapping[Any, Any], gpus: tuple[str, ...], num_gpus: int, link: str | None
 ) -> None:
     """Refuse what can be told before the seconds that Axolotl's imports take."""
-    if not config.is_file():
-        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
     import torch
 
     from ..core.profile import gpu_hardware
@@ -155,9 +162,7 @@ def _check_cards(
             "known of cards by name; add --gpu."
         )
     keys = ("protrain_capacity_bytes", "gpu_memory_limit")
-    if not torch.cuda.is_available() and not any(
-        key in config.read_text("utf-8", errors="replace") for key in keys
-    ):
+    if not torch.cuda.is_available() and not any(raw.get(key) for key in keys):
         raise ConfigError(
             "--gpu: this machine has no GPU; name the card to plan for, for example "
             "--gpu 4090."
@@ -265,11 +270,14 @@ def _plan(
     or in a folder. Exit code 0: it fits every card, or what was written does; 2: it does
     not fit one; 3: it cannot be planned.
     """
+    from ..checks import checked_yaml
+
     try:
         # what can be said before a minute of work
         levers = levers or explain or write is not None
         _check_options(html, write, largest, levers, len(gpus))
-        _check_cards(config, gpus, num_gpus, link)
+        raw = checked_yaml(config, here=True, download=download)
+        _check_cards(raw, gpus, num_gpus, link)
         question = (config, gpus, num_gpus, ram_gib, link)
         # libraries warn of what a plan does not use; the answer alone is printed
         with _silence(), lean_imports(), ExitStack() as undo:
@@ -285,10 +293,6 @@ def _plan(
             from ..report.text import largest_text, plan_text
             from .plan import DryRun
 
-            if download:
-                from ..offline.meta_model import download_config
-
-                download_config(config)
             ask = DryRun(*question)
             answers = ask.largest(largest) if largest else ask.forecasts(fitting, write)
         if html is not None:
@@ -462,6 +466,13 @@ def _serve(
     The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
     is set; see docs/service.md.
     """
+    if status is None:
+        from ..checks import require_servable
+
+        if config is None:
+            raise ConfigError("CONFIG: missing; it is an Axolotl YAML.")
+        # before the seconds that Axolotl's imports take
+        require_servable(config)
     try:
         from .serve import serve, status_text
     except ModuleNotFoundError as error:
@@ -470,8 +481,7 @@ def _serve(
     if status is not None:
         click.echo(printable(status_text(status)))
         return
-    if config is None or not config.is_file():
-        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
+    assert config is not None
     memory = None if adapter_memory is None else parse_bytes(adapter_memory)
     serve(config, host, port, folder, memory)
 

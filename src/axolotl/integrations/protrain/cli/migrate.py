@@ -11,16 +11,21 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..args import PLUGIN, lists_plugin, reject_unknown_keys
+from ..args import PLUGIN, lists_plugin, unknown_keys
+from ..checks import base_faults, key_faults
 from ..core.errors import ConfigError
+from ..offline.yaml_file import parsed, read_text
 from ..refusals import Refusal, as_yaml, changes, refusals
 
 SWITCH = "protrain_auto_memory"
+_MOST_PLACES = 16
+"""Where a line more is tried: each takes a reading of the file."""
 
 Edit = tuple[int, int, list[str]]
 """First line, the one after the last, and what takes their place."""
@@ -48,10 +53,10 @@ def migrate_file(config: Path, write: bool) -> Migration:
         ConfigError: As `migrate`; names the file.
         OSError: It cannot be read or written.
     """
+    text = read_text(config)
     try:
-        # bytes: line ends stay
-        found = migrate(config.read_bytes().decode("utf-8"))
-    except (ConfigError, UnicodeDecodeError) as error:
+        found = migrate(text)
+    except ConfigError as error:
         raise ConfigError(f"{config}: {error}") from error
     if write and found.reasons:
         _replace(config.resolve(), found.after.encode("utf-8"))
@@ -76,7 +81,9 @@ def migrate(text: str) -> Migration:
         ConfigError: It is no Axolotl YAML, or its keys are not on lines of their own.
     """
     raw, root = _parsed(text)
-    reject_unknown_keys(raw)
+    faults = [*key_faults(raw), *(base_faults(raw) if raw.get("base_model") else ())]
+    if unknown_keys(raw):
+        raise ConfigError("\n".join(faults))
     rows = changes(raw)
     wanted = {key: raw[key] for key in raw.keys() - {row.key for row in rows}}
     plugins, switches = wanted.get("plugins") or [], SWITCH not in raw
@@ -85,7 +92,7 @@ def migrate(text: str) -> Migration:
     edits: list[Edit] = []
     for row in rows:
         put = [row.instead] if row.instead else []
-        for key, value in yaml.safe_load(row.instead or "{}").items():
+        for key, value in parsed(row.instead)[0].items() if row.instead else ():
             put = put if key not in wanted else []
             wanted.setdefault(key, value)
         if row.key in spans:
@@ -101,7 +108,7 @@ def migrate(text: str) -> Migration:
     plugin = None if lists_plugin(plugins) else PLUGIN
     places = _listed(root, lines, spans, plugin, switch)
     after = _edited(text, edits, places, wanted, reasons) if reasons else text
-    return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
+    return Migration(text, after, tuple(reasons), (*faults, *refusals(wanted)))
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:
@@ -133,11 +140,8 @@ def with_keys(text: str, keys: Mapping[str, Any]) -> str:
 
 
 def _parsed(text: str) -> tuple[dict[str, Any], yaml.MappingNode]:
-    try:
-        raw, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not a readable YAML: {error}") from error
-    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+    raw, root = parsed(text)
+    if root.flow_style:
         raise ConfigError("has to be an Axolotl YAML, each key on a line of its own.")
     return raw, root
 
@@ -152,7 +156,7 @@ def _edited(
     """The text after all edits and the first of `places` that changes nothing else."""
     first = text.splitlines(keepends=True)[0]
     newline = first[len(first.splitlines()[0]) :] or "\n"
-    for place in places:
+    for place in islice(places, _MOST_PLACES):
         lines = text.splitlines(keepends=True)
         # from the end on, so that the numbers of lines stay true
         for start, end, put in sorted([*edits, place], reverse=True):
@@ -245,6 +249,6 @@ def _listed(
 
 def _says(text: str, wanted: Mapping[str, Any]) -> bool:
     try:
-        return yaml.safe_load(text) == wanted
-    except yaml.YAMLError:
+        return parsed(text)[0] == wanted
+    except ConfigError:
         return False
