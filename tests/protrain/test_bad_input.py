@@ -31,6 +31,7 @@ from torch import nn
 from axolotl.integrations.protrain.cli import protrain
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.refusals import LORA_KERNELS
 
 ROOM = {"protrain_auto_memory": True, "protrain_capacity_bytes": "1GiB"}
 RESIDENT = {**ROOM, "protrain_force_all_persistent": True}
@@ -47,7 +48,6 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "protrain_cpu_optimiser": "torch",
         },
         [
-            "Unknown keys in the YAML:",
             "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?",
             "`protrain_n_persist`: did you mean `protrain_n_persist_override`?",
             "`protrain_check_race`: did you mean `protrain_check_races`?",
@@ -84,6 +84,29 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "`layer_offloading`.",
             "`tiled_mlp: true` runs backward several times in a block",
             "`protrain_auto_memory: false` trains without ProTrain.",
+        ],
+    ),
+    "several": (
+        {
+            **ROOM,
+            "base_model": "models/lama",
+            "plugins": ["axolotl.integrations.protrain.ProTrainPlugin", SEEDING],
+            "protrain_capcity_bytes": "1GiB",
+            "protrain_n_swap_override": -1,
+            "lora_target_linaer": True,
+            "micro_batch_size": 0,
+            "adapter": "lora",
+            "tensor_parallel_size": 2,
+        },
+        [
+            "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?\n"
+            "`protrain_n_swap_override` cannot be -1: allowed is a whole number",
+            "`lora_target_linaer` is no key of Axolotl; did you mean `lora_target_linear`?"
+            "\nmicro_batch_size: 0 is no whole number from 1 on.\n"
+            "lora_r: not set, and `adapter: lora` needs it, for example `lora_r: 16`.\n"
+            "lora_alpha: not set, ",
+            "`tensor_parallel_size: 2` spreads the model over ranks",
+            "base_model: models/lama: there is no such path; did you mean models/",
         ],
     ),
     "fsdp": (
@@ -126,10 +149,6 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
             'for example `protrain_capacity_bytes: "2GiB"`.',
         ],
     ),
-    "no_precision": (
-        {**PAGED, "bf16": None, "fp16": None},
-        ["ConfigError: fp16: ", "both `bf16: false` and `fp16: false`"],
-    ),
     "no_slot": (
         {**ROOM, **overrides(0, 0)},
         ["ConfigError: protrain_n_buffer_override: 0 slots", "legal range 1 to 4"],
@@ -157,6 +176,17 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }
 """The same for what is known once the machine and the model are."""
+
+FOR_A_GPU: dict[str, Any] = {
+    **PAGED,
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_linear": True,
+    "bf16": "auto",
+    "fp16": None,
+}
+"""What a YAML for a GPU leaves to Axolotl."""
 
 REFUSED = WHILE_VALIDATED | AT_START
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
@@ -213,6 +243,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("flat", ROOM, flat)
     for name, n_persist in PARTIAL.items():
         jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
+    jobs.train("for_a_gpu", FOR_A_GPU)
+    switched = dict.fromkeys(LORA_KERNELS, False) | {"bf16": True, "fp16": False}
+    jobs.train("for_a_cpu", FOR_A_GPU, switched)
     yield jobs
     jobs.close()
 
@@ -281,6 +314,17 @@ def test_knobs_that_were_left_out_are_said(jobs: Jobs, name: str) -> None:
     assert sum(said in line for line in warnings) == 1
 
 
+def test_what_axolotl_chooses_for_a_gpu_is_switched_off_without_one(jobs: Jobs) -> None:
+    trained, asked = jobs["for_a_gpu"].finished, jobs["for_a_cpu"].finished
+    assert trained.history == asked.history
+    assert difference(weights(trained.folder), weights(asked.folder)) is None
+    notes = [line for line in trained.log.splitlines() if "on the CPU device" in line]
+    kernels, precision = (note.partition("[WARNING]")[2] for note in notes)
+    assert "lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel" in kernels
+    assert "bf16: true on the CPU device" in precision
+    assert "on the CPU device, where" not in asked.log
+
+
 # ------------------------------------------------------------------------ switched off
 
 
@@ -314,7 +358,10 @@ def tree(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ("selftest none.yaml", 1, "'none.yaml' does not exist"),
+        ("selftest none.yaml", 3, "none.yaml: no such file"),
+        ("serve none.yaml", 3, "none.yaml: no such file"),
+        ("plan none.yaml", 3, "none.yaml: no such file"),
+        ("migrate none.yaml", 3, "none.yaml: no such file"),
         (
             "report none",
             3,

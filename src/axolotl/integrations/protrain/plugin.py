@@ -24,8 +24,8 @@ from .checks import base_faults, require_sound
 from .core.checkpoint import checkpoints, fault_of, require_whole, restore
 from .core.errors import ConfigError
 from .core.runtime import expand_segments
-from .planning import missing_capacity
-from .refusals import TAKEN_OVER, as_yaml, without_gpu
+from .planning import missing_capacity, without_gpu
+from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
 from .versions import forget_other_names, require_internals
 
@@ -100,10 +100,9 @@ class ProTrainPlugin(BasePlugin):
         # fetched meanwhile, maybe
         if lines := [*base_faults(cfg)]:
             raise ConfigError("\n".join(lines))
+        for note in () if torch.cuda.is_available() else without_gpu(cfg):
+            LOG.warning(note)
         _check_machine(cfg)
-        if not torch.cuda.is_available():
-            for note in without_gpu(cfg):
-                LOG.warning(note)
         _check_checkpoints(cfg)
         require_plan(cfg, _device(cfg), LOG)
         self._pages = True

@@ -273,21 +273,6 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def without_gpu(cfg: Any) -> list[str]:
-    """Switch off what runs on a GPU alone, and Axolotl chooses without asking for one.
-
-    Returns:
-        A line for it, if there is something.
-    """
-    if not (found := [key for key in LORA_KERNELS if cfg[key]]):
-        return []
-    cfg.update(dict.fromkeys(found, False))
-    return [
-        f"{', '.join(found)}: off on the CPU device, where Triton's kernels do not run; "
-        "results are the same but for rounding."
-    ]
-
-
 def quantised_by(settings: Mapping[str, Any]) -> str | None:
     """The method of a `quantization_config` whose weights ProTrain cannot page; None for
     bitsandbytes', of which it knows where all bytes are."""

@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
@@ -23,7 +24,7 @@ from contextlib import (
     suppress,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -279,8 +280,9 @@ def _plan(
         raw = checked_yaml(config, here=True, download=download)
         _check_cards(raw, gpus, num_gpus, link)
         question = (config, gpus, num_gpus, ram_gib, link)
+        say = _Progress(sys.stderr)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with _silence(), lean_imports(), ExitStack() as undo:
+        with say, _silence(), lean_imports(), ExitStack() as undo:
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             fitting = None
@@ -288,11 +290,12 @@ def _plan(
                 from .fitting import Fitting
 
                 # imports meanwhile what is imported here too
-                fitting = undo.enter_context(Fitting(*question))
+                fitting = undo.enter_context(Fitting(*question, say=say))
             from ..report.forecast import DRAWN, FITS
             from ..report.text import largest_text, plan_text
             from .plan import DryRun
 
+            say(f"planning {config.name}")
             ask = DryRun(*question)
             answers = ask.largest(largest) if largest else ask.forecasts(fitting, write)
         if html is not None:
@@ -316,6 +319,34 @@ def _plan(
 
 def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
     click.echo(json.dumps(answers if len(answers) > 1 else answers[0], indent=2))
+
+
+class _Progress:
+    """Says on a stream that is not silenced how far a long command is: on a terminal in
+    one line that is gone afterwards, else a line now and then."""
+
+    EVERY_S = 10
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._last = stream, time.monotonic()
+        self._rewrites = stream.isatty()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if self._rewrites:
+            self._stream.write(f"\r\x1b[K{text}")
+        elif now - self._last >= self.EVERY_S:
+            self._stream.write(f"{text}\n")
+            self._last = now
+        self._stream.flush()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._rewrites:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 @contextmanager

@@ -179,10 +179,10 @@ def _is_unpacked(raw: Mapping[str, Any]) -> bool:
 def _origin(config: Mapping[str, Any], source: str) -> str:
     """The model that a base was made from, where it says so."""
     for key in ("base_model_name_or_path", "_name_or_path"):
-        name = config.get(key)
+        name = str(config.get(key) or "")
         # a path is one of the machine that made it
-        is_known = isinstance(name, str) and name and not name.startswith((".", "/"))
-        if is_known and name != source and not re.search("gptq|awq|fp8", name, re.I):
+        is_known = name and name != source and not name.startswith((".", "/", "~"))
+        if is_known and not re.search("gptq|awq|fp8|-4bit|-8bit", name, re.IGNORECASE):
             return f"`base_model: {name}`"
     return "the base it was made from"
 

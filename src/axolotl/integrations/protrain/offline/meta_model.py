@@ -56,7 +56,8 @@ from ..checks import checked_yaml
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.profile import meta_copy
 from ..loading import is_of_experts, quantise_experts
-from ..refusals import TAKEN_OVER, without_gpu
+from ..planning import without_gpu
+from ..refusals import TAKEN_OVER
 from ..versions import import_plugins
 from .batches import find_file
 from .fake_kernels import (
