@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from ..offline.yaml_file import parsed, read_text
 from ..refusals import Refusal, as_yaml, changes, refusals
 
 SWITCH = "protrain_auto_memory"
-_MOST_PLACES = 16
-"""Where a line more is tried: each takes a reading of the file."""
 
 Edit = tuple[int, int, list[str]]
 """First line, the one after the last, and what takes their place."""
@@ -156,7 +153,7 @@ def _edited(
     """The text after all edits and the first of `places` that changes nothing else."""
     first = text.splitlines(keepends=True)[0]
     newline = first[len(first.splitlines()[0]) :] or "\n"
-    for place in islice(places, _MOST_PLACES):
+    for place in places:
         lines = text.splitlines(keepends=True)
         # from the end on, so that the numbers of lines stay true
         for start, end, put in sorted([*edits, place], reverse=True):
@@ -226,7 +223,8 @@ def _listed(
     a key, the last if it can be: a line more may belong to the text of a `|`."""
     if "plugins" not in spans:
         new = ["", "plugins:", f"  - {plugin}"] if plugin else []
-        ends = sorted({end for _, end in spans.values()}, reverse=True)
+        # each is tried with a reading of the file, which may have thousands of keys
+        ends = sorted({end for _, end in spans.values()}, reverse=True)[:3]
         for at in (*ends, min(start for start, _ in spans.values())):
             yield at, at, [*new, *put]
         return

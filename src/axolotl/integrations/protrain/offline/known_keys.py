@@ -54,10 +54,10 @@ def known_keys(plugins: Iterable[str]) -> KnownKeys:
             args = _input_args(plugin_class)
             all_known = all_known and args is not None
             names.update(_fields(*args.rsplit(".", 1)) if args else ())
+        elif found or module.startswith("axolotl.integrations."):
+            missing[plugin] = [*_classes(found), *_imported(found)] if found else []
         else:
             all_known = False
-            if found or module.startswith("axolotl.integrations."):
-                missing[plugin] = [*_classes(found), *_imported(found)] if found else []
     return KnownKeys(frozenset(names), missing, all_known)
 
 
