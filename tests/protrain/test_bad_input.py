@@ -21,6 +21,7 @@ import pytest
 import yaml
 from axolotl.integrations.base import PluginManager, load_plugin
 from axolotl.integrations.config import merge_input_args
+from axolotl.utils.dict import DictDefault
 from axolotl_jobs import PROTRAIN, SEEDING, overrides
 from click.testing import CliRunner
 from saving_jobs import (
@@ -44,6 +45,7 @@ from axolotl.integrations.protrain.core.errors import ConfigError, LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.offline.known_keys import known_keys
 from axolotl.integrations.protrain.offline.yaml_file import read_yaml
+from axolotl.integrations.protrain.plugin import ProTrainPlugin
 from axolotl.integrations.protrain.refusals import LORA_KERNELS
 
 EXAMPLES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -171,6 +173,14 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "ConfigError: protrain_capacity_bytes: this machine has no accelerator",
             'for example `protrain_capacity_bytes: "2GiB"`.',
+        ],
+    ),
+    "attention": (
+        {**NO_BUDGET, "attn_implementation": "flash_attention_2"},
+        [
+            "ConfigError: protrain_capacity_bytes: this machine has no accelerator",
+            "\nattn_implementation: flash_attention_2 runs on a GPU alone, and this "
+            "machine has none. Set `attn_implementation: sdpa`.",
         ],
     ),
     "no_slot": (
@@ -393,6 +403,13 @@ def test_a_base_of_which_nothing_is_known_to_be_wrong(
 ) -> None:
     make, keys = USABLE[kind]
     assert not [*base_faults({"base_model": make(tmp_path), **keys})]
+
+
+def test_a_base_that_is_fetched_meanwhile_is_looked_at(tmp_path: Path) -> None:
+    """By the first hook after Axolotl has asked the Hub for it."""
+    keys = {"base_model": BASES["gptq"][0](tmp_path), "protrain_auto_memory": True}
+    with pytest.raises(ConfigError, match="holds weights quantised by gptq"):
+        ProTrainPlugin().load_datasets(DictDefault(keys))
 
 
 def test_a_base_that_nobody_has_fetched() -> None:

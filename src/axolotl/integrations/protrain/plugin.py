@@ -36,6 +36,8 @@ LOG = get_logger(__name__)
 
 _READ_THE_BASE = ("peft_use_dora", "peft_init_lora_weights", "peft")
 """Keys under which adapters may begin with what they read from the base's weights."""
+_ON_GPUS = ("flash", "sage", "xformers")
+"""Attention that has no form for the CPU."""
 
 
 class ProTrainPlugin(BasePlugin):
@@ -193,8 +195,17 @@ def _check_checkpoints(cfg: Any) -> None:
 def _check_machine(cfg: Any) -> None:
     """What the YAML alone cannot tell."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    lines = []
     if not num_gpus and args_from(cfg).protrain_capacity_bytes is None:
-        raise missing_capacity()
+        lines.append(str(missing_capacity()))
+    attention = str(cfg.attn_implementation)
+    if not num_gpus and any(name in attention for name in _ON_GPUS):
+        lines.append(
+            f"attn_implementation: {attention} runs on a GPU alone, and this machine has "
+            "none. Set `attn_implementation: sdpa`."
+        )
+    if lines:
+        raise ConfigError("\n".join(lines))
     if (cfg.world_size or 1) == 1 and num_gpus > 1:
         raise ConfigError(
             f"protrain_auto_memory: one process sees {num_gpus} GPUs and transformers "
