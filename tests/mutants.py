@@ -473,6 +473,33 @@ MUTANTS = (
         MEASURED,
     ),
     Mutant(
+        "a YAML is left to Axolotl's validation",
+        PLUGIN,
+        "            require_sound(cfg)\n",
+        "",
+        (
+            "../test_bad_input.py::"
+            "test_a_misspelt_class_is_refused_with_all_else[ProtrainPlugin]",
+        ),
+    ),
+    Mutant(
+        "an alias counts as one value",
+        "../offline/yaml_file.py",
+        "self._sizes[id(node)] if is_alias else 1",
+        "1",
+        ("../test_bad_input.py::test_a_yaml_that_cannot_be_read[bomb]",),
+    ),
+    Mutant(
+        "fused LoRA layers stay on without a GPU",
+        "../planning.py",
+        "        cfg.update(dict.fromkeys(kernels, False))\n",
+        "",
+        (
+            "../test_bad_input.py::"
+            "test_what_axolotl_chooses_for_a_gpu_is_switched_off_without_one",
+        ),
+    ),
+    Mutant(
         "a budget is looked at once the base is loaded",
         "../plugin.py",
         "        require_plan(cfg, _device(cfg), LOG)\n",

@@ -21,7 +21,7 @@ from axolotl.integrations.protrain.args import (
     ProTrainArgs,
     overrides,
     parse_bytes,
-    reject_unknown_keys,
+    unknown_keys,
 )
 from axolotl.integrations.protrain.core.errors import ConfigError, ProTrainError
 from axolotl.integrations.protrain.core.types import Knobs
@@ -90,7 +90,7 @@ def complaint(config=validate, **settings):
 )
 def test_an_installed_plugin_that_is_not_listed_has_to_be_asked_for(settings, wanted):
     """Axolotl 0.21 registers every installed plugin for every YAML."""
-    raw = DictDefault(settings)
+    raw = DictDefault({"base_model": "tiny-llama", **settings})
     ProTrainPlugin().register(raw)
     assert raw.get("protrain_auto_memory") is wanted
 
@@ -625,42 +625,36 @@ MISSPELT = [
 
 @pytest.mark.parametrize(("key", "nearest"), MISSPELT)
 def test_a_misspelt_key_is_named_with_the_nearest_real_one(key, nearest):
-    with pytest.raises(ConfigError) as caught:
-        reject_unknown_keys({**PLAIN, key: 1})
-    assert f"`{key}`: did you mean `{nearest}`?" in str(caught.value)
+    (line,) = unknown_keys({**PLAIN, key: 1})
+    assert line == f"`{key}`: did you mean `{nearest}`?"
 
 
-def test_all_misspelt_keys_are_in_one_message():
-    with pytest.raises(ConfigError) as caught:
-        reject_unknown_keys({key: 1 for key, _ in MISSPELT})
-    for key, nearest in MISSPELT:
-        assert f"`{key}`: did you mean `{nearest}`?" in str(caught.value)
+def test_all_misspelt_keys_are_named():
+    lines = unknown_keys({key: 1 for key, _ in MISSPELT})
+    assert lines == [f"`{key}`: did you mean `{near}`?" for key, near in MISSPELT]
 
 
 @pytest.mark.parametrize("block", ["protrain", "pro_train", "ProTrain"])
 def test_a_nested_block_is_told_to_be_flat(block):
-    raw = {block: {"auto_memory": True, "capacity": "22GiB"}}
-    with pytest.raises(ConfigError) as caught:
-        reject_unknown_keys(raw)
-    assert "keys are flat: `protrain_auto_memory`, `protrain_" in str(caught.value)
+    (line,) = unknown_keys({block: {"auto_memory": True, "capacity": "22GiB"}})
+    assert "keys are flat: `protrain_auto_memory`, `protrain_" in line
 
 
 @pytest.mark.parametrize("empty", [{}, None])
 def test_an_empty_block_is_refused_too(empty):
-    with pytest.raises(ConfigError):
-        reject_unknown_keys({"protrain": empty})
+    assert unknown_keys({"protrain": empty})
 
 
 def test_a_key_does_not_steer_the_terminal() -> None:
-    with pytest.raises(ConfigError) as caught:
-        reject_unknown_keys({"protrain_\x1b[31mred\u202e\r": 1, "protrain_größe": 1})
-    assert "`protrain_\\x1b[31mred\\u202e\\r`: did" in str(caught.value)
-    assert "`protrain_größe`: did" in str(caught.value)
+    keys = {"protrain_\x1b[31mred\u202e\r": 1, "protrain_größe": 1}
+    text = str(ConfigError("\n".join(unknown_keys(keys))))
+    assert "`protrain_\\x1b[31mred\\u202e\\r`: did" in text
+    assert "`protrain_größe`: did" in text
 
 
 def test_real_and_foreign_keys_pass():
     ours = dict.fromkeys(ProTrainArgs.model_fields)
-    reject_unknown_keys({**PLAIN, **ours, "train_on_inputs": True, 5: "five"})
+    assert not unknown_keys({**PLAIN, **ours, "train_on_inputs": True, 5: "five"})
 
 
 def test_one_handler_catches_both_kinds():

@@ -6,13 +6,22 @@ half done stays behind.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from axolotl.integrations.base import PluginManager, load_plugin
+from axolotl.integrations.config import merge_input_args
+from axolotl.utils.dict import DictDefault
 from axolotl_jobs import PROTRAIN, SEEDING, overrides
 from click.testing import CliRunner
 from saving_jobs import (
@@ -27,10 +36,28 @@ from saving_jobs import (
     weights,
 )
 from torch import nn
+from yaml_faults import BASES, COMMANDS, KEYS, TEXTS, USABLE
 
-from axolotl.integrations.protrain.cli import protrain
-from axolotl.integrations.protrain.core.errors import LayoutError
+from axolotl.integrations.protrain.args import ProTrainArgs
+from axolotl.integrations.protrain.checks import base_faults, key_faults, require_sound
+from axolotl.integrations.protrain.cli import _Progress, protrain
+from axolotl.integrations.protrain.core.errors import ConfigError, LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.offline.known_keys import known_keys
+from axolotl.integrations.protrain.offline.yaml_file import read_yaml
+from axolotl.integrations.protrain.plugin import ProTrainPlugin
+from axolotl.integrations.protrain.refusals import LORA_KERNELS
+
+EXAMPLES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("examples.yaml").read_text("utf-8")
+)
+INTEGRATIONS = [
+    f"axolotl.integrations.{name}Plugin"
+    for name in "liger.Liger cut_cross_entropy.CutCrossEntropy kd.KD kernels.Kernels "
+    "spectrum.Spectrum swanlab.SwanLab lm_eval.LMEval grokfast.Grokfast mora.Mora "
+    "diffusion.Diffusion nemo_gym.NemoGym densemixer.DenseMixer "
+    "expert_parallel.ExpertParallel".split()
+]
 
 ROOM = {"protrain_auto_memory": True, "protrain_capacity_bytes": "1GiB"}
 RESIDENT = {**ROOM, "protrain_force_all_persistent": True}
@@ -47,7 +74,6 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "protrain_cpu_optimiser": "torch",
         },
         [
-            "Unknown keys in the YAML:",
             "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?",
             "`protrain_n_persist`: did you mean `protrain_n_persist_override`?",
             "`protrain_check_race`: did you mean `protrain_check_races`?",
@@ -84,6 +110,29 @@ WHILE_VALIDATED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "`layer_offloading`.",
             "`tiled_mlp: true` runs backward several times in a block",
             "`protrain_auto_memory: false` trains without ProTrain.",
+        ],
+    ),
+    "several": (
+        {
+            **ROOM,
+            "base_model": "models/lama",
+            "plugins": ["axolotl.integrations.protrain.ProTrainPlugin", SEEDING],
+            "protrain_capcity_bytes": "1GiB",
+            "protrain_n_swap_override": -1,
+            "lora_target_linaer": True,
+            "micro_batch_size": 0,
+            "adapter": "lora",
+            "tensor_parallel_size": 2,
+        },
+        [
+            "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?\n"
+            "`protrain_n_swap_override` cannot be -1: allowed is a whole number",
+            "`lora_target_linaer` is no key of Axolotl; did you mean `lora_target_linear`?"
+            "\nmicro_batch_size: 0 is no whole number from 1 on.\n"
+            "lora_r: not set, and `adapter: lora` needs it, for example `lora_r: 16`.\n"
+            "lora_alpha: not set, ",
+            "`tensor_parallel_size: 2` spreads the model over ranks",
+            "base_model: models/lama: there is no such path; did you mean models/",
         ],
     ),
     "fsdp": (
@@ -126,9 +175,13 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
             'for example `protrain_capacity_bytes: "2GiB"`.',
         ],
     ),
-    "no_precision": (
-        {**PAGED, "bf16": None, "fp16": None},
-        ["ConfigError: fp16: ", "both `bf16: false` and `fp16: false`"],
+    "attention": (
+        {**NO_BUDGET, "attn_implementation": "flash_attention_2"},
+        [
+            "ConfigError: protrain_capacity_bytes: this machine has no accelerator",
+            "\nattn_implementation: flash_attention_2 runs on a GPU alone, and this "
+            "machine has none. Set `attn_implementation: sdpa`.",
+        ],
     ),
     "no_slot": (
         {**ROOM, **overrides(0, 0)},
@@ -157,6 +210,17 @@ AT_START: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }
 """The same for what is known once the machine and the model are."""
+
+FOR_A_GPU: dict[str, Any] = {
+    **PAGED,
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_linear": True,
+    "bf16": "auto",
+    "fp16": None,
+}
+"""What a YAML for a GPU leaves to Axolotl."""
 
 REFUSED = WHILE_VALIDATED | AT_START
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, int], list[str]]] = {
@@ -213,6 +277,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("flat", ROOM, flat)
     for name, n_persist in PARTIAL.items():
         jobs.train(name, ROOM, {"protrain_n_persist_override": n_persist})
+    jobs.train("for_a_gpu", FOR_A_GPU)
+    switched = dict.fromkeys(LORA_KERNELS, False) | {"bf16": True, "fp16": False}
+    jobs.train("for_a_cpu", FOR_A_GPU, switched)
     yield jobs
     jobs.close()
 
@@ -281,6 +348,17 @@ def test_knobs_that_were_left_out_are_said(jobs: Jobs, name: str) -> None:
     assert sum(said in line for line in warnings) == 1
 
 
+def test_what_axolotl_chooses_for_a_gpu_is_switched_off_without_one(jobs: Jobs) -> None:
+    trained, asked = jobs["for_a_gpu"].finished, jobs["for_a_cpu"].finished
+    assert trained.history == asked.history
+    assert difference(weights(trained.folder), weights(asked.folder)) is None
+    notes = [line for line in trained.log.splitlines() if "on the CPU device" in line]
+    kernels, precision = (note.partition("[WARNING]")[2] for note in notes)
+    assert "lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel" in kernels
+    assert "bf16: true on the CPU device" in precision
+    assert "on the CPU device, where" not in asked.log
+
+
 # ------------------------------------------------------------------------ switched off
 
 
@@ -308,13 +386,184 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+# ------------------------------------------------- known without heavy imports, at once
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_base_that_cannot_be_trained(kind: str, tmp_path: Path) -> None:
+    make, expected = BASES[kind]
+    (line,) = base_faults({"base_model": make(tmp_path)})
+    assert line.startswith("base_model: ") and expected in line
+    assert "\n" not in line and "hf download" not in line
+
+
+@pytest.mark.parametrize("kind", USABLE)
+def test_a_base_of_which_nothing_is_known_to_be_wrong(
+    kind: str, tmp_path: Path
+) -> None:
+    make, keys = USABLE[kind]
+    assert not [*base_faults({"base_model": make(tmp_path), **keys})]
+
+
+def test_a_base_that_is_fetched_meanwhile_is_looked_at(tmp_path: Path) -> None:
+    """By the first hook after Axolotl has asked the Hub for it."""
+    keys = {"base_model": BASES["gptq"][0](tmp_path), "protrain_auto_memory": True}
+    with pytest.raises(ConfigError, match="holds weights quantised by gptq"):
+        ProTrainPlugin().load_datasets(DictDefault(keys))
+
+
+def test_a_base_that_nobody_has_fetched() -> None:
+    (line,) = base_faults({"base_model": "owner/name"}, here=True)
+    assert "with `hf download owner/name config.json`" in line
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_yaml_that_cannot_be_read(kind: str, tmp_path: Path) -> None:
+    text, expected = TEXTS[kind]
+    config = tmp_path / "train.yaml"
+    config.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(config)
+    assert str(caught.value).startswith(f"{config}: ") and expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file_is_not_opened(
+    odd: Callable[[Path], None], tmp_path: Path
+) -> None:
+    odd(tmp_path / "train.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        read_yaml(tmp_path / "train.yaml")
+
+
+def test_what_people_write_is_read_as_yaml_reads_it(tmp_path: Path) -> None:
+    text = "a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\n1: 2024-02-29\nc: |\n  *a\nd: *a\n"
+    config = tmp_path / "train.yaml"
+    config.write_text(text)
+    assert read_yaml(config) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_all_that_is_wrong_with_keys(kind: str, tmp_path: Path) -> None:
+    keys, expected = KEYS[kind]
+    base = USABLE["plain"][0](tmp_path)
+    faults = []
+    try:
+        require_sound({"base_model": base, **keys})
+    except ConfigError as error:
+        faults = str(error).splitlines()
+    assert len(faults) == len(expected), faults
+    for line, start in zip(faults, expected, strict=True):
+        assert line.startswith(start)
+
+
+def test_no_key_of_axolotls_own_examples_is_a_slip() -> None:
+    for name, keys in EXAMPLES.items():
+        alone = {key: value for key, value in keys.items() if key != "plugins"}
+        assert not [*key_faults(alone)], name
+
+
+def test_keys_are_those_of_axolotls_schema() -> None:
+    """Read from source, of Axolotl alone and with all plugins that can be imported."""
+    manager = PluginManager.get_instance()
+    before = dict(manager.plugins)
+    try:
+        for plugins in ([], INTEGRATIONS):
+            manager.plugins.clear()
+            for plugin in plugins:
+                manager.register(plugin)
+            fields = merge_input_args()[-1].model_fields
+            names = {*fields, *(f.alias for f in fields.values() if f.alias)}
+            known = known_keys(manager.plugins)
+            assert known.names - ProTrainArgs.model_fields.keys() == (
+                names - ProTrainArgs.model_fields.keys()
+            )
+            assert known.all_known and not known.missing
+            assert len(manager.plugins) >= len(plugins) / 2
+    finally:
+        manager.plugins.clear()
+        manager.plugins.update(before)
+
+
+def test_every_command_says_it_at_once(tmp_path: Path) -> None:
+    """In one process, which has imported nothing heavy when it is through with all."""
+    asked: dict[str, tuple[str, int, str]] = {}
+    for kind, (text, expected) in TEXTS.items():
+        (tmp_path / f"{kind}.yaml").write_text(text)
+        asked |= {f"{command} {kind}": (expected, 3, "") for command in COMMANDS}
+    for kind in ("gptq", "gguf", "absolute path"):
+        make, expected = BASES[kind]
+        (tmp_path / kind).mkdir()
+        keys = {"base_model": make(tmp_path / kind), "plugins": [PROTRAIN]}
+        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(keys))
+        asked |= {f"{command} {kind}": (expected, 3, "") for command in COMMANDS}
+        asked[f"migrate {kind}"] = (expected, 2, "! left to you: ")
+    script = Path(__file__).with_name("yaml_faults.py")
+    answer = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    found = json.loads(answer.stdout)
+    assert found["imported"] == []
+    for name, (expected, code, prefix) in asked.items():
+        exit_code, text, seconds = found["said"][name]
+        assert exit_code == code and expected in text, (name, text)
+        assert prefix in text and "Traceback" not in text
+        assert prefix or re.fullmatch("Error: .*\n", text), text
+        # of processor time, which a busy machine does not lengthen much
+        assert seconds < 3, name
+
+
+@pytest.mark.parametrize(
+    "plugin", ["ProtrainPlugin", "ProTrainplugin", "ProTranPlugin"]
+)
+def test_a_misspelt_class_is_refused_with_all_else(plugin: str, tmp_path: Path) -> None:
+    """Axolotl finds the plugin under it, which then refuses the YAML."""
+    module = "axolotl.integrations.protrain"
+    found = load_plugin(f"{module}.{plugin}")
+    keys = {"plugins": [f"{module}.{plugin}"], "protrain_capcity_bytes": 1}
+    with pytest.raises(ConfigError) as caught:
+        found.register({"base_model": USABLE["plain"][0](tmp_path), **keys})
+    first, second = str(caught.value).splitlines()
+    assert f"`{module}.{plugin}` cannot be imported; did you mean" in first
+    assert second == "`protrain_capcity_bytes`: did you mean `protrain_capacity_bytes`?"
+    with pytest.raises(AttributeError):
+        load_plugin(f"{module}.Nothing")
+
+
+@pytest.mark.parametrize(
+    ("interactive", "shown"),
+    [
+        (True, "\r\x1b[Kone\r\x1b[Ktwo\r\x1b[Kthree\r\x1b[K"),
+        (False, "two\n"),
+    ],
+)
+def test_a_long_command_says_how_far_it_is(
+    interactive: bool, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, clock = io.StringIO(), iter([0.0, 1.0, 11.0, 12.0])
+    monkeypatch.setattr(stream, "isatty", lambda: interactive)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with (say := _Progress(stream)):
+        for text in ("one", "two", "three"):
+            say(text)
+    assert stream.getvalue() == shown
+
+
 # -------------------------------------------------------------- asked of other commands
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ("selftest none.yaml", 1, "'none.yaml' does not exist"),
+        ("selftest none.yaml", 3, "none.yaml: no such file"),
+        ("serve none.yaml", 3, "none.yaml: no such file"),
+        ("plan none.yaml", 3, "none.yaml: no such file"),
+        ("migrate none.yaml", 3, "none.yaml: no such file"),
         (
             "report none",
             3,

@@ -678,13 +678,13 @@ def test_a_bad_base_model_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "model"
     empty.mkdir()
     config = write_yaml(tmp_path, empty, {})
-    with pytest.raises(ConfigError, match="base_model: no config.json"):
+    with pytest.raises(ConfigError, match="base_model: .*has no config.json"):
         load_meta_model(config, "cuda")
     (empty / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ConfigError, match="base_model: .*unheard_of"):
         load_meta_model(config, "cuda")
     (empty / "config.json").write_text("[")
-    with pytest.raises(ConfigError, match="base_model: .*no model configuration"):
+    with pytest.raises(ConfigError, match="base_model: .*config.json is damaged"):
         load_meta_model(config, "cuda")
 
 

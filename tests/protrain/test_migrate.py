@@ -119,10 +119,18 @@ def test_the_plugin_is_listed_however_others_are(plugins: str, after: str) -> No
             "fsdp: [a]\nfsdp_config: &x {b: 1}\nc: *x\n",
             "by hand: `fsdp`, `fsdp_config`:",
         ),
-        ("deepspeed: a\nb: 1\ndeepspeed: c\n", "are there twice"),
+        (
+            "deepspeed: a\nb: 1\ndeepspeed: c\n",
+            "`deepspeed` is there twice, in line 1 and line 3",
+        ),
         ("{deepspeed: zero3.json}", "each key on a line of its own"),
         ("plugins: x.Y\n", "`plugins: x.Y` is no list"),
         ("- a\n", "has to be an Axolotl YAML"),
+        (
+            "fsdp_config: &x {b: 1}\nc: *x\n"
+            + "".join(f"k{i}: {i}\n" for i in range(3000)),
+            "by hand: `fsdp_config`: ",
+        ),
         ("a: [\n", "not a readable YAML"),
         ("protrain_capcity_bytes: 1\n", "did you mean `protrain_capacity_bytes`?"),
     ],
@@ -192,7 +200,8 @@ def test_all_keys_are_refused_at_once_and_without_a_traceback() -> None:
             sys.executable,
             "-c",
             "from axolotl.integrations.protrain import ProTrainPlugin\n"
-            f"keys = {{'plugins': ['{PLUGIN}'], 'fsdp': ['full_shard'], 'tiled_mlp': True,"
+            f"keys = {{'base_model': 'a/b', 'plugins': ['{PLUGIN}'], 'tiled_mlp': True,"
+            " 'fsdp': ['full_shard'],"
             " 'fsdp_config': {'a': 1}, 'fsdp_final_state_dict_type': 'FULL'}\n"
             "ProTrainPlugin().register(keys)",
         ],

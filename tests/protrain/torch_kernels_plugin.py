@@ -130,7 +130,14 @@ def rsqrt(x):  # type: ignore[no-untyped-def]  # the interpreter compiles it aga
 class TorchKernelsPlugin(BasePlugin):
     """Replaces at import what Axolotl has by then, and in Liger what it imports later."""
 
+    def register(self, cfg: Any) -> None:
+        kernels = ("mlp", "qkv", "o", "embedding")
+        asked = {key: cfg.get(key) for key in (f"lora_{k}_kernel" for k in kernels)}
+        self._asked = {key: True for key, value in asked.items() if value}
+
     def pre_model_load(self, cfg: Any) -> None:
+        # ProTrain has switched them off, for on a CPU they run nowhere but here
+        cfg.update(self._asked)
         # what was compiled for other shapes before rounds in another way
         torch.compiler.set_stance("force_eager")
         if cfg.liger_rms_norm:

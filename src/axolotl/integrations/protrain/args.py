@@ -27,9 +27,11 @@ from pydantic import (
 from .core.errors import BudgetError, ConfigError
 from .core.sizes import parse_bytes
 from .core.types import Knobs
-from .refusals import as_yaml, changes, placing, refusals
+from .refusals import as_yaml, changes, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
+OURS = re.compile("pro[-_]?train", re.IGNORECASE)
+"""How keys begin that are meant for us."""
 
 
 def _not_bool(value: object) -> object:
@@ -220,32 +222,31 @@ class ProTrainArgs(BaseModel):
         if not self.protrain_auto_memory:
             return self
         # vars, not getattr: reading one of Axolotl's deprecated fields warns.
-        problems = _mode_conflicts(self) + refusals(vars(self))
+        problems = mode_conflicts(self) + refusals(vars(self))
         if problems:
             raise ConfigError("\n".join([*problems, ways_out(vars(self))]))
         # Written down, so that validating the validated config again agrees.
         if any(getattr(self, key) for key in FORCED):
             self.protrain_auto_mode = False
-        limit = vars(self).get("gpu_memory_limit")
-        if limit is not None and self.protrain_capacity_bytes is None:
-            # Axolotl counts bare numbers in GiB
-            text = f"{limit}GiB" if isinstance(limit, int) else limit
-            try:
-                self.protrain_capacity_bytes = parse_bytes(text)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"`gpu_memory_limit`: {error}. Set `protrain_capacity_bytes`."
-                ) from None
+        if self.protrain_capacity_bytes is None:
+            self.protrain_capacity_bytes = memory_limit(vars(self))
         return self
 
 
-def refuse_places(raw: Mapping[str, Any]) -> None:
-    """Refuse a YAML for FSDP and its like, with all else that can be told of it.
+def memory_limit(settings: Mapping[str, Any]) -> int | None:
+    """The bytes of Axolotl's key for the device, of which bare numbers are GiB.
 
-    Axolotl checks such keys against each other before it comes to ours.
+    Raises:
+        ConfigError: It is no size.
     """
-    if placing(raw):
-        raise ConfigError("\n".join([*refusals(raw), ways_out(raw)]))
+    limit = settings.get("gpu_memory_limit")
+    try:
+        text = f"{limit}GiB" if isinstance(limit, int) else limit
+        return None if limit is None else parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(
+            f"`gpu_memory_limit`: {error}. Set `protrain_capacity_bytes`."
+        ) from None
 
 
 def without_traceback(
@@ -270,7 +271,7 @@ def ways_out(settings: Mapping[str, Any]) -> str:
     return (migrates if changes(settings) else "") + without
 
 
-def _mode_conflicts(args: ProTrainArgs) -> list[str]:
+def mode_conflicts(args: ProTrainArgs) -> list[str]:
     """Ways of choosing the plan that exclude each other."""
     forced = [key for key in FORCED if getattr(args, key)]
     names = " and ".join(f"`{key}`" for key in forced)
@@ -328,19 +329,28 @@ def lists_plugin(plugins: Iterable[object] | None) -> bool:
     return any("protrain" in str(plugin).lower() for plugin in plugins or ())
 
 
-def reject_unknown_keys(raw: Mapping[str, object]) -> None:
-    """Refuse ``protrain…`` keys that do not exist, all of them in one message.
+def unknown_keys(raw: Mapping[Any, object]) -> list[str]:
+    """One line for every ``protrain…`` key that does not exist.
 
     Axolotl drops unknown keys in silence, so this has to see the unvalidated YAML.
     """
-    lines = [
+    return [
         _correction(str(key), value)
         for key, value in raw.items()
-        if re.match(r"pro[-_]?train", str(key), re.IGNORECASE)
-        and key not in ProTrainArgs.model_fields
+        if OURS.match(str(key)) and key not in ProTrainArgs.model_fields
     ]
-    if lines:
-        raise ConfigError("Unknown keys in the YAML:\n" + "\n".join(lines))
+
+
+def bad_values(raw: Mapping[Any, object]) -> list[str]:
+    """One line for every value of a ``protrain_…`` key that is none of its kind."""
+    given = {key: raw.get(key) for key in ProTrainArgs.model_fields}
+    try:
+        ProTrainArgs(**{key: v for key, v in given.items() if v is not None})
+    except ValidationError as error:
+        # without a place: combinations, which are asked for together with Axolotl's
+        found = [each for each in error.errors() if each["loc"]]
+        return [str(each["ctx"]["error"]) for each in found]
+    return []
 
 
 def _correction(key: str, value: object) -> str:

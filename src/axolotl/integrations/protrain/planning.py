@@ -48,7 +48,7 @@ from .data_parallel import require_same, require_same_keys
 from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import OptimizerBytes, optimizer_bytes
-from .refusals import HOST_OPTIMIZERS, refuse_quantised
+from .refusals import HOST_OPTIMIZERS, LORA_KERNELS, refuse_quantised
 
 if TYPE_CHECKING:
     from .objective import Objective
@@ -635,6 +635,31 @@ def device_budget(args: ProTrainArgs, device: torch.device) -> int:
     if capacity is None:
         raise missing_capacity()
     return capacity
+
+
+def without_gpu(cfg: Any) -> list[str]:
+    """Replace what Axolotl chooses for a GPU, and does not run on the CPU device.
+
+    Args:
+        cfg: Axolotl's validated configuration; `fp16` is its own choice there, for
+            `refusals` has been asked about the YAML's.
+
+    Returns:
+        A line for each choice.
+    """
+    notes = []
+    if kernels := [key for key in LORA_KERNELS if cfg[key]]:
+        cfg.update(dict.fromkeys(kernels, False))
+        notes.append(
+            f"{', '.join(kernels)}: off on the CPU device, where Triton's kernels do not "
+            "run; results are the same but for rounding."
+        )
+    if cfg.fp16:
+        cfg.update(bf16=True, fp16=False, torch_dtype=torch.bfloat16)
+        notes.append(
+            "bf16: true on the CPU device, which `auto` takes for a GPU without."
+        )
+    return notes
 
 
 def missing_capacity() -> ConfigError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from contextlib import ExitStack
@@ -17,15 +16,15 @@ from .args import (
     ProTrainArgs,
     args_from,
     lists_plugin,
-    refuse_places,
-    reject_unknown_keys,
+    unknown_keys,
     without_traceback,
 )
 from .before_loading import require_plan
+from .checks import base_faults, require_sound
 from .core.checkpoint import checkpoints, fault_of, require_whole, restore
 from .core.errors import ConfigError
 from .core.runtime import expand_segments
-from .planning import missing_capacity
+from .planning import missing_capacity, without_gpu
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
 from .versions import forget_other_names, require_internals, skip_peer_check
@@ -37,6 +36,8 @@ LOG = get_logger(__name__)
 
 _READ_THE_BASE = ("peft_use_dora", "peft_init_lora_weights", "peft")
 """Keys under which adapters may begin with what they read from the base's weights."""
+_ON_GPUS = ("flash", "sage", "xformers")
+"""Attention that has no form for the CPU."""
 
 
 class ProTrainPlugin(BasePlugin):
@@ -52,7 +53,7 @@ class ProTrainPlugin(BasePlugin):
         self._share: LoadShare | None = None
 
     def register(self, cfg: Any) -> None:
-        """Refuse misspelt keys while the raw YAML is still there to see.
+        """Refuse what is wrong while the raw YAML is still there to see.
 
         From 0.21 on Axolotl registers every installed plugin for every YAML (entry
         points `axolotl.plugins`). One that does not list this plugin has to ask for it.
@@ -61,21 +62,24 @@ class ProTrainPlugin(BasePlugin):
         self._loading.close()
         self._saving.close()
         self._share = None
-        reject_unknown_keys(cfg)
+        asked = [*map(str, cfg), *map(str, cfg.get("plugins") or ())]
+        if any("protrain" in name.lower() for name in asked) and (
+            sys.excepthook is sys.__excepthook__
+        ):
+            sys.excepthook = without_traceback
         self._is_listed = lists_plugin(cfg.get("plugins"))
         # as they are spelt, before validation and defaults
         self._taken_over = [as_yaml(k, cfg[k]) for k in TAKEN_OVER if cfg.get(k)]
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
         if cfg.get("protrain_auto_memory", True):
-            if sys.excepthook is sys.__excepthook__:
-                sys.excepthook = without_traceback
+            require_sound(cfg)
             # before Axolotl asks the GPU what it can
             expand_segments()
             skip_peer_check()
             require_internals()
-            refuse_places(cfg)
-            _require_rank(cfg)
+        elif lines := unknown_keys(cfg):
+            raise ConfigError("\n".join(lines))
         forget_other_names(self)
 
     def get_input_args(self) -> str:
@@ -96,6 +100,11 @@ class ProTrainPlugin(BasePlugin):
             if self._is_listed:
                 LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
+        # fetched meanwhile, maybe
+        if lines := [*base_faults(cfg)]:
+            raise ConfigError("\n".join(lines))
+        for note in () if torch.cuda.is_available() else without_gpu(cfg):
+            LOG.warning(note)
         _check_machine(cfg)
         _check_checkpoints(cfg)
         require_plan(cfg, _device(cfg), LOG)
@@ -164,22 +173,6 @@ def _device(cfg: Any) -> torch.device:
     return torch.device(f"cuda:{cfg.local_rank}" if on_cuda else "cpu")
 
 
-def _require_rank(raw: Any) -> None:
-    """PEFT fails on a rank that is not there, in words of its own."""
-    adapter, rank = raw.get("adapter"), raw.get("lora_r") or raw.get("lora_model_dir")
-    if adapter not in ("lora", "qlora") or rank:
-        return
-    # imported here: the command line reads this module without Axolotl's configuration
-    from axolotl.utils.schemas.config import AxolotlInputConfig
-
-    unknown = [key for key in raw if key not in AxolotlInputConfig.model_fields]
-    near = difflib.get_close_matches("lora_r", map(str, unknown), 1)
-    raise ConfigError(
-        f"lora_r: not set, and {as_yaml('adapter', adapter)} needs it, for example "
-        "`lora_r: 16`." + (f" `{near[0]}` is no key of Axolotl's." if near else "")
-    )
-
-
 def _check_checkpoints(cfg: Any) -> None:
     """Choose what to resume from, and refuse before the base is loaded what is not whole."""
     run_dir = Path(cfg.output_dir)
@@ -203,8 +196,17 @@ def _check_checkpoints(cfg: Any) -> None:
 def _check_machine(cfg: Any) -> None:
     """What the YAML alone cannot tell."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    lines = []
     if not num_gpus and args_from(cfg).protrain_capacity_bytes is None:
-        raise missing_capacity()
+        lines.append(str(missing_capacity()))
+    attention = str(cfg.attn_implementation)
+    if not num_gpus and any(name in attention for name in _ON_GPUS):
+        lines.append(
+            f"attn_implementation: {attention} runs on a GPU alone, and this machine has "
+            "none. Set `attn_implementation: sdpa`."
+        )
+    if lines:
+        raise ConfigError("\n".join(lines))
     if (cfg.world_size or 1) == 1 and num_gpus > 1:
         raise ConfigError(
             f"protrain_auto_memory: one process sees {num_gpus} GPUs and transformers "

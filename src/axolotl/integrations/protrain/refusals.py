@@ -80,6 +80,8 @@ TAKEN_OVER = (
     "device_map max_memory gpu_memory_limit auto_find_batch_size".split()
 )
 """Keys whose question the plan answers: what recomputes, waits on the host, and fits."""
+LORA_KERNELS = tuple(f"lora_{what}_kernel" for what in "mlp qkv o embedding".split())
+"""Axolotl's fused LoRA layers, on by themselves where a YAML does not say."""
 _ANSWERED = "the plan says what recomputes, what waits on the host and what fits"
 _REMOVED = "not in Axolotl any more"
 _MIGRATED = (
@@ -212,6 +214,8 @@ def changes(raw: Mapping[str, Any]) -> list[Refusal]:
 
 def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
+    # of a YAML as it is spelt, too: pydantic takes "false" for false
+    settings = {key: v for key, v in settings.items() if not _is_off(v)}
     if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
         settings = {**settings, "model_quantization_config": None}
@@ -269,18 +273,33 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def quantised_by(settings: Mapping[str, Any]) -> str | None:
+    """The method of a `quantization_config` whose weights ProTrain cannot page; None for
+    bitsandbytes', of which it knows where all bytes are."""
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return None
+    method = settings.get("quant_method")
+    return str(getattr(method, "value", method) or "a method without a name")
+
+
 def refuse_quantised(model: Any) -> None:
-    """Only of bitsandbytes' weights is it known where all their bytes are."""
+    """Refuse a loaded model whose weights are quantised by others than bitsandbytes."""
     config = getattr(model, "config", None)
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
         return
-    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
-        return
-    method = settings.get("quant_method")
-    raise ConfigError(
-        f"base_model: {getattr(config, 'name_or_path', '')} holds weights quantised by "
-        f"{getattr(method, 'value', method)}, which cannot be paged. Name the unquantised model; `load_in_4bit: true` with `adapter: "
-        "qlora` makes it small."
+    method = quantised_by(
+        quantised if isinstance(quantised, dict) else quantised.to_dict()
+    )
+    if method is not None:
+        name = getattr(config, "name_or_path", "")
+        raise quantised_base(name, method, "the base it was made from")
+
+
+def quantised_base(name: str, method: str, origin: str) -> ConfigError:
+    """The refusal of a base whose weights are quantised already; `origin` is not."""
+    return ConfigError(
+        f"base_model: {name} holds weights quantised by {method}, which cannot be "
+        f"trained. Give {origin}; `load_in_4bit: true` with `adapter: qlora` makes it "
+        "small."
     )

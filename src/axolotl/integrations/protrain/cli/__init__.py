@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
@@ -23,7 +24,7 @@ from contextlib import (
     suppress,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -37,16 +38,18 @@ def protrain() -> None:
 
 
 class _Unplanned(click.ClickException):
-    """A question that has no answer: one line on stderr."""
+    """A question that has no answer: on stderr, a line for each reason."""
 
     exit_code = 3
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(" ".join(message.split())))
+        lines = (" ".join(line.split()) for line in message.splitlines())
+        super().__init__(printable("\n".join(filter(None, lines))))
 
 
 class _Command(click.Command):
-    """Ends with 1 on what a person can put right, and says it without a traceback."""
+    """Says without a traceback what a person can put right, and ends with 3 where that
+    is the YAML, else with 1."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -61,7 +64,9 @@ class _Command(click.Command):
             # who reads has enough: click ends in silence
             raise
         except (ProTrainError, OSError) as error:
-            raise self.failure(str(error)) from error
+            unusable = isinstance(error, ConfigError)
+            kind = _Unplanned if unusable else self.failure
+            raise kind(str(error)) from error
 
     def failure(self, message: str) -> click.ClickException:
         return click.ClickException(printable(message))
@@ -75,7 +80,7 @@ class _AnswerCommand(_Command):
 
 
 @protrain.command("selftest", cls=_Command)
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--steps", default=4, show_default=True, help="Optimizer steps of each run."
 )
@@ -87,8 +92,13 @@ class _AnswerCommand(_Command):
 def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     """Train CONFIG for a few steps with and without paging and compare.
 
-    Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed.
+    Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed;
+    3: CONFIG cannot be trained.
     """
+    from ..checks import checked_yaml
+
+    # before the seconds that Axolotl's imports take
+    checked_yaml(config)
     from .selftest import run_selftest
 
     verdict = run_selftest(config, steps, keep, click.echo)
@@ -134,11 +144,9 @@ def _gib(
 
 
 def _check_cards(
-    config: Path, gpus: tuple[str, ...], num_gpus: int, link: str | None
+    raw: Mapping[Any, Any], gpus: tuple[str, ...], num_gpus: int, link: str | None
 ) -> None:
     """Refuse what can be told before the seconds that Axolotl's imports take."""
-    if not config.is_file():
-        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
     import torch
 
     from ..core.profile import gpu_hardware
@@ -155,9 +163,7 @@ def _check_cards(
             "known of cards by name; add --gpu."
         )
     keys = ("protrain_capacity_bytes", "gpu_memory_limit")
-    if not torch.cuda.is_available() and not any(
-        key in config.read_text("utf-8", errors="replace") for key in keys
-    ):
+    if not torch.cuda.is_available() and not any(raw.get(key) for key in keys):
         raise ConfigError(
             "--gpu: this machine has no GPU; name the card to plan for, for example "
             "--gpu 4090."
@@ -265,14 +271,18 @@ def _plan(
     or in a folder. Exit code 0: it fits every card, or what was written does; 2: it does
     not fit one; 3: it cannot be planned.
     """
+    from ..checks import checked_yaml
+
     try:
         # what can be said before a minute of work
         levers = levers or explain or write is not None
         _check_options(html, write, largest, levers, len(gpus))
-        _check_cards(config, gpus, num_gpus, link)
+        raw = checked_yaml(config, here=True, download=download)
+        _check_cards(raw, gpus, num_gpus, link)
         question = (config, gpus, num_gpus, ram_gib, link)
+        say = _Progress(sys.stderr)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with _silence(), lean_imports(), ExitStack() as undo:
+        with say, _silence(), lean_imports(), ExitStack() as undo:
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             fitting = None
@@ -280,15 +290,12 @@ def _plan(
                 from .fitting import Fitting
 
                 # imports meanwhile what is imported here too
-                fitting = undo.enter_context(Fitting(*question))
+                fitting = undo.enter_context(Fitting(*question, say=say))
             from ..report.forecast import DRAWN, FITS
             from ..report.text import largest_text, plan_text
             from .plan import DryRun
 
-            if download:
-                from ..offline.meta_model import download_config
-
-                download_config(config)
+            say(f"planning {config.name}")
             ask = DryRun(*question)
             answers = ask.largest(largest) if largest else ask.forecasts(fitting, write)
         if html is not None:
@@ -312,6 +319,34 @@ def _plan(
 
 def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
     click.echo(json.dumps(answers if len(answers) > 1 else answers[0], indent=2))
+
+
+class _Progress:
+    """Says on a stream that is not silenced how far a long command is: on a terminal in
+    one line that is gone afterwards, else a line now and then."""
+
+    EVERY_S = 10
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._last = stream, time.monotonic()
+        self._rewrites = stream.isatty()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if self._rewrites:
+            self._stream.write(f"\r\x1b[K{text}")
+        elif now - self._last >= self.EVERY_S:
+            self._stream.write(f"{text}\n")
+            self._last = now
+        self._stream.flush()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._rewrites:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 @contextmanager
@@ -483,8 +518,12 @@ def _serve(
 
         click.echo(printable(status_text(status)))
         return
-    if config is None or not config.is_file():
-        raise ConfigError(f"{config}: no such file; CONFIG is an Axolotl YAML.")
+    if config is None:
+        raise ConfigError("CONFIG: missing; it is an Axolotl YAML.")
+    from ..checks import require_servable
+
+    # before the seconds that Axolotl's imports take
+    require_servable(config)
     adapters, requests = (
         None if text is None else parse_bytes(text)
         for text in (adapter_memory, request_memory)

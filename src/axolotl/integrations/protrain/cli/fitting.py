@@ -11,7 +11,8 @@ import os
 import pickle  # nosec B403
 import subprocess  # nosec B404
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -44,12 +45,14 @@ class Fitting:
     Args:
         config: The YAML.
         asked: The arguments of `DryRun` beside it.
+        say: Shows how far it is.
 
     Raises:
         ConfigError: The file cannot be edited; names it.
     """
 
-    def __init__(self, config: Path, *asked: Any) -> None:
+    def __init__(self, config: Path, *asked: Any, say: Callable[[str], None]) -> None:
+        self._say, self._done = say, 0
         self._migration = migrate_file(config, write=False)
         self._config, self._asked = config, asked
         code = f"from {__name__} import serve; serve()"
@@ -166,7 +169,13 @@ class Fitting:
         try:
             pickle.dump((self._given, questions), stdin)
             stdin.flush()
-            answers = pickle.load(stdout)  # nosec B301 - from the process above
+            answers: list[Priced] = []
+            while len(answers) < len(questions):
+                left = len(questions) - len(answers)
+                self._say(f"{self._done} settings priced, {left} to go")
+                # in their order, each as soon as it is there
+                answers.append(pickle.load(stdout))  # nosec B301 - as above
+                self._done += 1
         except (EOFError, BrokenPipeError) as error:
             raise ConfigError(
                 "--levers: the process that prices them ended without an answer; is "
@@ -229,10 +238,11 @@ def serve() -> None:
         gc.freeze()
         pool = get_context("fork").Pool(min(processors(), 8), maxtasksperchild=1)
         for given, questions in _asked():
-            answer = partial(_answer, given)
-            priced = pool.map_async(answer, questions, chunksize=1).get(SLOWEST_S)
-            pickle.dump(priced, answers)
-            answers.flush()
+            ends = time.monotonic() + SLOWEST_S
+            priced = pool.imap(partial(_answer, given), questions)
+            for _ in questions:
+                pickle.dump(priced.next(max(ends - time.monotonic(), 0)), answers)
+                answers.flush()
 
 
 def _asked() -> Iterator[Any]:

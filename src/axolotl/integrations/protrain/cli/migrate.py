@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
-from ..args import PLUGIN, lists_plugin, reject_unknown_keys
+from ..args import PLUGIN, lists_plugin, unknown_keys
+from ..checks import base_faults, key_faults
 from ..core.errors import ConfigError
+from ..offline.yaml_file import parsed, read_text
 from ..refusals import Refusal, as_yaml, changes, refusals
 
 SWITCH = "protrain_auto_memory"
@@ -48,10 +50,10 @@ def migrate_file(config: Path, write: bool) -> Migration:
         ConfigError: As `migrate`; names the file.
         OSError: It cannot be read or written.
     """
+    text = read_text(config)
     try:
-        # bytes: line ends stay
-        found = migrate(config.read_bytes().decode("utf-8"))
-    except (ConfigError, UnicodeDecodeError) as error:
+        found = migrate(text)
+    except ConfigError as error:
         raise ConfigError(f"{config}: {error}") from error
     if write and found.reasons:
         _replace(config.resolve(), found.after.encode("utf-8"))
@@ -76,7 +78,9 @@ def migrate(text: str) -> Migration:
         ConfigError: It is no Axolotl YAML, or its keys are not on lines of their own.
     """
     raw, root = _parsed(text)
-    reject_unknown_keys(raw)
+    faults = [*key_faults(raw), *(base_faults(raw) if raw.get("base_model") else ())]
+    if unknown_keys(raw):
+        raise ConfigError("\n".join(faults))
     rows = changes(raw)
     wanted = {key: raw[key] for key in raw.keys() - {row.key for row in rows}}
     plugins, switches = wanted.get("plugins") or [], SWITCH not in raw
@@ -85,7 +89,7 @@ def migrate(text: str) -> Migration:
     edits: list[Edit] = []
     for row in rows:
         put = [row.instead] if row.instead else []
-        for key, value in yaml.safe_load(row.instead or "{}").items():
+        for key, value in parsed(row.instead)[0].items() if row.instead else ():
             put = put if key not in wanted else []
             wanted.setdefault(key, value)
         if row.key in spans:
@@ -101,7 +105,7 @@ def migrate(text: str) -> Migration:
     plugin = None if lists_plugin(plugins) else PLUGIN
     places = _listed(root, lines, spans, plugin, switch)
     after = _edited(text, edits, places, wanted, reasons) if reasons else text
-    return Migration(text, after, tuple(reasons), tuple(refusals(wanted)))
+    return Migration(text, after, tuple(reasons), (*faults, *refusals(wanted)))
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:
@@ -133,11 +137,8 @@ def with_keys(text: str, keys: Mapping[str, Any]) -> str:
 
 
 def _parsed(text: str) -> tuple[dict[str, Any], yaml.MappingNode]:
-    try:
-        raw, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not a readable YAML: {error}") from error
-    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+    raw, root = parsed(text)
+    if root.flow_style:
         raise ConfigError("has to be an Axolotl YAML, each key on a line of its own.")
     return raw, root
 
@@ -222,7 +223,8 @@ def _listed(
     a key, the last if it can be: a line more may belong to the text of a `|`."""
     if "plugins" not in spans:
         new = ["", "plugins:", f"  - {plugin}"] if plugin else []
-        ends = sorted({end for _, end in spans.values()}, reverse=True)
+        # each is tried with a reading of the file, which may have thousands of keys
+        ends = sorted({end for _, end in spans.values()}, reverse=True)[:3]
         for at in (*ends, min(start for start, _ in spans.values())):
             yield at, at, [*new, *put]
         return
@@ -245,6 +247,6 @@ def _listed(
 
 def _says(text: str, wanted: Mapping[str, Any]) -> bool:
     try:
-        return yaml.safe_load(text) == wanted
-    except yaml.YAMLError:
+        return parsed(text)[0] == wanted
+    except ConfigError:
         return False

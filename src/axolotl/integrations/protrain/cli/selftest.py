@@ -25,6 +25,7 @@ from safetensors import safe_open
 from transformers import TrainerCallback
 
 from ..args import PLUGIN, lists_plugin
+from ..checks import checked_yaml
 from ..core.errors import ConfigError, ProTrainError
 
 LOG_FILE = "selftest.json"
@@ -102,7 +103,7 @@ def run_selftest(
         ConfigError: The YAML does not turn ProTrain on.
         ProTrainError: A run failed; the end of its output is in the message.
     """
-    raw = yaml.safe_load(config.read_text("utf-8"))
+    raw = checked_yaml(config)
     _check_testable(config, raw)
     with tempfile.TemporaryDirectory(prefix="protrain-selftest-") as temporary:
         folder = keep or Path(temporary)
@@ -162,8 +163,7 @@ def compare(paged: Path, plain: Path, tolerance: float) -> Verdict:
     return Verdict(relative, len(steps), differing, len(distances), tolerance)
 
 
-def _check_testable(config: Path, raw: object) -> None:
-    keys = raw if isinstance(raw, dict) else {}
+def _check_testable(config: Path, keys: Mapping[str, Any]) -> None:
     problem = None
     if not lists_plugin(keys.get("plugins")):
         problem = f"plugins does not list {PLUGIN}, so there is nothing to test."

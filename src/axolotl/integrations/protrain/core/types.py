@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from operator import add
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    # the command line checks a YAML without it
+    import torch
 
 IN_FLIGHT = 2
 """Chunks of gradients between device and host: sent, staged or packed."""
@@ -86,7 +89,7 @@ class TensorSpec:
     @property
     def is_16_bit(self) -> bool:
         """True for the dtypes that an fp32 master is kept of."""
-        return self.dtype in (torch.bfloat16, torch.float16)
+        return self.dtype.is_floating_point and self.dtype.itemsize == 2
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from unittest.mock import patch
 import bitsandbytes as bnb
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator
 from axolotl.integrations.base import PluginManager
 from axolotl.integrations.config import merge_input_args
@@ -41,8 +40,8 @@ from axolotl.utils.dict import DictDefault
 from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
 from axolotl.utils.schemas.enums import CustomSupportedOptimizers
 from datasets import Dataset
-from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
+from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -53,9 +52,11 @@ from transformers.training_args import OptimizerNames
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..args import PLUGIN, lists_plugin
+from ..checks import checked_yaml
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.profile import meta_copy
 from ..loading import is_of_experts, quantise_experts
+from ..planning import without_gpu
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins
 from .batches import find_file
@@ -76,7 +77,6 @@ _META = torch.device("meta")
 CUDA_CAPABILITY = "sm_89"
 """The card that Axolotl's validation is told of: has bf16, fp8 and tf32."""
 
-_FROM_ONE = "sequence_len", "micro_batch_size", "gradient_accumulation_steps"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -208,42 +208,9 @@ def _resize_adapters(
 # ---------------------------------------------------------------- configuration
 
 
-def download_config(config: Path) -> None:
-    """Fetch the config.json of a YAML's base model unless it is here.
-
-    Raises:
-        ConfigError: It is not to be had, or the YAML is none.
-    """
-    raw = _raw(config)
-    source = raw.get("base_model_config") or raw.get("base_model")
-    here = source and find_file(str(source), "config.json") is not None
-    if not source or here or Path(str(source)).is_file():
-        return
-    try:
-        hf_hub_download(
-            str(source), "config.json", revision=raw.get("revision_of_model")
-        )
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(
-            f"base_model: config.json of {source!r} was not fetched: {_line(error)}. A "
-            "gated model needs `hf auth login`; or point base_model to a folder."
-        ) from error
-
-
-def _raw(config: Path) -> dict[str, Any]:
-    try:
-        raw = yaml.safe_load(config.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{config}: not a readable YAML: {_line(error)}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{config}: holds no keys; it must be an Axolotl YAML.")
-    return raw
-
-
 def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
     """The configuration, and what in the YAML does not do what somebody may expect."""
-    raw, assumptions = _raw(config), []
-    _check_values(raw)
+    raw, assumptions = checked_yaml(config, here=True), []
     given = raw.keys() | {"plugins"}
     plugins = raw.get("plugins") or ()
     if not lists_plugin(plugins):
@@ -253,7 +220,7 @@ def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
             "`axolotl protrain migrate --write` has added it"
         )
     cfg = DictDefault(raw)
-    _check_base_model(cfg)
+    _require_model_type(cfg)
     on_cuda = target == "cuda"
     capabilities = {
         **dict.fromkeys(("bf16", "fp8", "tf32"), on_cuda),
@@ -266,12 +233,13 @@ def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
         cfg = validate_config(cfg, capabilities, environment)
         fields = merge_input_args()[-1].model_fields
         known = {*fields, *(f.alias for f in fields.values() if f.alias)}
-        assumptions += map(partial(_unknown_key, known), sorted(given - known))
+        assumptions += map(partial(_unknown_key, known), sorted(given - known, key=str))
         _check_optimizer(cfg)
         if on_cuda and cfg.bf16 == "auto":
             # the machine that plans need not have the card
             cfg.bf16 = not cfg.fp16
         normalize_config(cfg)
+        assumptions += [] if on_cuda else without_gpu(cfg)
     except ConfigError:
         raise
     except (ValueError, ImportError, NotImplementedError, OSError) as error:
@@ -288,19 +256,6 @@ def _unknown_key(known: Iterable[str], key: str) -> str:
     return f"{key}: a key that Axolotl does not know and passes over{meant}"
 
 
-def _check_values(raw: Mapping[str, Any]) -> None:
-    """Refuse numbers that Axolotl lets through, and that no training can begin with."""
-    for key in _FROM_ONE:
-        value = raw.get(key)
-        if isinstance(value, (int, float)) and value < 1:
-            raise ConfigError(f"{key}: {value} is no whole number from 1 on.")
-    lora = raw.get("adapter") in ("lora", "qlora") and not raw.get("lora_model_dir")
-    if lora and raw.get("lora_alpha") is None:
-        raise ConfigError(
-            "lora_alpha: missing, beside adapter; twice lora_r is what most take."
-        )
-
-
 def _check_optimizer(cfg: DictDefault) -> None:
     """Refuse a name that neither transformers nor Axolotl knows; plugins may bring more."""
     name = getattr(cfg.optimizer, "value", cfg.optimizer)
@@ -313,24 +268,10 @@ def _check_optimizer(cfg: DictDefault) -> None:
         )
 
 
-def _check_base_model(cfg: DictDefault) -> None:
-    source = cfg.base_model_config or cfg.base_model
-    if not source:
-        raise ConfigError("base_model: missing; it names the folder with config.json.")
-    found = find_file(str(source), "config.json")
-    if Path(str(source)).is_file():
-        raise ConfigError(f"base_model: {source} is a file; give the folder it is in.")
-    if found is None:
-        raise ConfigError(
-            f"base_model: no config.json for {source!r}, neither as a folder nor in the "
-            f"Hugging Face cache. Fetch that one file with `hf download {source} "
-            "config.json` or `axolotl protrain plan … --download`, or point base_model "
-            "to a folder that holds it."
-        )
-    try:
-        model_type = json.loads(found.read_text("utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"base_model: {found} is no model configuration.") from error
+def _require_model_type(cfg: DictDefault) -> None:
+    source = str(cfg.base_model_config or cfg.base_model)
+    found = find_file(source, "config.json")
+    model_type = json.loads(found.read_bytes()).get("model_type") if found else None
     if model_type not in CONFIG_MAPPING and not cfg.trust_remote_code:
         raise ConfigError(
             f"base_model: {found} has model_type {model_type!r}, which transformers "

@@ -389,7 +389,8 @@ class Search:
                 f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
                 f"used, {format_bytes(missing)} too little. If the device has it, set "
                 f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
-                "else lower micro_batch_size, sequence_len or the adapter's rank."
+                "else lower micro_batch_size, sequence_len or the adapter's rank, or let "
+                "`axolotl-protrain plan YOUR.yaml --write NEW.yaml` do that."
                 f"{self._way_out()}"
             )
         host = self.memory.host(plan)
@@ -434,5 +435,7 @@ def _largest(terms: Mapping[str, int]) -> str:
 
 
 def _limit(nbytes: int) -> str:
-    """The least value of a key that allows so much, rounded up."""
-    return f'"{-(-nbytes * 10 // 2**30) / 10}GiB"' if nbytes >= 2**30 else f"{nbytes}B"
+    """A value of a key that allows so much, rounded up as people write it."""
+    if nbytes < 2**30:
+        return f'"{-(-nbytes // 2**20)}MiB"'
+    return f'"{-(-nbytes * 10 // 2**30) / 10}GiB"'
