@@ -70,11 +70,25 @@ class _SavedArguments:
     def passed_to(self, run: Callable[..., Any], _on_device: Tensor) -> Any:
         """Run with the arguments, in the forward those that were given."""
         given, self._given = self._given, None
-        return run(*self._restored() if given is None else given)
+        if given is None:
+            return run(*self._restored())
+        versions = _versions(given)
+        output = run(*given)
+        if _versions(given) != versions:
+            # as torch says it of what it saves itself
+            raise RuntimeError(
+                "an input of a recomputed block, which is needed for gradient "
+                "computation, has been modified by an inplace operation in its forward"
+            )
+        return output
 
     def _restored(self) -> list[Any]:
         tensors = iter(self._node.saved_tensors)
         return [next(tensors) if o is None else o[0] for o in self._others]
+
+
+def _versions(args: tuple[Any, ...]) -> list[int]:
+    return [value._version for value in args if isinstance(value, Tensor)]
 
 
 class _Save(torch.autograd.Function):
