@@ -310,6 +310,28 @@ def test_a_hook_that_raises(policy: str, at: str) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_recomputed_block_has_a_cache_only_to_read(reads: bool) -> None:
+    """As transformers' `GradientCheckpointingLayer` has it."""
+    model, seen = model_of(), []
+
+    def note(_module: Any, _args: Any, kwargs: Any) -> Any:
+        seen.append(kwargs.pop("past_key_values"))
+        return _args, kwargs
+
+    block = model.layers[0]
+    block._can_checkpoint_with_cache = reads
+    session = open_session(model, n_buffer=2, recompute=BLOCKS)
+    block.register_forward_pre_hook(note, with_kwargs=True)
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    block(x, past_key_values="cache").sum().backward()
+    with torch.no_grad():
+        block(x, past_key_values="cache")
+    session.close()
+    given = "cache" if reads else None
+    assert seen == [given, given, "cache"]
+
+
 def test_a_block_that_somebody_compiles_in_training_is_refused() -> None:
     model = model_of()
     session = open_session(model, n_buffer=2, recompute=(1,))

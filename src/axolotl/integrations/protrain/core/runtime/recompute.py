@@ -43,7 +43,9 @@ class Recompute(AroundCall):
         if not torch.is_grad_enabled() or (caches and not self._module.training):
             # generation needs the cache; the block keeps its tensors
             return call(*args, **kwargs)
-        # the recomputation would find what the forward wrote there
+        # the recomputation would find what the forward wrote there, unless it only reads
+        if getattr(self._module, "_can_checkpoint_with_cache", False):
+            caches = []
         run = partial(call, **{**kwargs, **dict.fromkeys(caches)})
         if self._saving is not None:
             with self._saving():
