@@ -77,7 +77,7 @@ def meta_copy(
         (table, type(table)())
         for module in model.modules()
         for name in _HOOK_TABLES
-        if (table := vars(module)[name])
+        if (table := vars(module).get(name))
     ]
     # deepcopy takes what it finds here for the copy
     memo.update((id(table), own) for table, own in tables)
