@@ -328,9 +328,10 @@ class _Recorder(MetaMode):
             loss.backward()
         if self._run_again:
             raise TraceError(
-                f"{type(self._model).__name__}: a backward of its own runs parts of "
-                f"{', '.join(sorted(self._run_again))} again, which are not there then. "
-                "Train it without ProTrain (protrain_auto_memory: false)."
+                f"{type(self._model).__name__}: its own backward reads the weights of "
+                f"{min(self._run_again)} and {len(self._run_again) - 1} other blocks, "
+                "which may have left the device by then. Train it without ProTrain "
+                "(protrain_auto_memory: false)."
             )
 
     @property
