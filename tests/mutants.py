@@ -360,7 +360,7 @@ MUTANTS = (
     Mutant(
         "a block's forward leaves its window open",
         HOOKS,
-        "        pager.close(index, Direction.FORWARD)\n",
+        "            pager.close(index, direction)\n",
         "",
         SESSIONS,
     ),
