@@ -15,7 +15,13 @@ import pytest
 CORE = Path(__file__).resolve().parents[2] / "src/axolotl/integrations/protrain/core"
 MODULES = sorted(CORE.rglob("*.py"))
 
-LIBRARIES = {"torch", "functorch", "psutil", "safetensors", "xxhash"} | sys.stdlib_module_names
+LIBRARIES = {
+    "torch",
+    "functorch",
+    "psutil",
+    "safetensors",
+    "xxhash",
+} | sys.stdlib_module_names
 NO_TORCH = {"cost", "search", "planner"}
 
 BASE = {"types", "errors", "sizes"}
