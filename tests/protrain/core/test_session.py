@@ -41,7 +41,7 @@ from axolotl.integrations.protrain.core.layout import (
     aligned,
     build_layout,
 )
-from axolotl.integrations.protrain.core.runtime import Pager
+from axolotl.integrations.protrain.core.runtime import Pager, Window
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
 
@@ -280,10 +280,13 @@ def test_slots_are_poisoned_before_their_first_fetch() -> None:
 Break = Callable[[Stack, pytest.MonkeyPatch], None]
 
 
-def without_forward_window(model: Stack, _patch: pytest.MonkeyPatch) -> None:
+def without_forward_window(_model: Stack, patch: pytest.MonkeyPatch) -> None:
     """The first forward then reads what was never fetched."""
-    for layer in model.layers:
-        layer._forward_pre_hooks.clear()
+
+    def alone(_window: Window, call: Any, args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    patch.setattr(Window, "around", alone)
 
 
 def without_backward_window(_model: Stack, patch: pytest.MonkeyPatch) -> None:
