@@ -36,7 +36,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES,
 )
 
-from axolotl.integrations.protrain.core.errors import FOREIGN_ERRORS, ConfigError
+from axolotl.integrations.protrain.core.errors import (
+    FOREIGN_ERRORS,
+    ConfigError,
+    TraceError,
+)
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.profile import (
     Emulation,
@@ -226,7 +230,14 @@ class Outcome:
         """Without paging."""
         return "traced" in self.stages
 
+    @property
+    def is_refused(self) -> bool:
+        """With a reason, before anything is paged."""
+        return self.error.startswith(TraceError.__name__)
+
     def __str__(self) -> str:
+        if self.is_refused:
+            return f"{self.family} refused: {self.error}"
         if self.error:
             return f"{self.family} not {self.stages[-1]}: {self.error}"
         return f"{self.family} exact{' with images' * ('images' in self.stages)}"
@@ -277,8 +288,13 @@ def document(outcomes: Sequence[Outcome]) -> str:
         names = [o.family for o in exact if ("images" in o.stages) == with_images]
         text = textwrap.fill(", ".join(names), 88, break_on_hyphens=False)
         parts.append(f"## {title}: {len(names)}\n\n{text}\n")
-    for title, trains_ in (("Fails paged", True), ("No plain run either", False)):
-        others = [o for o in outcomes if o.error and o.trains == trains_]
+    failed = [o for o in outcomes if o.error and not o.is_refused]
+    kinds = {
+        "Refused": [o for o in outcomes if o.is_refused],
+        "Fails paged": [o for o in failed if o.trains],
+        "No plain run either": [o for o in failed if not o.trains],
+    }
+    for title, others in kinds.items():
         lines = [
             f"| {o.family} | {o.stages[-1]} | {textwrap.shorten(o.error, 160)} |\n"
             for o in others
@@ -309,7 +325,7 @@ def main() -> int:
             print(found, flush=True)
     if not args.families:
         DOCUMENT.write_text(document(outcomes))
-    failed = [o.family for o in outcomes if o.trains and o.error]
+    failed = [o.family for o in outcomes if o.trains and o.error and not o.is_refused]
     print(f"{len(failed)} of {len(outcomes)} train plainly and fail", *failed)
     return 1 if failed else 0
 

@@ -15,7 +15,13 @@ import pytest
 CORE = Path(__file__).resolve().parents[2] / "src/axolotl/integrations/protrain/core"
 MODULES = sorted(CORE.rglob("*.py"))
 
-LIBRARIES = {"torch", "psutil", "safetensors", "xxhash"} | sys.stdlib_module_names
+LIBRARIES = {
+    "torch",
+    "functorch",
+    "psutil",
+    "safetensors",
+    "xxhash",
+} | sys.stdlib_module_names
 NO_TORCH = {"cost", "search", "planner"}
 
 BASE = {"types", "errors", "sizes"}
@@ -78,7 +84,7 @@ def test_core_has_modules() -> None:
 def test_imports_of(module: Path) -> None:
     part = part_of(module)
     assert part in MAY_IMPORT, f"say in MAY_IMPORT what core/{part} may import"
-    libraries = LIBRARIES - ({"torch"} if part in NO_TORCH else set())
+    libraries = LIBRARIES - ({"torch", "functorch"} if part in NO_TORCH else set())
     for line, inside, path in imports(module):
         where = f"{module.relative_to(CORE)}:{line} imports {'.'.join(path)}"
         if inside:

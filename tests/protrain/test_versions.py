@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from axolotl.utils.dict import DictDefault
+from torch import nn
 from transformers import Trainer
 
 from axolotl.integrations.protrain import versions
@@ -32,11 +33,8 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
-        (
-            torch.utils.checkpoint,
-            "_checkpoint_without_reentrant_generator",
-            "torch.utils.checkpoint._checkpoint_without_reentrant_generator;",
-        ),
+        # which is None
+        (nn.Module, "_compiled_call_impl", "torch.nn.Module._compiled_call_impl;"),
         (torch.autograd, "_get_sequence_nr", "torch.autograd._get_sequence_nr;"),
         (
             Trainer,

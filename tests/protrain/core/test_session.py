@@ -288,21 +288,25 @@ def test_slots_are_poisoned_before_their_first_fetch() -> None:
 Break = Callable[[Stack, pytest.MonkeyPatch], None]
 
 
-def without_forward_window(model: Stack, _patch: pytest.MonkeyPatch) -> None:
+def opening(patch: pytest.MonkeyPatch, backward: bool) -> None:
+    """Windows open in backward alone, or in forwards alone."""
+    real = Pager.open
+
+    def some(pager: Pager, block: int, direction: Direction) -> None:
+        if (direction is Direction.BACKWARD) == backward:
+            real(pager, block, direction)
+
+    patch.setattr(Pager, "open", some)
+
+
+def without_forward_window(_model: Stack, patch: pytest.MonkeyPatch) -> None:
     """The first forward then reads what was never fetched."""
-    for layer in model.layers:
-        layer._forward_pre_hooks.clear()
+    opening(patch, backward=True)
 
 
 def without_backward_window(_model: Stack, patch: pytest.MonkeyPatch) -> None:
     """Backward then reads whatever its slots were left with."""
-    real = Pager.open
-
-    def forward_only(pager: Pager, block: int, direction: Direction) -> None:
-        if direction is not Direction.BACKWARD:
-            real(pager, block, direction)
-
-    patch.setattr(Pager, "open", forward_only)
+    opening(patch, backward=False)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +360,11 @@ def surface(model: nn.Module) -> list[Any]:
         [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
         [(name, b.shape) for name, b in model.named_buffers()],
         [(name, t.shape, t.dtype) for name, t in model.state_dict().items()],
-        [sorted(set(vars(m)) - {"training"}) for m in model.modules()],
+        # DESIGN.md, rule 4: a block's call
+        [
+            sorted(set(vars(m)) - {"training", "_compiled_call_impl"})
+            for m in model.modules()
+        ],
         [sorted(vars(p)) for p in model.parameters()],
     ]
 
@@ -376,6 +384,7 @@ def test_the_model_looks_the_same() -> None:
     session.close()
     assert session.closed
     assert surface(model) == before
+    assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
     assert hook_counts(model) == hooks
     assert set(threading.enumerate()) <= threads
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())

@@ -10,8 +10,9 @@ import torch
 from core_models import checked
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.errors import LayoutError
-from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.errors import LayoutError, TraceError
+from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
+from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
 from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.search import make_plan
 from axolotl.integrations.protrain.core.session import Options, Session
@@ -107,8 +108,18 @@ class Reversed(torch.autograd.Function):
 
 
 class ReversedModel(ChainModel):
+    def __init__(self, identity: int) -> None:
+        super().__init__(identity)
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def run(self, x: Tensor) -> Tensor:
+        return Reversed.apply(self.embed(x), self.layers)
+
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
+        x = self.embed(x)
+        if not x.requires_grad:
+            # Reformer's anchor
+            x = x.requires_grad_()
         return Reversed.apply(x, self.layers).square().sum()
 
 
@@ -175,10 +186,20 @@ def test_a_block_that_returns_its_input(n_buffer: int, identity: int) -> None:
     assert equals_plain(ChainModel(identity), n_buffer, 0)
 
 
-@pytest.mark.parametrize("n_buffer", [1, 2])
-def test_a_backward_that_runs_parts_of_blocks_again(n_buffer: int) -> None:
-    torch.manual_seed(0)
-    assert equals_plain(ReversedModel(identity=-1), n_buffer, NUM_BLOCKS)
+@pytest.mark.parametrize("trained", ["layers", "embed"])
+def test_a_backward_that_runs_parts_of_blocks_again_is_refused(trained: str) -> None:
+    """As that of Reformer, whatever trains; without gradients nothing runs again."""
+    model = ReversedModel(identity=-1).requires_grad_(False)
+    model.get_submodule(trained).requires_grad_()
+    copied = meta_copy(model)
+    x = torch.zeros(2, 8, device="meta")
+    with pytest.raises(
+        TraceError, match=r"ReversedModel: .* layers\.0 and 4 other blocks"
+    ):
+        trace_step(copied, find_blocks(copied), lambda: copied(x))
+    copied.requires_grad_(False)
+    copied.head.requires_grad_()
+    trace_step(copied, find_blocks(copied), lambda: copied.head(copied.run(x)).sum())
 
 
 def test_a_block_inside_another_block_is_refused() -> None:

@@ -325,20 +325,15 @@ def test_tracing_leaves_its_meta_copy_as_it_was() -> None:
     assert copied.layers[2].forward is own
 
 
-def test_a_meta_copy_has_the_hooks_ties_and_strides_of_the_model() -> None:
+def test_a_meta_copy_has_the_ties_and_strides_of_the_model() -> None:
     model = stack(tie=True)
     model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().clone().t()
-    seen = []
-    model.layers[1].register_forward_hook(lambda *_: seen.append(1))
     copied = meta_copy(model)
     assert copied.head.weight is copied.embed.weight
     for (name, ours), (_, theirs) in zip(held(copied), held(model), strict=True):
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride()), name
         assert (ours.dtype, ours.requires_grad) == (theirs.dtype, theirs.requires_grad)
     assert {p.device.type for p in copied.parameters()} == {"meta"}
-    tokens = batches(1)[0]
-    run_trace(copied, lambda: copied(tokens), every_block=True)
-    assert seen == [1]
 
 
 class Broken(Exception):

@@ -28,15 +28,15 @@ NAMES = {
     "torch:Tensor": "_base _make_subclass _make_wrapper_subclass "
     "_post_accumulate_grad_hooks _version",
     "torch:UntypedStorage": "_cdata",
-    "torch:ops.aten.add": "_qualified_op_name",
-    "torch:ops.aten.add.default": "_overloadpacket _schema",
+    "torch:ops.aten.add.default": "_schema",
     "torch._C": "PyTorchFileReader _RestorePythonTLSSnapshot _current_graph_task_id "
     "_will_engine_execute_node",
     "torch.autograd": "_get_sequence_nr",
     "torch._dynamo.config": "optimize_ddp",
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",
     "torch.autograd:Variable._execution_engine": "queue_callback",
-    "torch.nn.utils.stateless": "_reparametrize_module",
+    "torch.nn:Module": "_call_impl _compiled_call_impl _wrapped_call_impl",
+    "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
     "torch.serialization": "skip_data",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes "
     "_get_current_dispatch_mode_stack _push_mode",
@@ -65,8 +65,6 @@ NAMES = {
 PARAMETERS = {
     "torch.nn.utils.parametrize:_inject_new_class": "module",
     "torch.nn.utils.parametrize:_inject_property": "module tensor_name",
-    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator": "fn "
-    "preserve_rng_state context_fn determinism_check debug early_stop",
     "accelerate:Accelerator.prepare_model": "self model device_placement evaluation_mode",
     "axolotl.loaders.model:ModelLoader._load_model_from_pretrained": "self "
     "model_loader_class",
@@ -99,6 +97,8 @@ COUNTERS = (
 )
 """What Axolotl and TRL count as they compute losses: in the state, or beside it."""
 
+
+_NOTHING = object()
 
 DRAWS_BY_NAME = hasattr(adapter, "reinit_lora_from_seed")
 """From 0.20 on Axolotl draws each adapter by the name of its layer, not in their order."""
@@ -148,11 +148,11 @@ def _missing() -> Iterator[str]:
     for owner, names in NAMES.items():
         for name in names.split():
             path = f"{owner}{'.' if ':' in owner else ':'}{name}"
-            if _found(path) is None:
+            if _found(path) is _NOTHING:
                 yield path.replace(":", ".")
     for path, names in PARAMETERS.items():
         spoken, wanted = path.replace(":", "."), names.split()
-        if (found := _found(path)) is None:
+        if (found := _found(path)) is _NOTHING:
             yield spoken
             continue
         given = list(inspect.signature(found).parameters.values())[: len(wanted)]
@@ -164,12 +164,12 @@ def _missing() -> Iterator[str]:
 
 
 def _found(path: str) -> Any:
-    """What is at ``module:attribute.attribute``; None if nothing is."""
+    """What is at ``module:attribute.attribute``; `_NOTHING` if nothing is."""
     module, _, attributes = path.partition(":")
     try:
         return attrgetter(attributes)(importlib.import_module(module))
     except (ImportError, AttributeError):
-        return None
+        return _NOTHING
 
 
 def import_plugins(cfg: Any) -> None:

@@ -49,6 +49,7 @@ from .optim import (
 from .runtime import (
     Alone,
     Arena,
+    AroundCall,
     CompiledForward,
     Device,
     Hook,
@@ -68,7 +69,8 @@ from .runtime import (
     StateAccess,
     Swap,
     SwapBlock,
-    attach_block,
+    Window,
+    announce_copies,
     attach_entry,
     drop_ended_backward,
 )
@@ -148,7 +150,6 @@ class Session:
         self.closed = self._watched = False
         self._placed_bytes = self._host_optimizer_bytes = 0
         self._handles: list[Removable] = []
-        self._running: list[Recompute | SwapBlock | HostRows] = []
         self._pinned: list[Tensor] = []
         self._swap: Swap | None = None
         self._host_chunks: list[HostChunk] = []
@@ -299,7 +300,6 @@ class Session:
         self.device.synchronize()
         used_bytes = self.device.used_bytes()
         _remove(self._handles)
-        self._running.clear()
         self._swap = None
         self._residence.unload(self.plan.paged)
         for slot in self._ring.slots:
@@ -316,8 +316,6 @@ class Session:
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
-        for block in self._running:
-            block.unwind()
         drop_ended_backward(self.device.torch_device)
         if self._swap is not None:
             # what was under way for backward keeps its memory until then
@@ -528,36 +526,29 @@ class Session:
         )
         for index, block in enumerate(blocks):
             policy = self.plan.policies[index]
-            if policy.recomputes:
-                saving = partial(swap.saving, index) if swap and policy.swaps else None
-                self._running.append(Recompute(block, saving))
-            elif swap is not None and policy.swaps:
-                self._running.append(SwapBlock(block, index, swap))
+            if swap is not None and policy.swaps and not policy.recomputes:
+                self._handles.append(SwapBlock(block, index, swap))
             if has_windows:
-                self._handles += attach_block(
-                    block,
-                    index,
-                    self._pager,
-                    self._gradients.left,
-                    viewer.show_again,
-                    partial(viewer.copying, block),
-                )
+                announced = announce_copies(block, partial(viewer.copying, block))
+                left, ended = self._gradients.left, viewer.show_again
+                window = Window(block, index, self._pager, left, ended)
+                self._handles += announced, window
+            if policy.recomputes:
+                # around the window, which a recomputation opens again
+                saving = partial(swap.saving, index) if swap and policy.swaps else None
+                self._handles.append(Recompute(block, saving))
         # before buffers are taken, which may fail
-        self._handles += self._running
         self._handles += self._gradients.attach(self._host_chunks)
         looked_up = [i for i, at in enumerate(self.plan.placements) if at is _ROWS]
         if self._handles or looked_up:
             self._handles += attach_entry(
                 self.model, self.layout, self._enter, viewer.left, viewer.copying
             )
-        # the last: what enters unwinds those that run
         for index in looked_up:
             spec = self.layout.chunks[index].tensors[0]
             owner = self.model.get_submodule(spec.name.rpartition(".")[0])
             table = self.arena.tensor(index, spec)
-            rows = HostRows(owner, table, self.device, self.counters)
-            self._running.append(rows)
-            self._handles.append(rows)
+            self._handles.append(HostRows(owner, table, self.device, self.counters))
         how = self._options.compiled
         if how is not None:
             self._handles += (CompiledForward(block, how) for block in blocks)
@@ -619,8 +610,9 @@ class Session:
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
         self._viewer.enter(module)
-        for block in self._running:
-            block.unwind()
+        for handle in self._handles:
+            if isinstance(handle, AroundCall):
+                handle.require_bound()
         self._pager.close_any()
         self._updates.finish()
         self._updates.fetch_ahead(0)

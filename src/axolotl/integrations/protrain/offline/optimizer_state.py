@@ -25,6 +25,7 @@ from transformers.training_args import OptimizerNames
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.optim.noted import require_separable
 from ..core.optim.states import leaves
+from ..core.profile import without_global_hooks
 
 _MANAGED_NUMEL = 100_000
 """From here on bitsandbytes' paged optimizers take managed memory."""
@@ -64,7 +65,7 @@ def optimizer_bytes(
     try:
         for name, weight in narrow.items():
             named[name].data = weight.float()
-        with _without_values():
+        with _without_values(), without_global_hooks():
             optimizer = plain_optimizer(cfg, model)
             found = _probed(optimizer, model, named, on_cpu=device_type == "cpu")
         with suppress(ConfigError):

@@ -11,5 +11,5 @@ from .hardware import (
     measured_unseen_bytes,
     weakest,
 )
-from .meta import meta_copy
+from .meta import meta_copy, without_global_hooks
 from .trace import TracedStep, trace_step

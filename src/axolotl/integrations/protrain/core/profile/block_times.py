@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from xxhash import xxh3_64_hexdigest
 
 from ..layout.tensors import map_tensors, tensors_in
@@ -27,7 +26,7 @@ from ..runtime import CompiledForward
 from ..types import BlockSeconds
 from .cache import JSON, cached
 from .hardware import REPEATS, elapsed_s
-from .meta import empty_like, meta_copy
+from .meta import empty_like, meta_copy, without_global_hooks
 
 INPUT_SCALE = 0.02
 """Spread of made-up floats: small enough for any block to stay finite."""
@@ -57,11 +56,11 @@ def time_block(
     """Median seconds of the block's forward and backward, as training runs them.
 
     Meta tensors become small random floats, integers become 0 and masks all true;
-    real ones are copied. Leaves gradients, buffers and random state as they were; no
-    gradient is accumulated, so hooks on accumulation do not fire.
+    real ones are copied. Leaves gradients and random state as they were; no gradient is
+    accumulated, so hooks on accumulation do not fire.
 
     Args:
-        module: The block, in the mode that training uses, its parameters on `device`.
+        module: A copy of the block, on `device`, in the mode that training uses.
         sample: What it is called with.
         device: Where it runs.
         autocast_dtype: Dtype of the autocast region, None for none.
@@ -75,9 +74,7 @@ def time_block(
             made[id(tensor)] = _real(tensor, device)
         return made[id(tensor)]
 
-    shared = module.named_buffers(remove_duplicate=False)
-    buffers = {name: buffer.clone() for name, buffer in shared}
-    with _apart(device), _reparametrize_module(module, buffers):
+    with _apart(device):
         args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
         leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
 
@@ -93,9 +90,11 @@ def time_block(
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Random numbers that are drawn inside are drawn again afterwards."""
+    """Random numbers that are drawn inside are drawn again afterwards, and no global
+    hook is called."""
     random_devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(random_devices, device_type="cuda"), torch.enable_grad():
+    forked = torch.random.fork_rng(random_devices, device_type="cuda")
+    with forked, without_global_hooks(), torch.enable_grad():
         yield
 
 
@@ -142,7 +141,8 @@ def measure_blocks(
         model: With its weights, on the host.
         names: Of its blocks.
         samples: One call of each, by index.
-        device: Where to time; a copy of one block at a time goes there.
+        device: Where to time; a copy of one block at a time goes there, without hooks of
+            others, on a CPU with the same weights.
         autocast_dtype: As for `time_block`.
         folder: Where they are kept, as for `cached`.
         key: A `measurement_key` but for the `block`.
@@ -150,7 +150,7 @@ def measure_blocks(
     """
 
     def measure(block: nn.Module, sample: BlockSample) -> BlockSeconds:
-        here = block if device.type == "cpu" else _copy_on(device, block)
+        here = _copy_on(device, block)
         with ExitStack() as undo:
             if compiled is not None:
                 undo.callback(CompiledForward(here, compiled).remove)

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.fx import Interpreter
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -31,13 +31,24 @@ def as_graphs(blocks: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
+class _Forward(nn.Module):
+    """The forward that a block has now, without its hooks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.run = block, block.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
 def _graphed(block: nn.Module) -> Callable[..., Any]:
-    forward, known = block.forward, {}
+    forward, known = _Forward(block), {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        weights = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+        weights = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
         given = [*(leaves[place] for place in places), *weights.values()]
         made: list[Any] = []
 
@@ -46,8 +57,8 @@ def _graphed(block: nn.Module) -> Callable[..., Any]:
             own = [inputs.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = tree_unflatten(own, form)
             bound = dict(zip(weights, tensors[len(places) :], strict=True))
-            with _reparametrize_module(block, bound):
-                outputs, form_of_outputs = tree_flatten(forward(*args, **kwargs))
+            result = functional_call(forward, bound, args, kwargs)
+            outputs, form_of_outputs = tree_flatten(result)
             made[:] = [form_of_outputs]
             return outputs
 
@@ -65,8 +76,10 @@ def _graphed(block: nn.Module) -> Callable[..., Any]:
 
 def _compiled(flat: Callable[..., Any], given: list[Tensor]) -> Callable[..., Any]:
     # imported here: they take seconds
-    from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from functorch.compile import (  # type: ignore[import-untyped]
+        aot_function,
+        min_cut_rematerialization_partition,
+    )
     from torch._inductor.decomposition import select_decomp_table
 
     def one_by_one(gm: Any, example_inputs: Any) -> Any:

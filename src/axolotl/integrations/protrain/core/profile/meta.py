@@ -14,11 +14,14 @@ router, not the block, and what follows from one drawn value agrees with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from types import FunctionType, MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -47,26 +50,43 @@ _CHECKS = (
 )
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 
+LIBRARIES = frozenset(
+    "torch transformers transformers_modules peft accelerate trl bitsandbytes torchao "
+    "axolotl".split()
+)
+"""Packages whose module hooks are part of a model: outputs of embeddings that require
+gradients (transformers, PEFT, TRL), outputs that are captured (transformers), weights
+that are unpacked once per forward (bitsandbytes, Axolotl), weight norms (torch)."""
+_HOOK_TABLES = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+
 
 def meta_copy(
     model: nn.Module, instead: Callable[[str, Tensor], Tensor] | None = None
 ) -> nn.Module:
     """A copy of `model` whose parameters are on the meta device; copies no weight.
 
-    Hooks, patched methods and buffers come along; parameters keep class, dtype,
+    Patched methods, buffers and module hooks of `LIBRARIES` come along. No other hook
+    does: what it counts or keeps is shared with the model. Parameters keep class, dtype,
     strides, `requires_grad` and being shared, quantised ones their quant state. They are
     what `instead` gives, if it is there, for the name of a binding and its tensor.
     """
     of = instead or (lambda _name, tensor: empty_like(tensor))
     own_quant_states(model)
     memo: dict[int, Any] = {}
+    tables = [
+        (table, type(table)())
+        for module in model.modules()
+        for name in _HOOK_TABLES
+        if (table := vars(module).get(name))
+    ]
+    # deepcopy takes what it finds here for the copy
+    memo.update((id(table), own) for table, own in tables)
     copies = []
     for name, param in model.named_parameters():
         data, *side = bindings(name, param)
         copied = torch.Tensor._make_subclass(
             type(param), of(name, data.tensor), param.requires_grad
         )
-        # deepcopy takes what it finds here for the copy
         memo[id(param)] = copied
         memo.update(
             (id(binding.tensor), of(binding.name, binding.tensor)) for binding in side
@@ -77,11 +97,45 @@ def meta_copy(
     for param, copied in copies:
         # the module that owns a quantised weight is among these
         vars(copied).update(copy.deepcopy(vars(param), memo))
+    for table, own in tables:
+        kept = {key: hook for key, hook in table.items() if _of_library(hook)}
+        own.update(copy.deepcopy(kept, memo))
     copied_model = copy.deepcopy(model, memo)
     for module in copied_model.modules():
         if parametrize.is_parametrized(module):
             _own_properties(module)
     return copied_model
+
+
+def _of_library(hook: Any) -> bool:
+    """Whether all code of a hook, its wrappers included, is of `LIBRARIES`."""
+    while hook is not None:
+        if isinstance(hook, partial):
+            hook = hook.func
+            continue
+        # `functools.wraps` gives a function the module of another
+        owners = {str(getattr(hook, "__module__", None))}
+        if isinstance(hook, MethodType):
+            owners.add(type(hook.__self__).__module__)
+        elif isinstance(hook, FunctionType):
+            owners.add(hook.__globals__["__name__"])
+        else:
+            owners.add(type(hook).__module__)
+        if not {owner.partition(".")[0] for owner in owners} <= LIBRARIES:
+            return False
+        hook = getattr(hook, "__wrapped__", None)
+    return True
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Inside, no hook is called that is registered for all modules or all optimizers."""
+    with ExitStack() as undo:
+        for kind in (nn.Module, torch.optim.Optimizer):
+            for name, table in vars(sys.modules[kind.__module__]).items():
+                if name.startswith("_global_") and name.endswith("_hooks"):
+                    undo.enter_context(patch.dict(table, clear=True))
+        yield
 
 
 def _own_properties(module: Any) -> None:

@@ -74,12 +74,16 @@ _NO_PRODUCT = {
 """Operators that take weights, are not pointwise, and multiply no matrices."""
 
 
+def qualified_name(func: Any) -> str:
+    """As `aten::add`, whatever the overload."""
+    return func.name().partition(".")[0]
+
+
 def work_of(
     func: Any, args: Any, output: Any, read: Sequence[Tensor], made: Sequence[Tensor]
 ) -> Work:
     """Of one call: `read` are the tensors in `args`, `made` those in `output`."""
-    packet = func._overloadpacket
-    name = packet._qualified_op_name
+    packet, name = func.overloadpacket, qualified_name(func)
     if name in _PRODUCTS:
         flops = 2 * read[0].numel() * _PRODUCTS[name](*args)
         moved = 0
@@ -114,7 +118,7 @@ def workspace_bytes(func: Any, read: Sequence[Tensor]) -> int:
     makes gradients of key and value for each head of the query (FlashAttention-2,
     `flash_api.cpp`).
     """
-    if func._overloadpacket is not _aten._scaled_dot_product_flash_attention_backward:
+    if func.overloadpacket is not _aten._scaled_dot_product_flash_attention_backward:
         return 0
     _, query, key, *_ = read
     sums = 4 * (query.numel() + query.numel() // query.shape[-1])
@@ -124,16 +128,14 @@ def workspace_bytes(func: Any, read: Sequence[Tensor]) -> int:
 @cache
 def multiplies(func: Any) -> bool:
     """Whether an operator is a product of matrices, or one of another library."""
-    packet = func._overloadpacket
-    name = packet._qualified_op_name
+    packet, name = func.overloadpacket, qualified_name(func)
     counted = _COUNTED_AS.get(packet, packet) in flop_registry
     return counted or name in _PRODUCTS or not name.startswith(("aten::", "prims::"))
 
 
 def may_multiply(func: Any) -> bool:
     """Whether an operator may hide products that `work_of` does not count."""
-    packet = func._overloadpacket
-    name = packet._qualified_op_name
+    packet, name = func.overloadpacket, qualified_name(func)
     return not (
         func.is_view
         or name in _PRODUCTS

@@ -48,8 +48,8 @@ from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta
 from .graphs import as_graphs
-from .meta import MetaMode, empty_like, value_of
-from .operators import may_multiply, work_of, workspace_bytes
+from .meta import MetaMode, empty_like, value_of, without_global_hooks
+from .operators import may_multiply, qualified_name, work_of, workspace_bytes
 from .repeats import skipping_repeats
 
 
@@ -307,6 +307,11 @@ class _Recorder(MetaMode):
         # in the order of first use
         self._samples: dict[int, BlockSample] = {}
         self._copies: list[tuple[_Open, _Open]] = []
+        # blocks whose forward has left a graph; names of the others by their weights,
+        # and those of which backward has read some
+        self._with_graph: set[int] = set()
+        self._without_graph: dict[int, str] = {}
+        self._run_again: set[str] = set()
         self._busy = False
 
     def record(self, loss_of: Callable[[], Tensor]) -> None:
@@ -314,7 +319,20 @@ class _Recorder(MetaMode):
         with self._recording(), autocast_on_meta(), hold_quantised(self._model):
             loss = loss_of()
             self.begin(_Open(None, backward=True))
+            self._without_graph = {
+                param.untyped_storage()._cdata: name
+                for index in self._samples.keys() - self._with_graph
+                for name, block in [self._blocks[index]]
+                for param in block.parameters()
+            }
             loss.backward()
+        if self._run_again:
+            raise TraceError(
+                f"{type(self._model).__name__}: its own backward reads the weights of "
+                f"{min(self._run_again)} and {len(self._run_again) - 1} other blocks, "
+                "which may have left the device by then. Train it without ProTrain "
+                "(protrain_auto_memory: false)."
+            )
 
     @property
     def recurs(self) -> bool:
@@ -345,6 +363,7 @@ class _Recorder(MetaMode):
                 if param.requires_grad:
                     arrived = partial(self._arrived, name)
                     enter(param.register_post_accumulate_grad_hook(arrived))
+            enter(without_global_hooks())
             enter(self)
             # what a model compiles takes no more memory than what it compiles from
             enter(torch.compiler.set_stance("force_eager"))
@@ -377,10 +396,14 @@ class _Recorder(MetaMode):
         workspace = workspace_bytes(func, read)
         for level in now.levels if workspace else ():
             level.peak = max(level.peak, level.now + workspace)
-        now.operators.append((func._overloadpacket.__name__, now.kept.now))
+        now.operators.append((func.overloadpacket.__name__, now.kept.now))
         now.work += work_of(func, args, output, read, made)
         if not self._weights.isdisjoint(given) and may_multiply(func):
-            self._uncounted[func._overloadpacket._qualified_op_name] = None
+            self._uncounted[qualified_name(func)] = None
+        if self._without_graph and now.backward and now.block is None:
+            self._run_again |= {
+                self._without_graph[key] for key in given & self._without_graph.keys()
+            }
 
     def _look_up(
         self, name: str, weight: Tensor, ids: Tensor, padding_idx: int | None
@@ -501,6 +524,7 @@ class _Recorder(MetaMode):
             forward.outputs.append(self._record_of(tensor))
             node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= self._entered:
+                self._with_graph.add(index)
                 node.register_prehook(partial(self._enter_backward, index, forward))
         self.begin(_Open(None, backward=False))
 

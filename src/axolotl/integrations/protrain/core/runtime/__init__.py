@@ -17,10 +17,12 @@ from .device import (
     open_device,
 )
 from .hooks import (
+    AroundCall,
     Hook,
     Removable,
     StateAccess,
-    attach_block,
+    Window,
+    announce_copies,
     attach_entry,
     drop_ended_backward,
 )

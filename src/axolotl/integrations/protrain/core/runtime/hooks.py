@@ -1,16 +1,16 @@
-"""Tie the pager to a model with torch's hooks; nothing is wrapped or patched.
+"""Tie the pager to a model: around the calls of its blocks, and with torch's hooks.
 
-Forward: a pre-hook opens a block's window, a post-hook closes it. Backward: a hook on
-the nodes of the block's outputs opens it, the next block's opening closes it (Note [The
-end of a window in backward] in pager.py); only on nodes younger than the block's forward,
-because a tensor that it merely hands on belongs to the backward of its producer. Under
-recompute the forward pre-hook fires again inside the backward pass and finds the window
-open.
+Forward: a block's window is open while it is called, hooks of others included. Backward:
+a hook on the nodes of the block's outputs opens it, the next block's opening closes it
+(Note [The end of a window in backward] in pager.py); only on nodes younger than the
+block's forward, because a tensor that it merely hands on belongs to the backward of its
+producer. Under recompute the block is called again inside the backward pass and finds the
+window open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -55,128 +55,108 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """What is left of a hook in a copy."""
 
 
-class AroundForward:
-    """A generator around each forward of a block, which runs at its `yield`.
+class AroundCall:
+    """Surrounds each call of a module, hooks included, until `remove`.
 
-    What it yields takes the place of the arguments, None leaves them as they are.
+    It stands where `nn.Module.compile` puts what a call runs: outside of all hooks,
+    global and later ones too, and a copy of the module does not take it along. The last
+    one made is the outermost, and is removed first.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._running: Generator[Any, None, None] | None = None
-        self._handles = [
-            block.register_forward_pre_hook(Hook(self._begin), with_kwargs=True),
-            block.register_forward_hook(
-                Hook(self._end), prepend=True, always_call=True
-            ),
-        ]
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._inner: Callable[..., Any] | None = module._compiled_call_impl
+        self._set(self)
 
-    def around(
-        self, block: nn.Module, args: Any, kwargs: Any
-    ) -> Generator[Any, None, None]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self._inner or self._module._call_impl, args, kwargs)
+
+    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make one `call`; may be called again in backward."""
         raise NotImplementedError
 
-    def unwind(self) -> None:
-        """Leave a forward that an interruption left half done.
-
-        torch calls no hook of a module that a KeyboardInterrupt passes through.
-        """
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
+    def require_bound(self) -> None:
+        """Raises: AccessError: `compile` of a module has taken the place since."""
+        outer = self._module._compiled_call_impl
+        while outer is not self:
+            if not isinstance(outer, AroundCall):
+                raise AccessError(
+                    f"{type(self._module).__name__}.compile() was called on a block in "
+                    "the middle of training, which is paged around its calls. Compile "
+                    "blocks with `torch_compile: true`, or before training begins."
+                )
+            outer = outer._inner
 
     def remove(self) -> None:
         """Undo the binding."""
-        self.unwind()
-        for handle in self._handles:
-            handle.remove()
+        if self._module._compiled_call_impl is self:
+            self._set(self._inner)
 
-    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._running = self.around(block, args, kwargs)
-        return next(self._running, None)
-
-    def _end(self, _block: nn.Module, _args: Any, _output: Any) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            next(running, None)
+    def _set(self, call: Callable[..., Any] | None) -> None:
+        if call is not None:
+            self._module._compiled_call_impl = call
+        else:
+            # the class has None
+            del self._module._compiled_call_impl
 
 
-def attach_block(
-    block: nn.Module,
-    index: int,
-    pager: Pager,
-    left: Callable[[int], None],
-    ended: Callable[[], None],
-    copying: Callable[[], None],
-) -> list[Removable]:
-    """Open and close a block's window around its forward and backward.
+class Window(AroundCall):
+    """Opens a block's window for its forward and backward.
 
-    `left` is called when backward has come past a block, with that block's number,
-    `ended` after a forward, `copying` when the block is about to be copied.
+    `left` is called when backward has come past a block, with that block's number, and
+    `ended` after a forward.
     """
 
-    def open_backward(_gradients: Any) -> None:
-        _require_first_order(index, pager)
-        before = pager.window
-        if before != index:
-            pager.open(index, Direction.BACKWARD)
-            if before is not None:
-                left(before)
+    def __init__(
+        self,
+        block: nn.Module,
+        index: int,
+        pager: Pager,
+        left: Callable[[int], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._index, self._pager = index, pager
+        self._left, self._ended = left, ended
+        super().__init__(block)
 
-    entered = 0
-    parts = _Parts(lambda: pager.open(index, Direction.BACKWARD))
-
-    def before_forward(module: nn.Module, _args: Any) -> None:
-        nonlocal entered
-        parts.watch(module)
-        pager.open(index, _direction())
-        entered = torch.autograd._get_sequence_nr()
-
-    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        index, pager = self._index, self._pager
         if _inside_backward():
-            return
-        if not torch.is_grad_enabled():
-            pager.close(index, Direction.INFERENCE)
-            ended()
-            return
-        pager.close(index, Direction.FORWARD)
+            # a recomputation; the next block's opening closes the window
+            pager.open(index, Direction.BACKWARD)
+            return call(*args, **kwargs)
+        trains = torch.is_grad_enabled()
+        direction = Direction.FORWARD if trains else Direction.INFERENCE
+        try:
+            pager.open(index, direction)
+            entered = torch.autograd._get_sequence_nr()
+            output = call(*args, **kwargs)
+        finally:
+            pager.close(index, direction)
+            self._ended()
+        if not trains:
+            return output
         for tensor in (output,) if type(output) is Tensor else tensors_in(output):
             node = tensor.grad_fn
             # an older node is not this block's: it only hands the tensor on
             if node is not None and node._sequence_nr() >= entered:
                 # a node's hook costs half of a tensor's and runs at the same time
-                node.register_prehook(open_backward)
-        ended()
+                node.register_prehook(self._open_backward)
+        return output
 
-    return [
-        block.register_forward_pre_hook(Hook(before_forward, copying), prepend=True),
-        # always_call: an exception in the block must not leave its window open
-        block.register_forward_hook(Hook(after_forward), always_call=True),
-        parts,
-    ]
+    def _open_backward(self, _gradients: Any) -> None:
+        _require_first_order(self._index, self._pager)
+        before = self._pager.window
+        if before != self._index:
+            self._pager.open(self._index, Direction.BACKWARD)
+            if before is not None:
+                self._left(before)
 
 
-class _Parts:
-    """Opens the window of a block of which a model's own backward runs parts (Reformer)."""
-
-    def __init__(self, open_backward: Callable[[], None]) -> None:
-        self._open = open_backward
-        self._handles: list[Removable] = []
-
-    def watch(self, block: nn.Module) -> None:
-        """Begin with a training forward that leaves no graph."""
-        if block.training and not torch.is_grad_enabled() and not self._handles:
-            hook = Hook(self._before)
-            parts = block.children()
-            self._handles += [p.register_forward_pre_hook(hook) for p in parts]
-
-    def _before(self, _part: nn.Module, _args: Any) -> None:
-        # the window is open around a compiled forward, and a hook would cut its graph
-        if not torch.compiler.is_compiling() and _inside_backward():
-            self._open()
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+def announce_copies(module: nn.Module, copying: Callable[[], None]) -> Removable:
+    """Call `copying` when a module is about to be copied."""
+    # a table that no forward reads
+    return module.register_state_dict_pre_hook(Hook(_nothing, copying))
 
 
 def _require_first_order(index: int, pager: Pager) -> None:
@@ -294,12 +274,6 @@ def drop_ended_backward(device: torch.device) -> None:
             end = torch.empty(0, device=queue, requires_grad=True) * 1
         end.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
         end.backward(end.detach())
-
-
-def _direction() -> Direction:
-    if _inside_backward():
-        return Direction.BACKWARD
-    return Direction.FORWARD if torch.is_grad_enabled() else Direction.INFERENCE
 
 
 def _inside_backward() -> bool:

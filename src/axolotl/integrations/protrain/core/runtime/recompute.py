@@ -1,27 +1,29 @@
 """Recompute a block's activations in backward: torch's non-reentrant checkpoint.
 
-Bound with hooks, so that names, `state_dict` keys and the block itself stay as they
-are (the way of `torch.distributed._composable.checkpoint`, with removable handles).
+It is around the block's call, as `GradientCheckpointingLayer` of transformers has it: it
+keeps the arguments as they were given, and whatever hooks the call runs run again, from
+the same inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from ..layout import CACHES
-from .hooks import AroundForward
+from .hooks import AroundCall
 
 
-class Recompute(AroundForward):
+class Recompute(AroundCall):
     """Keep only a block's inputs for backward; RNG state and autocast are replayed.
 
-    Attach before any hook that must also run around the recomputation.
+    Make it after whatever must also be around the recomputation.
 
     Args:
         block: The module.
@@ -34,41 +36,22 @@ class Recompute(AroundForward):
         saving: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._saving = saving
-        self._recomputing = _Flag()
         super().__init__(block)
 
-    def around(
-        self, block: nn.Module, args: Any, kwargs: Any
-    ) -> Generator[Any, None, None]:
-        if self._recomputing.set or not torch.is_grad_enabled():
-            return
+    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         caches = [name for name in CACHES if kwargs.get(name) is not None]
-        if caches and not block.training:
-            # generation needs it; the block keeps its tensors
-            return
-        # the recomputation would find what the forward wrote there
-        kwargs = {**kwargs, **dict.fromkeys(caches)}
-        given = args
-        run: Callable[..., Any] = block
+        if not torch.is_grad_enabled() or (caches and not self._module.training):
+            # generation needs the cache; the block keeps its tensors
+            return call(*args, **kwargs)
+        # the recomputation would find what the forward wrote there, unless it only reads
+        if getattr(self._module, "_can_checkpoint_with_cache", False):
+            caches = []
+        run = partial(call, **{**kwargs, **dict.fromkeys(caches)})
         if self._saving is not None:
             with self._saving():
                 saved = _SavedArguments(args)
-            args = (saved.on_device,)
-
-            def run(_on_device: Tensor, **kwargs: Any) -> Any:
-                return block(*saved.restore(), **kwargs)
-
-        checkpointed = checkpoint._checkpoint_without_reentrant_generator(
-            run, True, self._contexts, "default", False, True, *args, **kwargs
-        )
-        with closing(checkpointed):
-            next(checkpointed)
-            yield given, kwargs
-            # its last part leaves the saved-tensor context
-            next(checkpointed, None)
-
-    def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), self._recomputing
+            run, args = partial(saved.passed_to, run), (saved.on_device,)
+        return checkpoint(run, *args, use_reentrant=False)
 
 
 class _SavedArguments:
@@ -79,15 +62,35 @@ class _SavedArguments:
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
+        self._given: tuple[Any, ...] | None = args
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._others = [None if isinstance(v, Tensor) else (v,) for v in args]
         self.on_device = tensors[0].new_empty(0) if tensors else torch.empty(0)
         anchor = torch.empty(0, requires_grad=True)
         self._node: Any = _Save.apply(anchor, *tensors).grad_fn
 
-    def restore(self) -> list[Any]:
+    def passed_to(self, run: Callable[..., Any], _on_device: Tensor) -> Any:
+        """Run with the arguments, in the forward those that were given."""
+        given, self._given = self._given, None
+        if given is None:
+            return run(*self._restored())
+        versions = _versions(given)
+        output = run(*given)
+        if _versions(given) != versions:
+            # as torch says it of what it saves itself
+            raise RuntimeError(
+                "an input of a recomputed block, which is needed for gradient "
+                "computation, has been modified by an inplace operation in its forward"
+            )
+        return output
+
+    def _restored(self) -> list[Any]:
         tensors = iter(self._node.saved_tensors)
         return [next(tensors) if o is None else o[0] for o in self._others]
+
+
+def _versions(args: tuple[Any, ...]) -> list[int]:
+    return [value._version for value in args if isinstance(value, Tensor)]
 
 
 class _Save(torch.autograd.Function):
@@ -97,15 +100,3 @@ class _Save(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return anchor.new_empty(0)
-
-
-class _Flag:
-    """Set inside its context; entered once for every backward through the block."""
-
-    set = False
-
-    def __enter__(self) -> None:
-        self.set = True
-
-    def __exit__(self, *_error: object) -> None:
-        self.set = False

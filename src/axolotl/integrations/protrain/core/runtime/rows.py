@@ -9,7 +9,7 @@ gradient is a tensor like any other, and its update brings the weight and takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from ..types import Counters
 from .arena import host_buffer
 from .device import Device, Event
-from .hooks import AroundForward
+from .hooks import AroundCall
 
 _LookUp = Callable[[Tensor, "int | None"], Tensor]
 
 
-class LookUp(AroundForward):
+class LookUp(AroundCall):
     """Lets `rows` answer what an embedding looks up in its weight: of indices of any
     shape, and the one of padding, the rows, [*shape, width]. What else its forward does,
     with another weight too, stays its own."""
@@ -36,11 +36,9 @@ class LookUp(AroundForward):
         self._weight, self._rows = embedding.weight, rows
         super().__init__(embedding)
 
-    def around(
-        self, block: nn.Module, args: Any, kwargs: Any
-    ) -> Generator[Any, None, None]:
+    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _Answering(self._weight, self._rows):
-            yield None
+            return call(*args, **kwargs)
 
 
 class _Answering(TorchFunctionMode):

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from ..types import SMALLEST_SWAP_BYTES, Counters
 from .arena import host_buffer
 from .device import Device, Event
-from .hooks import AroundForward
+from .hooks import AroundCall
 
 
 class SwapRegion:
@@ -291,17 +291,18 @@ class Swap:
         )
 
 
-class SwapBlock(AroundForward):
-    """Swaps what one block saves, from its pre-hook to its hook."""
+class SwapBlock(AroundCall):
+    """Swaps what one block saves, hooks included."""
 
     def __init__(self, block: nn.Module, index: int, swap: Swap) -> None:
         self._context = partial(swap.saving, index)
         super().__init__(block)
 
-    def around(self, *_: Any) -> Generator[Any, None, None]:
-        if torch.is_grad_enabled():
-            with self._context():
-                yield
+    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with self._context():
+            return call(*args, **kwargs)
 
 
 def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
