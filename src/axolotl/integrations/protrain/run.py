@@ -27,6 +27,7 @@ from .core.checkpoint import (
     require_space,
 )
 from .core.errors import CheckpointError, ConfigError, ProTrainError
+from .core.host import host_memory
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.profile import measured_unseen_bytes
@@ -273,9 +274,9 @@ class TrainingRun:
                 undo.callback(session.close)
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
-            undo.callback(self._end_save, session, failed)
+            undo.callback(self._end_save, failed)
 
-    def _end_save(self, session: Session | None, failed: bool) -> None:
+    def _end_save(self, failed: bool) -> None:
         try:
             self.settle_save()
         except CheckpointError as error:
@@ -283,8 +284,6 @@ class TrainingRun:
                 raise
             # the run's own error must not be hidden by this one
             self.log.error(str(error))
-        if session is not None:
-            session.device.kept = None
 
     def weights(self) -> AbstractContextManager[None]:
         """See `Session.weights`; does nothing outside a session."""
@@ -395,9 +394,10 @@ class TrainingRun:
             )
             return None
         forecast = self.report.forecast
-        left = forecast.budget.host_bytes - forecast.host.peak_bytes
-        room = self.args.protrain_snapshot_bytes or max(left, 0)
-        return self.session.snapshot(min(room, self.checkpoint_bytes))
+        planned = forecast.host.peak_bytes
+        taken = int(self.report.host_bytes(self.session.measured()))
+        free = host_memory() - max(planned - taken, 0)
+        return Snapshot(min(free, forecast.budget.host_bytes - planned))
 
     def _progress(self, what: str, done: int, total: int) -> None:
         """A line every few seconds; none where the whole takes less."""
@@ -418,8 +418,7 @@ class TrainingRun:
         self, snapshot: Snapshot, checkpoint: Path, then: Callable[[], None]
     ) -> None:
         """Write what a snapshot holds while training goes on, and `then` rotate."""
-        assert self.session is not None
-        self.session.device.kept = self._under_way = snapshot
+        self._under_way = snapshot
         snapshot.start(checkpoint, then)
 
     @property
@@ -441,8 +440,6 @@ class TrainingRun:
             # first: what is interrupted here is waited for again
             self._under_way.join()
             under_way, self._under_way = self._under_way, None
-            if self.session is not None:
-                self.session.device.kept = None
             acts, self._after_save = self._after_save, []
             under_way.check()
             for act in acts:
