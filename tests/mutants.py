@@ -475,7 +475,7 @@ MUTANTS = (
     Mutant(
         "a budget is looked at once the base is loaded",
         "../plugin.py",
-        "        require_plan(cfg, _device(cfg), LOG)\n",
+        "            require_plan(cfg, device, LOG, ranks)\n",
         "",
         BEFORE_LOADING,
     ),

@@ -111,6 +111,7 @@ class TrainingRun:
         log: Prints a line.
         share: What this rank has loaded of a base that a node's ranks quantise
             together; None for all of it.
+        notes: Of what came before, for the report.
     """
 
     recovery: Recovery
@@ -124,6 +125,7 @@ class TrainingRun:
         taken_over: Sequence[str],
         log: Any,
         share: LoadShare | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.args = args_from(cfg)
         self.log = log
@@ -132,6 +134,7 @@ class TrainingRun:
         self.ranks: Ranks = Alone()
         self._cfg = cfg
         self._share = share
+        self._notes = notes
         self._taken_over = taken_over
         self._output_dir = Path(cfg.output_dir)
         self._logged: dict[str, float] = {}
@@ -195,7 +198,7 @@ class TrainingRun:
         self.checkpoint_bytes = nbytes(saves_optimizer, masters)
         self.checkpoint_bytes += SLACK_BYTES + TOKEN_BYTES * tokens
         self._final_bytes = nbytes(False, masters)
-        notes += self._warnings(forecast)
+        notes += [*self._notes, *self._warnings(forecast)]
         evaluates = self._cfg.val_set_size or self._cfg.test_datasets
         if evaluates and device.type == "cpu" and may_repack(model):
             notes.append(NOT_REPACKED)
@@ -415,11 +418,15 @@ class TrainingRun:
             self.log.info(line)
 
     def write_beside(
-        self, snapshot: Snapshot, checkpoint: Path, then: Callable[[], None]
+        self,
+        snapshot: Snapshot,
+        checkpoint: Path,
+        then: Callable[[], None],
+        meant: Sequence[str],
     ) -> None:
         """Write what a snapshot holds while training goes on, and `then` rotate."""
         self._under_way = snapshot
-        snapshot.start(checkpoint, then)
+        snapshot.start(checkpoint, then, meant)
 
     @property
     def saves_beside(self) -> bool:

@@ -1,10 +1,9 @@
 """Checkpoints are whole or not there, and what a run resumes from is looked at first."""
 
 from .faults import (
-    OPTIMIZER as OPTIMIZER,
-    SCHEDULER as SCHEDULER,
     checkpoints,
     fault_of,
+    has_state,
     load_states,
     require_whole,
 )
@@ -15,6 +14,7 @@ from .folders import (
     TOKEN_BYTES as TOKEN_BYTES,
     checkpoint_bytes,
     discard,
+    locked,
     publish,
     require_space,
     restore,
@@ -22,6 +22,11 @@ from .folders import (
     staged,
 )
 from .loads import load, plan_load as plan_load
-from .manifest import MANIFEST as MANIFEST, differences
+from .manifest import (
+    MANIFEST as MANIFEST,
+    OPTIMIZER as OPTIMIZER,
+    SCHEDULER as SCHEDULER,
+    differences,
+)
 from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of
 from .snapshots import Snapshot

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -70,10 +70,15 @@ class Snapshot:
             )
         write_pieces(file, at_once, tensors)
 
-    def start(self, checkpoint: Path, then: Callable[[], None]) -> None:
-        """Write from here on, publish the checkpoint, `then` do the rest."""
+    def start(
+        self,
+        checkpoint: Path,
+        then: Callable[[], None],
+        meant: Collection[str] = (),
+    ) -> None:
+        """Write from here on, `publish` the checkpoint, `then` do the rest."""
         self._thread = threading.Thread(
-            target=self._run, args=(checkpoint, then), name="protrain-save"
+            target=self._run, args=(checkpoint, then, meant), name="protrain-save"
         )
         self._thread.start()
 
@@ -92,11 +97,13 @@ class Snapshot:
         """Whether nothing is under way any longer."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def _run(self, checkpoint: Path, then: Callable[[], None]) -> None:
+    def _run(
+        self, checkpoint: Path, then: Callable[[], None], meant: Collection[str]
+    ) -> None:
         try:
             with restored_on_failure(checkpoint.parent, publishes=True):
                 self._write()
-                publish(checkpoint)
+                publish(checkpoint, meant)
             then()
         except BaseException as error:
             # raised again by `check`
