@@ -593,7 +593,7 @@ MUTANTS = (
     ),
     Mutant(
         "a part of a file that differs is not named",
-        "checkpoint/manifest.py",
+        "manifest.py",
         "                if _hash(file, begin, end) != hashed:\n",
         "                if not hashed:\n",
         FOLDERS,

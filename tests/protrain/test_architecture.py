@@ -26,13 +26,14 @@ MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
     "host": set(),
+    "manifest": set(),
     "layout": BASE,
     "profile": BASE | {"layout", "runtime", "host"},
     "cost": BASE | {"layout"},
     "search": BASE | {"layout", "cost"},
     "runtime": BASE | {"layout", "host"},
     "optim": BASE | {"layout", "runtime"},
-    "checkpoint": BASE | {"layout", "runtime", "optim", "host"},
+    "checkpoint": BASE | {"layout", "runtime", "optim", "host", "manifest"},
     "viewing": BASE | {"runtime", "optim"},
 }
 MAY_IMPORT["session"] = set(MAY_IMPORT)

@@ -1,7 +1,13 @@
 """Checkpoints are whole or not there, and what a run resumes from is looked at first."""
 
-from .faults import (
+from ..manifest import (
+    MANIFEST as MANIFEST,
+    OPTIMIZER as OPTIMIZER,
+    SCHEDULER as SCHEDULER,
     checkpoints,
+    differences,
+)
+from .faults import (
     fault_of,
     has_state,
     load_states,
@@ -22,11 +28,5 @@ from .folders import (
     staged,
 )
 from .loads import load, plan_load as plan_load
-from .manifest import (
-    MANIFEST as MANIFEST,
-    OPTIMIZER as OPTIMIZER,
-    SCHEDULER as SCHEDULER,
-    differences,
-)
 from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of
 from .snapshots import Snapshot

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import FOREIGN_ERRORS, CheckpointError
+from ..manifest import MANIFEST, OPTIMIZER, SCHEDULER, checkpoints, size_faults
 from ..optim import kind_of
-from .manifest import MANIFEST, OPTIMIZER, SCHEDULER, size_faults
 
 STATE = "trainer_state.json"
 _WEIGHTS = tuple(
@@ -30,18 +30,12 @@ _WEIGHTS = tuple(
 )
 _EXAMINED = (
     *(STATE, OPTIMIZER, SCHEDULER, "rng_state*.pth", "*config.json", "*.index.json"),
-    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", MANIFEST),
+    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"),
 )
 _WITH_OBJECTS = ("apollo_torch", "galore_torch")
 """Packages whose optimizers keep objects of their own in a state, which torch reads only
 if told so: transformers does not, so their plain runs cannot resume."""
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Those of a run, the newest first, whole or not."""
-    found = (p for p in run_dir.glob("checkpoint-*") if p.name[11:].isdecimal())
-    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
 
 
 def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
@@ -61,10 +55,11 @@ def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
     folders = [checkpoint, *(p for p in checkpoint.iterdir() if p.is_dir())]
     if not any((folder / name).is_file() for folder in folders for name in _WEIGHTS):
         return "its weights are missing"
-    found = (
-        _file_fault(p) for f in folders for kind in _EXAMINED for p in f.glob(kind)
-    )
-    return next((fault for fault in found if fault is not None), None)
+    found = (p for f in folders for kind in _EXAMINED for p in f.glob(kind))
+    # a link that leads nowhere is no reason to take the checkpoint for one without
+    lists = (p for p in (checkpoint / MANIFEST,) if os.path.lexists(p))
+    faults = map(_file_fault, chain(found, lists))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def require_whole(checkpoint: Path, weights_only: bool) -> None:

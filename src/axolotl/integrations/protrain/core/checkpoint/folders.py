@@ -20,9 +20,9 @@ from weakref import WeakSet
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from ..manifest import write_manifest
 from ..sizes import format_bytes
 from ..types import Layout
-from .manifest import write_manifest
 
 STAGING = "_incomplete"
 """Folder of a run in which a checkpoint is written. No reader of `checkpoint-*` sees it,

@@ -25,10 +25,10 @@ from pydantic import (
     model_validator,
 )
 
-from .plans import PIECE_BYTES
-
 MANIFEST = "protrain.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+_PIECE_BYTES = 4 << 20
+_WEIGHTS = (".safetensors", ".bin")
 _LONGEST_BYTES = 256 << 20
 """Of a list; a tensor takes about 100."""
 
@@ -80,6 +80,12 @@ class _Listed(BaseModel, strict=True):
         return [n for n in (OPTIMIZER, SCHEDULER) if is_full and n not in self.files]
 
 
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Those of a run, the newest first, whole or not."""
+    found = (p for p in run_dir.glob("checkpoint-*") if p.name[11:].isdecimal())
+    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
+
+
 def write_manifest(folder: Path, meant: Collection[str] = ()) -> None:
     """List every file of a folder: its bytes, and of each part where it begins and ends
     and its hash. Parts are the header and the tensors of safetensors; others are one.
@@ -129,6 +135,8 @@ def differences(folder: Path) -> list[str] | None:
     if listed is None:
         return None
     found = [f"incomplete: {_shown(name)} was not saved" for name in listed.not_saved]
+    if not any(PurePosixPath(n).suffix in _WEIGHTS for n in listed.files):
+        found.append(f"incomplete: {MANIFEST} lists no weights")
     for name, about in listed.files.items():
         found += _faults(folder, name, about, reads=True)
     others = sorted(_names(folder) - {MANIFEST, *listed.files})
@@ -212,7 +220,7 @@ def _parts(path: Path, file: BinaryIO) -> Iterator[tuple[str, int, int]]:
 
 
 def _hash(file: BinaryIO, begin: int, end: int) -> str:
-    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
+    hashed, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     file.seek(begin)
     while begin < end:
         count = file.readinto(buffer[: end - begin])  # type: ignore[attr-defined]
