@@ -78,7 +78,7 @@ ROWS = "runtime/rows.py"
 STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
-SNAPSHOT = "checkpoint/snapshots.py"
+SNAPSHOT, MANIFEST = "checkpoint/snapshots.py", "manifest.py"
 PLUGIN, TRAINER, LIVE = "../plugin.py", "../trainer.py", "../service/live.py"
 
 STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
@@ -592,8 +592,43 @@ MUTANTS = (
         FOLDERS,
     ),
     Mutant(
+        "a second start removes what the first one is writing",
+        PLUGIN,
+        "                lock, missing = locked(run_dir)\n",
+        "                lock, missing = open(os.devnull), ''\n",
+        ("../test_resuming.py",),
+    ),
+    Mutant(
+        "a worker keeps the folder of a run that was killed",
+        CHECKPOINT,
+        "os.register_at_fork(after_in_child=_leave_locks)\n",
+        "",
+        FOLDERS,
+    ),
+    Mutant(
+        "a link leads out of a checkpoint",
+        MANIFEST,
+        "    if not is_inside or not stat",
+        "    if not stat",
+        FOLDERS,
+    ),
+    Mutant(
+        "what was not saved is not missed",
+        MANIFEST,
+        "        if self.absent is not None:\n            return self.absent\n",
+        "        if self.absent is not None:\n            return []\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "what is not listed is not named",
+        MANIFEST,
+        "    others = sorted(_names(folder) - {MANIFEST, *listed.files})\n",
+        "    others = []\n",
+        FOLDERS,
+    ),
+    Mutant(
         "a part of a file that differs is not named",
-        "manifest.py",
+        MANIFEST,
         "                if _hash(file, begin, end) != hashed:\n",
         "                if not hashed:\n",
         FOLDERS,
