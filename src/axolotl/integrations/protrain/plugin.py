@@ -106,12 +106,24 @@ class ProTrainPlugin(BasePlugin):
             if self._is_listed:
                 LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
+        self.begin(cfg)
+
+    def begin(self, cfg: Any, has_run: bool = True) -> None:
+        """Look at everything that can be known before the base is loaded.
+
+        Args:
+            cfg: Axolotl's validated configuration; changed so that the base is loaded to
+                the host.
+            has_run: Checkpoints are written to `output_dir`; a service has a folder of its
+                own.
+        """
         _check_machine(cfg)
         device = _device(cfg)
         ranks = joined(cfg, device)
         if ranks is not None:
-            self._claim_run(Path(cfg.output_dir), ranks)
-            _check_checkpoints(cfg)
+            if has_run:
+                self._claim_run(Path(cfg.output_dir), ranks)
+                _check_checkpoints(cfg)
             require_plan(cfg, device, LOG, ranks)
             ranks.close()
         self._pages = True
