@@ -15,8 +15,14 @@ import pytest
 CORE = Path(__file__).resolve().parents[2] / "src/axolotl/integrations/protrain/core"
 MODULES = sorted(CORE.rglob("*.py"))
 
-LIBRARIES = {"torch", "psutil", "safetensors", "xxhash"} | sys.stdlib_module_names
-NO_TORCH = {"cost", "search", "planner"}
+LIBRARIES = {
+    "torch",
+    "psutil",
+    "pydantic",
+    "safetensors",
+    "xxhash",
+} | sys.stdlib_module_names
+NO_TORCH = {"cost", "search", "planner", "manifest"}
 
 BASE = {"types", "errors", "sizes"}
 # Each part of core and the parts that it may import, itself aside.
