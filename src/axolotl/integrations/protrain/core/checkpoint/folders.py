@@ -55,7 +55,9 @@ def locked(folder: Path) -> tuple[TextIO, str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as on_failure:
-        lock = on_failure.enter_context(open(folder / _LOCK, "a+", opener=_unfollowed))
+        lock = on_failure.enter_context(
+            open(folder / _LOCK, "a+", errors="replace", opener=_unfollowed)
+        )
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
