@@ -78,7 +78,7 @@ ROWS = "runtime/rows.py"
 STAGING = "runtime/staging.py"
 CACHE = "profile/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
-SNAPSHOT = "checkpoint/snapshots.py"
+SNAPSHOT, MANIFEST = "checkpoint/snapshots.py", "manifest.py"
 PLUGIN, TRAINER, LIVE = "../plugin.py", "../trainer.py", "../service/live.py"
 
 STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
@@ -502,7 +502,7 @@ MUTANTS = (
     Mutant(
         "a budget is looked at once the base is loaded",
         "../plugin.py",
-        "        require_plan(cfg, _device(cfg), LOG)\n",
+        "            require_plan(cfg, device, LOG, ranks)\n",
         "",
         BEFORE_LOADING,
     ),
@@ -542,31 +542,17 @@ MUTANTS = (
         FOLDERS,
     ),
     Mutant(
-        "an update overwrites what a save has still to write",
-        MAKING,
-        "        self._device.before_write([own.host.weights.memory, *homes])\n",
-        "",
-        SNAPSHOTS,
-    ),
-    Mutant(
-        "who changes optimizer state does not wait for a save",
-        NOTED,
-        "            self._device.before_write(self.memory())\n",
-        "",
-        SNAPSHOTS,
-    ),
-    Mutant(
-        "weights are shown that a save has still to write",
-        SESSION,
-        "        self.device.before_write(map(self.arena.chunk, self._residence.on_host))\n",
-        "",
+        "training changes what a save has still to write",
+        SNAPSHOT,
+        "                copy = copy.clone()\n",
+        "                pass\n",
         SNAPSHOTS,
     ),
     Mutant(
         "copies of a save take more than their room",
         SNAPSHOT,
-        "self._room < source.numel()\n            ):",
-        "False\n            ):",
+        "            if nbytes > self._room:\n",
+        "            if False:\n",
         SNAPSHOTS,
     ),
     Mutant(
@@ -633,8 +619,43 @@ MUTANTS = (
         FOLDERS,
     ),
     Mutant(
+        "a second start removes what the first one is writing",
+        PLUGIN,
+        "                lock, missing = locked(run_dir)\n",
+        "                lock, missing = open(os.devnull), ''\n",
+        ("../test_resuming.py",),
+    ),
+    Mutant(
+        "a worker keeps the folder of a run that was killed",
+        CHECKPOINT,
+        "os.register_at_fork(after_in_child=_leave_locks)\n",
+        "",
+        FOLDERS,
+    ),
+    Mutant(
+        "a link leads out of a checkpoint",
+        MANIFEST,
+        "    if not is_inside or not stat",
+        "    if not stat",
+        FOLDERS,
+    ),
+    Mutant(
+        "what was not saved is not missed",
+        MANIFEST,
+        "        if self.absent is not None:\n            return self.absent\n",
+        "        if self.absent is not None:\n            return []\n",
+        FOLDERS,
+    ),
+    Mutant(
+        "what is not listed is not named",
+        MANIFEST,
+        "    others = sorted(_names(folder) - {MANIFEST, *listed.files})\n",
+        "    others = []\n",
+        FOLDERS,
+    ),
+    Mutant(
         "a part of a file that differs is not named",
-        "checkpoint/manifest.py",
+        MANIFEST,
         "                if _hash(file, begin, end) != hashed:\n",
         "                if not hashed:\n",
         FOLDERS,

@@ -19,10 +19,11 @@ LIBRARIES = {
     "torch",
     "functorch",
     "psutil",
+    "pydantic",
     "safetensors",
     "xxhash",
 } | sys.stdlib_module_names
-NO_TORCH = {"cost", "search", "planner"}
+NO_TORCH = {"cost", "search", "planner", "manifest"}
 
 BASE = {"types", "errors", "sizes"}
 # Each part of core and the parts that it may import, itself aside.
@@ -32,13 +33,14 @@ MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
     "host": set(),
+    "manifest": set(),
     "layout": BASE,
     "profile": BASE | {"layout", "runtime", "host"},
     "cost": BASE | {"layout"},
     "search": BASE | {"layout", "cost"},
     "runtime": BASE | {"layout", "host"},
     "optim": BASE | {"layout", "runtime"},
-    "checkpoint": BASE | {"layout", "runtime", "optim", "host"},
+    "checkpoint": BASE | {"layout", "runtime", "optim", "host", "manifest"},
     "viewing": BASE | {"runtime", "optim"},
 }
 MAY_IMPORT["session"] = set(MAY_IMPORT)

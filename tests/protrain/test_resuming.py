@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +18,8 @@ from axolotl.utils.train import determine_last_checkpoint
 from safetensors.torch import save_file
 
 from axolotl.integrations.protrain import ProTrainPlugin
-from axolotl.integrations.protrain.core.checkpoint import STAGING
-from axolotl.integrations.protrain.core.errors import CheckpointError
+from axolotl.integrations.protrain.core.checkpoint import STAGING, locked
+from axolotl.integrations.protrain.core.errors import CheckpointError, ConfigError
 
 
 def write(checkpoint: Path, kind: str) -> None:
@@ -56,6 +60,7 @@ def begin(run_dir: Path, **keys: object) -> str | None:
         (["whole", "whole"], 2),
         (["whole", "cut"], 1),
         (["whole", "no state", "cut"], 1),
+        (["whole", "weights"], 1),
         (["cut", "cut"], None),
         ([], None),
     ],
@@ -76,7 +81,51 @@ def test_what_a_kill_left_half_done_is_undone(tmp_path: Path) -> None:
     write(tmp_path / STAGING / "checkpoint-9", "cut")
     chosen = begin(tmp_path, auto_resume_from_checkpoints=True)
     assert chosen == str(tmp_path / "checkpoint-9")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "_lock"}
+
+
+def test_a_second_start_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    """Whatever else would be wrong with it; the first one is writing a checkpoint."""
+    run_dir = tmp_path / "run"
+    write(run_dir / STAGING / "checkpoint-9", "cut")
+    write(run_dir / STAGING / "replaced" / "checkpoint-6", "whole")
+    reader, writer = os.pipe()
+    first = os.fork()
+    if not first:
+        lock = locked(run_dir)
+        os.write(writer, b"x")
+        signal.pause()
+        assert lock
+    assert os.read(reader, 1)
+    before = [(path, path.stat()) for path in sorted(run_dir.rglob("*"))]
+    try:
+        with pytest.raises(ConfigError) as caught:
+            begin(run_dir, resume_from_checkpoint="nowhere")
+        assert [(p, p.stat()) for p in sorted(run_dir.rglob("*"))] == before
+        message = f"output_dir: another run writes to {run_dir} (process {first} on "
+        assert str(caught.value).startswith(message)
+        assert "\n" not in str(caught.value)
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+    # what was killed holds nothing any longer, and this process goes on after itself
+    for _ in range(2):
+        assert begin(run_dir, auto_resume_from_checkpoints=True) == str(
+            run_dir / "checkpoint-6"
+        )
+    ProTrainPlugin._claim.close()
+
+
+def test_a_folder_without_locks_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with patch.object(fcntl, "flock", unknown), caplog.at_level("WARNING"):
+        begin(tmp_path / "run")
+    assert "nothing keeps a second run away" in caplog.text
+    assert "(No locks available)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -103,11 +152,21 @@ def test_a_checkpoint_that_is_named_has_to_be_whole(
     "key", [{"protrain_save_optimizer_state": False}, {"save_only_model": True}]
 )
 def test_weights_alone_are_resumed_where_the_yaml_says_so(
-    tmp_path: Path, key: dict[str, bool]
+    tmp_path: Path, key: dict[str, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
+    line = "has weights only: optimizer and learning rate begin anew"
     write(tmp_path / "checkpoint-6", "weights")
     named = {"resume_from_checkpoint": str(tmp_path / "checkpoint-6")}
-    assert begin(tmp_path, **named, **key) == named["resume_from_checkpoint"]
+    with caplog.at_level("WARNING"):
+        assert begin(tmp_path, **named, **key) == named["resume_from_checkpoint"]
+    # before the base is loaded
+    assert line in caplog.text
+    caplog.clear()
+    write(tmp_path / "checkpoint-7", "whole")
+    named = {"resume_from_checkpoint": str(tmp_path / "checkpoint-7")}
+    with caplog.at_level("WARNING"):
+        begin(tmp_path, **named, **key)
+    assert line not in caplog.text
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +32,7 @@ from axolotl.integrations.protrain.core.checkpoint import (
     checkpoints,
     fault_of,
     load_states,
+    locked,
     publish,
     require_space,
     require_whole,
@@ -36,6 +43,7 @@ from axolotl.integrations.protrain.core.checkpoint import (
 from axolotl.integrations.protrain.core.errors import CheckpointError
 
 FILES = ("model.bin", "rng_state.pth", "trainer_state.json")
+Edit = Callable[[dict[str, Any]], Any]
 
 
 def save(checkpoint: Path, content: str) -> None:
@@ -290,6 +298,18 @@ def test_what_was_written_is_whole(listed: Path) -> None:
     assert json.loads(verified(listed, "--json")[1]) == {str(listed): []}
 
 
+def test_a_list_is_read_without_torch(listed: Path) -> None:
+    """Which takes seconds, on a busy machine half a minute."""
+    code = f"""if True:
+        import atexit, sys
+        from {protrain.callback.__module__} import protrain
+        atexit.register(lambda: print("torch" in sys.modules))
+        protrain(["verify", {str(listed)!r}])
+    """
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert ran.returncode == 0 and ran.stdout.decode() == f"{listed}: whole\nFalse\n"
+
+
 def test_one_bit_is_named_by_its_tensor(listed: Path) -> None:
     path = listed / "model.safetensors"
     header = header_of(path)
@@ -342,9 +362,231 @@ def test_the_state_may_be_removed(listed: Path) -> None:
     assert fault_of(listed) is None
 
 
-# ---------------------------------------------------------------------- what is in them
+def entry(**change: Any) -> Edit:
+    """Changes what a list says of trainer_state.json."""
+    return lambda listed: listed["files"]["trainer_state.json"].update(change)
 
-Edit = Callable[[dict[str, Any]], None]
+
+def named(name: str) -> Edit:
+    """Gives trainer_state.json another name in a list."""
+    return lambda listed: listed["files"].update(
+        {name: listed["files"].pop("trainer_state.json")}
+    )
+
+
+NO_HASH = "0" * 32
+LISTS: dict[str, Edit | str | bytes] = {
+    "not json": "{",
+    "not utf-8": b"\xff\xfe{}",
+    "a list": "[]",
+    "no files": "{}",
+    "deep": "[" * 200_000,
+    "deep inside": '{"files": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a surrogate": '{"hash": "xxh3_128", "files": {"\\ud800": {}}}',
+    "5,000 digits": '{"files": {"a": {"bytes": ' + "9" * 5000 + "}}}",
+    "absolute": named("/etc/hostname"),
+    "above": named("../../../../../../etc/hostname"),
+    "inside out": named("other/../../checkpoint-2/trainer_state.json"),
+    "NUL": named("a\0b"),
+    "no name": named(""),
+    "text for a number": entry(bytes="18"),
+    "a float": entry(bytes=18.0),
+    "negative": entry(parts={"": [-1, 18, NO_HASH]}),
+    "huge": entry(parts={"": [10**30, 10**31, NO_HASH]}),
+    "a fraction": entry(parts={"": [0, 17.5, NO_HASH]}),
+    "no hash": entry(parts={"": [0, 18, "x"]}),
+    "no parts": entry(parts={}),
+    "a gap": entry(parts={"a": [0, 4, NO_HASH], "b": [5, 18, NO_HASH]}),
+    "another hash": lambda listed: listed.update(hash="md5"),
+}
+"""What may be in protrain.json, or is done to it."""
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_is_none_is_refused_in_one_line(listed: Path, name: str) -> None:
+    edit_list(listed, LISTS[name])
+    code, text = verified(listed)
+    assert code == 2
+    (line,) = text.splitlines()
+    assert f"{listed}: protrain.json is truncated or damaged (" in line
+    assert line.isprintable() and len(line) < 500
+    assert "protrain.json is truncated" in str(fault_of(listed))
+
+
+def edit_list(checkpoint: Path, edit: Edit | str | bytes) -> None:
+    path = checkpoint / "protrain.json"
+    if isinstance(edit, str):
+        edit = edit.encode()
+    if not isinstance(edit, bytes):
+        listed = json.loads(path.read_text())
+        edit(listed)
+        edit = json.dumps(listed).encode()
+    path.write_bytes(edit)
+
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "a loop": lambda path: path.symlink_to(path.name),
+    "outside": lambda path: path.symlink_to(Path(__file__)),
+}
+"""What may be where a file was."""
+
+
+@pytest.mark.parametrize(
+    "name", ["protrain.json", "trainer_state.json", "rng_state.pth"]
+)
+@pytest.mark.parametrize("odd", ODD)
+def test_only_regular_files_inside_the_folder_are_opened(
+    listed: Path, odd: str, name: str
+) -> None:
+    (listed / name).unlink()
+    ODD[odd](listed / name)
+    code, text = verified(listed)
+    assert code == 2
+    (line,) = text.splitlines()
+    assert line.startswith(f"{listed}: {name} ") and line.isprintable()
+    assert name in str(fault_of(listed))
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\x1b[2J\x1b]0;x\x07\nfoo"])
+def test_a_name_that_no_file_has_is_shown_safely(listed: Path, name: str) -> None:
+    edit_list(listed, named(name))
+    code, text = verified(listed)
+    assert code == 2 and all(line.isprintable() for line in text.splitlines())
+    # and trainer_state.json is not listed any longer
+    assert len(text.splitlines()) == 2
+
+
+def test_what_is_not_listed_is_named(listed: Path) -> None:
+    (listed / "other" / "model-2.safetensors").write_bytes(b"")
+    (listed / "away").symlink_to("/etc")
+    (listed / ".cache").mkdir()
+    (listed / ".cache" / "downloaded").write_text("")
+    assert verified(listed) == (
+        2,
+        f"{listed}: away is not in protrain.json\n"
+        f"{listed}: other/model-2.safetensors is not in protrain.json\n",
+    )
+
+
+def test_a_list_without_weights_is_not_whole(listed: Path) -> None:
+    for name in ("model.safetensors", "other/a.safetensors"):
+        (listed / name).unlink()
+        edit_list(listed, lambda known, name=name: known["files"].pop(name))
+    line = f"{listed}: incomplete: protrain.json lists no weights\n"
+    assert verified(listed) == (2, line)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_list_says_what_was_not_saved(
+    trained: tuple[nn.Module, Path], tmp_path: Path, old: bool
+) -> None:
+    """Axolotl goes on where an optimizer's state cannot be pickled."""
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(trained[1] / "checkpoint-2", staged(checkpoint))
+    (staged(checkpoint) / "optimizer.pt").unlink()
+    publish(checkpoint, meant=("optimizer.pt", "scheduler.pt"))
+    if old:
+        edit_list(checkpoint, lambda listed: listed.pop("absent"))
+    line = f"{checkpoint}: incomplete: optimizer.pt was not saved\n"
+    assert verified(checkpoint) == (2, line)
+
+
+def test_what_was_not_meant_is_not_missed(
+    trained: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(trained[1] / "checkpoint-2", staged(checkpoint))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (staged(checkpoint) / name).unlink()
+    publish(checkpoint)
+    assert verified(checkpoint) == (0, f"{checkpoint}: whole\n")
+
+
+@pytest.mark.parametrize(
+    ("gone", "weights_only", "way"),
+    [
+        (("optimizer.pt", "scheduler.pt"), False, ", set "),
+        (("optimizer.pt",), False, ", remove scheduler.pt and set "),
+        (("scheduler.pt",), True, ", remove optimizer.pt."),
+    ],
+)
+def test_the_way_out_names_files_that_are_there(
+    newest: Path, gone: tuple[str, ...], weights_only: bool, way: str
+) -> None:
+    for name in gone:
+        (newest / name).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        require_whole(newest, weights_only)
+    assert f"{gone[0]} is missing" in str(caught.value)
+    assert f"To go on from the weights alone{way}" in str(caught.value)
+    for name in {"optimizer.pt", "scheduler.pt"} - {*gone}:
+        (newest / name).unlink()
+    require_whole(newest, weights_only=True)
+
+
+# ------------------------------------------------------------------- one writer a folder
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[int]:
+    """A process that has locked a folder, and a worker of it, which outlives it."""
+    reader, writer = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        lock = locked(folder)
+        if os.fork():
+            os.write(writer, b"x")
+        signal.pause()
+        assert lock
+    assert os.read(reader, 1)
+    worker = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
+    try:
+        yield process_id
+    finally:
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+        with suppress(ProcessLookupError):
+            os.kill(int(worker), signal.SIGKILL)
+
+
+def test_a_folder_is_locked_until_its_process_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with holder(folder) as process_id:
+        with pytest.raises(BlockingIOError, match=f"^process {process_id} on "):
+            locked(folder)
+        os.kill(process_id, signal.SIGKILL)
+        os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+        # its worker is alive
+        lock, missing = locked(folder)
+        assert missing == ""
+    with pytest.raises(BlockingIOError, match=f"^process {os.getpid()} on "):
+        locked(folder)
+    lock.close()
+    locked(folder)[0].close()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path) -> None:
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    with patch.object(fcntl, "flock", unknown):
+        lock, missing = locked(tmp_path)
+    assert missing == "Operation not supported" and not lock.closed
+    lock.close()
+
+
+def test_a_link_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "_lock").symlink_to("file")
+    with pytest.raises(OSError, match="symbolic links"):
+        locked(tmp_path)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+# ---------------------------------------------------------------------- what is in them
 
 
 def moment(edit: Callable[[Tensor], Any], key: str = "exp_avg") -> Edit:

@@ -96,7 +96,7 @@ class Run:
         restore(run_dir)
         folder = staged(self.checkpoint)
         folder.mkdir(parents=True)
-        snapshot = self.session.snapshot(room)
+        snapshot = Snapshot(room)
         tensors, state = self.model.state_dict(), self.optimizer.state_dict()
         self.weights = weights(self.model)
         self.state = [
@@ -106,7 +106,6 @@ class Run:
         specs = [spec for name in tensors if (spec := spec_of(name, tensors[name]))]
         snapshot.add(folder / "weights", plan_safetensors(specs, {}), tensors)
         snapshot.add(folder / "state", *save_without_bytes(state, folder / "state"))
-        self.session.device.kept = snapshot
         snapshot.start(self.checkpoint, lambda: None)
         return snapshot
 
@@ -125,7 +124,6 @@ class Run:
 
     def close(self, snapshot: Snapshot) -> None:
         snapshot.join()
-        self.session.device.kept = None
         self.session.close()
 
 
@@ -148,21 +146,45 @@ def assert_released(released: threading.Event) -> None:
     assert released.wait(30)
 
 
+@pytest.mark.parametrize("room", [0, 10_000, 30_000])
 @pytest.mark.parametrize("where", WHERE)
-def test_without_room_training_waits_for_what_it_changes(
-    tmp_path: Path, where: str
+def test_what_has_no_room_is_written_before_training_goes_on(
+    tmp_path: Path, where: str, room: int
 ) -> None:
-    run, released = Run(tmp_path, where), threading.Event()
-    waits = threading.Timer(0.3, released.set)
-    with disk(lambda: assert_released(released)):
-        snapshot = run.save(0)
-        waits.start()
+    run, later = Run(tmp_path, where), [0]
+
+    def count() -> None:
+        later[0] += 1
+
+    with disk(count):
+        snapshot = run.save(room)
+        snapshot.join()
         run.train(2)
-        # on the device there is nothing to wait for: it has been written at once
-        assert released.is_set() or where == "resident"
         run.close(snapshot)
     snapshot.check()
     run.check()
+    assert bool(later[0]) is bool(room)
+
+
+def test_copies_take_no_more_than_their_room(tmp_path: Path) -> None:
+    tensors = {f"{n}": torch.full((1000,), n, dtype=torch.uint8) for n in range(5)}
+    specs = [spec for name in tensors if (spec := spec_of(name, tensors[name]))]
+    path = staged(tmp_path / "checkpoint-1") / "weights"
+    path.parent.mkdir(parents=True)
+    snapshot = Snapshot(3500)
+    snapshot.add(path, plan_safetensors(specs, {}), tensors)
+    header = path.stat().st_size - 5000
+    written = path.read_bytes()[header:]
+    # three were copied, and none of their bytes is on the disk yet
+    assert [*written[::1000]] == [0, 0, 0, 3, 4]
+    for tensor in tensors.values():
+        tensor.fill_(9)
+    snapshot.start(tmp_path / "checkpoint-1", lambda: None)
+    snapshot.join()
+    snapshot.check()
+    assert [*(tmp_path / "checkpoint-1/weights").read_bytes()[header::1000]] == [
+        *range(5)
+    ]
 
 
 def load_others(run: Run) -> None:
@@ -173,6 +195,16 @@ def write_shown(run: Run) -> None:
     with run.session.weights():
         for param in run.model.parameters():
             param.data.add_(1)
+
+
+def write_unannounced(run: Run) -> None:
+    """As a step pre-hook does, or who keeps references from one step to another."""
+    plain = getattr(run.optimizer, "plain", run.optimizer)
+    for state in vars(plain)["state"].values():
+        for tensor in filter(torch.is_tensor, state.values()):
+            tensor.fill_(7)
+    for chunk in run.session._on_host():
+        run.session.arena.chunk(chunk.index).fill_(7)
 
 
 def write_state(run: Run) -> None:
@@ -186,11 +218,15 @@ def load_state(run: Run) -> None:
     run.optimizer.load_state_dict(fresh.state_dict())
 
 
-@pytest.mark.parametrize("act", [load_others, write_shown, write_state, load_state])
+OTHERS = [load_others, write_shown, write_unannounced, write_state, load_state]
+
+
+@pytest.mark.parametrize("where", ["paged", "resident"])
+@pytest.mark.parametrize("act", OTHERS)
 def test_others_who_write_do_not_change_a_checkpoint(
-    tmp_path: Path, act: Callable[[Run], None]
+    tmp_path: Path, act: Callable[[Run], None], where: str
 ) -> None:
-    run, released = Run(tmp_path, "paged"), threading.Event()
+    run, released = Run(tmp_path, where), threading.Event()
     with disk(lambda: assert_released(released)):
         snapshot = run.save(ROOMY)
         act(run)
@@ -213,7 +249,7 @@ def test_a_full_disk_ends_the_save_and_not_the_step(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with disk(fill):
-        snapshot = run.save(0)
+        snapshot = run.save(ROOMY)
         run.train(2)
         run.close(snapshot)
     with pytest.raises(CheckpointError, match="output_dir: .* No space left on device"):
@@ -221,6 +257,19 @@ def test_a_full_disk_ends_the_save_and_not_the_step(
     assert run.losses == run.expected
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert not (tmp_path / STAGING).exists()
+
+
+def test_a_full_disk_ends_a_save_that_training_waits_for(tmp_path: Path) -> None:
+    run, plain = Run(tmp_path, "paged"), os.pwrite
+
+    def write(*args: Any) -> int:
+        if len(args[1]) > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(*args)
+
+    with patch.object(os, "pwrite", write), pytest.raises(OSError, match="No space"):
+        run.save(0)
+    run.session.close()
 
 
 def save_each_step(folder: Path, rooms: list[int]) -> None:

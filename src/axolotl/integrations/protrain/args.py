@@ -188,14 +188,9 @@ class ProTrainArgs(BaseModel):
     )
     protrain_async_save: Flag = Field(
         default=True,
-        description="Write checkpoints while training goes on, where one process trains "
-        "and nobody looks at weights in `on_save`. False: training waits.",
-    )
-    protrain_snapshot_bytes: Bytes | None = Field(
-        default=None,
-        description="Host memory for what such a checkpoint has still to write of bytes "
-        "that training changes; with less, training waits for the disk. Unset: what the "
-        "plan leaves of the host budget.",
+        description="Copy what a checkpoint holds, as far as the host has free room, and "
+        "write it while training goes on, where one process trains and nobody looks at "
+        "weights in `on_save`. False: training waits.",
     )
     protrain_check_races: Flag = Field(
         default=False,

@@ -45,20 +45,9 @@ Answer = tuple[bool, str]
 """Whether it is certain that no plan fits, and why; or else why that is not known."""
 
 
-def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
-    """Refuse a training that no plan fits; the first rank of each node looks.
-
-    What cannot be told without weights is logged, and left to `plan_here`, as are ranks
-    that accelerate did not join.
-
-    Args:
-        cfg: Axolotl's validated configuration.
-        device: Where this rank is to train.
-        log: Prints a line.
-
-    Raises:
-        BudgetError: As `plan_here` does, on all ranks.
-    """
+def joined(cfg: Any, device: torch.device) -> Ranks | None:
+    """All ranks of this training, to be closed; None where accelerate did not join them,
+    which is refused once the trainer is there."""
     # imported here: the command line reads the plugin without transformers
     from axolotl.utils.distributed import init_distributed_state
 
@@ -66,8 +55,24 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
     init_distributed_state()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != (cfg.world_size or 1):
-        return
-    ranks = Ranks(device.type) if world_size > 1 else Alone()
+        return None
+    return Ranks(device.type) if world_size > 1 else Alone()
+
+
+def require_plan(cfg: Any, device: torch.device, log: Any, ranks: Ranks) -> None:
+    """Refuse a training that no plan fits; the first rank of each node looks.
+
+    What cannot be told without weights is logged, and left to `plan_here`.
+
+    Args:
+        cfg: Axolotl's validated configuration.
+        device: Where this rank is to train.
+        log: Prints a line.
+        ranks: See `joined`.
+
+    Raises:
+        BudgetError: As `plan_here` does, on all ranks.
+    """
 
     def look() -> None:
         if ranks.local_rank or _loads_at_once(Path(cfg.base_model)):
@@ -80,7 +85,6 @@ def require_plan(cfg: Any, device: torch.device, log: Any) -> None:
             log.info(f"Whether it fits is known once the base is loaded: {reason}")
 
     ranks.together(look)
-    ranks.close()
 
 
 def _loads_at_once(base: Path) -> bool:

@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from axolotl.integrations.base import BasePlugin
@@ -19,11 +19,18 @@ from .args import (
     unknown_keys,
     without_traceback,
 )
-from .before_loading import require_plan
+from .before_loading import joined, require_plan
 from .checks import base_faults, require_sound
-from .core.checkpoint import checkpoints, fault_of, require_whole, restore
+from .core.checkpoint import (
+    checkpoints,
+    fault_of,
+    has_state,
+    locked,
+    require_whole,
+    restore,
+)
 from .core.errors import ConfigError
-from .core.runtime import expand_segments
+from .core.runtime import Ranks, expand_segments
 from .planning import missing_capacity, without_gpu
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
@@ -43,6 +50,9 @@ _ON_GPUS = ("flash", "sage", "xformers")
 class ProTrainPlugin(BasePlugin):
     """Trains models larger than the device; see README.md for the YAML keys."""
 
+    _claim: ClassVar[ExitStack] = ExitStack()
+    """Holds the folder of this process's run."""
+
     def __init__(self) -> None:
         super().__init__()
         self._pages = False
@@ -51,6 +61,7 @@ class ProTrainPlugin(BasePlugin):
         self._run: TrainingRun | None = None
         self._loading, self._saving = ExitStack(), ExitStack()
         self._share: LoadShare | None = None
+        self._notes: list[str] = []
 
     def register(self, cfg: Any) -> None:
         """Refuse what is wrong while the raw YAML is still there to see.
@@ -100,14 +111,31 @@ class ProTrainPlugin(BasePlugin):
             if self._is_listed:
                 LOG.info("ProTrain is listed but off (protrain_auto_memory: false).")
             return
+        self.begin(cfg)
+
+    def begin(self, cfg: Any, has_run: bool = True) -> None:
+        """Look at everything that can be known before the base is loaded.
+
+        Args:
+            cfg: Axolotl's validated configuration; changed so that the base is loaded to
+                the host.
+            has_run: Checkpoints are written to `output_dir`; a service has a folder of its
+                own.
+        """
         # fetched meanwhile, maybe
         if lines := [*base_faults(cfg)]:
             raise ConfigError("\n".join(lines))
         for note in () if torch.cuda.is_available() else without_gpu(cfg):
             LOG.warning(note)
         _check_machine(cfg)
-        _check_checkpoints(cfg)
-        require_plan(cfg, _device(cfg), LOG)
+        device = _device(cfg)
+        ranks = joined(cfg, device)
+        if ranks is not None:
+            if has_run:
+                self._claim_run(Path(cfg.output_dir), ranks)
+                _check_checkpoints(cfg)
+            require_plan(cfg, device, LOG, ranks)
+            ranks.close()
         self._pages = True
         cfg.update(dict.fromkeys(TAKEN_OVER), gradient_checkpointing=False)
         cfg.device_map = "cpu"
@@ -115,6 +143,41 @@ class ProTrainPlugin(BasePlugin):
         # there, as None, so it calls that. Plain mappings it reads as it means to.
         if cfg.role_boundaries:
             cfg.role_boundaries = [dict(item) for item in cfg.role_boundaries]
+
+    def _claim_run(self, run_dir: Path, ranks: Ranks) -> None:
+        """Take the run's folder, and only then remove what an earlier run has left there.
+
+        Raises:
+            ConfigError: Another run writes there; on all ranks.
+        """
+
+        def claim() -> str:
+            try:
+                lock, missing = locked(run_dir)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"output_dir: another run writes to {run_dir} ({error}). Wait for its "
+                    "end, or choose another output_dir."
+                ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"output_dir: nothing can be written to {run_dir} ({error})."
+                ) from error
+            self._claim.enter_context(lock)
+            return missing
+
+        # an earlier run of this process has ended
+        self._claim.close()
+        self._notes = []
+        if missing := ranks.from_first(claim):
+            self._notes.append(
+                f"output_dir: nothing keeps a second run away from {run_dir}, whose file "
+                f"system has no locks ({missing})."
+            )
+            LOG.warning(self._notes[0])
+        if not ranks.local_rank:
+            restore(run_dir)
+        ranks.collect(None)
 
     def pre_model_load(self, cfg: Any) -> None:
         if self._pages and (cfg.load_in_4bit or cfg.load_in_8bit):
@@ -156,7 +219,7 @@ class ProTrainPlugin(BasePlugin):
         from .trainer import page_trainer
 
         self._saving.enter_context(in_place())
-        self._run = TrainingRun(cfg, self._taken_over, LOG, self._share)
+        self._run = TrainingRun(cfg, self._taken_over, LOG, self._share, self._notes)
         page_trainer(trainer, self._run)
 
     def post_train(self, cfg: Any, model: Any) -> None:
@@ -164,6 +227,7 @@ class ProTrainPlugin(BasePlugin):
         run, self._run = self._run, None
         if run is None:
             self._saving.close()
+            self._claim.close()
         else:
             run.require_final_space()
 
@@ -176,21 +240,25 @@ def _device(cfg: Any) -> torch.device:
 def _check_checkpoints(cfg: Any) -> None:
     """Choose what to resume from, and refuse before the base is loaded what is not whole."""
     run_dir = Path(cfg.output_dir)
-    restore(run_dir)
+    keeps_state = args_from(cfg).protrain_save_optimizer_state
+    weights_only = bool(cfg.save_only_model or not keeps_state)
     if cfg.auto_resume_from_checkpoints and cfg.resume_from_checkpoint is None:
         # Axolotl takes the newest, whole or not
         cfg.auto_resume_from_checkpoints = False
         for folder in checkpoints(run_dir):
-            fault = fault_of(folder)
+            fault = fault_of(folder, weights_only)
             if fault is None:
                 cfg.resume_from_checkpoint = str(folder)
                 LOG.info(f"Resuming from {folder}, the last whole checkpoint.")
                 break
             LOG.warning(f"{folder} is passed over: {fault}.")
     if cfg.resume_from_checkpoint is not None:
-        keeps_state = args_from(cfg).protrain_save_optimizer_state
-        weights_only = bool(cfg.save_only_model or not keeps_state)
-        require_whole(Path(cfg.resume_from_checkpoint), weights_only)
+        folder = Path(cfg.resume_from_checkpoint)
+        require_whole(folder, weights_only)
+        if not has_state(folder):
+            LOG.warning(
+                f"{folder} has weights only: optimizer and learning rate begin anew."
+            )
 
 
 def _check_machine(cfg: Any) -> None:

@@ -28,6 +28,7 @@ from .core.checkpoint import (
     require_space,
 )
 from .core.errors import CheckpointError, ConfigError, ProTrainError
+from .core.host import host_memory
 from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.profile import measured_unseen_bytes
@@ -112,6 +113,7 @@ class TrainingRun:
         log: Prints a line.
         share: What this rank has loaded of a base that a node's ranks quantise
             together; None for all of it.
+        notes: Of what came before, for the report.
     """
 
     recovery: Recovery
@@ -125,6 +127,7 @@ class TrainingRun:
         taken_over: Sequence[str],
         log: Any,
         share: LoadShare | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.args = args_from(cfg)
         self.log = log
@@ -134,6 +137,7 @@ class TrainingRun:
         self.alarm: Alarm | None = None
         self._cfg = cfg
         self._share = share
+        self._notes = notes
         self._taken_over = taken_over
         self._output_dir = Path(cfg.output_dir)
         self._logged: dict[str, float] = {}
@@ -198,7 +202,7 @@ class TrainingRun:
         self.checkpoint_bytes = nbytes(saves_optimizer, masters)
         self.checkpoint_bytes += SLACK_BYTES + TOKEN_BYTES * tokens
         self._final_bytes = nbytes(False, masters)
-        notes += self._warnings(forecast)
+        notes += [*self._notes, *self._warnings(forecast)]
         evaluates = self._cfg.val_set_size or self._cfg.test_datasets
         if evaluates and device.type == "cpu" and may_repack(model):
             notes.append(NOT_REPACKED)
@@ -276,7 +280,7 @@ class TrainingRun:
                 undo.callback(self._close, session)
             undo.callback(self._undo.close)
             undo.callback(self._watching.close)
-            undo.callback(self._end_save, session, failed)
+            undo.callback(self._end_save, failed)
 
     def _close(self, session: Session) -> None:
         try:
@@ -286,7 +290,7 @@ class TrainingRun:
             self.recovery.raise_heard()
             raise
 
-    def _end_save(self, session: Session | None, failed: bool) -> None:
+    def _end_save(self, failed: bool) -> None:
         try:
             self.settle_save()
         except CheckpointError as error:
@@ -294,8 +298,6 @@ class TrainingRun:
                 raise
             # the run's own error must not be hidden by this one
             self.log.error(str(error))
-        if session is not None:
-            session.device.kept = None
 
     @contextmanager
     def weights(self, whom: str = "trainer.protrain.weights()") -> Iterator[None]:
@@ -425,9 +427,10 @@ class TrainingRun:
             )
             return None
         forecast = self.report.forecast
-        left = forecast.budget.host_bytes - forecast.host.peak_bytes
-        room = self.args.protrain_snapshot_bytes or max(left, 0)
-        return self.session.snapshot(min(room, self.checkpoint_bytes))
+        planned = forecast.host.peak_bytes
+        taken = int(self.report.host_bytes(self.session.measured()))
+        free = host_memory() - max(planned - taken, 0)
+        return Snapshot(min(free, forecast.budget.host_bytes - planned))
 
     def _progress(self, what: str, done: int, total: int) -> None:
         """A line every few seconds; none where the whole takes less."""
@@ -445,12 +448,15 @@ class TrainingRun:
             self.log.info(line)
 
     def write_beside(
-        self, snapshot: Snapshot, checkpoint: Path, then: Callable[[], None]
+        self,
+        snapshot: Snapshot,
+        checkpoint: Path,
+        then: Callable[[], None],
+        meant: Sequence[str],
     ) -> None:
         """Write what a snapshot holds while training goes on, and `then` rotate."""
-        assert self.session is not None
-        self.session.device.kept = self._under_way = snapshot
-        snapshot.start(checkpoint, then)
+        self._under_way = snapshot
+        snapshot.start(checkpoint, then, meant)
 
     @property
     def saves_beside(self) -> bool:
@@ -471,8 +477,6 @@ class TrainingRun:
             # first: what is interrupted here is waited for again
             self._under_way.join()
             under_way, self._under_way = self._under_way, None
-            if self.session is not None:
-                self.session.device.kept = None
             acts, self._after_save = self._after_save, []
             under_way.check()
             for act in acts:

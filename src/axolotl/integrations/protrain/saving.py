@@ -39,7 +39,6 @@ from .core.checkpoint import (
     spec_of,
     write_file,
 )
-from .core.optim.host_chunks import MASTER_KEY
 
 Write = Callable[[Path, FilePlan, Mapping[str, Tensor]], None]
 
@@ -137,12 +136,7 @@ def later(snapshot: Snapshot, folder: Path) -> Iterator[None]:
         if target != str(folder / OPTIMIZER):
             plain(value, target, *args, **kwargs)
             return
-        plan, tensors = save_without_bytes(value, Path(target))
-        states = value["state"].values()
-        # made for this file
-        joined = {s[MASTER_KEY].data_ptr() for s in states if MASTER_KEY in s}
-        own = {key for key, bytes_ in tensors.items() if bytes_.data_ptr() in joined}
-        snapshot.add(Path(target), plan, tensors, own)
+        snapshot.add(Path(target), *save_without_bytes(value, Path(target)))
 
     plain, planned = torch.save, partial(write_safetensors, write=write)
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .core.checkpoint import (
     OPTIMIZER,
     SCHEDULER,
     discard,
+    has_state,
     load_states,
     publish,
     require_space,
@@ -186,8 +188,10 @@ class ProTrainTrainerMixin(_Mixed):
                 self.state.best_model_checkpoint = os.path.join(run, best)
                 if self.args.should_save:
                     self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            saves_state = self.args.should_save and not self.args.save_only_model
+            meant = (OPTIMIZER, SCHEDULER) if saves_state else ()
             if snapshot is None:
-                publish_together(ranks, final)
+                publish_together(ranks, final, meant)
         best_model = self.state.best_model_checkpoint
 
         def rotate() -> None:
@@ -201,7 +205,7 @@ class ProTrainTrainerMixin(_Mixed):
                 )
 
         if snapshot is not None:
-            self.protrain.write_beside(snapshot, final, rotate)
+            self.protrain.write_beside(snapshot, final, rotate, meant)
             return
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(run, final.name))
@@ -223,14 +227,9 @@ class ProTrainTrainerMixin(_Mixed):
         if checkpoint is None:
             return
         folder, trainer = Path(checkpoint), cast(Any, self)
-        weights_only = self.args.save_only_model
-        require_whole(folder, weights_only)
-        if all((folder / name).is_file() for name in (OPTIMIZER, SCHEDULER)):
+        require_whole(folder, self.args.save_only_model)
+        if has_state(folder):
             load_states(folder, trainer.optimizer, trainer.lr_scheduler)
-        else:
-            self.protrain.log.warning(
-                f"{folder} has weights only: optimizer and learning rate begin anew."
-            )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         where = next(cast(Any, self.model).parameters()).device
@@ -250,16 +249,16 @@ class ProTrainTrainerMixin(_Mixed):
         return super()._load_best_model(*args, **kwargs)
 
 
-def publish_together(ranks: Ranks, checkpoint: Path) -> None:
-    """Give a checkpoint its name once all ranks have written their part of it."""
+def publish_together(ranks: Ranks, checkpoint: Path, meant: Sequence[str]) -> None:
+    """`publish` a checkpoint once all ranks have written their part of it."""
     ranks.collect(None)
     if ranks.rank == 0:
-        publish(checkpoint)
+        publish(checkpoint, meant)
     ranks.collect(None)
     if ranks.rank != 0 and ranks.local_rank == 0:
         # gone already where nodes share the folder
         with suppress(FileNotFoundError):
-            publish(checkpoint)
+            publish(checkpoint, meant)
 
 
 class ShowingHandlerMixin(_MixedHandler):

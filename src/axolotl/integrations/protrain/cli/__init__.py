@@ -452,13 +452,13 @@ def _migrate(config: Path, write: bool) -> None:
 def _verify(folder: Path, as_json: bool) -> None:
     """Compare the bytes of checkpoint FOLDER, or of each one in it, with those written.
 
-    Exit code 0: they are the same; 2: a file or tensor is missing or differs; 3: one has
-    no list of them (protrain.json), or there is none.
+    Exit code 0: they are the same; 2: a file or tensor is missing, differs or is not
+    listed; 3: one has no list of them (protrain.json), or there is none.
     """
-    with _silence():
-        from ..core.checkpoint import MANIFEST, checkpoints, differences
+    # imported here: keys and help need neither
+    from ..core.manifest import MANIFEST, checkpoints, differences
 
-        found = {str(p): differences(p) for p in checkpoints(folder) or [folder]}
+    found = {str(p): differences(p) for p in checkpoints(folder) or [folder]}
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:

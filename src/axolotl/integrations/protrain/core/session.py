@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Snapshot, load
+from .checkpoint import load
 from .layout import Direction
 from .layout.tensors import model_bindings
 from .optim import (
@@ -234,13 +234,6 @@ class Session:
         """Inside, which all ranks have to enter, the optimizer of the first of each node
         has the state of all weights, to be saved; alone it always has."""
         return self._updates.gathered()
-
-    def snapshot(self, room_bytes: int) -> Snapshot:
-        """What a save beside training writes: of host memory as it is once the snapshot is
-        `device.kept`, with room for that many bytes of copies."""
-        frozen = [c.index for c in self._on_host() if not c.trainable]
-        lasting = [*map(self.arena.chunk, frozen)]
-        return Snapshot(self._updates.memory(), lasting, room_bytes)
 
     def weights(self) -> AbstractContextManager[None]:
         """Inside, parameters and gradients are plain tensors with their true values, and
@@ -564,7 +557,6 @@ class Session:
         self.ready()
         # copies to slots read what may be written now
         self.device.synchronize()
-        self.device.before_write(map(self.arena.chunk, self._residence.on_host))
 
     def _before_backward(self, block: int) -> None:
         self._viewer.before_backward()

@@ -75,7 +75,7 @@ class RunReport:
         }
         parts = [f"{what} {format_bytes(n)}" for what, n in moved.items() if n]
         parts += [f"stalled {measured.stall_s:.2f} s"] if measured.stall_s else []
-        host = self._host_bytes(measured)
+        host = self.host_bytes(measured)
         parts += [f"host {format_bytes(host)} beside the process"] if host else []
         return (
             f"ProTrain: {', '.join([*parts, 'device peak'])} "
@@ -83,7 +83,7 @@ class RunReport:
             f"{format_bytes(self.forecast.budget.device_bytes)}"
         )
 
-    def _host_bytes(self, seen: Measured) -> float:
+    def host_bytes(self, seen: Measured) -> float:
         """What a plan's host bytes are of, over all ranks of a node; without the process,
         its libraries and its loader."""
         names = ("host_optimizer_bytes", "host_swap_bytes")

@@ -8,7 +8,6 @@ the weights: safetensors and JSON, whole or absent.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import re
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.checkpoint import publish, restore, restored_on_failure, staged
+from ..core.checkpoint import locked, publish, restore, restored_on_failure, staged
 from ..core.errors import FOREIGN_ERRORS, CheckpointError, ConfigError, RequestError
 from ..core.layout.chunks import aligned
 from ..core.runtime import Device
@@ -291,13 +290,11 @@ def claimed(folder: Path) -> TextIO:
         ConfigError: Another server has it, or it cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "_lock").open("a")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock, _ = locked(folder)
     except BlockingIOError as error:
         raise ConfigError(
-            f"--folder {folder}: another server uses it. Stop that one, or give this one "
-            "a folder of its own."
+            f"--folder {folder}: another server uses it ({error}). Stop that one, or give "
+            "this one a folder of its own."
         ) from error
     except OSError as error:
         raise ConfigError(

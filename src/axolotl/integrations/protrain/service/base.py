@@ -248,7 +248,7 @@ def opened(cfg: Any) -> tuple[TrainingRun, LiveAdapter]:
         ProTrainError: It cannot be loaded, or no plan fits.
     """
     plugins = PluginManager.get_instance().plugins.values()
-    next(p for p in plugins if isinstance(p, ProTrainPlugin)).load_datasets(cfg)
+    next(p for p in plugins if isinstance(p, ProTrainPlugin)).begin(cfg, False)
     model, _, _, _ = setup_model_and_tokenizer(cfg)
     # without dropout, and the same in every pass
     live = LiveAdapter(model.eval())

@@ -1,10 +1,15 @@
 """Checkpoints are whole or not there, and what a run resumes from is looked at first."""
 
-from .faults import (
+from ..manifest import (
+    MANIFEST as MANIFEST,
     OPTIMIZER as OPTIMIZER,
     SCHEDULER as SCHEDULER,
     checkpoints,
+    differences,
+)
+from .faults import (
     fault_of,
+    has_state,
     load_states,
     require_whole,
 )
@@ -15,6 +20,7 @@ from .folders import (
     TOKEN_BYTES as TOKEN_BYTES,
     checkpoint_bytes,
     discard,
+    locked,
     publish,
     require_space,
     restore,
@@ -22,6 +28,5 @@ from .folders import (
     staged,
 )
 from .loads import load, plan_load as plan_load
-from .manifest import MANIFEST as MANIFEST, differences
 from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of
 from .snapshots import Snapshot

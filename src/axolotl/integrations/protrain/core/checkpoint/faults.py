@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import FOREIGN_ERRORS, CheckpointError
+from ..manifest import MANIFEST, OPTIMIZER, SCHEDULER, checkpoints, size_faults
 from ..optim import kind_of
-from .manifest import MANIFEST, size_faults
 
-STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+STATE = "trainer_state.json"
 _WEIGHTS = tuple(
     f"{name}{index}"
     for name in "model.safetensors adapter_model.safetensors pytorch_model.bin "
@@ -29,18 +30,12 @@ _WEIGHTS = tuple(
 )
 _EXAMINED = (
     *(STATE, OPTIMIZER, SCHEDULER, "rng_state*.pth", "*config.json", "*.index.json"),
-    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", MANIFEST),
+    *("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"),
 )
 _WITH_OBJECTS = ("apollo_torch", "galore_torch")
 """Packages whose optimizers keep objects of their own in a state, which torch reads only
 if told so: transformers does not, so their plain runs cannot resume."""
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Those of a run, the newest first, whole or not."""
-    found = (p for p in run_dir.glob("checkpoint-*") if p.name[11:].isdigit())
-    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
 
 
 def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
@@ -60,10 +55,11 @@ def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
     folders = [checkpoint, *(p for p in checkpoint.iterdir() if p.is_dir())]
     if not any((folder / name).is_file() for folder in folders for name in _WEIGHTS):
         return "its weights are missing"
-    found = (
-        _file_fault(p) for f in folders for kind in _EXAMINED for p in f.glob(kind)
-    )
-    return next((fault for fault in found if fault is not None), None)
+    found = (p for f in folders for kind in _EXAMINED for p in f.glob(kind))
+    # a link that leads nowhere is no reason to take the checkpoint for one without
+    lists = (p for p in (checkpoint / MANIFEST,) if os.path.lexists(p))
+    faults = map(_file_fault, chain(found, lists))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def require_whole(checkpoint: Path, weights_only: bool) -> None:
@@ -74,7 +70,12 @@ def require_whole(checkpoint: Path, weights_only: bool) -> None:
     """
     fault = fault_of(checkpoint, weights_only)
     if fault is not None:
-        raise _refusal(checkpoint, fault)
+        raise _refusal(checkpoint, fault, weights_only)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether a run that resumes from it goes on with its optimizer and schedule."""
+    return all((checkpoint / name).is_file() for name in (OPTIMIZER, SCHEDULER))
 
 
 def load_states(
@@ -103,15 +104,19 @@ def load_states(
     scheduler.load_state_dict(schedule)
 
 
-def _refusal(checkpoint: Path, fault: str) -> CheckpointError:
+def _refusal(
+    checkpoint: Path, fault: str, weights_only: bool = False
+) -> CheckpointError:
     others = (p for p in checkpoints(checkpoint.parent) if p.name != checkpoint.name)
-    whole = next((path for path in others if fault_of(path) is None), None)
+    whole = next((p for p in others if fault_of(p, weights_only) is None), None)
     ways = [f"The last whole one beside it is {whole}."] if whole else []
     if fault.startswith((OPTIMIZER, SCHEDULER)):
-        ways.append(
-            "To go on from the weights alone, remove optimizer.pt and scheduler.pt and "
-            "set protrain_save_optimizer_state: false."
-        )
+        names = (OPTIMIZER, SCHEDULER)
+        there = [name for name in names if os.path.lexists(checkpoint / name)]
+        acts = [f"remove {' and '.join(there)}"] if there else []
+        if not weights_only:
+            acts.append("set protrain_save_optimizer_state: false")
+        ways.append(f"To go on from the weights alone, {' and '.join(acts)}.")
     ways = ways or ["Resume from another one, or without the key."]
     return CheckpointError(
         f"resume_from_checkpoint: {checkpoint} cannot be resumed: {fault}. "
@@ -120,6 +125,8 @@ def _refusal(checkpoint: Path, fault: str) -> CheckpointError:
 
 
 def _file_fault(path: Path) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is no regular file"
     try:
         if path.suffix == ".json":
             value = json.loads(path.read_text("utf-8"))
@@ -127,8 +134,7 @@ def _file_fault(path: Path) -> str | None:
                 return f"{STATE} has no global_step"
             if path.name == MANIFEST:
                 # the state may have been removed on purpose
-                allowed = [f"{name} is missing" for name in (OPTIMIZER, SCHEDULER)]
-                sizes = (f for f in size_faults(path.parent) if f not in allowed)
+                sizes = size_faults(path.parent, allowed=(OPTIMIZER, SCHEDULER))
                 return next(sizes, None)
             if path.name.endswith(".index.json"):
                 for shard in {*value["weight_map"].values()}:

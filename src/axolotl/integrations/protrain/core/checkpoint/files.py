@@ -6,7 +6,7 @@ import io
 import os
 import pickle  # nosec B403 - nothing is read
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import groupby
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.serialization import save, skip_data
 
-from .plans import FilePlan, pieces
+from .plans import FilePlan, Piece, pieces
 
 _WRITERS = 4
 """Threads; the system's write lets go of Python."""
@@ -32,25 +32,30 @@ def write_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor]) -> Non
         OSError: It cannot be written.
     """
     descriptor = create(path, plan)
-    under_way: deque[Future[None]] = deque()
     try:
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            for key, pieces in groupby(plan.pieces, lambda piece: piece.key):
-                source = bytes_of(tensors[key])
-                for piece in pieces:
-                    part = source[piece.start : piece.end]
-                    under_way.append(
-                        pool.submit(write_at, descriptor, part, piece.offset)
-                    )
-                while len(under_way) > 2 * _WRITERS:
-                    under_way.popleft().result()
-                if source.data_ptr() != tensors[key].data_ptr():
-                    while under_way:
-                        under_way.popleft().result()
-            while under_way:
-                under_way.popleft().result()
+        write_pieces(descriptor, plan.pieces, tensors)
     finally:
         os.close(descriptor)
+
+
+def write_pieces(
+    descriptor: int, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write pieces of tensors, those of a tensor one after the other, to an open file."""
+    under_way: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        for key, of_tensor in groupby(pieces, lambda piece: piece.key):
+            source = bytes_of(tensors[key])
+            for piece in of_tensor:
+                part = source[piece.start : piece.end]
+                under_way.append(pool.submit(write_at, descriptor, part, piece.offset))
+            while len(under_way) > 2 * _WRITERS:
+                under_way.popleft().result()
+            if source.data_ptr() != tensors[key].data_ptr():
+                while under_way:
+                    under_way.popleft().result()
+        while under_way:
+            under_way.popleft().result()
 
 
 def create(path: Path, plan: FilePlan) -> int:

@@ -7,18 +7,22 @@ flushed, and get their name at once; only then may older ones go.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
+from weakref import WeakSet
 
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from ..manifest import write_manifest
 from ..sizes import format_bytes
 from ..types import Layout
-from .manifest import write_manifest
 
 STAGING = "_incomplete"
 """Folder of a run in which a checkpoint is written. No reader of `checkpoint-*` sees it,
@@ -27,10 +31,67 @@ _REPLACED = "_replaced"
 """In that folder: what had the name of the checkpoint that is being published. No name
 that somebody gives to a checkpoint begins so; older versions called it `replaced`."""
 
+_LOCK, _HOLDER = "_lock", 200
+"""File in a folder that one process writes at a time, and characters read of its name."""
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
 SLACK_BYTES, TOKEN_BYTES = 1 << 20, 136
 """What is written beside the tensors: headers, configuration, trainer and random states;
 and of tokenizer.json for each token (Llama 2 to Gemma 3: 75 to 136). A write that fails
 all the same leaves nothing behind, so this need not be an upper bound."""
+
+# ---------------------------------------------------------------- one writer a folder
+
+
+def locked(folder: Path) -> tuple[TextIO, str]:
+    """A folder for this process alone, until the file is closed or the process ends.
+
+    Returns:
+        The open file, and why it keeps nobody away: a file system may know no locks
+        (flock(2)). Empty where it does.
+
+    Raises:
+        BlockingIOError: Another process has it, and is named.
+        OSError: Nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as on_failure:
+        lock = on_failure.enter_context(
+            open(folder / _LOCK, "a+", errors="replace", opener=_unfollowed)
+        )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.readline(_HOLDER).strip() or "another process"
+            raise BlockingIOError(f"{holder} uses it") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            on_failure.pop_all()
+            return lock, str(error.strerror)
+        # the lock holds without its name too, for example where the disk is full
+        with suppress(OSError):
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}\n")
+            lock.flush()
+        _locks.add(lock)
+        on_failure.pop_all()
+    return lock, ""
+
+
+def _unfollowed(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _leave_locks() -> None:
+    for lock in [*_locks]:
+        lock.close()
+
+
+_locks: WeakSet[TextIO] = WeakSet()
+# a worker that outlives a run which was killed must not keep its folder
+os.register_at_fork(after_in_child=_leave_locks)
 
 # ------------------------------------------------------------------- room on the disk
 
@@ -116,14 +177,18 @@ def restore(run_dir: Path) -> None:
     shutil.rmtree(run_dir / STAGING, ignore_errors=True)
 
 
-def publish(checkpoint: Path) -> None:
+def publish(checkpoint: Path, meant: Collection[str] = ()) -> None:
     """List and flush what is staged as `checkpoint`, and give it its name.
 
     One of that name is replaced: `restore` puts it back if this is cut short between two
     renames.
+
+    Args:
+        checkpoint: Its path then.
+        meant: Names of files without which it is not whole, as the list will say.
     """
     source = staged(checkpoint)
-    write_manifest(source)
+    write_manifest(source, meant)
     for path in (*source.rglob("*"), source):
         _flush(path)
     try:

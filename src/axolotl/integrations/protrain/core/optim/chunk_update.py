@@ -216,8 +216,6 @@ class OnDevice:
             return
         change, weights, clip = own.done
         own.undo = None
-        homes = [target for target, _ in change.copies]
-        self._device.before_write([own.host.weights.memory, *homes])
         own.state.take(change)
         event = weights.send_back()
         offload = self._device.offload

@@ -234,7 +234,6 @@ class Updates(PendingUpdates):
         """Somebody is about to read or change them, unless it is the step itself."""
         if not self._noting:
             self.flush()
-            self._device.before_write(self.memory())
 
     def switch(self, method: str) -> None:
         """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
@@ -387,12 +386,6 @@ class Updates(PendingUpdates):
         with ExitStack() as rest:
             for own in self._all:
                 rest.callback(own.state.release)
-
-    def memory(self) -> list[Tensor]:
-        """Host memory of weights and their state, chunk by chunk as they are updated:
-        nobody writes there without a `Device.before_write`."""
-        pairs = ((own.host.weights.memory, own.state.region) for own in self._all)
-        return [memory for pair in pairs for memory in pair]
 
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""

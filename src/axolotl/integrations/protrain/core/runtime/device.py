@@ -73,13 +73,6 @@ class Stream(Protocol):
         """Queue work that reads and writes device memory, a collective for example."""
 
 
-class Kept(Protocol):
-    """Host memory that has to be read before it is written; see `Device.before_write`."""
-
-    def before_write(self, memory: Iterable[Tensor]) -> None:
-        """Return once this memory may be written."""
-
-
 class Device:
     """Memory and streams of one device; what stands here does for one without queues.
 
@@ -94,11 +87,9 @@ class Device:
             and to it take several times as long and hide behind nothing.
         node: The host's memory node that it reaches fastest, None if all alike.
         unplaced: Why memory could not be asked for there; empty if it could.
-        kept: What somebody else has still to read of host memory as it is now.
         clock: Notes when lanes work, while there is one.
     """
 
-    kept: Kept | None = None
     clock: LaneClock | None = None
 
     torch_device: torch.device
@@ -174,19 +165,13 @@ class Device:
     def synchronize(self) -> None:
         """Wait until every stream is idle."""
 
-    # what the owners of memory say to `CheckedDevice`; others hear only of host memory
+    # what the owners of memory say to `CheckedDevice`
 
     def reads(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
         """A stream, or else the calling thread, reads this memory now."""
 
     def writes(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
         """A stream, or else the calling thread, writes this memory now."""
-        self.before_write(memory)
-
-    def before_write(self, memory: Iterable[Tensor]) -> None:
-        """Return once memory may be written from which somebody beside training reads."""
-        if self.kept is not None:
-            self.kept.before_write(t for t in memory if t.device.type == "cpu")
 
     def begin_use(self, buffer: Tensor) -> None:
         """Compute reads a buffer from here on."""

@@ -249,8 +249,6 @@ class CheckedDevice(Device):
         self._declared(memory, stream, writes=False)
 
     def writes(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
-        memory = tuple(memory)
-        self.before_write(memory)
         self._declared(memory, stream, writes=True)
 
     def begin_use(self, buffer: Tensor) -> None:
