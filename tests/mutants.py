@@ -694,7 +694,7 @@ MUTANTS = (
     Mutant(
         "a second backward overwrites what is on its way",
         REDUCTION,
-        "            if host in self._hosts[: self._next] or index in host.sums.arrived:\n",
+        "            if self._number[host] < self._next or index in host.sums.arrived:\n",
         "            if index is None:\n",
         ("test_ranks.py::test_two_backward_passes_at_once_are_refused[2-twice]",),
     ),
@@ -893,7 +893,7 @@ MUTANTS = (
     Mutant(
         "an update that is cut off on its way home is made again",
         PENDING,
-        "        for own in self._all:\n            self._with_device.send_home(own)\n",
+        "        self._with_device.finish()\n",
         "        pass\n",
         DEFERRED,
     ),
