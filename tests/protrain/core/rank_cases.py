@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -658,6 +659,33 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
         session.close()
 
 
+IDLE_S = 2
+
+
+def idle(ranks: Ranks, idle_rank: str, moment: str) -> None:
+    """A rank runs no block in a pass; the others end with an error that names it."""
+    model = stack()
+    layout = build_layout(model)
+    plan = make_plan(layout, shards=ranks.world.local_size)
+    session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
+    optimizer = session.wrap_optimizer(adamw(model))
+    comes = ranks.rank != int(idle_rank)
+    for step in range(3):
+        tokens = batches(1, seed=step)[0]
+        session.begin_micro_batch(True)
+        if step == 2 and moment == "evaluation":
+            with torch.no_grad():
+                model(tokens) if comes else time.sleep(3 * IDLE_S)
+        if step == 2 and moment == "forward" and not comes:
+            time.sleep(3 * IDLE_S)
+        loss = model(tokens)
+        if step == 2 and moment == "backward" and not comes:
+            time.sleep(3 * IDLE_S)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "collectives": collectives,
     "master": master,
@@ -673,6 +701,9 @@ def main(out: Path, names: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=size)
     if names[0] == "death":
         death(Ranks("cpu"), *names[1:])
+        return
+    if names[0] == "idle":
+        idle(Ranks("cpu", timedelta(seconds=IDLE_S)), *names[1:])
         return
     found = {}
     for name in names:

@@ -614,9 +614,8 @@ class Hooks:
             self.session.wrap_optimizer(self.plain)
 
     def state(self) -> list[float]:
-        every = [p for group in self.plain.param_groups for p in group["params"]]
-        states = [self.plain.state[p] for p in every if p in self.plain.state]
-        return [s["exp_avg"].norm().item() for s in states]
+        # in the order in which the plain run has them
+        return [s["exp_avg"].norm().item() for s in self.plain.state.values()]
 
     def look(self, *_: Any) -> None:
         self.seen += [every_norm(self.model), gradient_norms(self.model), self.state()]
@@ -711,8 +710,7 @@ def test_hooks_of_a_step_are_shown_all(hooks: str, plan: str) -> None:
 @pytest.mark.parametrize("update", Update, ids=str)
 @pytest.mark.parametrize("first", ("scheduler", "session"))
 def test_a_step_that_a_scheduler_has_wrapped(first: str, update: Update) -> None:
-    runs = []
-    for paged in (True, False):
+    def run(paged: bool) -> list[Any]:
         model = stack()
         plain = adamw(model)
         if first == "scheduler":
@@ -735,8 +733,9 @@ def test_a_step_that_a_scheduler_has_wrapped(first: str, update: Update) -> None
         if session is not None:
             session.close()
             assert type(plain) is torch.optim.AdamW
-        runs.append([seen, every_norm(model), scheduler.get_last_lr()])
-    assert runs[0] == runs[1]
+        return [seen, every_norm(model), scheduler.get_last_lr()]
+
+    assert run(True) == run(False)
 
 
 def test_a_step_that_somebody_has_replaced_is_refused() -> None:
@@ -750,8 +749,8 @@ def test_a_step_that_somebody_has_replaced_is_refused() -> None:
 
 def test_hooks_of_a_step_are_shown_a_frozen_base() -> None:
     """The optimizer is the plain one, of adapters that stay on the device."""
-    runs = []
-    for paged in (True, False):
+
+    def run(paged: bool) -> list[Any]:
         model = stack()
         keep = freeze(model)
         session = open_session(model, keep=keep) if paged else None
@@ -763,8 +762,9 @@ def test_hooks_of_a_step_are_shown_a_frozen_base() -> None:
         train(model, plain, [batches(1)] * 2)
         if session is not None:
             session.close()
-        runs.append([seen, every_norm(model)])
-    assert runs[0] == runs[1]
+        return [seen, every_norm(model)]
+
+    assert run(True) == run(False)
 
 
 def test_who_looks_at_no_weights_costs_nothing() -> None:
@@ -830,11 +830,27 @@ def between_passes(session: Session, paged: torch.optim.Optimizer) -> None:
 
 REFUSED: dict[str, Any] = {
     "closure": (in_closure, "closure of a step", "a closure cannot"),
-    "state": (in_state, "hook of an optimizer's state", "register_state_dict_post_hook"),
+    "state": (
+        in_state,
+        "hook of an optimizer's state",
+        "register_state_dict_post_hook",
+    ),
     "load": (in_load, "hook of an optimizer's state", "register_load_state_dict_pre"),
-    "accumulated": (accumulated, "hook of an accumulated gradient", r"1\.up\.weight: the"),
-    "sum so far": (sum_so_far, "hook of a tensor", r"layers\.1\.up\.weight: the gradient"),
-    "in a pass": (inside_a_pass, "hook of a module, forward or backward", "between two"),
+    "accumulated": (
+        accumulated,
+        "hook of an accumulated gradient",
+        r"1\.up\.weight: the",
+    ),
+    "sum so far": (
+        sum_so_far,
+        "hook of a tensor",
+        r"layers\.1\.up\.weight: the gradient",
+    ),
+    "in a pass": (
+        inside_a_pass,
+        "hook of a module, forward or backward",
+        "between two",
+    ),
     "between": (between_passes, "any other code between passes", "somebody changed"),
 }
 
@@ -852,26 +868,29 @@ def test_who_would_not_see_the_truth_is_refused(act: str) -> None:
     session.close()
 
 
+def look_at_block(hooks: Hooks, block: Any) -> None:
+    weight, head = block.up.weight, hooks.model.head.weight
+
+    def on_gradient(grad: Tensor) -> Tensor:
+        hooks.seen.append([weight.norm().item(), grad.norm().item()])
+        return grad * 0.5
+
+    def in_module(*_: Any) -> None:
+        hooks.seen.append([weight.norm().item(), head.norm().item()])
+
+    weight.register_hook(on_gradient)
+    for module in (block.up, block):
+        module.register_forward_pre_hook(in_module)
+        module.register_forward_hook(in_module)
+    block.up.register_full_backward_hook(in_module)
+
+
 @pytest.mark.parametrize("plan", ("paged", "weights stay", "looked up"))
 def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None:
     runs = []
     for paged in (True, False):
         run = Hooks(paged, **PLANS[plan])
         for layer in run.model.layers:
-            weight = layer.up.weight
-
-            def on_gradient(grad: Tensor, own: Any = weight) -> Tensor:
-                run.seen.append([own.norm().item(), grad.norm().item()])
-                return grad * 0.5
-
-            def in_module(*_: Any, own: Any = weight) -> None:
-                run.seen.append([own.norm().item(), run.model.head.weight.norm().item()])
-
-            weight.register_hook(on_gradient)
-            layer.up.register_forward_pre_hook(in_module)
-            layer.up.register_forward_hook(in_module)
-            layer.up.register_full_backward_hook(in_module)
-            layer.register_forward_pre_hook(in_module)
-            layer.register_forward_hook(in_module)
+            look_at_block(run, layer)
         runs.append(run.train())
     assert runs[0] == runs[1] and len(runs[0]) > 100

@@ -259,5 +259,31 @@ def test_a_rank_that_ends_ends_the_others(
     )
 
 
+IDLE = [
+    pytest.param(moment, rank, ranks, marks=[] if quick else pytest.mark.full)
+    for moment, rank, ranks, quick in (
+        ("forward", 1, 2, True),
+        ("forward", 0, 2, False),
+        ("backward", 0, 2, False),
+        ("evaluation", 1, 3, True),
+    )
+]
+
+
+@pytest.mark.parametrize(("moment", "rank", "ranks"), IDLE)
+def test_who_runs_no_block_is_named_by_all_others(
+    moment: str, rank: int, ranks: int, tmp_path: Path
+) -> None:
+    """In mode C, where fetches are collectives."""
+    started = start(tmp_path, ranks, ["idle", str(rank), moment])
+    end = time.monotonic() + 60
+    for number, process in enumerate(started):
+        code = process.wait(max(1.0, end - time.monotonic()))
+        words = (tmp_path / f"{number}.log").read_text()
+        assert code, words
+        if number != rank:
+            assert f"ddp_timeout: rank {rank} runs no block in a pass" in words
+
+
 def test_names_of_cases_and_acts_differ() -> None:
     assert not set(ACTS) & set(CASES)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.profile import measured_unseen_bytes
 from .core.runtime import (
+    LIMIT,
     Alone,
     CheckedDevice,
     Ranks,
@@ -172,7 +174,10 @@ class TrainingRun:
         if dist.is_initialized() and dist.get_world_size() > 1:
             # who is gone is noticed here; making a group would wait for it
             dist.barrier()
-            self.ranks = Ranks(device.type)
+            limit = self._cfg.ddp_timeout
+            self.ranks = Ranks(
+                device.type, timedelta(seconds=limit) if limit else LIMIT
+            )
         absent = self._share.absent(model) if self._share else frozenset()
         self._say_once(
             "ProTrain traces a micro-batch and measures what this machine gives."

@@ -145,7 +145,7 @@ class Gradients:
             if accumulates:
                 self.arrives(host.chunk.index)
                 # a hook that looks at `.grad` finds it as it is before the pass
-                is_last = next(reversed(param._backward_hooks)) == own[index].id
+                is_last = next(reversed(param._backward_hooks or {})) == own[index].id
                 drop = partial(self._drop, host)
                 shown.make_room(index, self._settle_own, drop, is_last)
 
@@ -154,7 +154,9 @@ class Gradients:
             if gradient is not None:
                 self._take(host, index, gradient)
 
-        own = [p.register_hook(partial(before, i, p)) for i, p in enumerate(host.params)]
+        own = [
+            p.register_hook(partial(before, i, p)) for i, p in enumerate(host.params)
+        ]
         taking = (
             param.register_post_accumulate_grad_hook(partial(after, index))
             for index, param in enumerate(host.params)

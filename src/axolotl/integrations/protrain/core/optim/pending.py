@@ -106,7 +106,9 @@ class PendingUpdates:
     def _note(self) -> None:
         """A step has been noted."""
         if self._defers:
-            self._in_blocks = [own for own in self._all if own.noted and _block(own) >= 0]
+            self._in_blocks = [
+                own for own in self._all if own.noted and _block(own) >= 0
+            ]
             self.fetch_ahead(0)
             return
         waiting = [own for own in self._all if own.noted is not None]

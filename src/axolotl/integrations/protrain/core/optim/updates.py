@@ -51,6 +51,8 @@ class Updates(PendingUpdates):
     # there may be state
     _stepped = False
     _noting = False
+    # how many there were when they were put in order
+    _num_ordered = 0
 
     def wrap(
         self,
@@ -235,6 +237,8 @@ class Updates(PendingUpdates):
         """Somebody is about to read or change them, unless it is the step itself."""
         if not self._noting:
             self.flush()
+            if len(self._states) != self._num_ordered:
+                self.order_states()
             self._device.before_write(self.memory())
 
     def switch(self, method: str) -> None:
@@ -377,6 +381,7 @@ class Updates(PendingUpdates):
         """Let them be in the order in which the plain run makes them."""
         state, every = self._states, _params(self.plain)
         state.update([(p, state.pop(p)) for p in every if p in state])
+        self._num_ordered = len(state)
 
     def close(self) -> None:
         """Let go of all memory; no copy may be in flight."""

@@ -27,7 +27,7 @@ from .hooks import (
 from .lanes import LaneClock, LaneTimes
 from .pager import Pager, Ring
 from .races import CheckedDevice
-from .ranks import Alone, Ranks
+from .ranks import LIMIT, Alone, Ranks
 from .recompute import Recompute
 from .residence import Residence
 from .rows import HostRows, LookUp
