@@ -47,6 +47,7 @@ MEASURED = tuple(
         "test_pages_of_files_are_told_from_memory",
     )
 )
+TIES = ("test_session.py::test_what_shares_bytes_goes_on_sharing_them",)
 AHEAD = ("../test_service.py::test_the_next_adapter_comes_while_one_computes",)
 SENT = (
     "../test_saving.py::"
@@ -382,6 +383,41 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
+        "ranks begin a sharded pass without each other",
+        PAGER,
+        "            self._meet()\n",
+        "            pass\n",
+        ("test_ranks.py::test_who_runs_no_block_is_named_by_all_others[forward-1-2]",),
+    ),
+    Mutant(
+        "what shares bytes is in two chunks",
+        "layout/chunks.py",
+        "    kept |= {id(tensor) for group in together for tensor in group}\n",
+        "",
+        TIES,
+    ),
+    Mutant(
+        "what shares bytes is placed apart",
+        "runtime/residence.py",
+        "            together.update(members)\n",
+        "",
+        TIES,
+    ),
+    Mutant(
+        "hooks of a step are shown nothing",
+        VIEWING,
+        "        return self.weights() if all_look else nullcontext()\n",
+        "        return nullcontext()\n",
+        ACCESS,
+    ),
+    Mutant(
+        "a hook of a tensor finds no sum",
+        STAND_INS,
+        "        if param.grad is None or is_last:\n",
+        "        if index is not None:\n",
+        ACCESS,
+    ),
+    Mutant(
         "blocks that a rank leaves out are not gathered",
         PAGER,
         "            self._pass(self._until(block)[:-1])\n",
@@ -621,9 +657,9 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient on the host has no stand-in",
-        GRADIENTS,
-        "            shown.put(index)\n",
-        "            param.grad = None\n",
+        STAND_INS,
+        "        self.put(index)\n        return gradient\n",
+        "        self.host.params[index].grad = None\n        return gradient\n",
         ACCESS,
     ),
     Mutant(
@@ -657,8 +693,8 @@ MUTANTS = (
     Mutant(
         "what is shown is taken for written after an update",
         NOTED,
-        "            self._around.hide()\n",
-        "",
+        "        self._around.hide()\n        self._settle()\n",
+        "        self._settle()\n",
         ACCESS,
     ),
     Mutant(
@@ -963,8 +999,8 @@ MUTANTS = (
     Mutant(
         "a step without clipping does not settle",
         NOTED,
-        "            self._settle()\n            self.flush()\n",
-        "            self.flush()\n",
+        "        self._settle()\n        self.flush()\n",
+        "        self.flush()\n",
         (*SESSIONS, "test_optimizer.py"),
     ),
     Mutant(

@@ -259,6 +259,7 @@ ADAPTER = (
     "copy.deepcopy of the model, run",
     "p.data.mul_",
     "gradients clipped by value",
+    "hooks of the optimizer's step",
     "model.to(its device)",
     "trainer.save_model",
 )
@@ -268,6 +269,7 @@ TWO_RANKS = (
     "norms of gradients before the update",
     "p.data.mul_",
     "gradients clipped by value",
+    "hooks of the optimizer's step",
 )
 
 

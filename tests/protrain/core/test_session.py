@@ -222,7 +222,6 @@ def test_what_shares_bytes_goes_on_sharing_them(tie: str, outside: Placement) ->
     ours = train(model, wrapped(session), data, session, clip=0.5)
     assert ours == train(plain, adamw(plain), data, clip=0.5)
     assert_same(model.state_dict(), plain.state_dict())
-    assert ties(plain) == ties(model)
     with session.weights():
         model.embed.weight.data.mul_(0.5)
         model.layers[5].up.weight.data.mul_(0.5)

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .loading import LoadShare
     from .objective import Objective
 
-_BLIND = ("transformers", "axolotl")
+BLIND = ("transformers", "axolotl")
 """Packages whose callbacks look at no weights; others that do are refused."""
 _SEEING = ("axolotl.integrations.grokfast", "axolotl.monkeypatch.relora")
 NOT_REPACKED = (
@@ -97,7 +97,7 @@ def looking(event: str, callbacks: Sequence[TrainerCallback]) -> list[str]:
     for callback in callbacks:
         act = getattr(callback, event)
         home = getattr(act, "__module__", None) or ""
-        sees = home.startswith(_SEEING) or home.partition(".")[0] not in _BLIND
+        sees = home.startswith(_SEEING) or home.partition(".")[0] not in BLIND
         if sees and getattr(callback, "looks_at_weights", True):
             found.append(type(callback).__name__)
     return found
