@@ -269,7 +269,6 @@ TWO_RANKS = (
     "norms of gradients before the update",
     "p.data.mul_",
     "gradients clipped by value",
-    "hooks of the optimizer's step",
 )
 
 

@@ -71,6 +71,7 @@ class Case:
         evaluates: Whether a forward without gradients comes before each step.
         absent: Whether each rank begins with some of the quantised weights only.
         looks: Whether somebody reads and writes weights and gradients in each step.
+        hooks: Whether hooks of the optimizer's step do.
         optimizer: A key of test_deferred.OPTIMIZERS; empty for AdamW.
         resumes: Whether it begins with what a plain run has left.
     """
@@ -89,6 +90,7 @@ class Case:
     absent: bool = False
     num_clips: int = 1
     looks: bool = False
+    hooks: bool = False
     optimizer: str = ""
     resumes: bool = False
 
@@ -132,6 +134,7 @@ def special() -> Iterator[Case]:
             "clips-twice": Case("", (), "stack", 1, 0.5, plan=state, num_clips=2),
             "evaluates": Case("", (), "stack", 2, evaluates=True),
             "looks": Case("", (), "stack", 2, 0.5, plan=mixed, slow=True, looks=True),
+            "hooks": Case("", (), "stack", 2, 0.5, plan=mixed, hooks=True),
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
             ),
@@ -346,6 +349,8 @@ def _train(
             layer.use_extra = not case.unused
     losses, norms = [], []
     look = partial(_look, model, session, norms) if case.looks else id
+    # in hooks weights and gradients are shown without being asked for
+    _hook(optimizer, partial(_look, model, None, norms) if case.hooks else None)
     for step in range(STEPS):
         look(1e-3)
         _switch(optimizer, "train")
@@ -380,6 +385,14 @@ def _train(
         session.settle()
     state = {name: w.clone() for name, w in model.state_dict().items()}
     return Numbers(losses, norms, state, counts)
+
+
+def _hook(
+    optimizer: torch.optim.Optimizer, look: Callable[[float], None] | None
+) -> None:
+    if look is not None:
+        optimizer.register_step_pre_hook(lambda *_: look(1e-2))
+        optimizer.register_step_post_hook(lambda *_: look(1e-3))
 
 
 def _switch(optimizer: Any, mode: str) -> None:

@@ -450,14 +450,13 @@ def lines_of_a_step(num_layers: int, plan: dict[str, Any]) -> Counter[str]:
         model.order = order
         train(model, optimizer, [batches(1)], session)
         sys.settrace(call)
-        train(model, optimizer, [batches(3)])
+        train(model, optimizer, [batches(2)])
         sys.settrace(None)
     session.close()
     return counted
 
 
 LINEAR = (
-    {},
     {"outside": Placement.HOST_STATE, "swap": (0, 2)},
     {"update": Update.HOST},
 )
@@ -467,11 +466,11 @@ WHOLE = {"noted.py make", "noted.py <listcomp>", "noted.py <dictcomp>"}
 
 @pytest.mark.parametrize("plan", LINEAR, ids=str)
 def test_a_step_does_as_much_for_each_block(plan: dict[str, Any]) -> None:
-    few, more, many = (lines_of_a_step(n, plan) for n in (8, 16, 32))
+    few, more, many = (lines_of_a_step(n, plan) for n in (6, 12, 24))
     # what grows with the square of their number grows four times as much
     grown = {
         name: (more[name] - few[name], many[name] - more[name])
         for name in many.keys() - WHOLE
     }
     assert not {n: by for n, by in grown.items() if by[1] > 2.5 * by[0] + 50}
-    assert many["pending.py fetch_ahead"] and many["pager.py open"] > 32
+    assert many["pending.py fetch_ahead"] and many["pager.py open"] > 24

@@ -250,7 +250,7 @@ class Plan(Knobs):
         pairs = enumerate(self.placements)
         return tuple(index for index, at in pairs if at is Placement.PAGED)
 
-    @property
+    @cached_property
     def away(self) -> tuple[int, ...]:
         """Chunk indices whose weights the device does not have between two passes."""
         pairs = enumerate(self.placements)

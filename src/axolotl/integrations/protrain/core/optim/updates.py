@@ -237,6 +237,7 @@ class Updates(PendingUpdates):
         """Somebody is about to read or change them, unless it is the step itself."""
         if not self._noting:
             self.flush()
+            self.require_gathered()
             if len(self._states) != self._num_ordered:
                 self.order_states()
             self._device.before_write(self.memory())
@@ -249,9 +250,11 @@ class Updates(PendingUpdates):
         moved = self._all if self._stepped else []
         for own in moved:
             self._hide_states(own.host.params)
+        self._noting = True
         try:
             getattr(self.kind, method)(self.plain)
         finally:
+            self._noting = False
             self.show_states()
         if before != [dict(group) for group in self.plain.param_groups]:
             self.settle_gradients()
@@ -311,9 +314,9 @@ class Updates(PendingUpdates):
         """Raise AccessError where this rank has only a part of the state."""
         if not self._gathered and any(self._states.values()):
             raise AccessError(
-                "optimizer: each rank has the state of the weights that it updates. Call "
-                "`state_dict` inside `with session.gathered_state():`, which all ranks "
-                "enter."
+                "optimizer: each rank has the state of the weights that it updates. Read "
+                "`state` or `state_dict` on the first rank of a node, inside `with "
+                "session.gathered_state():`, which all ranks enter."
             )
 
     def add_masters(self, packed: dict[str, Any]) -> None:
