@@ -50,7 +50,8 @@ class Updates(PendingUpdates):
     _clip: Clip | None = None
     # there may be state
     _stepped = False
-    _noting = False
+    # code of the optimizer runs, which has asked for nothing
+    _own_code = False
     # how many there were when they were put in order
     _num_ordered = 0
 
@@ -208,7 +209,7 @@ class Updates(PendingUpdates):
         self._settle()
         self.flush()
         stood: list[tuple[nn.Parameter, Tensor]] = []
-        self._noting = True
+        self._own_code = True
         try:
             noted, self._stepped = self._noted(), True
             for own in self._all:
@@ -224,7 +225,7 @@ class Updates(PendingUpdates):
                     own.noted = noted
             yield
         finally:
-            self._noting = False
+            self._own_code = False
             self.show_states()
             for param, stand_in in stood:
                 param.grad = stand_in
@@ -235,7 +236,7 @@ class Updates(PendingUpdates):
 
     def complete_states(self) -> None:
         """Somebody is about to read or change them, unless it is the step itself."""
-        if not self._noting:
+        if not self._own_code:
             self.flush()
             self.require_gathered()
             if len(self._states) != self._num_ordered:
@@ -250,11 +251,11 @@ class Updates(PendingUpdates):
         moved = self._all if self._stepped else []
         for own in moved:
             self._hide_states(own.host.params)
-        self._noting = True
+        self._own_code = True
         try:
             getattr(self.kind, method)(self.plain)
         finally:
-            self._noting = False
+            self._own_code = False
             self.show_states()
         if before != [dict(group) for group in self.plain.param_groups]:
             self.settle_gradients()
@@ -271,8 +272,10 @@ class Updates(PendingUpdates):
             for main in mains.values():
                 main.data = main.data.cpu()
             self._exchange(mains)
+            self._own_code = True
             yield
         finally:
+            self._own_code = False
             self._exchange({main: param for param, main in mains.items()})
         self._stepped = True
         self.adopt(self._all)
