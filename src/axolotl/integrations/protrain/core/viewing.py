@@ -33,7 +33,8 @@ from .types import Plan
 _not_counted = _python_dispatch._disable_current_modes
 """What is copied to be shown is no work of the device."""
 MOMENTS = {
-    "event of a callback": "Shown: weights, gradients and state are true, writes count.",
+    "event of a callback": "Shown: weights, gradients and state are true, writes count. On "
+    "several ranks state is refused outside of `gathered_state`.",
     "hook of an optimizer's step": "Shown, before and after a step, global hooks too.",
     "scheduler of somebody else's": "Shown while it is made and in its steps.",
     "closure of a step": "Refused.",
