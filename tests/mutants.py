@@ -47,6 +47,7 @@ MEASURED = tuple(
         "test_pages_of_files_are_told_from_memory",
     )
 )
+TIES = ("test_session.py::test_what_shares_bytes_goes_on_sharing_them",)
 AHEAD = ("../test_service.py::test_the_next_adapter_comes_while_one_computes",)
 SENT = (
     "../test_saving.py::"
@@ -382,6 +383,41 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
+        "ranks begin a sharded pass without each other",
+        PAGER,
+        "            self._meet()\n",
+        "            pass\n",
+        ("test_ranks.py::test_who_runs_no_block_is_named_by_all_others[forward-1-2]",),
+    ),
+    Mutant(
+        "what shares bytes is in two chunks",
+        "layout/chunks.py",
+        "    kept |= {id(tensor) for group in together for tensor in group}\n",
+        "",
+        TIES,
+    ),
+    Mutant(
+        "what shares bytes is placed apart",
+        "runtime/residence.py",
+        "            together.update(members)\n",
+        "",
+        TIES,
+    ),
+    Mutant(
+        "hooks of a step are shown nothing",
+        VIEWING,
+        "        return self.weights() if all_look else nullcontext()\n",
+        "        return nullcontext()\n",
+        ACCESS,
+    ),
+    Mutant(
+        "a hook of a tensor finds no sum",
+        STAND_INS,
+        "        if param.grad is None or is_last:\n",
+        "        if index is not None:\n",
+        ACCESS,
+    ),
+    Mutant(
         "blocks that a rank leaves out are not gathered",
         PAGER,
         "            self._pass(self._until(block)[:-1])\n",
@@ -669,9 +705,9 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient on the host has no stand-in",
-        GRADIENTS,
-        "            shown.put(index)\n",
-        "            param.grad = None\n",
+        STAND_INS,
+        "        self.put(index)\n        return gradient\n",
+        "        self.host.params[index].grad = None\n        return gradient\n",
         ACCESS,
     ),
     Mutant(
@@ -705,8 +741,8 @@ MUTANTS = (
     Mutant(
         "what is shown is taken for written after an update",
         NOTED,
-        "            self._around.hide()\n",
-        "",
+        "        self._around.hide()\n        self._settle()\n",
+        "        self._settle()\n",
         ACCESS,
     ),
     Mutant(
@@ -742,7 +778,7 @@ MUTANTS = (
     Mutant(
         "a second backward overwrites what is on its way",
         REDUCTION,
-        "            if host in self._hosts[: self._next] or index in host.sums.arrived:\n",
+        "            if self._number[host] < self._next or index in host.sums.arrived:\n",
         "            if index is None:\n",
         ("test_ranks.py::test_two_backward_passes_at_once_are_refused[2-twice]",),
     ),
@@ -962,7 +998,7 @@ MUTANTS = (
     Mutant(
         "an update that is cut off on its way home is made again",
         PENDING,
-        "        for own in self._all:\n            self._with_device.send_home(own)\n",
+        "        self._with_device.finish()\n",
         "        pass\n",
         DEFERRED,
     ),
@@ -1032,8 +1068,8 @@ MUTANTS = (
     Mutant(
         "a step without clipping does not settle",
         NOTED,
-        "            self._settle()\n            self.flush()\n",
-        "            self.flush()\n",
+        "        self._settle()\n        self.flush()\n",
+        "        self.flush()\n",
         (*SESSIONS, "test_optimizer.py"),
     ),
     Mutant(

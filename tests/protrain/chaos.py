@@ -259,6 +259,7 @@ ADAPTER = (
     "copy.deepcopy of the model, run",
     "p.data.mul_",
     "gradients clipped by value",
+    "hooks of the optimizer's step",
     "model.to(its device)",
     "trainer.save_model",
 )

@@ -201,6 +201,25 @@ def _halve(p: Any) -> None:
     p.grad.mul_(0.5)
 
 
+def _in_steps(t: Any) -> None:
+    """Hooks of the optimizer's step that look at everything, and scale moments."""
+    optimizer = getattr(t.optimizer, "optimizer", t.optimizer)
+
+    def look(*_: Any) -> None:
+        for entries in optimizer.state.values():
+            read(value for value in entries.values() if isinstance(value, Tensor))
+        read(p for _, p in named(t))
+        _read_gradients(t)
+
+    def scale(*_: Any) -> None:
+        for entries in optimizer.state.values():
+            entries["exp_avg"].mul_(0.9)
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(scale)
+    optimizer.register_step_post_hook(look)
+
+
 _hook = weights(lambda p: p.register_hook(lambda g: g * 0.5))
 _accumulated = weights(lambda p: p.register_post_accumulate_grad_hook(_halve))
 _mul = weights(lambda p: p.data.mul_(0.999))
@@ -252,6 +271,7 @@ CALLBACKS: dict[str, dict[str, Action]] = {
     "raises": {END: _raise},
     "tensor hooks before training": {CREATED: _hook},
     "tensor hooks during training": {EVENTS[0]: _hook},
+    "hooks of the optimizer's step": {EVENTS[0]: _in_steps},
     "post-accumulate hooks before training": {CREATED: _accumulated},
     "post-accumulate hooks during training": {EVENTS[0]: _accumulated},
 }
@@ -294,6 +314,19 @@ class ScalesInWindow(Scales):
             _mul(t)
 
 
+class Schedules(_Trainer):
+    """Its learning rate depends on weights."""
+
+    def create_scheduler(self, *_: Any, **__: Any) -> Any:
+        def scale(_step: int) -> float:
+            norms = [p.detach().double().norm().item() for p in blocks(self)]
+            READ.extend(norms)
+            return 1 / (1 + sum(norms) / len(norms))
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, scale)
+        return self.lr_scheduler
+
+
 UNSEEN = "a trainer that writes p.data"
 TRAINERS: dict[str, type] = {
     "a trainer that runs each micro-batch twice": Twice,
@@ -301,6 +334,7 @@ TRAINERS: dict[str, type] = {
     "a trainer that writes weights": Scales,
     UNSEEN: ScalesData,
     "a trainer that writes in trainer.protrain.weights()": ScalesInWindow,
+    "a trainer whose schedule reads weights": Schedules,
 }
 
 

@@ -36,6 +36,8 @@ QUICK = {
     "Damaged checkpoints/optimizer.pt of the newest: truncated",
     "Callbacks, hooks and trainers/norms of weights in every event/full",
     "Callbacks, hooks and trainers/p.data.mul_/full",
+    "Callbacks, hooks and trainers/hooks of the optimizer's step/full",
+    "Callbacks, hooks and trainers/a trainer whose schedule reads weights/full",
 }
 
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -70,6 +71,7 @@ class Case:
         evaluates: Whether a forward without gradients comes before each step.
         absent: Whether each rank begins with some of the quantised weights only.
         looks: Whether somebody reads and writes weights and gradients in each step.
+        hooks: Whether hooks of the optimizer's step do.
         optimizer: A key of test_deferred.OPTIMIZERS; empty for AdamW.
         resumes: Whether it begins with what a plain run has left.
     """
@@ -88,6 +90,7 @@ class Case:
     absent: bool = False
     num_clips: int = 1
     looks: bool = False
+    hooks: bool = False
     optimizer: str = ""
     resumes: bool = False
 
@@ -131,6 +134,7 @@ def special() -> Iterator[Case]:
             "clips-twice": Case("", (), "stack", 1, 0.5, plan=state, num_clips=2),
             "evaluates": Case("", (), "stack", 2, evaluates=True),
             "looks": Case("", (), "stack", 2, 0.5, plan=mixed, slow=True, looks=True),
+            "hooks": Case("", (), "stack", 2, 0.5, plan=mixed, hooks=True),
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
             ),
@@ -345,6 +349,8 @@ def _train(
             layer.use_extra = not case.unused
     losses, norms = [], []
     look = partial(_look, model, session, norms) if case.looks else id
+    # in hooks weights and gradients are shown without being asked for
+    _hook(optimizer, partial(_look, model, None, norms) if case.hooks else None)
     for step in range(STEPS):
         look(1e-3)
         _switch(optimizer, "train")
@@ -379,6 +385,14 @@ def _train(
         session.settle()
     state = {name: w.clone() for name, w in model.state_dict().items()}
     return Numbers(losses, norms, state, counts)
+
+
+def _hook(
+    optimizer: torch.optim.Optimizer, look: Callable[[float], None] | None
+) -> None:
+    if look is not None:
+        optimizer.register_step_pre_hook(lambda *_: look(1e-2))
+        optimizer.register_step_post_hook(lambda *_: look(1e-3))
 
 
 def _switch(optimizer: Any, mode: str) -> None:
@@ -658,6 +672,33 @@ def death(ranks: Ranks, mode: str, moment: str, how: str) -> None:
         session.close()
 
 
+IDLE_S = 2
+
+
+def idle(ranks: Ranks, idle_rank: str, moment: str) -> None:
+    """A rank runs no block in a pass; the others end with an error that names it."""
+    model = stack()
+    layout = build_layout(model)
+    plan = make_plan(layout, shards=ranks.world.local_size)
+    session = Session(model, layout, plan, CpuDevice(), Options(), ranks)
+    optimizer = session.wrap_optimizer(adamw(model))
+    comes = ranks.rank != int(idle_rank)
+    for step in range(3):
+        tokens = batches(1, seed=step)[0]
+        session.begin_micro_batch(True)
+        if step == 2 and moment == "evaluation":
+            with torch.no_grad():
+                model(tokens) if comes else time.sleep(3 * IDLE_S)
+        if step == 2 and moment == "forward" and not comes:
+            time.sleep(3 * IDLE_S)
+        loss = model(tokens)
+        if step == 2 and moment == "backward" and not comes:
+            time.sleep(3 * IDLE_S)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "collectives": collectives,
     "master": master,
@@ -673,6 +714,9 @@ def main(out: Path, names: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=size)
     if names[0] == "death":
         death(Ranks("cpu"), *names[1:])
+        return
+    if names[0] == "idle":
+        idle(Ranks("cpu", timedelta(seconds=IDLE_S)), *names[1:])
         return
     found = {}
     for name in names:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -26,14 +28,23 @@ from core_models import (
 )
 from simulated import DeferredDevice
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from axolotl.integrations.protrain.core.errors import AccessError
+from axolotl.integrations.protrain.core.errors import (
+    AccessError,
+    ConfigError,
+    ProTrainError,
+)
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.optim import HostChunk, HostMemory
 from axolotl.integrations.protrain.core.optim.stand_ins import ShownGradients, StandIn
 from axolotl.integrations.protrain.core.runtime import Arena, CpuDevice
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Update
+from axolotl.integrations.protrain.core.viewing import MOMENTS
 
 PLANS: dict[str, dict[str, Any]] = {
     "paged": {"n_buffer": 2},
@@ -587,3 +598,299 @@ def test_a_stand_in_is_where_its_parameter_is() -> None:
         shown.stand_ins[index] = StandIn(stand_in.parameter_name, param.to("meta"))
         shown.put(index)
         assert param.grad is shown.stand_ins[index]
+
+
+class Hooks:
+    """What the hooks of somebody's have seen, in a run with or without a session."""
+
+    def __init__(self, paged: bool, **plan: Any) -> None:
+        self.model: Any = stack()
+        self.plain = adamw(self.model)
+        self.session: Session | None = None
+        self.seen: list[Any] = []
+        self.handles: list[Any] = []
+        if paged:
+            self.session = open_session(self.model, device=DeferredDevice(), **plan)
+            self.session.wrap_optimizer(self.plain)
+
+    def state(self) -> list[float]:
+        # in the order in which the plain run has them
+        return [s["exp_avg"].norm().item() for s in self.plain.state.values()]
+
+    def look(self, *_: Any) -> None:
+        self.seen += [every_norm(self.model), gradient_norms(self.model), self.state()]
+
+    @torch.no_grad()
+    def write(self, *_: Any) -> None:
+        for own in self.plain.state.values():
+            own["exp_avg"].mul_(0.5)
+        decay_in_place(self.model)
+
+    def train(self) -> list[Any]:
+        for step in range(3):
+            for tokens in batches(2, seed=step):
+                self.model(tokens).backward()
+            self.plain.step()
+            self.plain.zero_grad()
+        if self.session is not None:
+            self.session.close()
+        for handle in self.handles:
+            handle.remove()
+        return [*self.seen, *every_norm(self.model), self.state()]
+
+
+def before_and_after(hooks: Hooks) -> None:
+    hooks.plain.register_step_pre_hook(hooks.look)
+    hooks.plain.register_step_post_hook(hooks.look)
+
+
+def globally(hooks: Hooks) -> None:
+    register = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    hooks.handles += [one(hooks.look) for one in register]
+
+
+def writing(hooks: Hooks) -> None:
+    hooks.plain.register_step_post_hook(hooks.write)
+    hooks.plain.register_step_post_hook(hooks.look)
+
+
+def scaling_gradients(hooks: Hooks) -> None:
+    def scale(*_: Any) -> None:
+        for param in hooks.model.parameters():
+            param.grad.mul_(0.1)
+
+    hooks.plain.register_step_pre_hook(scale)
+
+
+def averaging(hooks: Hooks) -> None:
+    """As packages for moving averages do it."""
+    averages: list[Tensor] = []
+
+    @torch.no_grad()
+    def average(*_: Any) -> None:
+        if not averages:
+            averages.extend(p.clone() for p in hooks.model.parameters())
+        for mean, param in zip(averages, hooks.model.parameters(), strict=True):
+            mean.lerp_(param, 0.1)
+        hooks.seen.append([mean.norm().item() for mean in averages])
+
+    hooks.plain.register_step_post_hook(average)
+
+
+def looking_explicitly(hooks: Hooks) -> None:
+    def look(*_: Any) -> None:
+        with hooks.session.weights() if hooks.session else nullcontext():
+            hooks.look()
+
+    hooks.plain.register_step_post_hook(look)
+
+
+STEP_HOOKS: dict[str, Callable[[Hooks], None]] = {
+    "before and after": before_and_after,
+    "global": globally,
+    "writing": writing,
+    "scaling": scaling_gradients,
+    "averaging": averaging,
+    "explicitly": looking_explicitly,
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("hooks", STEP_HOOKS)
+@pytest.mark.sampled(10)
+def test_hooks_of_a_step_are_shown_all(hooks: str, plan: str) -> None:
+    runs = []
+    for paged in (True, False):
+        run = Hooks(paged, **PLANS[plan])
+        STEP_HOOKS[hooks](run)
+        runs.append(run.train())
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("update", Update, ids=str)
+@pytest.mark.parametrize("first", ("scheduler", "session"))
+def test_a_step_that_a_scheduler_has_wrapped(first: str, update: Update) -> None:
+    def run(paged: bool) -> list[Any]:
+        model = stack()
+        plain = adamw(model)
+        if first == "scheduler":
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+        session = open_session(model, update=update) if paged else None
+        if session is not None:
+            assert session.wrap_optimizer(plain) is plain
+        if first == "session":
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+        seen: list[Any] = []
+        plain.register_step_post_hook(lambda *_: seen.append(every_norm(model)))
+        with warnings.catch_warnings():
+            # of a scheduler that has not seen the step
+            warnings.simplefilter("error")
+            for step in range(2):
+                model(batches(1, seed=step)[0]).backward()
+                plain.step()
+                plain.zero_grad()
+                scheduler.step()
+        if session is not None:
+            session.close()
+            assert type(plain) is torch.optim.AdamW
+        return [seen, every_norm(model), scheduler.get_last_lr()]
+
+    assert run(True) == run(False)
+
+
+def test_a_step_that_somebody_has_replaced_is_refused() -> None:
+    model = stack()
+    session, plain = open_session(model), adamw(model)
+    plain.step = lambda: None
+    with pytest.raises(ConfigError, match="`step` was replaced"):
+        session.wrap_optimizer(plain)
+    session.close()
+
+
+def test_hooks_of_a_step_are_shown_a_frozen_base() -> None:
+    """The optimizer is the plain one, of adapters that stay on the device."""
+
+    def run(paged: bool) -> list[Any]:
+        model = stack()
+        keep = freeze(model)
+        session = open_session(model, keep=keep) if paged else None
+        plain = adamw(model)
+        if session is not None:
+            session.wrap_optimizer(plain)
+        seen: list[Any] = []
+        plain.register_step_post_hook(lambda *_: seen.append(every_norm(model)))
+        train(model, plain, [batches(1)] * 2)
+        if session is not None:
+            session.close()
+        return [seen, every_norm(model)]
+
+    assert run(True) == run(False)
+
+
+def test_who_looks_at_no_weights_costs_nothing() -> None:
+    model = stack()
+    session = open_session(model)
+    paged = wrapped(session)
+
+    class Blind:
+        looks_at_weights = False
+
+        def __call__(self, *_: Any) -> None:
+            assert session._viewer._shown is None
+
+    paged.register_step_pre_hook(Blind())
+    paged.register_step_post_hook(Blind())
+    train(model, paged, [batches(1)])
+    session.close()
+
+
+def in_closure(session: Session, paged: torch.optim.Optimizer) -> None:
+    paged.step(lambda: 0.0)
+
+
+def in_state(session: Session, paged: torch.optim.Optimizer) -> None:
+    paged.register_state_dict_post_hook(lambda *_: None)
+    paged.state_dict()
+
+
+def in_load(session: Session, paged: torch.optim.Optimizer) -> None:
+    state = paged.state_dict()
+    paged.register_load_state_dict_pre_hook(lambda *_: None)
+    paged.load_state_dict(state)
+
+
+def accumulated(session: Session, paged: torch.optim.Optimizer) -> None:
+    """Added while the session is open."""
+    up: Any = session.model.get_parameter("layers.1.up.weight")
+    up.register_post_accumulate_grad_hook(lambda param: param.grad.norm())
+    session.model(batches(1)[0]).backward()
+
+
+def sum_so_far(session: Session, paged: torch.optim.Optimizer) -> None:
+    up: Any = session.model.get_parameter("layers.1.up.weight")
+    up.register_hook(lambda _: up.grad.norm() if up.grad is not None else None)
+    for tokens in batches(2):
+        session.model(tokens).backward()
+
+
+def inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
+    def look(*_: Any) -> None:
+        with session.weights():
+            pass
+
+    session.model.get_submodule("layers.1.up").register_forward_hook(look)
+    session.model(batches(1)[0])
+
+
+def between_passes(session: Session, paged: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        session.model.get_parameter("layers.2.up.weight").mul_(0.5)
+    session.model(batches(1)[0])
+
+
+REFUSED: dict[str, Any] = {
+    "closure": (in_closure, "closure of a step", "a closure cannot"),
+    "state": (
+        in_state,
+        "hook of an optimizer's state",
+        "register_state_dict_post_hook",
+    ),
+    "load": (in_load, "hook of an optimizer's state", "register_load_state_dict_pre"),
+    "accumulated": (
+        accumulated,
+        "hook of an accumulated gradient",
+        r"1\.up\.weight: the",
+    ),
+    "sum so far": (
+        sum_so_far,
+        "hook of a tensor",
+        r"layers\.1\.up\.weight: the gradient",
+    ),
+    "in a pass": (
+        inside_a_pass,
+        "hook of a module, forward or backward",
+        "between two",
+    ),
+    "between": (between_passes, "any other code between passes", "somebody changed"),
+}
+
+
+@pytest.mark.parametrize("act", REFUSED)
+def test_who_would_not_see_the_truth_is_refused(act: str) -> None:
+    model = stack()
+    session = open_session(model, outside=HOST_STATE)
+    optimizer = wrapped(session)
+    train(model, optimizer, [batches(1)], session)
+    does, moment, words = REFUSED[act]
+    assert moment in MOMENTS
+    with pytest.raises(ProTrainError, match=words):
+        does(session, optimizer)
+    session.close()
+
+
+def look_at_block(hooks: Hooks, block: Any) -> None:
+    weight, head = block.up.weight, hooks.model.head.weight
+
+    def on_gradient(grad: Tensor) -> Tensor:
+        hooks.seen.append([weight.norm().item(), grad.norm().item()])
+        return grad * 0.5
+
+    def in_module(*_: Any) -> None:
+        hooks.seen.append([weight.norm().item(), head.norm().item()])
+
+    weight.register_hook(on_gradient)
+    for module in (block.up, block):
+        module.register_forward_pre_hook(in_module)
+        module.register_forward_hook(in_module)
+    block.up.register_full_backward_hook(in_module)
+
+
+@pytest.mark.parametrize("plan", ("paged", "weights stay", "looked up"))
+def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None:
+    runs = []
+    for paged in (True, False):
+        run = Hooks(paged, **PLANS[plan])
+        for layer in run.model.layers:
+            look_at_block(run, layer)
+        runs.append(run.train())
+    assert runs[0] == runs[1] and len(runs[0]) > 100

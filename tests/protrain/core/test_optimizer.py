@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from itertools import product
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,20 +18,25 @@ from core_models import (
     batches,
     freeze,
     host_weight,
+    make_plan,
     open_session,
     stack,
     train,
     twin,
     weights,
+    wrapped,
 )
 from covering import pairwise
 from torch import nn
 
+from axolotl.integrations.protrain.core import session as session_module
 from axolotl.integrations.protrain.core.errors import (
     AccessError,
     CheckpointError,
     ConfigError,
 )
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.runtime import CpuDevice
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement, Update
 
@@ -416,3 +425,52 @@ def test_the_wrapped_optimizer_is_an_optimizer(update: Update) -> None:
     with pytest.raises(ConfigError, match="closure"):
         paged.step(lambda: 0.0)
     session.close()
+
+
+CORE = str(Path(session_module.__file__).parent)
+
+
+def lines_of_a_step(num_layers: int, plan: dict[str, Any]) -> Counter[str]:
+    """How many lines each function of core runs, in steps whose micro-batches use all
+    blocks or the upper half."""
+    model = stack(num_layers=num_layers)
+    layout = build_layout(model)
+    session = Session(model, layout, make_plan(layout, **plan), CpuDevice())
+    optimizer = wrapped(session)
+    counted: Counter[str] = Counter()
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        counted[f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name}"] += 1
+        return line
+
+    def call(frame: FrameType, *_: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(CORE) else None
+
+    for order in (range(num_layers), range(num_layers // 2, num_layers)):
+        model.order = order
+        train(model, optimizer, [batches(1)], session)
+        sys.settrace(call)
+        train(model, optimizer, [batches(2)])
+        sys.settrace(None)
+    session.close()
+    return counted
+
+
+LINEAR = (
+    {"outside": Placement.HOST_STATE, "swap": (0, 2)},
+    {"update": Update.HOST},
+)
+WHOLE = {"noted.py make", "noted.py <listcomp>", "noted.py <dictcomp>"}
+"""A noted step has all parameters in its groups: their places there count."""
+
+
+@pytest.mark.parametrize("plan", LINEAR, ids=str)
+def test_a_step_does_as_much_for_each_block(plan: dict[str, Any]) -> None:
+    few, more, many = (lines_of_a_step(n, plan) for n in (6, 12, 24))
+    # what grows with the square of their number grows four times as much
+    grown = {
+        name: (more[name] - few[name], many[name] - more[name])
+        for name in many.keys() - WHOLE
+    }
+    assert not {n: by for n, by in grown.items() if by[1] > 2.5 * by[0] + 50}
+    assert many["pending.py fetch_ahead"] and many["pager.py open"] > 24

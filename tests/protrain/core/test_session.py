@@ -40,7 +40,9 @@ from axolotl.integrations.protrain.core.layout import (
     Direction,
     aligned,
     build_layout,
+    slot_bytes,
 )
+from axolotl.integrations.protrain.core.layout.tensors import shared_bytes
 from axolotl.integrations.protrain.core.runtime import Pager
 from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
@@ -152,6 +154,102 @@ def test_tied_weights_are_stepped_once(outside: Placement) -> None:
     assert_same(model.state_dict(), plain.state_dict())
     session.close()
     assert model.head.weight is model.embed.weight
+
+
+def of_another(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """A parameter of its own on bytes of another's."""
+    return nn.Parameter(tensor.data, requires_grad)
+
+
+def tie_whole(model: Any) -> None:
+    """As Axolotl's `fix_untrained_tokens` leaves tied embeddings."""
+    model.head.weight = of_another(model.embed.weight)
+
+
+def tie_slice(model: Any) -> None:
+    model.layers[1].up.weight = of_another(model.embed.weight[:32])
+
+
+def tie_transpose(model: Any) -> None:
+    model.layers[3].down.weight = of_another(model.layers[1].up.weight.t())
+
+
+def tie_buffer(model: Any) -> None:
+    model.register_buffer("scale", model.layers[0].extra.data[4:12])
+
+
+def tie_frozen(model: Any) -> None:
+    model.layers[4].up.weight = of_another(model.layers[5].up.weight, False)
+
+
+def tie_both_frozen(model: Any) -> None:
+    model.embed.weight.requires_grad = False
+    model.head.weight = of_another(model.embed.weight, False)
+
+
+def tie_expanded(model: Any) -> None:
+    row = model.layers[2].up.bias[3:4].expand(16)
+    model.layers[2].norm.bias = of_another(row, False)
+
+
+TIES: dict[str, Callable[[Any], None]] = {
+    "whole": tie_whole,
+    "slice": tie_slice,
+    "transpose": tie_transpose,
+    "buffer": tie_buffer,
+    "frozen": tie_frozen,
+    "both frozen": tie_both_frozen,
+    "expanded": tie_expanded,
+}
+
+
+def ties(model: nn.Module) -> list[list[int]]:
+    return shared_bytes([*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, HOST_STATE])
+@pytest.mark.parametrize("tie", TIES)
+def test_what_shares_bytes_goes_on_sharing_them(tie: str, outside: Placement) -> None:
+    model, plain = stack(), stack()
+    for net in (model, plain):
+        TIES[tie](net)
+    assert len(ties(model)) == 1
+    rows = {"embed.weight": 1} if outside is HOST_STATE else {}
+    session = open_session(model, outside=outside, rows=rows)
+    # predictions count shared bytes once
+    assert session.measured().device_placed_bytes == placed_bytes(session)
+    data = [batches(2, seed) for seed in range(3)]
+    ours = train(model, wrapped(session), data, session, clip=0.5)
+    assert ours == train(plain, adamw(plain), data, clip=0.5)
+    assert_same(model.state_dict(), plain.state_dict())
+    with session.weights():
+        model.embed.weight.data.mul_(0.5)
+        model.layers[5].up.weight.data.mul_(0.5)
+    session.close()
+    plain.embed.weight.data.mul_(0.5)
+    plain.layers[5].up.weight.data.mul_(0.5)
+    assert_same(model.state_dict(), plain.state_dict())
+    assert ties(plain) == ties(model)
+
+
+def placed_bytes(session: Session) -> int:
+    """As a prediction counts weights that are placed, and slots."""
+    layout, plan = session.layout, session.plan
+    fixed = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
+    pairs = [(c, plan.placements[c.index]) for c in layout.chunks]
+    stay = (Placement.RESIDENT, HOST_STATE)
+    fixed += sum(c.nbytes for c, placement in pairs if placement in stay)
+    fixed += sum(c.tensors[0].dtype.itemsize for c, p in pairs if p is Placement.ROWS)
+    return fixed + sum(slot_bytes(layout, plan.placements, plan.n_buffer))
+
+
+def test_meta_tensors_share_storages() -> None:
+    """A dry run has no addresses."""
+    first = torch.empty(8, 8, device="meta")
+    assert shared_bytes([first, torch.empty(8, 8, device="meta"), first.t()]) == [
+        [0, 2]
+    ]
+    assert not shared_bytes([first[:4], first[4:]])
 
 
 @pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])

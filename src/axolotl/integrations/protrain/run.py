@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from .core.layout.tensors import may_repack
 from .core.planner import Forecast
 from .core.profile import measured_unseen_bytes
 from .core.runtime import (
+    LIMIT,
     Alarm,
     Alone,
     CheckedDevice,
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from .loading import LoadShare
     from .objective import Objective
 
-_BLIND = ("transformers", "axolotl")
+BLIND = ("transformers", "axolotl")
 """Packages whose callbacks look at no weights; others that do are refused."""
 _SEEING = ("axolotl.integrations.grokfast", "axolotl.monkeypatch.relora")
 NOT_REPACKED = (
@@ -98,7 +100,7 @@ def looking(event: str, callbacks: Sequence[TrainerCallback]) -> list[str]:
     for callback in callbacks:
         act = getattr(callback, event)
         home = getattr(act, "__module__", None) or ""
-        sees = home.startswith(_SEEING) or home.partition(".")[0] not in _BLIND
+        sees = home.startswith(_SEEING) or home.partition(".")[0] not in BLIND
         if sees and getattr(callback, "looks_at_weights", True):
             found.append(type(callback).__name__)
     return found
@@ -179,7 +181,10 @@ class TrainingRun:
         if dist.is_initialized() and dist.get_world_size() > 1:
             # who is gone is noticed here; making a group would wait for it
             dist.barrier()
-            self.ranks = Ranks(device.type)
+            limit = self._cfg.ddp_timeout
+            self.ranks = Ranks(
+                device.type, timedelta(seconds=limit) if limit else LIMIT
+            )
             self.alarm = Alarm(self.ranks, self._hear)
         absent = self._share.absent(model) if self._share else frozenset()
         self._say_once(

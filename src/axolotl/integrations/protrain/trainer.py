@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import DynamoBackend, send_to_device
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
@@ -38,7 +39,7 @@ from .core.errors import ConfigError
 from .core.runtime import Ranks
 from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
-from .run import TrainingRun
+from .run import BLIND, TrainingRun
 from .saving import later
 
 _UPLOADERS = (
@@ -66,8 +67,9 @@ class ProTrainTrainingArguments:
 if TYPE_CHECKING:
     _Mixed = Trainer
     _MixedHandler = CallbackHandler
+    _MixedScheduler = LRScheduler
 else:
-    _Mixed = _MixedHandler = object
+    _Mixed = _MixedHandler = _MixedScheduler = object
 
 
 class ProTrainTrainerMixin(_Mixed):
@@ -118,6 +120,15 @@ class ProTrainTrainerMixin(_Mixed):
             self.optimizer = super().create_optimizer(*args, **kwargs)
         self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        # it makes a first step at once
+        with self.protrain.weights():
+            scheduler: Any = super().create_scheduler(*args, **kwargs)
+        foreign = any(self.protrain.ranks.collect(_is_foreign(scheduler)))
+        if foreign and not isinstance(scheduler, ShowingSchedulerMixin):
+            _put_in_front(scheduler, ShowingSchedulerMixin, protrain=self.protrain)
+        return scheduler
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # when it is repeated the last one of its step may be under way
@@ -290,14 +301,39 @@ class ShowingHandlerMixin(_MixedHandler):
         return control
 
 
+class ShowingSchedulerMixin(_MixedScheduler):
+    """Put in front of a learning-rate scheduler of somebody else's: its steps are shown
+    weights, gradients and state."""
+
+    protrain: ClassVar[TrainingRun]
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        with self.protrain.weights():
+            super().step(*args, **kwargs)
+
+
 def page_trainer(trainer: Trainer, run: TrainingRun) -> None:
     """Put the mixin in front of the trainer's own class, whichever that is."""
-    for owner, mixin in (
-        (trainer, ProTrainTrainerMixin),
-        (trainer.callback_handler, ShowingHandlerMixin),
-    ):
-        own, held = type(owner), {"protrain": run, "trainer": weakref.proxy(trainer)}
-        owner.__class__ = type(f"ProTrain{own.__name__}", (mixin, own), held)
+    held = {"protrain": run, "trainer": weakref.proxy(trainer)}
+    _put_in_front(trainer, ProTrainTrainerMixin, **held)
+    _put_in_front(trainer.callback_handler, ShowingHandlerMixin, **held)
+
+
+def _put_in_front(owner: Any, mixin: type, **held: Any) -> None:
+    own = type(owner)
+    owner.__class__ = type(f"ProTrain{own.__name__}", (mixin, own), held)
+
+
+def _is_foreign(scheduler: Any) -> bool:
+    """Whether neither torch, transformers nor Axolotl has made what a scheduler calls, or
+    one that it is made of."""
+    parts = [type(scheduler), *getattr(scheduler, "lr_lambdas", ())]
+    parts = [part.func if isinstance(part, partial) else part for part in parts]
+    homes = {(part.__module__ or "").partition(".")[0] for part in parts}
+    held = [*vars(scheduler).values(), *getattr(scheduler, "_schedulers", ())]
+    inner = [one for one in held if isinstance(one, LRScheduler)]
+    blind = {*BLIND, "torch", "accelerate"}
+    return not homes <= blind or any(map(_is_foreign, inner))
 
 
 def _saver(callback: TrainerCallback) -> str:

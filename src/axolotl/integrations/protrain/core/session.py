@@ -75,7 +75,7 @@ from .runtime import (
     drop_ended_backward,
 )
 from .types import Chunk, Counters, Layout, Placement, Plan, Update, sums_in_fp32
-from .viewing import Viewer
+from .viewing import Viewer, show_to_hooks
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,11 @@ class Session:
             ConfigError: Some state is on the host, and this optimizer is not one that
                 updates parameters independently of each other.
         """
-        self._optimizer = plain
-        if not self._host_chunks:
-            return plain
-        return self._updates.wrap(plain, self._host_chunks, self._gradients)
+        self._optimizer, self._kind = plain, type(plain)
+        if self._host_chunks:
+            self._updates.wrap(plain, self._host_chunks, self._gradients)
+        show_to_hooks(plain, self._viewer)
+        return plain
 
     def gathered_state(self) -> AbstractContextManager[None]:
         """Inside, which all ranks have to enter, the optimizer of the first of each node
@@ -407,6 +408,8 @@ class Session:
                 undo.callback(self.device.unpin, self._pinned.pop())
             undo.callback(self._gradients.close)
             undo.callback(self._staging.close)
+            if self._optimizer is not None:
+                undo.callback(setattr, self._optimizer, "__class__", self._kind)
             undo.callback(self._updates.close)
             undo.callback(self._residence.detach_state)
             undo.callback(self._residence.move_out)

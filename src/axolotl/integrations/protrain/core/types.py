@@ -146,7 +146,8 @@ class Layout:
         blocks: In the order of use.
         chunks: Of blocks first, in block order, then of their adapters, then one for each
             parameter outside the blocks that trains or is only looked up.
-        fixed_frozen_bytes: Frozen weights and buffers that never leave the device.
+        fixed_frozen_bytes: Frozen weights and buffers that never leave the device, less
+            what several weights share, so that sums of weights count it once.
         fixed_trainable_bytes: Trainable weights that never leave it, nor does their state
             (other adapters), of `num_fixed_trainable` parameters.
     """
@@ -252,7 +253,7 @@ class Plan(Knobs):
         pairs = enumerate(self.placements)
         return tuple(index for index, at in pairs if at is Placement.PAGED)
 
-    @property
+    @cached_property
     def away(self) -> tuple[int, ...]:
         """Chunk indices whose weights the device does not have between two passes."""
         pairs = enumerate(self.placements)

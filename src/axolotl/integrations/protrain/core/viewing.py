@@ -15,20 +15,45 @@ settle together at a moment that only one of them has, so then only bytes are sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_hooks
 from torch.utils import _python_dispatch
 
-from .errors import AccessError
+from .errors import AccessError, ConfigError
 from .optim import Gradients
 from .runtime import Pager, Ranks, Residence
 from .types import Plan
 
 _not_counted = _python_dispatch._disable_current_modes
 """What is copied to be shown is no work of the device."""
+MOMENTS = {
+    "event of a callback": "Shown: weights, gradients and state are true, writes count. On "
+    "several ranks state is refused outside of `gathered_state`.",
+    "hook of an optimizer's step": "Shown, before and after a step, global hooks too.",
+    "scheduler of somebody else's": "Shown while it is made and in its steps.",
+    "closure of a step": "Refused.",
+    "hook of an optimizer's state": "Refused where the host has state: those of "
+    "`state_dict` and `load_state_dict`.",
+    "hook of a tensor": "Sees and may change the gradient of a micro-batch, and sees its "
+    "block's weights. Whoever computes with `.grad`, the sum so far, is refused.",
+    "hook of an accumulated gradient": "Refused, at opening or where it computes.",
+    "hook of a module, forward or backward": "Sees the weights of its block and those "
+    "outside of blocks. `weights` is refused; weights of other blocks are not there, which "
+    "nobody notices.",
+    "any other code between passes": "Has to enter `weights`. A write outside of it is an "
+    "error in the next pass, a read is not noticed.",
+}
+"""When code of users may run while weights, gradients or state are not true, and what it
+finds then; see Note [Who looks between two passes]."""
+
+_BLIND = "torch.", __name__.partition(".core.")[0]
+"""Modules whose hooks of an optimizer's step look at nothing."""
 
 
 @dataclass
@@ -65,6 +90,23 @@ class Viewer:
             self._looking -= 1
             if not self._looking:
                 self.hide()
+
+    def for_hooks(
+        self, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[None]:
+        """`weights`, where hooks of a step may look at them, on any rank."""
+        plan, *_ = self.now()
+        if plan.mode == "A":
+            return nullcontext()
+        tables = (
+            torch_hooks._global_optimizer_pre_hooks,
+            torch_hooks._global_optimizer_post_hooks,
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        )
+        look = any(map(_looks, chain.from_iterable(t.values() for t in tables)))
+        all_look = self.ranks.maximum(torch.tensor([look], dtype=torch.uint8)).any()
+        return self.weights() if all_look else nullcontext()
 
     def hide(self) -> None:
         """A pass begins, or nobody looks any longer."""
@@ -165,3 +207,42 @@ class Viewer:
     def _after_backward(self) -> None:
         self.residence.remember()
         self.show_again()
+
+
+class ShowingOptimizer(torch.optim.Optimizer):
+    """Put in front of an optimizer's class: hooks of its steps are shown all there is."""
+
+    viewer: ClassVar[Viewer]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        # a scheduler asks for it
+        self._opt_called = True
+        with self.viewer.for_hooks(self):
+            return super().step(*args, **kwargs)
+
+    # neither torch nor its schedulers are to wrap this one
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def show_to_hooks(optimizer: torch.optim.Optimizer, viewer: Viewer) -> None:
+    """Put `ShowingOptimizer` in front of the class of an optimizer.
+
+    Raises:
+        ConfigError: Its `step` is not that of its class.
+    """
+    own = vars(optimizer).pop("step", None)
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            "optimizer: its `step` was replaced by another function, which would update "
+            "weights that are paged out. Use `register_step_pre_hook` or "
+            "`register_step_post_hook` instead."
+        )
+    kind = type(optimizer)
+    bases = ShowingOptimizer, kind
+    optimizer.__class__ = type(kind.__name__, bases, {"viewer": viewer})
+
+
+def _looks(hook: Any) -> bool:
+    """Whether a hook of somebody else's may look at weights, gradients or state."""
+    home = getattr(hook, "__module__", None) or ""
+    return getattr(hook, "looks_at_weights", True) and not home.startswith(_BLIND)

@@ -11,16 +11,15 @@ from torch import nn
 from ..types import Block, Chunk, Layout, TensorSpec
 from .blocks import find_blocks
 from .tensors import (
+    ALIGNMENT_BYTES,
     Binding,
     beside_quantised,
     bindings,
     check_quantised,
+    extent,
     own_quant_states,
+    shared_bytes,
 )
-
-ALIGNMENT_BYTES = 256
-"""What matrix libraries look at when they choose a kernel by the address of a weight:
-a view must not be less aligned than the allocation that the plain run would have."""
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
@@ -42,9 +41,9 @@ def build_layout(
     the blocks is a chunk of its own, so that its gradient leaves as soon as it is there,
     and so is an embedding of which `rows` says how many bytes a micro-batch looks up.
     Other frozen parameters outside the blocks, those that several blocks or a block and
-    the rest share, empty or strided ones, biases of quantised weights and those named in
-    `keep_resident` never leave the
-    device. A quantised weight takes its quant state along as tensors of its own.
+    the rest share, or that share bytes with another parameter or a buffer, empty or
+    strided ones, biases of quantised weights and those named in `keep_resident` never
+    leave the device. A quantised weight takes its quant state along as tensors of its own.
     `requires_grad` must be final; `keep_resident` and `adapters` are names of trainable
     parameters, `order` those of all blocks in the order of first use, by default that of
     their definition.
@@ -65,6 +64,9 @@ def build_layout(
         for key, own in held.items()
         if own[0].name in keep_resident or not all(map(_fits_in_chunk, own))
     }
+    every = [*named.values(), *model.buffers()]
+    together = [[every[n] for n in group] for group in shared_bytes(every)]
+    kept |= {id(tensor) for group in together for tensor in group}
     apart = {id(p) for name, p in named.items() if name in adapters}
     stay = kept | _shared_parameters(model, inside)
     kept |= apart
@@ -104,6 +106,11 @@ def build_layout(
             fixed[p.requires_grad] += sum(b.tensor.nbytes for b in own)
             num_fixed_trainable += p.requires_grad
     fixed[False] += sum(buffer.nbytes for buffer in model.buffers())
+    for group in together:
+        _, starts, stops = zip(*map(extent, group), strict=True)
+        fixed[False] += (
+            max(stops) - min(starts) - sum(tensor.nbytes for tensor in group)
+        )
     return Layout(
         blocks=tuple(blocks),
         chunks=tuple(chunks),

@@ -15,7 +15,8 @@ place that knows the structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -32,6 +33,9 @@ _MAY_REPACK = "support_avx512bf16_for_cpu"
 _IN_8_BITS = "init_8bit_state"
 _DATA = "CB"
 _OF_LAST_INPUT = "idx"
+ALIGNMENT_BYTES = 256
+"""What matrix libraries look at when they choose a kernel by the address of a weight:
+a view must not be less aligned than the allocation that the plain run would have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +205,57 @@ def _side_tensors(path: str, state: object) -> Iterator[Binding]:
             yield Binding(f"{path}.{attribute}", state, attribute)
         elif isinstance(value, type(state)):
             yield from _side_tensors(f"{path}.{attribute}", value)
+
+
+def shared_bytes(tensors: Iterable[Tensor]) -> list[list[int]]:
+    """Groups of tensors, by number, of which each shares bytes with others of its group.
+
+    Where bytes lie decides, not who owns them: two parameters on one storage, slices,
+    transposes and expanded views of one tensor.
+    """
+    lie = sorted((*extent(t), n) for n, t in enumerate(tensors) if t.numel())
+    groups: list[list[int]] = []
+    before, end = "", 0
+    for memory, start, stop, number in lie:
+        if memory == before and start < end:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+            before, end = memory, 0
+        end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def extent(tensor: Tensor) -> tuple[str, int, int]:
+    """In which memory a tensor lies, its first byte there and the one after its last."""
+    memory, start = str(tensor.device), tensor.storage_offset() * tensor.itemsize
+    if tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
+        # without an address each storage is a memory of its own
+        memory = f"{memory} {tensor.untyped_storage()._cdata}"
+    else:
+        start = tensor.data_ptr()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = int(sum((size - 1) * stride for size, stride in steps))
+    return memory, int(start), int(start) + (last + 1) * tensor.itemsize
+
+
+def placed_together(
+    tensors: Sequence[Tensor], place: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """What `place` makes of the bytes of host tensors, which the results share alike."""
+    extents = [extent(tensor) for tensor in tensors]
+    _, first, number = min((*e[:2], n) for n, e in enumerate(extents))
+    # aligned as it was in its allocation
+    first -= (first - tensors[number].untyped_storage().data_ptr()) % ALIGNMENT_BYTES
+    end = max(stop for *_, stop in extents)
+    memory: Any = (ctypes.c_char * (end - first)).from_address(first)
+    placed = place(torch.frombuffer(memory, dtype=torch.uint8))
+    return [
+        placed[start - first : stop - first]
+        .view(tensor.dtype)
+        .as_strided(tensor.shape, tensor.stride())
+        for tensor, (_, start, stop) in zip(tensors, extents, strict=True)
+    ]
 
 
 _NO_TENSORS = {int, float, bool, str, type(None)}

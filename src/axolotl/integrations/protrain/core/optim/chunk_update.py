@@ -5,7 +5,7 @@
 Nothing on the host changes before all of an update has been queued without an error. An
 error or Ctrl-C before that restores the structure of the state, which an optimizer changes
 as it goes, and gives the weights on the device up: the chunk is pending as before. After
-it `own.done` says that the device has the truth, and copying it home may be repeated. A
+it `_done` says that the device has the truth, and copying it home may be repeated. A
 signal handler that reads weights in the middle makes the update anew, from what the host
 has; the first one then refuses to go on.
 """
@@ -56,8 +56,6 @@ class ChunkUpdate:
         }
         self.noted: Noted | None = None
         self.used: tuple[int, ...] = ()
-        # what an update has left on the device, until it is on its way home
-        self.done: tuple[Change, InBuffer, Clip | None] | None = None
         # while an update is under way, what puts the state back to rest
         self.undo: Callable[[], None] | None = None
         self.clip: Clip | None = None
@@ -160,6 +158,8 @@ class OnDevice:
     def __init__(self, device: Device, staging: Staging, weights: bool) -> None:
         self._device, self._staging, self._together = device, staging, weights
         self._leaving: deque[tuple[Event, Change]] = deque()
+        # what updates have left on the device, until it is on its way home
+        self._done: dict[ChunkUpdate, tuple[Change, InBuffer, Clip | None]] = {}
 
     def fetch(self, own: ChunkUpdate) -> bool:
         """Bring what an update reads; False if there is no room."""
@@ -196,7 +196,7 @@ class OnDevice:
                     "a signal handler has read weights in the middle of their update, "
                     "and training cannot go on after it"
                 )
-            own.done = change, weights, noted.clip
+            self._done[own] = change, weights, noted.clip
         except BaseException:
             # an interrupt too; raised again as it is
             if own.attempt is attempt:
@@ -212,16 +212,17 @@ class OnDevice:
 
     def send_home(self, own: ChunkUpdate) -> None:
         """Queue the way home of what an update has left on the device."""
-        if own.done is None:
+        if own not in self._done:
             return
-        change, weights, clip = own.done
+        change, weights, clip = self._done[own]
         own.undo = None
         own.state.take(change)
         event = weights.send_back()
         offload = self._device.offload
         for target, source in change.copies:
             offload.copy(target, source)
-        nbytes = sum(target.nbytes for target in [own.host.weights.memory, *homes])
+        nbytes = own.host.weights.memory.nbytes
+        nbytes += sum(target.nbytes for target, _ in change.copies)
         self._staging.counters.offloaded_bytes += nbytes
         own.left = own.sums.sent = offload.record()
         self._give_back(own, [event, own.left])
@@ -231,7 +232,13 @@ class OnDevice:
             self._retire()
         while self._leaving and self._leaving[0][0].query():
             self._retire()
-        own.clip, own.noted, own.done = clip, None, None
+        own.clip, own.noted = clip, None
+        self._done.pop(own, None)
+
+    def finish(self) -> None:
+        """Send home what an interrupt has kept from it."""
+        for own in [*self._done]:
+            self.send_home(own)
 
     def settle(self) -> None:
         """Return once all of it is at home."""

@@ -141,20 +141,24 @@ class Gradients:
                 accumulates = _accumulates(param)
             if accumulates:
                 self.arrives(host.chunk.index)
-                shown.make_room(index, self._settle_own, partial(self._drop, host))
+                # a hook that looks at `.grad` finds it as it is before the pass
+                is_last = next(reversed(param._backward_hooks or {})) == own[index].id
+                drop = partial(self._drop, host)
+                shown.make_room(index, self._settle_own, drop, is_last)
 
-        def after(index: int, param: Tensor) -> None:
-            gradient = param.grad
-            shown.put(index)
+        def after(index: int, _param: Tensor) -> None:
+            gradient = shown.arrived(index)
             if gradient is not None:
                 self._take(host, index, gradient)
 
-        handles: list[Removable] = []
-        for index, param in enumerate(host.params):
-            handles.append(param.register_hook(partial(before, index, param)))
-            hook = partial(after, index)
-            handles.append(param.register_post_accumulate_grad_hook(hook))
-        return handles
+        own = [
+            p.register_hook(partial(before, i, p)) for i, p in enumerate(host.params)
+        ]
+        taking = (
+            param.register_post_accumulate_grad_hook(partial(after, index))
+            for index, param in enumerate(host.params)
+        )
+        return [*own, *taking]
 
     def _expect(self, sums: GradientSums) -> None:
         """Gradients of a chunk will come."""

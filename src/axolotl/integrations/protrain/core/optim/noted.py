@@ -141,7 +141,7 @@ class Noted:
         ):
             _step_of_bitsandbytes(ghost)
         else:
-            _without_hooks(getattr(self._kind, self.method))(ghost)
+            without_hooks(getattr(self._kind, self.method))(ghost)
         for param, main in mains.items():
             if main in ghost.state:
                 states[param] = ghost.state[main]
@@ -171,8 +171,8 @@ def _by_value(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_hooks(step: Any) -> Any:
-    """What torch has wrapped to call the hooks, which have run when it was called."""
+def without_hooks(step: Any) -> Any:
+    """What torch has wrapped to call the hooks of a step, which run around that alone."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 

@@ -27,6 +27,7 @@ be deferred: who reads a weight would need the other ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -95,6 +96,8 @@ class PendingUpdates:
         self._all: list[ChunkUpdate] = []
         self._own: dict[int, ChunkUpdate] = {}
         self._hidden: dict[Any, Any] = {}
+        # what the last step has noted of blocks, in the order of their use
+        self._in_blocks: list[ChunkUpdate] = []
 
     @property
     def _states(self) -> dict[Any, Any]:
@@ -103,6 +106,9 @@ class PendingUpdates:
     def _note(self) -> None:
         """A step has been noted."""
         if self._defers:
+            self._in_blocks = [
+                own for own in self._all if own.noted and _block(own) >= 0
+            ]
             self.fetch_ahead(0)
             return
         waiting = [own for own in self._all if own.noted is not None]
@@ -121,11 +127,16 @@ class PendingUpdates:
 
     def fetch_ahead(self, block: int) -> None:
         """Bring what the next updates read, from a block on, as far as there is room."""
-        for own in self._all if self._defers else ():
-            at = own.host.chunk.block
-            if own.noted is not None and at is not None and at >= block:
-                if not self._with_device.fetch(own):
-                    return
+        every = self._in_blocks
+        # a search: blocks that nobody has used since would be looked at by each later one
+        at = bisect_left(every, block, key=_block)
+        while at < len(every):
+            if every[at].noted is None:
+                del every[at]
+            elif self._with_device.fetch(every[at]):
+                at += 1
+            else:
+                return
 
     def pending(self, chunk: int) -> bool:
         """Whether the last step of a chunk has not yet reached who uses it."""
@@ -142,8 +153,7 @@ class PendingUpdates:
 
     def finish(self) -> None:
         """Send home what an interrupt has kept from it, before slots are filled."""
-        for own in self._all:
-            self._with_device.send_home(own)
+        self._with_device.finish()
 
     def flush_chunk(self, chunk: int) -> None:
         """Have the last step of a chunk made, and wait for it where it is queued."""
@@ -205,6 +215,11 @@ class PendingUpdates:
             self._states.update(self._hidden)
             # not before: an interrupt in between would lose them
             self._hidden = {}
+
+
+def _block(own: ChunkUpdate) -> int:
+    block = own.host.chunk.block
+    return -1 if block is None else block
 
 
 def _wait(event: Event | None) -> None:

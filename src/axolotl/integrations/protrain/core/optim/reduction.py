@@ -62,6 +62,9 @@ class GradientReduction(Gradients):
         self._memory, self._ranks = memory, memory.ranks
         self._worker, self._order = worker, order
         self._hosts: list[HostChunk] = []
+        self._number: dict[HostChunk, int] = {}
+        # the number of each block's first one
+        self._first_of: dict[int | None, int] = {}
         # which parameters of each had a gradient in this step
         self._used: list[set[int]] = []
         self._sums_arena = Arena()
@@ -73,6 +76,8 @@ class GradientReduction(Gradients):
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         self._hosts = sorted(chunks, key=self._turn)
         self._used = [set() for _ in self._hosts]
+        for number, host in reversed([*enumerate(self._hosts)]):
+            self._first_of[host.chunk.block] = self._number[host] = number
         return [handle for host in self._hosts for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
@@ -92,9 +97,7 @@ class GradientReduction(Gradients):
             self._ends = True
             launch_all = partial(self._launch_until, len(self._hosts))
             torch.autograd.Variable._execution_engine.queue_callback(launch_all)
-        blocks = [host.chunk.block for host in self._hosts]
-        if block in blocks:
-            self._launch_until(blocks.index(block))
+        self._launch_until(self._first_of.get(block, 0))
 
     def settle(self) -> None:
         # all ranks call it at the same point of a step
@@ -152,7 +155,7 @@ class GradientReduction(Gradients):
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
-            if host in self._hosts[: self._next] or index in host.sums.arrived:
+            if self._number[host] < self._next or index in host.sums.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(
                     f"{name}: a second backward pass in the last micro-batch of a step "

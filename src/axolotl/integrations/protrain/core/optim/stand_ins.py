@@ -27,6 +27,10 @@ class StandIn(Tensor):
     """
 
     parameter_name: str
+    awaited_by: int = -1
+    """The backward pass that is about to add a gradient."""
+    arrived: Tensor | None = None
+    """That gradient."""
 
     @staticmethod
     def __new__(cls, name: str, param: Tensor) -> StandIn:
@@ -43,6 +47,12 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        own = args[0] if func is torch.ops.aten.add_.Tensor else None
+        backward = torch._C._current_graph_task_id()
+        if isinstance(own, cls) and own.arrived is None:
+            if own.awaited_by == backward != -1:
+                own.arrived = args[1].clone()
+                return own
         name = next(
             t.parameter_name
             for t in tensors_in([args, kwargs or {}])
@@ -91,9 +101,14 @@ class ShownGradients:
         param.grad = self.stand_ins[index]
 
     def make_room(
-        self, index: int, settle: Callable[[], None], drop: Callable[[int], None]
+        self,
+        index: int,
+        settle: Callable[[], None],
+        drop: Callable[[int], None],
+        is_last: bool,
     ) -> None:
-        """Let `.grad` be None, or autograd would add to what stands there."""
+        """Let `.grad` be None, or autograd would add to what stands there; where hooks
+        of others come before it does, a stand-in that takes what is added."""
         param = self.host.params[index]
         if param.grad is not self.stand_ins[index]:
             if param.grad is not None:
@@ -102,7 +117,19 @@ class ShownGradients:
             if param.grad is None:
                 drop(index)
         self.require_unspent(index)
-        param.grad = None
+        if param.grad is None or is_last:
+            param.grad = None
+        else:
+            self.stand_ins[index].awaited_by = torch._C._current_graph_task_id()
+
+    def arrived(self, index: int) -> Tensor | None:
+        """The gradient that autograd has made."""
+        gradient, stand_in = self.host.params[index].grad, self.stand_ins[index]
+        if gradient is stand_in:
+            gradient, stand_in.arrived = stand_in.arrived, None
+            stand_in.awaited_by = -1
+        self.put(index)
+        return gradient
 
     def take_back(self, wait: Callable[[], None]) -> None:
         """Take over what `.grad` was set to, None included; `wait` returns once the last

@@ -25,7 +25,14 @@ from .gradients import Gradients
 from .host_chunks import MASTER_KEY, HostChunk
 from .host_tensors import GradientSums
 from .masters import Masters
-from .noted import Clip, Noted, marks, require_separable, states_of
+from .noted import (
+    Clip,
+    Noted,
+    marks,
+    require_separable,
+    states_of,
+    without_hooks,
+)
 from .pending import PendingUpdates
 from .state_memory import StateMemory, unpack
 from .states import HostedState, Leaf
@@ -43,7 +50,10 @@ class Updates(PendingUpdates):
     _clip: Clip | None = None
     # there may be state
     _stepped = False
-    _noting = False
+    # code of the optimizer runs, which has asked for nothing
+    _own_code = False
+    # how many there were when they were put in order
+    _num_ordered = 0
 
     def wrap(
         self,
@@ -194,13 +204,13 @@ class Updates(PendingUpdates):
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Around the plain step, which must see only what it has to update now."""
+        # what is shown would be taken for what somebody has written after it
+        self._around.hide()
+        self._settle()
+        self.flush()
         stood: list[tuple[nn.Parameter, Tensor]] = []
-
-        def note(*_: Any) -> None:
-            # what is shown would be taken for what somebody has written after it
-            self._around.hide()
-            self._settle()
-            self.flush()
+        self._own_code = True
+        try:
             noted, self._stepped = self._noted(), True
             for own in self._all:
                 params = own.host.params
@@ -213,15 +223,9 @@ class Updates(PendingUpdates):
                     own.sums.present.clear()
                     own.sums.norms.clear()
                     own.noted = noted
-
-        # the last one: others may change groups and gradients
-        handle = self.plain.register_step_pre_hook(note)
-        self._noting = True
-        try:
             yield
         finally:
-            self._noting = False
-            handle.remove()
+            self._own_code = False
             self.show_states()
             for param, stand_in in stood:
                 param.grad = stand_in
@@ -232,8 +236,11 @@ class Updates(PendingUpdates):
 
     def complete_states(self) -> None:
         """Somebody is about to read or change them, unless it is the step itself."""
-        if not self._noting:
+        if not self._own_code:
             self.flush()
+            self.require_gathered()
+            if len(self._states) != self._num_ordered:
+                self.order_states()
 
     def switch(self, method: str) -> None:
         """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
@@ -243,9 +250,11 @@ class Updates(PendingUpdates):
         moved = self._all if self._stepped else []
         for own in moved:
             self._hide_states(own.host.params)
+        self._own_code = True
         try:
             getattr(self.kind, method)(self.plain)
         finally:
+            self._own_code = False
             self.show_states()
         if before != [dict(group) for group in self.plain.param_groups]:
             self.settle_gradients()
@@ -262,8 +271,10 @@ class Updates(PendingUpdates):
             for main in mains.values():
                 main.data = main.data.cpu()
             self._exchange(mains)
+            self._own_code = True
             yield
         finally:
+            self._own_code = False
             self._exchange({main: param for param, main in mains.items()})
         self._stepped = True
         self.adopt(self._all)
@@ -305,9 +316,9 @@ class Updates(PendingUpdates):
         """Raise AccessError where this rank has only a part of the state."""
         if not self._gathered and any(self._states.values()):
             raise AccessError(
-                "optimizer: each rank has the state of the weights that it updates. Call "
-                "`state_dict` inside `with session.gathered_state():`, which all ranks "
-                "enter."
+                "optimizer: each rank has the state of the weights that it updates. Read "
+                "`state` or `state_dict` on the first rank of a node, inside `with "
+                "session.gathered_state():`, which all ranks enter."
             )
 
     def add_masters(self, packed: dict[str, Any]) -> None:
@@ -375,6 +386,7 @@ class Updates(PendingUpdates):
         """Let them be in the order in which the plain run makes them."""
         state, every = self._states, _params(self.plain)
         state.update([(p, state.pop(p)) for p in every if p in state])
+        self._num_ordered = len(state)
 
     def close(self) -> None:
         """Let go of all memory; no copy may be in flight."""
@@ -460,16 +472,22 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.updates.complete_states()
         vars(self)["state"] = states
 
+    @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
-            raise ConfigError("optimizer: a closure cannot be called under paging")
+            raise ConfigError(
+                "optimizer: a closure cannot be called while weights are paged. Call "
+                "`step` without one, after backward."
+            )
         with self.updates.noting():
-            return super().step()
+            # hooks are called around this one: nothing is hidden from them
+            return without_hooks(self.updates.kind.step)(self)
 
-    # torch is not to call the hooks around this one, too
+    # torch is not to call them once more
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
+        _require_no_hooks(self, "state_dict")
         self.updates.flush()
         self.updates.require_gathered()
         self.updates.order_states()
@@ -478,6 +496,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        _require_no_hooks(self, "load_state_dict")
         others, masters = self.updates.without_masters(state_dict)
         with self.updates.loading():
             super().load_state_dict(others, *args, **kwargs)
@@ -489,10 +508,20 @@ class PagedOptimizer(torch.optim.Optimizer):
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type:
-    """The class of an optimizer, without what is put in front of it here."""
-    if isinstance(optimizer, PagedOptimizer):
-        return optimizer.updates.kind
-    return type(optimizer)
+    """The class of an optimizer, without what this package puts in front of it."""
+    package = __name__.partition(".core.")[0]
+    kinds = type(optimizer).__mro__
+    return next(kind for kind in kinds if not kind.__module__.startswith(package))
+
+
+def _require_no_hooks(optimizer: torch.optim.Optimizer, method: str) -> None:
+    for when in ("pre", "post"):
+        if getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None):
+            raise AccessError(
+                f"optimizer: a hook that `register_{method}_{when}_hook` has added would "
+                "see other parameters than the model's while their state is on the host. "
+                "Do it in an event of a callback (on_train_begin, on_save)."
+            )
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

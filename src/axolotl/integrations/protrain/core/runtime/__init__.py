@@ -29,7 +29,7 @@ from .hooks import (
 from .lanes import LaneClock, LaneTimes
 from .pager import Pager, Ring
 from .races import CheckedDevice
-from .ranks import HEARD_S, Alarm, Alone, Ranks
+from .ranks import HEARD_S, LIMIT, Alarm, Alone, Ranks
 from .recompute import Recompute
 from .residence import Residence
 from .rows import HostRows, LookUp

@@ -28,12 +28,14 @@ nothing that depends on timing may decide about one: an update can hold back fet
 ahead, but not change their order. A rank that leaves out a block (an image tower without
 images, a dropped layer) opens it all the same, in order. A pass goes up from the first
 block or, in backward, down from the last; what is left of it is opened when the next pass
-begins, and of one that goes down when backward ends, by a callback of the engine.
+begins, and of one that goes down when backward ends, by a callback of the engine. A rank
+that runs no block of a pass has none to open, so ranks meet where a pass begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,11 +194,16 @@ class Pager:
 
 
 class ShardedPager(Pager):
-    """Opens every block of a pass in order; see Note [Fetches that all ranks make]."""
+    """Opens every block of a pass in order; see Note [Fetches that all ranks make].
 
-    def __init__(self, schedule: Schedule, *args: Any, **kwargs: Any) -> None:
+    `meet` is called once before the first one, on all ranks of the node.
+    """
+
+    def __init__(
+        self, schedule: Schedule, *args: Any, meet: Callable[[], None], **kwargs: Any
+    ) -> None:
         super().__init__(schedule, *args, **kwargs)
-        self._direction = Direction.FORWARD
+        self._direction, self._meet, self._met = Direction.FORWARD, meet, False
         # the block that was opened last in this pass
         self._at = -1
 
@@ -209,6 +216,7 @@ class ShardedPager(Pager):
         if turns or (behind and not again):
             self.complete()
             self._begin(direction)
+        self._begin_together()
         if not again:
             self._pass(self._until(block)[:-1])
         super().open(block, self._direction)
@@ -216,7 +224,7 @@ class ShardedPager(Pager):
 
     def begin_micro_batch(self) -> None:
         self.complete()
-        self._direction, self._at = Direction.FORWARD, -1
+        self._direction, self._at, self._met = Direction.FORWARD, -1, False
 
     def complete(self) -> None:
         """Open what is left of the pass."""
@@ -227,6 +235,7 @@ class ShardedPager(Pager):
     def _pass(self, blocks: Iterable[int]) -> None:
         """Open what others may use and this rank does not."""
         for block in blocks:
+            self._begin_together()
             super().open(block, self._direction)
             self.close_any()
             self._at = block
@@ -241,10 +250,15 @@ class ShardedPager(Pager):
 
     def _begin(self, direction: Direction) -> None:
         self._direction = direction
-        self._at = self._start
+        self._at, self._met = self._start, False
         if self._down:
             # called once all of backward has run
             torch.autograd.Variable._execution_engine.queue_callback(self.complete)
+
+    def _begin_together(self) -> None:
+        if not self._met:
+            self._meet()
+            self._met = True
 
     def _until(self, block: int) -> range:
         step = -1 if self._down else 1
@@ -324,7 +338,9 @@ class Ring:
             [self.numbers[c] for c in block.chunks if c in self.numbers]
             for block in self._layout.blocks
         ]
-        kind = Pager if self._plan.shards == 1 else ShardedPager
+        kind: Callable[..., Pager] = Pager
+        if self._sharing is not None:
+            kind = partial(ShardedPager, meet=self._sharing.begin_pass)
         return kind(
             Schedule(blocks, self._plan.n_buffer),
             self.slots,

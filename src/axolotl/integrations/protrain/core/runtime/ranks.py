@@ -12,8 +12,10 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +29,8 @@ LOOK_S = 0.2
 HEARD_S = 10.0
 """The longest that a rank waits for others to hear it, and then for itself to end."""
 _WORDS, _HEARD = "words", "heard"
+LIMIT = timedelta(minutes=30)
+"""How long torch waits for a rank, and transformers (`ddp_timeout`), unless told."""
 
 
 class Ranks:
@@ -34,15 +38,15 @@ class Ranks:
     "cpu" or "cuda".
 
     `rank` is that of this process among all of `world`, `local_rank` that on its node;
-    collectives are counted in `counters`.
+    collectives are counted in `counters`. Nobody waits for another longer than `limit`.
 
     Raises:
         ConfigError: Nodes with different numbers of processes.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self.rank = dist.get_rank()
-        self._host = dist.new_group(backend="gloo")
+    def __init__(self, device_type: str, limit: timedelta = LIMIT) -> None:
+        self.rank, self._limit = dist.get_rank(), limit
+        self._host = dist.new_group(backend="gloo", timeout=limit)
         # what the processes of one node have in common, and of no other
         node = os.environ.get("GROUP_RANK") or platform.node()
         nodes = _by_node(self.collect(node))
@@ -53,6 +57,7 @@ class Ranks:
         self._node = self._one_of(nodes, backend)
         self._node_host = self._one_of(nodes, "gloo")
         self._updates = self._one_of(nodes, "gloo")
+        self._passes = self._one_of(nodes, "gloo")
         self._across = self._one_of([*zip(*nodes, strict=True)], backend)
         self._own_node = own
         self.counters = Counters()
@@ -82,6 +87,40 @@ class Ranks:
     def updated(self) -> dist.Work | None:
         """This rank has updated its share; done when all of the node have theirs."""
         return dist.barrier(group=self._updates, async_op=True)
+
+    def begin_pass(self) -> None:
+        """Return once all ranks of the node begin a pass, whose gathers have no end where
+        one of them does not come.
+
+        Raises:
+            ProTrainError: Some have not come in time, by their numbers.
+        """
+        here = torch.zeros(1, dtype=torch.uint8)
+        others = [rank for rank in self._own_node if rank != self.rank]
+        sent = [dist.isend(here, rank, group=self._passes) for rank in others]
+        heard = {
+            rank: dist.irecv(torch.empty_like(here), rank, group=self._passes)
+            for rank in others
+        }
+        missing = [rank for rank, work in heard.items() if not self._ends(work)]
+        if missing:
+            raise ProTrainError(
+                f"ddp_timeout: rank {', '.join(map(str, missing))} runs no block in a pass "
+                f"for which rank {self.rank} has waited {self._limit.total_seconds():g} s. "
+                "Where chunks are sharded every rank has to run the model as often as the "
+                "others. Give each rank a batch, raise ddp_timeout where one is slow, or "
+                "set protrain_force_all_persistent: true."
+            )
+        for work in filter(None, sent):
+            work.wait()
+
+    def _ends(self, work: dist.Work | None) -> bool:
+        assert work is not None
+        try:
+            return work.wait(self._limit)
+        except RuntimeError:
+            # gloo's word for a time limit, and for a process that has ended
+            return False
 
     def node_sum(self, values: Tensor) -> Tensor:
         """Sum over the ranks of the node, in place."""
@@ -156,13 +195,16 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the groups."""
-        host = self._host, self._node_host, self._updates
+        host = self._host, self._node_host, self._updates, self._passes
         for group in {*host, self._node, self._across}:
             dist.destroy_process_group(group)
 
     def _one_of(self, members: Sequence[Sequence[int]], backend: str) -> Any:
         # every rank has to take part in making every group
-        made = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+        made = [
+            dist.new_group(list(ranks), timeout=self._limit, backend=backend)
+            for ranks in members
+        ]
         return made[next(n for n, ranks in enumerate(members) if self.rank in ranks)]
 
 

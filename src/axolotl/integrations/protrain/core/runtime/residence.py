@@ -40,6 +40,8 @@ from ..layout.tensors import (
     hold_quantised,
     model_bindings,
     parameter_name,
+    placed_together,
+    shared_bytes,
 )
 from ..types import Chunk, Counters, TensorSpec
 from .arena import Arena, host_buffer, return_freed_memory
@@ -234,12 +236,15 @@ class Residence:
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
-        away = [b for b in self._bindings.values() if b.tensor.device.type != "cpu"]
+        every = [*self._bindings.values(), *self._buffers()]
+        away = [b for b in every if b.tensor.device.type != "cpu"]
+        # whole storages: what shares bytes goes on sharing them
+        storages = {s.data_ptr(): s for s in (b.tensor.untyped_storage() for b in away)}
         stream = self._device.offload
         stream.wait(self._device.compute.record())
         with ExitStack() as undo:
             rooms: SimpleQueue[Tensor] = SimpleQueue()
-            most = max((binding.tensor.nbytes for binding in away), default=0) or 1
+            most = max((s.nbytes() for s in storages.values()), default=0) or 1
             for _ in range(_COPIERS if away else 0):
                 room = host_buffer(min(most, _ROOM_BYTES))
                 self._device.pin(room)
@@ -248,21 +253,24 @@ class Residence:
             undo.callback(lambda: stream.record().synchronize())
             # threads: the system clears each new page for who touches it first
             pool = undo.enter_context(ThreadPoolExecutor(_COPIERS))
-            homes = [*pool.map(partial(self._fetched_home, rooms), away)]
-        for binding, home in zip(away, homes, strict=True):
-            binding.bind(home)
-        for buffer in self._model.buffers():
-            buffer.data = buffer.data.cpu()
+            fetched = pool.map(partial(self._fetched_home, rooms), storages.values())
+            homes = dict(zip(storages, fetched, strict=True))
+        for binding in away:
+            tensor = binding.tensor
+            home = homes[tensor.untyped_storage().data_ptr()].untyped_storage()
+            where = tensor.storage_offset(), tensor.shape, tensor.stride()
+            binding.bind(torch.empty(0, dtype=tensor.dtype).set_(home, *where))
         if self._held is not None:
             self._held.close()
 
-    def _fetched_home(self, rooms: SimpleQueue[Tensor], binding: Binding) -> Tensor:
+    def _fetched_home(
+        self, rooms: SimpleQueue[Tensor], storage: torch.UntypedStorage
+    ) -> Tensor:
         """A copy in plain host memory, through page-locked memory, which is faster."""
-        home = torch.empty_like(binding.tensor, device="cpu")
-        if not (home.is_contiguous() and binding.tensor.is_contiguous()):
-            return home.copy_(binding.tensor)
+        away = _bytes_of(storage)
+        home = torch.empty_like(away, device="cpu")
         stream, room = self._device.offload, rooms.get()
-        ways = (_as_bytes(t).split(len(room)) for t in (home, binding.tensor))
+        ways = (memory.split(len(room)) for memory in (home, away))
         try:
             for target, source in zip(*ways, strict=True):
                 stream.copy(room[: len(source)], source)
@@ -279,9 +287,7 @@ class Residence:
 
     def buffer_of(self, chunk: Chunk) -> Tensor:
         """The device memory that a chunk's parameters are views of, uint8."""
-        first = self._places[chunk.tensors[0].name]
-        storage = first.untyped_storage()
-        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+        return _bytes_of(self._places[chunk.tensors[0].name].untyped_storage())
 
     def refresh(self, chunk: Chunk, ring: Ring) -> None:
         """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
@@ -363,14 +369,27 @@ class Residence:
 
     def _place_others(self, on_host: set[str]) -> None:
         # first: one small view would keep a whole mapped shard of the file alive
-        for name, binding in self._bindings.items():
-            if name not in on_host:
-                holder = self._holder(name)
-                if holder is not None:
-                    self._ranks.spread_on_node(binding.tensor, holder)
+        others = [b for name, b in self._bindings.items() if name not in on_host]
+        for binding in others:
+            holder = self._holder(binding.name)
+            if holder is not None:
+                self._ranks.spread_on_node(binding.tensor, holder)
+        others += self._buffers()
+        # scales of quantised weights are never written, so copies of them are as good
+        written = [binding for binding in others if binding.attribute == "data"]
+        together: set[Binding] = set()
+        for group in shared_bytes(binding.tensor for binding in written):
+            members = [written[number] for number in group]
+            placed = placed_together([b.tensor for b in members], self._device.place)
+            for binding, tensor in zip(members, placed, strict=True):
+                binding.bind(tensor)
+            together.update(members)
+        for binding in others:
+            if binding not in together:
                 binding.bind(self._device.place(binding.tensor))
-        for buffer in self._model.buffers():
-            buffer.data = self._device.place(buffer.data)
+
+    def _buffers(self) -> list[Binding]:
+        return [Binding(n, buffer, "data") for n, buffer in self._model.named_buffers()]
 
     def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
         buffer = buffer_of(chunk)
@@ -405,6 +424,10 @@ def _view(buffer: Tensor, spec: TensorSpec) -> Tensor:
 
 def _lies(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
