@@ -230,7 +230,7 @@ def run_on_meta(meta: MetaModel) -> Run:
         return tensor
 
     emulation = Emulation("cuda", autocast_dtype(meta.cfg))
-    with fake_kernels("cuda") as used, _Watch(run), autocast_on_meta():
+    with fake_kernels("cuda", meta.model) as used, _Watch(run), autocast_on_meta():
         with emulation, saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = meta.model(**batch_of(meta))
         loss = outputs_as_fp32(outputs)["loss"]
