@@ -46,7 +46,7 @@ NAMES = {
     "_reinitialize_classification_head _set_attention_config",
     "axolotl.loaders.patch_manager:PatchManager": "_apply_flash_attention_patches "
     "_apply_sageattn_patches _apply_sdpa_varlen_patch",
-    "axolotl.monkeypatch.attention.sdpa_varlen": "patch_sdpa_varlen",
+    "axolotl.monkeypatch.attention.sdpa_varlen": "_PATCH_APPLIED patch_sdpa_varlen",
     "axolotl.monkeypatch.moe_quant": "_moe_load_state",
     "bitsandbytes.nn:Int8Params": "_quantize",
     "bitsandbytes.nn:Params4bit": "_quantize",

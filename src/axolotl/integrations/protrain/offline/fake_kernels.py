@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +20,6 @@ import bitsandbytes as bnb
 import torch
 from bitsandbytes.autograd._functions import MatMul8bitFp
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.layout.tensors import tensors_in
 from ..core.profile.meta import value_of
@@ -28,8 +27,6 @@ from ..core.profile.operators import launch as launched_on, products
 
 PLANNED_ATTENTION = "protrain_planning"
 """Attention that saves what a flash kernel saves; runs on the meta device only."""
-
-_FLASH_ATTENTION = "flash_attention_2"
 
 _CHUNK = 64
 """Tokens that kernels of linear attention take together."""
@@ -82,6 +79,7 @@ def planned_attention(
     scaling: float | None = None,
     position_ids: Tensor | None = None,
     is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """A flash kernel on the meta device: saves q, k, v, output and fp32 log-sum-exp.
@@ -92,6 +90,7 @@ def planned_attention(
             and put back into the output, which copies all four.
         position_ids: [1, length] of a packed row: each document attends to itself.
         is_causal: None for what the module says.
+        cu_seq_lens_q: Where the documents of a packed row begin, and its end.
 
     Returns:
         Output [batch, length, heads, dim].
@@ -108,7 +107,7 @@ def planned_attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     shape = query.shape
-    documents = _documents(position_ids, shape)
+    documents = _documents(position_ids, cu_seq_lens_q, shape)
     query, key, value = (
         t.unflatten(2, (documents, -1)).transpose(1, 2).flatten(0, 1)
         for t in (query, key, value)
@@ -122,13 +121,19 @@ def planned_attention(
     return output if attention_mask is None else output.clone(), None
 
 
-def _documents(positions: Tensor | None, shape: torch.Size) -> int:
+def _documents(
+    positions: Tensor | None, bounds: Tensor | None, shape: torch.Size
+) -> int:
     """How many of equal length a packed row has; 1 if that is not known, or several rows."""
     known = None if positions is None else value_of(positions)
-    if known is None or known.shape != (1, shape[2]) or shape[0] != 1:
+    if bounds is not None:
+        documents = len(bounds) - 1
+    elif known is not None and known.shape == (1, shape[2]):
+        documents = int((known == 0).sum())
+    else:
         return 1
-    documents = int((known == 0).sum())
-    return documents if documents and shape[2] % documents == 0 else 1
+    whole = shape[0] == 1 and documents and shape[2] % documents == 0
+    return documents if whole else 1
 
 
 def attention_of(model: nn.Module) -> set[str]:
@@ -142,29 +147,52 @@ def attention_of(model: nn.Module) -> set[str]:
 def attention_kernels(names: Iterable[str]) -> Iterator[None]:
     """Let `planned_attention` stand for all attention that torch has no operator for:
     what transformers knows, and what is among `names`."""
+    # imported here: they take seconds
+    from axolotl.monkeypatch.attention import sdpa_varlen
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
+
     with ExitStack() as undo:
-        for name in {PLANNED_ATTENTION, *ALL_ATTENTION_FUNCTIONS, *names}:
+        if sdpa_varlen._PATCH_APPLIED:
+            # Axolotl's own looks for a GPU, and takes a mask without one
+            packed = partial(_packed_sdpa, ATTENTION["sdpa"])
+            _stand_in(ATTENTION, "sdpa", packed, undo)
+        for name in {PLANNED_ATTENTION, *ATTENTION, *names}:
             if name == "eager" or "sdpa" in name or name.startswith("paged|"):
                 continue
             # what has no mask takes the boundaries of documents as positions
             maskless = name == PLANNED_ATTENTION or "flex" in name
-            mask = ALL_MASK_ATTENTION_FUNCTIONS[_FLASH_ATTENTION]
-            stand_ins = (
-                (ALL_ATTENTION_FUNCTIONS, planned_attention),
-                (ALL_MASK_ATTENTION_FUNCTIONS, _no_mask if maskless else mask),
-            )
-            for interface, stand_in in stand_ins:
-                before = interface.get(name)
-                interface[name] = stand_in
-                undo.callback(_put_back, interface, name, before)
+            mask = _no_mask if maskless else MASKS["flash_attention_2"]
+            _stand_in(ATTENTION, name, planned_attention, undo)
+            _stand_in(MASKS, name, mask, undo)
         yield
 
 
-def _put_back(interface: Any, name: str, before: Any) -> None:
-    """An entry of an interface of transformers hides what is registered by its name."""
-    del interface[name]
-    if interface.get(name) is not before:
-        interface[name] = before
+def _stand_in(interface: Any, name: str, function: Any, undo: ExitStack) -> None:
+    """Hide what transformers has by a name; its own entries hide what is registered."""
+    before = interface.get(name)
+
+    def put_back() -> None:
+        del interface[name]
+        if interface.get(name) is not before:
+            interface[name] = before
+
+    interface[name] = function
+    undo.callback(put_back)
+
+
+def _packed_sdpa(
+    otherwise: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """Axolotl's way of rows that are packed and have no mask, and of others."""
+    attends = planned_attention if attention_mask is None else otherwise
+    return attends(module, query, key, value, attention_mask, **kwargs)
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
@@ -246,13 +274,9 @@ class _DeltaRule(torch.autograd.Function):
         decay, beta = decay.contiguous(), beta.contiguous()
         scales: list[Tensor] = []
         if normalises:
-            for x in (query, key):
-                scales.append(x.new_empty(x.shape[:-1], dtype=torch.float32))
-            given = query, key
-            query, key = torch.empty_like(query), torch.empty_like(key)
-            launched_on([given[0], query, scales[0]])
-            launched_on([given[1], key, scales[1]])
-            del given
+            query, *scales = _normalised(query)
+            key, *of_key = _normalised(key)
+            scales += of_key
         sums = torch.empty_like(decay, dtype=torch.float32)
         launched_on([decay, sums])
         # by channel there is one such product for queries and one for keys
@@ -261,15 +285,17 @@ class _DeltaRule(torch.autograd.Function):
         parts = _parts(key, value, sums, beta, solved)
         output = torch.empty_like(value)
         launched_on([query, key, sums, *parts[-2:], output])
-        ctx.save_for_backward(query, key, value, sums, beta, *solved, *scales)
-        ctx.num_solved = len(solved)
+        # chunk_kda keeps its decay too
+        given = [decay] * (len(solved) - 1)
+        ctx.save_for_backward(query, key, value, sums, beta, *solved, *scales, *given)
+        ctx.normalises = normalises
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sums, beta, *others = ctx.saved_tensors
-        (grad,), solved = grads, others[: ctx.num_solved]
-        scales = others[ctx.num_solved :]
+        (grad,), num_solved = grads, sums.ndim - 2
+        solved, scales = others[:num_solved], others[num_solved:]
         parts = _parts(key, value, sums, beta, solved)
         first, states, new = parts[0], *parts[-2:]
         d_value = torch.empty_like(grad)
@@ -286,12 +312,20 @@ class _DeltaRule(torch.autograd.Function):
         d_sums += more[3]
         d_decay = torch.empty_like(d_sums)
         launched_on([d_sums, d_decay])
-        if scales:
-            given = d_query, d_key
-            d_query, d_key = torch.empty_like(query), torch.empty_like(key)
-            launched_on([query, scales[0], given[0], d_query])
-            launched_on([key, scales[1], given[1], d_key])
+        if ctx.normalises:
+            made = torch.empty_like(query), torch.empty_like(key)
+            launched_on([query, scales[0], d_query, made[0]])
+            launched_on([key, scales[1], d_key, made[1]])
+            d_query, d_key = made
         return d_query, d_key, more[1], d_decay, more[2], None
+
+
+def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length 1, and in fp32 what they were divided by."""
+    made = torch.empty_like(rows)
+    scale = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
+    launched_on([rows, made, scale])
+    return made, scale
 
 
 def _parts(
