@@ -200,11 +200,11 @@ def _patch_images(
     cfg: Any, vision: Any, text: Any, processor: dict[str, Any], rows: int
 ) -> tuple[dict[str, Tensor], int, str]:
     """Images as rows of patches with a grid, as the Qwen families take them."""
-    width, features = text.hidden_size, getattr(vision, "out_hidden_size", None)
-    if features not in (None, width):
+    taken, features = text.hidden_size, getattr(vision, "out_hidden_size", None)
+    if features not in (None, taken):
         raise ConfigError(
             f"base_model: in config.json vision_config.out_hidden_size {features} must be "
-            f"the hidden_size {width} of the text model, which takes what the tower gives."
+            f"the hidden_size {taken} of the text model, which takes what the tower gives."
         )
     patch, merge = _longer(vision.patch_size), vision.spatial_merge_size
     unit = patch * merge
@@ -215,7 +215,9 @@ def _patch_images(
         side = max(1, round(_longer(cfg.image_size) / unit))
         if side * side <= height * width:
             height = width = side
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    channels: Any = getattr(vision, "in_channels", None) or getattr(
+        vision, "in_chans", 3
+    )
     num_patches = rows * height * width * merge**2
     # of a tower for still images a patch has one frame
     frames = getattr(vision, "temporal_patch_size", 1)

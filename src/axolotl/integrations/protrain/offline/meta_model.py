@@ -521,7 +521,7 @@ class _Loader(ModelLoader):
             kernel = "the kernel that torch has for its mask and types"
         self._assumptions.append(f"attention {name}: {kernel}")
         for module in self.model.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             own = getattr(config, "_attn_implementation", None)
             if self._packs_sdpa and own == "sdpa":
                 config._attn_implementation = PLANNED_ATTENTION
