@@ -290,7 +290,7 @@ def trace(
             outputs = outputs_as_fp32(outputs)
         return outputs["loss"]
 
-    with fake_kernels("cpu"):
+    with fake_kernels("cpu", copied):
         return trace_step(copied, find_blocks(copied), loss_of, compiled)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from axolotl.monkeypatch.attention import sdpa_varlen
+from axolotl.utils.dict import DictDefault
 from fork_server import call
+from shrunk_models import shrunk_config
 from tiny_models import (
+    MODEL_NAMES,
     TOKENIZER,
     VOCABULARY,
     build_inputs,
@@ -23,6 +29,7 @@ from tiny_models import (
 )
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from axolotl.integrations.protrain.core.cost import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
@@ -40,7 +47,11 @@ from axolotl.integrations.protrain.offline.batches import (
     DOCUMENTS_PER_ROW,
     sample_batch,
 )
-from axolotl.integrations.protrain.offline.fake_kernels import fake_kernels
+from axolotl.integrations.protrain.offline.fake_kernels import (
+    _delta_rule,
+    fake_kernels,
+    make_experts_traceable,
+)
 from axolotl.integrations.protrain.offline.meta_model import MetaModel, load_meta_model
 from axolotl.integrations.protrain.planning import autocast_dtype, subject_of
 
@@ -230,7 +241,7 @@ def run_on_meta(meta: MetaModel) -> Run:
         return tensor
 
     emulation = Emulation("cuda", autocast_dtype(meta.cfg))
-    with fake_kernels("cuda") as used, _Watch(run), autocast_on_meta():
+    with fake_kernels("cuda", meta.model) as used, _Watch(run), autocast_on_meta():
         with emulation, saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = meta.model(**batch_of(meta))
         loss = outputs_as_fp32(outputs)["loss"]
@@ -384,6 +395,49 @@ def test_fused_attention_saves_what_a_flash_kernel_saves(
     assert any(attention in line for line in meta.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("family", "asked", "taken"),
+    [
+        ("gpt_oss", "flash_attention_2", "kernels-community/vllm-flash-attn3"),
+        ("gpt_oss", "flex_attention", "flex_attention"),
+        ("gpt_oss", None, "eager"),
+        ("llama", None, "sdpa"),
+    ],
+)
+def test_the_attention_is_the_one_that_transformers_takes(
+    family: str, asked: str | None, taken: str, tmp_path: Path
+) -> None:
+    keys = {"attn_implementation": asked, "sample_packing": False}
+    meta = meta_model_of(tmp_path, family, keys)
+    assert meta.model.config._attn_implementation == taken
+    (line,) = (x for x in meta.assumptions if x.startswith(f"attention {taken}"))
+    given = asked or "sdpa"
+    assert (f"in place of {given} here" in line) == (taken != given)
+    run = run_on_meta(meta)
+    scores = any(shape[-2:] == (LENGTH, LENGTH) for shape in run.made)
+    # sdpa has a mask, for these rows are padded
+    assert scores == (taken in ("eager", "sdpa"))
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention", "sdpa"])
+def test_attention_that_a_model_does_not_support_is_refused(
+    attention: str, tmp_path: Path
+) -> None:
+    codegen = {"model_type": "codegen", "n_embd": 64, "n_layer": 2, "n_head": 4}
+    keys = {"attn_implementation": attention, "sample_packing": False}
+    with pytest.raises(ConfigError, match="CodeGenForCausalLM does not support"):
+        meta_model_of(tmp_path, codegen | {"rotary_dim": 8}, keys)
+
+
+def test_experts_in_mxfp4_are_said_to_be_unpacked(tmp_path: Path) -> None:
+    family, keys = SAME["dequantised"]
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    model = random_model(family).config.to_dict() | packed
+    meta = meta_model_of(tmp_path, model, keys)
+    (line,) = (x for x in meta.assumptions if "MXFP4" in x)
+    assert "of experts in bf16" in line
+
+
 def test_rows_have_padding_unless_packed(tmp_path: Path) -> None:
     batch = batch_of(meta_model_of(tmp_path, "llama", {"sample_packing": False}))
     padding = batch["attention_mask"] == 0
@@ -411,6 +465,132 @@ def test_packed_rows(attention: str, tmp_path: Path) -> None:
     length = batch["input_ids"].shape[1]
     square = any(shape[-2:] == (length, length) for shape in run.made)
     assert square == (attention == "eager")
+
+
+def test_packed_rows_of_a_model_that_axolotl_has_patched(tmp_path: Path) -> None:
+    """As in training, where Axolotl has put its own sdpa in the place of the other."""
+    keys = {"sample_packing": True, "pad_to_sequence_len": True, "sdpa_varlen": False}
+    meta = meta_model_of(tmp_path, "llama", keys)
+    assert meta.model.config._attn_implementation == "sdpa"
+    assert sdpa_varlen.patch_sdpa_varlen()
+    try:
+        made = run_on_meta(meta).made
+    finally:
+        sdpa_varlen.unpatch_sdpa_varlen()
+    assert not any(shape[-2:] == (LENGTH, LENGTH) for shape in made)
+
+
+LINEAR = "qwen3_5_text", "qwen3_next", "olmo_hybrid", "glm5_next"
+"""Families with linear attention, of four heads."""
+
+
+def linear_model(family: str) -> torch.nn.Module:
+    is_tiny = family in MODEL_NAMES
+    config = random_model(family).config if is_tiny else shrunk_config(family)
+    images = family == "glm5_next"
+    loader = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = loader.from_config(config, dtype=torch.bfloat16).train()
+    make_experts_traceable(model, [])
+    return model
+
+
+def run_linear(model: torch.nn.Module) -> Run:
+    run = Run()
+
+    def pack(tensor: Tensor) -> Tensor:
+        run.saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 97
+    with fake_kernels("cuda", model) as used, _Watch(run), Emulation("cuda", None):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    run.fakes = used
+    return run
+
+
+@pytest.mark.parametrize("family", LINEAR)
+def test_linear_attention_is_that_of_the_kernel(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that transformers or kernels moves ends here."""
+    model = linear_model(family)
+    run = run_linear(model)
+    (line,) = run.fakes
+    assert "kernels of flash-linear-attention" in line
+    chunks = (BATCH, LENGTH, 4, 64)
+    assert (chunks, torch.bfloat16) in run.saved
+    assert not has_chunks(run)
+    assert all(
+        param.grad is not None
+        for name, param in model.named_parameters()
+        if "in_proj" in name or "linear_attn" in name
+    )
+    find_spec = importlib.util.find_spec
+
+    def without_fla(name: str, package: str | None = None) -> Any:
+        return None if name == "fla" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_fla)
+    slow = run_linear(model)
+    assert any("torch's own operators" in line for line in slow.fakes)
+    assert has_chunks(slow)
+    assert numel_of(slow.saved) > 2 * numel_of(run.saved)
+
+
+def has_chunks(run: Run) -> bool:
+    """Whether each chunk's tokens met each other in a tensor."""
+    return any(len(shape) == 5 and shape[-2:] == (64, 64) for shape in run.made)
+
+
+def numel_of(saved: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) for shape, _ in saved)
+
+
+def test_a_scan_without_a_kernel_is_said_to_be_slow() -> None:
+    run = run_linear(linear_model("mamba2"))
+    assert any("mamba-ssm" in line and "torch's own" in line for line in run.fakes)
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_the_kernel_is_as_the_code_of_its_package_has_it(name: str) -> None:
+    try:
+        ops = importlib.import_module("fla.ops")
+    except (ImportError, ValueError) as error:
+        pytest.skip(f"flash-linear-attention cannot be imported here: {error}")
+
+    def run_of(function: Any) -> tuple[Run, int]:
+        run, moved = Run(), [0]
+
+        class Launches(_Watch):
+            def ran(self, func: Any, args: Any, output: Any) -> None:
+                if "launch" in str(func):
+                    moved[0] += sum(tensor.nbytes for tensor in args[0])
+
+        def pack(tensor: Tensor) -> Tensor:
+            run.saved.append((tuple(tensor.shape), tensor.dtype))
+            return tensor
+
+        sizes = (2, 4096, 8, 128)
+        made = [torch.empty(sizes, dtype=torch.bfloat16, device="meta") for _ in "qkv"]
+        by_channel = sizes if name == "chunk_kda" else sizes[:3]
+        made.append(torch.empty(by_channel, device="meta"))
+        made.append(torch.empty(sizes[:3], dtype=torch.bfloat16, device="meta"))
+        inputs = [tensor.requires_grad_() for tensor in made]
+        with fake_kernels("cuda", torch.nn.Identity()), Launches(run):
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                query, key, value, g, beta = inputs
+                given = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
+                output, _ = function(query, key, value, **given)
+            output.backward(torch.empty_like(output))
+        assert all(tensor.grad is not None for tensor in inputs)
+        return run, moved[0]
+
+    (own, own_bytes), (ours, our_bytes) = map(run_of, (getattr(ops, name), _delta_rule))
+    assert numel_of(ours.saved) == pytest.approx(numel_of(own.saved), rel=0.05)
+    assert our_bytes == pytest.approx(own_bytes, rel=0.2)
 
 
 def test_experts_that_look_at_values_are_traced_otherwise(tmp_path: Path) -> None:
@@ -456,6 +636,57 @@ def test_the_largest_image_need_not_be_square(tmp_path: Path) -> None:
     grid = batch_of(meta)["image_grid_thw"]
     assert (grid.prod(1) == 1280 * 2 * 2).all()
     assert batch_of(meta)["input_ids"].shape[1] > LENGTH
+
+
+def test_a_tower_that_gives_what_the_text_model_does_not_take(tmp_path: Path) -> None:
+    tower = QWEN_VL["vision_config"] | {"out_hidden_size": 32}
+    meta = meta_model_of(
+        tmp_path, QWEN_VL | {"vision_config": tower}, IMAGES | VISION_LORA
+    )
+    with pytest.raises(
+        ConfigError, match="out_hidden_size 32 must be the hidden_size 48"
+    ):
+        batch_of(meta)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "kimi_k25", "qwen3_vl"])
+def test_towers_that_name_their_sizes_otherwise(family: str) -> None:
+    config = shrunk_config(family)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    notes: list[str] = []
+    cfg = DictDefault(
+        micro_batch_size=1, sequence_len=32, processor_type="x", is_multimodal=True
+    )
+    batch = sample_batch(cfg, model, notes)
+    assert ("pixel_values" in batch) == (family != "kimi_k25")
+    assert ("are not known here" in notes[0]) == (family == "kimi_k25")
+    if family == "kimi_k25":
+        return
+    make_experts_traceable(model, [])
+    with MetaMode(), Emulation("cuda", None):
+        model(**batch, use_cache=False).loss.backward()
+    assert all(
+        p.grad is not None for n, p in model.named_parameters() if "patch_embed" in n
+    )
+
+
+def test_a_flash_kernel_keeps_images_apart(tmp_path: Path) -> None:
+    """And attends in both directions, as the tower does with torch's operators."""
+    works = []
+    for attention in ("sdpa", "flash_attention_2"):
+        folder = tmp_path / attention
+        folder.mkdir()
+        keys = (
+            VISION_LORA | IMAGES | {"attn_implementation": attention, "image_size": 112}
+        )
+        meta = meta_model_of(folder, QWEN_VL, keys)
+        traced = subject_of(meta.cfg, meta.model, "cuda").traced.trace
+        tower = {n for n, name in enumerate(traced.blocks) if "visual" in name}
+        assert tower
+        segments = [s for s in traced.segments if s.block in tower]
+        works.append(sum((s.work for s in segments), Work()).attention_16)
+    assert works[0] == works[1] > 0
 
 
 def test_images_of_a_fixed_size(tmp_path: Path) -> None:
@@ -751,10 +982,19 @@ def test_fake_kernels_leave_nothing_behind() -> None:
             torch.equal,
         ]
 
-    before = state()
-    with pytest.raises(ZeroDivisionError), fake_kernels("cuda"):
-        assert state() != before
-        _ = 1 / 0
-    assert state() == before
-    with fake_kernels("cpu"):
+    def own(*_args: Any) -> None:
+        """As Axolotl puts xformers in the place of another."""
+
+    model = torch.nn.Identity()
+    ALL_ATTENTION_FUNCTIONS["flash_attention_3"] = own
+    try:
+        before = state()
+        with pytest.raises(ZeroDivisionError), fake_kernels("cuda", model):
+            assert state() != before
+            _ = 1 / 0
         assert state() == before
+        with fake_kernels("cpu", model):
+            assert state() == before
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_3"]
+    assert ALL_ATTENTION_FUNCTIONS["flash_attention_3"] is not own

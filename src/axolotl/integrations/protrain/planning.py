@@ -122,7 +122,7 @@ def subject_of(
         )
         assumptions.append(f"the trainer's own loss, of {', '.join(shapes)} tokens")
     make_experts_traceable(model, assumptions)
-    with fake_kernels(device_type) as used:
+    with fake_kernels(device_type, model) as used:
         traced, headroom = _traced(
             model, batch, device_type, cfg, args, assumptions, objective
         )

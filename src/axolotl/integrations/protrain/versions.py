@@ -46,7 +46,7 @@ NAMES = {
     "_reinitialize_classification_head _set_attention_config",
     "axolotl.loaders.patch_manager:PatchManager": "_apply_flash_attention_patches "
     "_apply_sageattn_patches _apply_sdpa_varlen_patch",
-    "axolotl.monkeypatch.attention.sdpa_varlen": "patch_sdpa_varlen",
+    "axolotl.monkeypatch.attention.sdpa_varlen": "_PATCH_APPLIED patch_sdpa_varlen",
     "axolotl.monkeypatch.moe_quant": "_moe_load_state",
     "bitsandbytes.nn:Int8Params": "_quantize",
     "bitsandbytes.nn:Params4bit": "_quantize",
@@ -55,9 +55,8 @@ NAMES = {
     "transformers:PreTrainedModel": "_get_dtype_plan _initialize_missing_keys "
     "_move_missing_keys_from_meta_to_device",
     "transformers.core_model_loading": "build_glob_alternation",
-    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS": "_global_mapping",
-    "transformers.modeling_utils": "safe_save_file split_torch_state_dict_into_shards",
-    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS": "_global_mapping",
+    "transformers.modeling_utils": "lazy_import_flash_attention safe_save_file "
+    "split_torch_state_dict_into_shards",
     "transformers.models.auto.auto_factory": "_get_model_class",
 }
 """What must be there, by its owner. What Axolotl imports later is not asked for."""

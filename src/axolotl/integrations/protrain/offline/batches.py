@@ -109,8 +109,9 @@ def _image_batch(cfg: Any, model: Any, assumptions: list[str]) -> dict[str, Tens
     vision = getattr(config, "vision_config", None)
     images: dict[str, Tensor] = {}
     num_tokens = _square_tokens(config)
-    if "image_grid_thw" in names:
-        images, num_tokens, size = _patch_images(cfg, vision, processor, rows)
+    if "image_grid_thw" in names and hasattr(vision, "spatial_merge_size"):
+        text = config.get_text_config()
+        images, num_tokens, size = _patch_images(cfg, vision, text, processor, rows)
     elif "pixel_values" in names and num_tokens:
         side = _image_side(cfg, vision, processor)
         images = {"pixel_values": torch.empty(rows, 3, side, side, device=_META)}
@@ -196,10 +197,16 @@ def _square_tokens(config: Any) -> int | None:
 
 
 def _patch_images(
-    cfg: Any, vision: Any, processor: dict[str, Any], rows: int
+    cfg: Any, vision: Any, text: Any, processor: dict[str, Any], rows: int
 ) -> tuple[dict[str, Tensor], int, str]:
     """Images as rows of patches with a grid, as the Qwen families take them."""
-    patch, merge = vision.patch_size, vision.spatial_merge_size
+    taken, features = text.hidden_size, getattr(vision, "out_hidden_size", None)
+    if features not in (None, taken):
+        raise ConfigError(
+            f"base_model: in config.json vision_config.out_hidden_size {features} must be "
+            f"the hidden_size {taken} of the text model, which takes what the tower gives."
+        )
+    patch, merge = _longer(vision.patch_size), vision.spatial_merge_size
     unit = patch * merge
     edges = processor.get("size") or {}
     max_pixels = processor.get("max_pixels") or edges.get("longest_edge")
@@ -208,9 +215,13 @@ def _patch_images(
         side = max(1, round(_longer(cfg.image_size) / unit))
         if side * side <= height * width:
             height = width = side
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    channels: Any = getattr(vision, "in_channels", None) or getattr(
+        vision, "in_chans", 3
+    )
     num_patches = rows * height * width * merge**2
-    num_values = channels * vision.temporal_patch_size * patch * patch
+    # of a tower for still images a patch has one frame
+    frames = getattr(vision, "temporal_patch_size", 1)
+    num_values = channels * frames * patch * patch
     images = {
         "pixel_values": torch.empty(num_patches, num_values, device=_META),
         "image_grid_thw": torch.tensor([[1, height * merge, width * merge]] * rows),

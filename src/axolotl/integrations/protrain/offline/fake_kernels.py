@@ -9,15 +9,17 @@ of the bytes it is given.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.autograd._functions import MatMul8bitFp
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.layout.tensors import tensors_in
 from ..core.profile.meta import value_of
@@ -26,12 +28,23 @@ from ..core.profile.operators import launch as launched_on, products
 PLANNED_ATTENTION = "protrain_planning"
 """Attention that saves what a flash kernel saves; runs on the meta device only."""
 
-FLASH_ATTENTION = "flash_attention_2"
-"""Name that models look for to pack their inputs as flash kernels want them."""
+_CHUNK = 64
+"""Tokens that kernels of linear attention take together."""
+
+_PACKAGES = {
+    "chunk_gated_delta_rule": "fla",
+    "chunk_kda": "fla",
+    "mamba_chunk_scan_combined": "mamba_ssm",
+    "mamba_inner_fn": "mamba_ssm",
+    "selective_scan_fn": "mamba_ssm",
+}
+"""Kernels of linear attention by transformers' name, and the package of each."""
+
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 
 
 @contextmanager
-def fake_kernels(target: str) -> Iterator[list[str]]:
+def fake_kernels(target: str, model: nn.Module) -> Iterator[list[str]]:
     """Let a model that was patched for `target` run forward and backward on meta.
 
     Yields one line for each kind of kernel that was replaced, complete at the end.
@@ -44,7 +57,8 @@ def fake_kernels(target: str) -> Iterator[list[str]]:
         return
     ops = torch.ops.bitsandbytes
     with (
-        registered_attention(),
+        attention_kernels(attention_of(model)),
+        _linear_attention(model, used),
         _triton_launches(used),
         _axolotl_dequantize(used),
         patch.object(torch, "equal", _equal),
@@ -64,6 +78,8 @@ def planned_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     position_ids: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """A flash kernel on the meta device: saves q, k, v, output and fp32 log-sum-exp.
@@ -73,6 +89,8 @@ def planned_attention(
         attention_mask: [batch, length] if rows have padding: it is cut out of q, k, v
             and put back into the output, which copies all four.
         position_ids: [1, length] of a packed row: each document attends to itself.
+        is_causal: None for what the module says.
+        cu_seq_lens_q: Where the documents of a packed row begin, and its end.
 
     Returns:
         Output [batch, length, heads, dim].
@@ -86,44 +104,242 @@ def planned_attention(
     dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim < dim:
         value = torch.nn.functional.pad(value, [0, dim - value_dim])
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
     shape = query.shape
-    documents = _documents(position_ids, shape)
+    documents = _documents(position_ids, cu_seq_lens_q, shape)
     query, key, value = (
         t.unflatten(2, (documents, -1)).transpose(1, 2).flatten(0, 1)
         for t in (query, key, value)
     )
     # the operator also carries the count of floating point operations
     output = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, True, False, scale=scaling
+        query, key, value, dropout, is_causal, False, scale=scaling
     )[0]
     output = output[..., :value_dim].transpose(1, 2)
     output = output.reshape(shape[0], shape[2], *output.shape[2:])
     return output if attention_mask is None else output.clone(), None
 
 
-def _documents(positions: Tensor | None, shape: torch.Size) -> int:
+def _documents(
+    positions: Tensor | None, bounds: Tensor | None, shape: torch.Size
+) -> int:
     """How many of equal length a packed row has; 1 if that is not known, or several rows."""
     known = None if positions is None else value_of(positions)
-    if known is None or known.shape != (1, shape[2]) or shape[0] != 1:
+    if bounds is not None:
+        documents = len(bounds) - 1
+    elif known is not None and known.shape == (1, shape[2]):
+        documents = int((known == 0).sum())
+    else:
         return 1
-    documents = int((known == 0).sum())
-    return documents if documents and shape[2] % documents == 0 else 1
+    whole = shape[0] == 1 and documents and shape[2] % documents == 0
+    return documents if whole else 1
+
+
+def attention_of(model: nn.Module) -> set[str]:
+    """What transformers calls the attention of a model and of those in it."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    names = {getattr(config, "_attn_implementation", None) for config in configs}
+    return {name for name in names if name}
 
 
 @contextmanager
-def registered_attention() -> Iterator[None]:
-    """Make transformers know `planned_attention` by both of its names."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def attention_kernels(names: Iterable[str]) -> Iterator[None]:
+    """Let `planned_attention` stand for all attention that torch has no operator for:
+    what transformers knows, and what is among `names`."""
+    # imported here: they take seconds
+    from axolotl.monkeypatch.attention import sdpa_varlen
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
-    both = dict.fromkeys((PLANNED_ATTENTION, FLASH_ATTENTION), planned_attention)
-    # these kernels take the boundaries of documents as positions, not as a mask
-    no_mask = {PLANNED_ATTENTION: lambda *_, **__: None}
-    with (
-        patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, both),
-        patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, no_mask),
-    ):
+    with ExitStack() as undo:
+        if sdpa_varlen._PATCH_APPLIED:
+            # Axolotl's own looks for a GPU, and takes a mask without one
+            packed = partial(_packed_sdpa, ATTENTION["sdpa"])
+            _stand_in(ATTENTION, "sdpa", packed, undo)
+        for name in {PLANNED_ATTENTION, *ATTENTION, *names}:
+            if name == "eager" or "sdpa" in name or name.startswith("paged|"):
+                continue
+            # what has no mask takes the boundaries of documents as positions
+            maskless = name == PLANNED_ATTENTION or "flex" in name
+            mask = _no_mask if maskless else MASKS["flash_attention_2"]
+            _stand_in(ATTENTION, name, planned_attention, undo)
+            _stand_in(MASKS, name, mask, undo)
         yield
+
+
+def _stand_in(interface: Any, name: str, function: Any, undo: ExitStack) -> None:
+    """Hide what transformers has by a name; its own entries hide what is registered."""
+    before = interface.get(name)
+
+    def put_back() -> None:
+        del interface[name]
+        if interface.get(name) is not before:
+            interface[name] = before
+
+    interface[name] = function
+    undo.callback(put_back)
+
+
+def _packed_sdpa(
+    otherwise: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """Axolotl's way of rows that are packed and have no mask, and of others."""
+    attends = planned_attention if attention_mask is None else otherwise
+    return attends(module, query, key, value, attention_mask, **kwargs)
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+@contextmanager
+def _linear_attention(model: nn.Module, used: list[str]) -> Iterator[None]:
+    """Functions that transformers replaces by kernels of a package where it is found.
+
+    A package that was imported runs its own code, with its Triton kernels left out.
+    Axolotl requires fla, but without a GPU it may be installed and not importable.
+    """
+    modules = {type(module).__module__ for module in model.modules()}
+    functions: dict[str, list[Any]] = {}
+    for value in (
+        v for m in modules & sys.modules.keys() for v in vars(sys.modules[m]).values()
+    ):
+        name = vars(type(value)).get("kernel_layer_name")
+        if name in _PACKAGES and isinstance(value, nn.Module):
+            functions.setdefault(_PACKAGES[name], []).append(value)
+    with ExitStack() as undo:
+        for package, found in functions.items():
+            names = ", ".join(dict.fromkeys(f.kernel_layer_name for f in found))
+            whole = _DISTRIBUTIONS[package]
+            if package in sys.modules:
+                used.append(f"{names}: kernels of {whole}")
+            elif package == "fla" and _is_elsewhere(package):
+                used.append(f"{names}: kernels of {whole}, which runs where a GPU is")
+                for function in found:
+                    undo.enter_context(patch.object(function, "forward", _delta_rule))
+            else:
+                used.append(
+                    f"{names}: torch's own operators, which keep more and take longer; "
+                    f"{whole}, which has kernels for it, cannot be imported here"
+                )
+        yield
+
+
+def _is_elsewhere(package: str) -> bool:
+    """Whether a package is installed here and needs a GPU, which is not here."""
+    is_installed = importlib.util.find_spec(package) is not None
+    return is_installed and not torch.cuda.is_available()
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *_args: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`chunk_gated_delta_rule` or, with a decay for each channel, `chunk_kda`."""
+    inputs = query, key, value, g, beta, use_qk_l2norm_in_kernel
+    return _DeltaRule.apply(*inputs), None
+
+
+class _DeltaRule(torch.autograd.Function):
+    """What the kernels of flash-linear-attention allocate, save and move.
+
+    Inputs are [batch, length, heads, dim]. A chunk's tokens meet each other in products of
+    [chunk, chunk]; one state of [key dim, value dim] a chunk is there only within a pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        normalises: bool,
+    ) -> Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        decay, beta = decay.contiguous(), beta.contiguous()
+        scales: list[Tensor] = []
+        if normalises:
+            query, *scales = _normalised(query)
+            key, *of_key = _normalised(key)
+            scales += of_key
+        sums = torch.empty_like(decay, dtype=torch.float32)
+        launched_on([decay, sums])
+        # by channel there is one such product for queries and one for keys
+        solved = [key.new_empty(*key.shape[:3], _CHUNK) for _ in range(decay.ndim - 2)]
+        launched_on([key, sums, beta, *solved])
+        parts = _parts(key, value, sums, beta, solved)
+        output = torch.empty_like(value)
+        launched_on([query, key, sums, *parts[-2:], output])
+        # chunk_kda keeps its decay too
+        given = [decay] * (len(solved) - 1)
+        ctx.save_for_backward(query, key, value, sums, beta, *solved, *scales, *given)
+        ctx.normalises = normalises
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sums, beta, *others = ctx.saved_tensors
+        (grad,), num_solved = grads, sums.ndim - 2
+        solved, scales = others[:num_solved], others[num_solved:]
+        parts = _parts(key, value, sums, beta, solved)
+        first, states, new = parts[0], *parts[-2:]
+        d_value = torch.empty_like(grad)
+        launched_on([query, key, sums, grad, d_value])
+        d_states, d_new = torch.empty_like(states), torch.empty_like(d_value)
+        launched_on([query, key, first, sums, grad, d_value, d_states, d_new])
+        d_query, d_key, d_first = (torch.empty_like(x) for x in (query, key, first))
+        d_sums = torch.empty_like(sums)
+        read = [query, key, new, first, sums, states, d_states, d_new, grad]
+        launched_on([*read, d_query, d_key, d_first, d_sums])
+        more = [torch.empty_like(x) for x in (key, value, beta, sums)]
+        launched_on([key, value, beta, sums, *solved, d_first, d_new, *more])
+        d_key += more[0]
+        d_sums += more[3]
+        d_decay = torch.empty_like(d_sums)
+        launched_on([d_sums, d_decay])
+        if ctx.normalises:
+            made = torch.empty_like(query), torch.empty_like(key)
+            launched_on([query, scales[0], d_query, made[0]])
+            launched_on([key, scales[1], d_key, made[1]])
+            d_query, d_key = made
+        return d_query, d_key, more[1], d_decay, more[2], None
+
+
+def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length 1, and in fp32 what they were divided by."""
+    made = torch.empty_like(rows)
+    scale = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
+    launched_on([rows, made, scale])
+    return made, scale
+
+
+def _parts(
+    key: Tensor, value: Tensor, sums: Tensor, beta: Tensor, solved: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """What both passes make and forget; states of all chunks and new values come last."""
+    batch, length, heads, dim = key.shape
+    # keys and values as a chunk's own tokens leave them; by channel keys decayed too
+    made = [torch.empty_like(x) for x in (key, value, *[key] * (len(solved) - 1))]
+    launched_on([key, value, beta, sums, *solved, *made])
+    states = key.new_empty(batch, -(-length // _CHUNK), heads, dim, value.shape[-1])
+    new = torch.empty_like(value)
+    launched_on([key, *made[:2], sums, states, new])
+    return *made, states, new
 
 
 def _equal(a: Tensor, b: Tensor, equal: Callable = torch.equal) -> bool:

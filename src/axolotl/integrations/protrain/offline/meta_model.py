@@ -44,29 +44,35 @@ from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    modeling_utils,
+)
 from transformers.core_model_loading import build_glob_alternation
+from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.training_args import OptimizerNames
-from transformers.utils.generic import is_flash_attention_requested
 
 from ..args import PLUGIN, lists_plugin
 from ..checks import checked_yaml
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.profile import meta_copy
+from ..core.sizes import format_bytes
 from ..loading import is_of_experts, quantise_experts
 from ..planning import without_gpu
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins
 from .batches import find_file
 from .fake_kernels import (
-    FLASH_ATTENTION,
     PLANNED_ATTENTION,
+    attention_kernels,
     fake_cut_cross_entropy,
     make_experts_traceable,
     quantisation_tables_apart,
-    registered_attention,
 )
 
 if TYPE_CHECKING:
@@ -343,7 +349,7 @@ def _built(
             raise ConfigError(f"Axolotl refuses this model: {_line(error)}") from error
         except FOREIGN_ERRORS as error:
             raise _gives_no_model(cfg, error) from error
-    _note_unfused(cfg, model, assumptions)
+    _note_unfused(cfg, assumptions)
     if cfg.unfrozen_parameters:
         freeze_layers_except(model, cfg.unfrozen_parameters)
     if cfg.freeze_mm_modules:
@@ -420,8 +426,8 @@ class _Loader(ModelLoader):
         super().__init__(cfg, tokenizer)
         self._target = target
         self._assumptions = assumptions
-        self._attention: str | None = None
         self._fakes_cce = False
+        self._packs_sdpa = False
         if target == "cuda":
             patches = self.patch_manager
             patches._apply_sdpa_varlen_patch = self._note_varlen
@@ -433,7 +439,7 @@ class _Loader(ModelLoader):
         """Packed rows go to a flash kernel on CUDA where Axolotl's rules allow."""
 
         def note() -> None:
-            self._attention = PLANNED_ATTENTION
+            self._packs_sdpa = True
 
         with (
             patch.object(sdpa_varlen, "patch_sdpa_varlen", note),
@@ -441,22 +447,25 @@ class _Loader(ModelLoader):
         ):
             PatchManager._apply_sdpa_varlen_patch(self.patch_manager)
 
-    def _set_attention_config(self) -> None:
-        super()._set_attention_config()
-        name = self.model_kwargs.get("attn_implementation")
-        if self._target == "cuda" and name not in (None, "eager", "sdpa"):
-            flash = is_flash_attention_requested(
-                requested_attention_implementation=name
-            )
-            self._attention = FLASH_ATTENTION if flash else PLANNED_ATTENTION
-        if self._attention is None:
-            return
-        self.model_kwargs["attn_implementation"] = PLANNED_ATTENTION
-        self.model_config._attn_implementation = PLANNED_ATTENTION
-        self._assumptions.append(
-            f"attention {name}: a flash kernel that saves q, k, v, the output and "
-            "its log-sum-exp"
-        )
+    def _note_attention(self) -> None:
+        """Say which attention transformers has taken; packed rows may have their own."""
+        asked = self.model_kwargs.get("attn_implementation") or "sdpa"
+        taken = name = self.model.config.get_text_config()._attn_implementation
+        if taken == FLASH_ATTN_KERNEL_FALLBACK.get(asked):
+            name = f"{asked}, or {taken} where that is not installed"
+        elif taken != asked:
+            name = f"{taken}, which transformers takes in place of {asked} here"
+        kernel = "a flash kernel that saves q, k, v, the output and its log-sum-exp"
+        if taken == "eager":
+            kernel = "torch's operators, which save the scores of all pairs of tokens"
+        elif taken == "sdpa" and not self._packs_sdpa:
+            kernel = "the kernel that torch has for its mask and types"
+        self._assumptions.append(f"attention {name}: {kernel}")
+        for module in self.model.modules():
+            config: Any = getattr(module, "config", None)
+            own = getattr(config, "_attn_implementation", None)
+            if self._packs_sdpa and own == "sdpa":
+                config._attn_implementation = PLANNED_ATTENTION
 
     def _apply_pre_model_load_setup(self) -> None:
         super()._apply_pre_model_load_setup()
@@ -467,15 +476,21 @@ class _Loader(ModelLoader):
             self._fakes_cce = True
 
     def _build_model(self) -> bool:
-        with registered_attention():
+        with contextlib.ExitStack() as undo:
+            if self._target == "cuda":
+                asked = self.model_kwargs.get("attn_implementation")
+                undo.enter_context(attention_kernels([asked] if asked else []))
+                # transformers fetches the kernel when it has chosen one
+                loads = patch.object(
+                    modeling_utils, "lazy_import_flash_attention", _nothing
+                )
+                undo.enter_context(loads)
             skips = super()._build_model()
         if self._fakes_cce:
             self.cfg.cut_cross_entropy = True
             fake_cut_cross_entropy(self.model, self._assumptions)
-        for module in self.model.modules():
-            config: Any = getattr(module, "config", None)
-            if getattr(config, "_attn_implementation", None) == PLANNED_ATTENTION:
-                config._attn_implementation_internal = self._attention
+        if self._target == "cuda":
+            self._note_attention()
         return skips
 
     def _configure_experts_implementation(self) -> None:
@@ -505,9 +520,14 @@ class _Loader(ModelLoader):
         _keep_in_fp32(model, self.cfg.torch_dtype)
         if self.cfg.model_quantization_config == "Mxfp4Config":
             # unpacked in bf16 whatever the model's dtype (Mxfp4Dequantize)
-            for name, param in model.named_parameters():
-                if is_of_experts(name, param):
-                    param.data = param.data.bfloat16()
+            experts = [p for n, p in model.named_parameters() if is_of_experts(n, p)]
+            for param in experts:
+                param.data = param.data.bfloat16()
+            unpacked = format_bytes(sum(param.nbytes for param in experts))
+            self._assumptions.append(
+                "model_quantization_config: the base is unpacked from MXFP4 while it "
+                f"loads: {unpacked} of experts in bf16"
+            )
         _quantize(model)
         if self.cfg.quantize_moe_experts:
             with quantisation_tables_apart():
@@ -559,14 +579,7 @@ def _quantize(model: Any) -> None:
                 weight._quantize(_META)
 
 
-def _note_unfused(cfg: DictDefault, model: Any, assumptions: list[str]) -> None:
+def _note_unfused(cfg: DictDefault, assumptions: list[str]) -> None:
     """Kernels that are chosen by looking for a GPU while modules are imported."""
-    if torch.cuda.is_available():
-        return
-    if cfg.fused_attn_kernel:
+    if cfg.fused_attn_kernel and not torch.cuda.is_available():
         assumptions.append("fused_attn_kernel: norm and rope as separate operators")
-    if any(hasattr(module, "chunk_gated_delta_rule") for module in model.modules()):
-        assumptions.append(
-            "linear attention: torch's own chunked form, which keeps more than fused "
-            "kernels do"
-        )
