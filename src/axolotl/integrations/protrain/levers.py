@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .core.planner import Forecast
 
 ROUNDING = "the same training, rounded otherwise"
 UPDATES = "other updates"
@@ -56,9 +59,18 @@ _KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
 _LEAST = {"sequence_len": 512, "lora_r": 4}
 
 
-def _loss(key: str, plugin: str | None, cfg: Any, on_cuda: bool) -> list[Keys]:
+FUSED_LOSS = "cut_cross_entropy"
+"""Takes the least of those that are priced."""
+
+
+def has_plain_loss(cfg: Any, on_cuda: bool) -> bool:
+    """Whether a loss that keeps no logits could take the place of this one."""
     has_own = cfg.rl or cfg.reward_model or cfg.process_reward_model
-    if has_own or any(cfg[loss] for loss in _LOSSES) or not on_cuda:
+    return not (has_own or any(cfg[loss] for loss in _LOSSES)) and on_cuda
+
+
+def _loss(key: str, plugin: str | None, cfg: Any, on_cuda: bool) -> list[Keys]:
+    if not has_plain_loss(cfg, on_cuda):
         return []
     plugins = {"plugins": [f"axolotl.integrations.{plugin}"]} if plugin else {}
     return [{**plugins, key: True}]
@@ -107,6 +119,40 @@ def _in_4_bits(cfg: Any, _on_cuda: bool) -> list[Keys]:
 def _packed(cfg: Any, _on_cuda: bool) -> list[Keys]:
     takes = not (cfg.sample_packing or cfg.rl or cfg.reward_model)
     return [{"sample_packing": True, "pad_to_sequence_len": True}] if takes else []
+
+
+NOTEWORTHY = 0.05
+"""Share of the device's peak from which an avoidable part of it is worth a line."""
+
+
+def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] | None:
+    """What most can be avoided of at the device's peak or, where that is little, of the
+    host: what it is, its bytes, where, and the option that avoids it."""
+    device, host, states = forecast.device, forecast.host, forecast.device.states
+    parts = []
+    if has_plain_loss(cfg, on_cuda):
+        logits = device.peak.working * device.peak.in_loss
+        parts.append((1.0, logits, 0, "the loss", f"{FUSED_LOSS}: true"))
+    if keys := _optimizer("adamw_bnb_8bit", cfg, on_cuda):
+        option = f"optimizer: {keys[0]['optimizer']}"
+        parts.append(
+            (0.75, device.peak.moments, host.states.moments, "optimizer state", option)
+        )
+    if _in_4_bits(cfg, on_cuda):
+        weights = states.resident + states.slots
+        option = "adapter: qlora, load_in_4bit: true"
+        parts.append((0.75, weights, host.states.arena, "the base in 16 bits", option))
+    if not parts:
+        return None
+    where, at = "device", 1
+    if max(part[0] * part[1] for part in parts) < NOTEWORTHY * device.peak_bytes:
+        where, at = "host", 2
+    most = max(parts, key=lambda part: part[0] * part[at])
+    share, *sizes, part, option = most
+    nbytes = int(share * sizes[at - 1])
+    if not nbytes:
+        return None
+    return {"part": part, "where": where, "bytes": nbytes, "option": option}
 
 
 def smaller(cfg: Any) -> Iterator[Keys]:

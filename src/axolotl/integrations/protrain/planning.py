@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -162,6 +162,65 @@ def subject_of(
     own = None if objective else batch
     notes = tuple(assumptions)
     return Subject(traced, layout, workload, own, redone, headroom, notes)
+
+
+class _Need(NamedTuple):
+    """What the YAML asks of a card's arithmetic, from which compute capability a card has
+    it, and the key under which it is not asked for."""
+
+    what: str
+    capability: int
+    way_out: str
+    asked: Callable[[Any], bool]
+
+
+def _attention(cfg: Any) -> str:
+    return str(getattr(cfg.attn_implementation, "value", cfg.attn_implementation))
+
+
+_SDPA = "`attn_implementation: sdpa`"
+_NEEDS = (
+    _Need("bf16", 80, "`bf16: false`", lambda cfg: cfg.bf16 or cfg.bfloat16),
+    _Need("tf32", 80, "`tf32: false`", lambda cfg: cfg.tf32 is True),
+    *(
+        # as transformers, flash-attn and Axolotl ask for it
+        _Need(name, capability, _SDPA, lambda cfg, name=name: _attention(cfg) == name)
+        for name, capability in (
+            ("flash_attention_2", 80),
+            ("flash_attention_3", 80),
+            ("flash_attention_4", 90),
+            ("sage", 80),
+            ("fp8", 90),
+        )
+    ),
+)
+
+
+def uncomputed(cfg: Any, card: Hardware) -> str | None:
+    """What the YAML asks for that a card cannot compute, with the way out; None if it
+    computes all, or nobody knows.
+
+    `bf16: auto` is bf16 there too: torch says that it is supported where it is emulated.
+    """
+    lacking = [n for n in _NEEDS if n.asked(cfg) and card.capability < n.capability]
+    if not lacking or not card.capability:
+        return None
+    needed = max(need.capability for need in lacking)
+    keys = ", ".join(dict.fromkeys(need.way_out for need in lacking))
+    narrow = any(need.what == "bf16" for need in lacking)
+    return (
+        f"{card.name} computes no {', no '.join(need.what for need in lacking)}: that "
+        f"takes CUDA compute capability {needed / 10:.1f}, and it has "
+        f"{card.capability / 10:.1f}."
+        + (
+            " Axolotl says that training will fail, or torch emulates bf16 without tensor "
+            "cores and no Triton kernel compiles."
+            if narrow
+            else ""
+        )
+        + f" Take another card, or set {keys}"
+        + (" and train in fp32; ProTrain does not train in fp16." if narrow else ".")
+    )
 
 
 def _require_training(cfg: Any, model: nn.Module) -> None:
@@ -514,6 +573,8 @@ def plan_here(
         headroom = subject.headroom_bytes + adapter_bytes
         subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
         notes = list(subject.assumptions)
+        if lacking := uncomputed(cfg, hardware):
+            notes.append(lacking)
         measured = _measured(cfg, model, subject, device, notes)
 
         def planned(hardware: Hardware) -> Forecast:

@@ -448,10 +448,12 @@ class Hardware:
         adam_bytes_s: Host AdamW: bytes of weights updated, in the dtype that it updates.
         overlaps: Whether copies run beside compute.
         link: Name of the link between host and device, if known.
+        capability: CUDA's of the device, 75 for 7.5; 0 where it is not known.
         gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
             each rank; 0 with one rank.
         reduce_bytes_s: Reductions to one after the other of them: bytes on each rank.
         across_bytes_s: All-reduce between nodes, bytes of its input; 0 with one node.
+        shares_link: Whether ranks exchange over the link between host and device.
     """
 
     name: str
@@ -476,6 +478,8 @@ class Hardware:
     across_bytes_s: float = 0.0
     desktop_bytes: int = 0
     unneeded_bytes: int = 0
+    capability: int = 0
+    shares_link: bool = False
 
 
 @dataclass(frozen=True)

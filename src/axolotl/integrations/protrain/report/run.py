@@ -99,7 +99,7 @@ class RunReport:
     def as_dict(self, measured: Measured, host_peak: int) -> dict[str, Any]:
         """The content of report.json; bytes and seconds."""
         return {
-            **answer_dict(self.forecast, fits=True),
+            **answer_dict(self.forecast),
             "about": self.about,
             "alternatives": [],
             "assumptions": self.notes,

@@ -209,13 +209,31 @@ class Search:
         return plan
 
     def nearest(self, modes: Set[str] = MODES) -> Plan:
-        """The plan that takes the least of the device or, if that has room for some
-        plan, the one among those that takes the least of the host."""
-        places = list(self._places(modes))
-        plans = [self._plan(candidate) for candidate in self._candidates(places)]
-        if plans:
-            return min(plans, key=lambda plan: self.memory.host(plan).peak_bytes)
-        return self._plan(self._smallest(places))
+        """The plan that lacks the least, of device and host together; among equals what
+        swaps nothing and takes the fewest slots."""
+        usable, host_bytes = self._budget.usable_bytes, self._budget.host_bytes
+        nothing = self._place(0, 0, self._outside[0], 1)
+        best, least = self._candidate(_Row(0, 0), min(nothing.slots), nothing), inf
+        # most often what recomputes most takes the least
+        rows = [row for rows in self._families for row in reversed(rows)]
+        for at in sorted(self._places(modes), key=lambda at: at.parameters.base):
+            n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
+            without = self._candidate(_Row(0, 0), n_buffer, at)
+            phases = dict(self.memory.host(self._plan(without)).phases)
+            loading = phases.pop("load")
+            for row in rows:
+                swapped = sum(self._activations(row).moved.out)
+                swapped *= self.memory.workload.world.local_size
+                host = max(loading, max(phases.values()) + swapped)
+                missing = max(host - host_bytes, 0)
+                room = usable + least - missing
+                if missing < least and self._first_that_fits(
+                    [row], at, room - 1 - slots
+                ):
+                    device = slots + self._peak_bytes(row, at)
+                    best = self._candidate(row, n_buffer, at)
+                    least = missing + max(device - usable, 0)
+        return self._plan(best)
 
     def plain(self, n_checkpoint: int) -> Plan:
         """Everything resident, whether it fits or not: training without a pager."""
@@ -322,20 +340,6 @@ class Search:
                 return row
         return None
 
-    def _smallest(self, places: Iterable[_Place]) -> _Candidate:
-        """The plan that takes the least of the device."""
-        at = self._place(0, 0, self._outside[0], 1)
-        best = self._candidate(_Row(0, 0), min(at.slots), at)
-        least = inf
-        # most often what recomputes most takes the least
-        rows = [row for rows in self._families for row in reversed(rows)]
-        for at in sorted(places, key=lambda at: at.parameters.base):
-            n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
-            while row := self._first_that_fits(rows, at, least - 1 - slots):
-                best, least = self._candidate(row, n_buffer, at), slots
-                least += self._peak_bytes(row, at)
-        return best
-
     def _peak_bytes(self, row: _Row, at: _Place) -> int:
         """Of the device, without slots."""
         return self.memory.peak_without_slots(at.parameters, self._activations(row))
@@ -385,7 +389,7 @@ class Search:
         if missing > 0:
             raise BudgetError(
                 f"protrain_capacity_bytes: {what} needs {format_bytes(estimate.peak_bytes)} "
-                f"on the device at {estimate.peak.label} ({_largest(estimate.terms)}); "
+                f"on the device {estimate.peak.moment} ({_largest(estimate.terms)}); "
                 f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
                 f"used, {format_bytes(missing)} too little. If the device has it, set "
                 f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
