@@ -126,33 +126,36 @@ NOTEWORTHY = 0.05
 
 
 def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] | None:
-    """What most can be avoided of at the device's peak or, where that is little, of the
-    host: what it is, its bytes, where, and the option that avoids it."""
+    """What most can be avoided of the device's peak or, where that is little, of the
+    host: what it is, the option, how many bytes that avoids, and where."""
     device, host, states = forecast.device, forecast.host, forecast.device.states
-    parts = []
+    peak, on_host = device.peak, host.states
+    # what it is, the option, which share of it goes, bytes of it on device and host
+    parts: list[tuple[str, str, float, int, int]] = []
     if has_plain_loss(cfg, on_cuda):
-        logits = device.peak.working * device.peak.in_loss
-        parts.append((1.0, logits, 0, "the loss", f"{FUSED_LOSS}: true"))
+        logits = peak.working * peak.in_loss
+        parts.append(("the loss", f"{FUSED_LOSS}: true", 1.0, logits, 0))
     if keys := _optimizer("adamw_bnb_8bit", cfg, on_cuda):
         option = f"optimizer: {keys[0]['optimizer']}"
-        parts.append(
-            (0.75, device.peak.moments, host.states.moments, "optimizer state", option)
-        )
+        moments = peak.moments, on_host.moments
+        parts.append(("optimizer state", option, 0.75, *moments))
     if _in_4_bits(cfg, on_cuda):
-        weights = states.resident + states.slots
         option = "adapter: qlora, load_in_4bit: true"
-        parts.append((0.75, weights, host.states.arena, "the base in 16 bits", option))
-    if not parts:
-        return None
-    where, at = "device", 1
-    if max(part[0] * part[1] for part in parts) < NOTEWORTHY * device.peak_bytes:
-        where, at = "host", 2
-    most = max(parts, key=lambda part: part[0] * part[at])
-    share, *sizes, part, option = most
-    nbytes = int(share * sizes[at - 1])
+        weights = states.resident + states.slots
+        parts.append(("16-bit weights", option, 0.75, weights, on_host.arena))
+    ways = [
+        (int(share * nbytes), where, part, option)
+        for part, option, share, *both in parts
+        for nbytes, where in zip(both, ("device", "host"), strict=True)
+        if where == "host" or share * nbytes >= NOTEWORTHY * device.peak_bytes
+    ]
+    # of the device first
+    nbytes, where, part, option = max(
+        ways, key=lambda way: (way[1] == "device", way[0]), default=(0, "", "", "")
+    )
     if not nbytes:
         return None
-    return {"part": part, "where": where, "bytes": nbytes, "option": option}
+    return {"part": part, "option": option, "bytes": nbytes, "where": where}
 
 
 def smaller(cfg: Any) -> Iterator[Keys]:

@@ -7,6 +7,7 @@ plans that for one machine; `plan_here` does both for the model about to be trai
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from .args import FORCED, ProTrainArgs, args_from, overrides
 from .core import profile
 from .core.cost import MemoryModel, block_times
+from .core.cost.demand import COMMUNICATE
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.host import host_memory, mapped_bytes
 from .core.layout import build_layout, find_blocks, has_vision_tower
@@ -49,6 +51,7 @@ from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import OptimizerBytes, optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, refuse_quantised
+from .report.forecast import format_seconds
 
 if TYPE_CHECKING:
     from .objective import Objective
@@ -174,8 +177,8 @@ class _Need(NamedTuple):
     asked: Callable[[Any], bool]
 
 
-def _attention(cfg: Any) -> str:
-    return str(getattr(cfg.attn_implementation, "value", cfg.attn_implementation))
+def _attends_by(name: str, cfg: Any) -> bool:
+    return name == getattr(cfg.attn_implementation, "value", cfg.attn_implementation)
 
 
 _SDPA = "`attn_implementation: sdpa`"
@@ -184,7 +187,7 @@ _NEEDS = (
     _Need("tf32", 80, "`tf32: false`", lambda cfg: cfg.tf32 is True),
     *(
         # as transformers, flash-attn and Axolotl ask for it
-        _Need(name, capability, _SDPA, lambda cfg, name=name: _attention(cfg) == name)
+        _Need(name, capability, _SDPA, partial(_attends_by, name))
         for name, capability in (
             ("flash_attention_2", 80),
             ("flash_attention_3", 80),
@@ -391,7 +394,6 @@ def _workload(
 ) -> Workload:
     """What a step of this configuration asks beside the trace of its model."""
     on_host = args.protrain_cpu_optimizer is not None
-    micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
     tensors = {k: value for k, value in batch.items() if isinstance(value, Tensor)}
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
@@ -406,10 +408,20 @@ def _workload(
         managed_bytes=optimizer.managed_bytes,
         update_copies=optimizer.update_copies,
         update_parameter_copies=optimizer.update_parameter_copies,
-        eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
+        eval_ratio=_eval_ratio(cfg) if evaluates else 0.0,
         loader_bytes=(1 + waiting) * sum(t.nbytes for t in tensors.values()),
         world=world,
     )
+
+
+def _eval_ratio(cfg: Any) -> float:
+    """Of rows and of their lengths, to which Axolotl cuts both kinds of data."""
+    rows, length = cfg.micro_batch_size or 1, cfg.sequence_len or 1
+    longer = (cfg.eval_sequence_len or length) / length
+    if cfg.pad_to_sequence_len:
+        # to a multiple of it
+        longer = math.ceil(longer)
+    return (cfg.eval_batch_size or rows) / rows * longer
 
 
 def batch_tokens(batch: Any) -> int:
@@ -560,7 +572,7 @@ def plan_here(
 
     planners: list[Planner] = []
 
-    def plan() -> tuple[Forecast, list[str]]:
+    def subject_for(cfg: Any) -> Subject:
         subject = subject_of(
             cfg,
             profile.meta_copy(model),
@@ -571,15 +583,22 @@ def plan_here(
             adapters_wait=not adapter_bytes,
         )
         headroom = subject.headroom_bytes + adapter_bytes
-        subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
+        return replace(subject.loaded_with(mapped), headroom_bytes=headroom)
+
+    def plan() -> tuple[Forecast, list[str]]:
+        subject = subject_for(cfg)
         notes = list(subject.assumptions)
         if lacking := uncomputed(cfg, hardware):
             notes.append(lacking)
         measured = _measured(cfg, model, subject, device, notes)
 
-        def planned(hardware: Hardware) -> Forecast:
-            forecast, planner = plan_for(args, subject, hardware, measured)
+        def planned(machine: Hardware) -> Forecast:
+            forecast, planner = plan_for(args, subject, machine, measured)
             planners.append(planner)
+            if objective is None:
+                notes.extend(
+                    _larger_rows(cfg, subject_for, machine, measured, forecast)
+                )
             return forecast
 
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
@@ -633,6 +652,40 @@ def plan_here(
     same = hashlib.sha256(repr((forecast.plan, own)).encode()).hexdigest()[:12]
     notes.append(f"{world.size} ranks, {world.local_size} a node, run plan {same}.")
     return forecast, planners[0] if planners else None, notes, same
+
+
+def _larger_rows(
+    cfg: Any,
+    subject_for: Callable[[Any], Subject],
+    hardware: Hardware,
+    measured: Mapping[int | None, BlockSeconds],
+    forecast: Forecast,
+) -> list[str]:
+    """What fewer, larger micro-batches of the same step would gain, where weights are
+    fetched for each of them and compute waits for that."""
+    rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
+    waits = forecast.plan.paged and forecast.step.limiter in ("fetch", COMMUNICATE)
+    if not waits or steps % 2:
+        return []
+    keys = {"micro_batch_size": 2 * rows, "gradient_accumulation_steps": steps // 2}
+    other = type(cfg)({**cfg, **keys})
+    # of twice the rows
+    twice = {
+        block: BlockSeconds(2 * s.forward_s, 2 * s.backward_s)
+        for block, s in measured.items()
+    }
+    with suppress(BudgetError):
+        args, subject = args_from(other), subject_for(other)
+        step = plan_for(args, subject, hardware, twice)[0].step
+        if step.total_s < (1 - PAGING_GAIN) * forecast.step.total_s:
+            named = ", ".join(f"{key}: {value}" for key, value in keys.items())
+            return [
+                f"Compute waits for weights, which are fetched for each micro-batch. With "
+                f"{named} a step of as many tokens is predicted to take "
+                f"{format_seconds(step.total_s)} instead of "
+                f"{format_seconds(forecast.step.total_s)}."
+            ]
+    return []
 
 
 def peak_seen(

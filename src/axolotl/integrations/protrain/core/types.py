@@ -396,7 +396,8 @@ class Workload:
         update_parameter_copies: The same for the largest single one of them.
         update: Where weights with state on the host are updated.
         host_can_update: Whether the device does that, and AdamW on the host could.
-        eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
+        eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
+            evaluation.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
         mapped_bytes: Weights that are pages of their files until they move.
         world: Who trains together; the rest is of one rank.

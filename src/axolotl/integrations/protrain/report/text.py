@@ -219,11 +219,6 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     if plan["num_ranks"] > 1:
         ranks, device = f"{plan['num_ranks']} ranks, ", "each device"
         host = "host of all ranks"
-    if avoidable := answer.get("avoidable"):
-        yield (
-            f"Largest avoidable part: {avoidable['part']}, of which `{avoidable['option']}` "
-            f"takes {format_bytes(avoidable['bytes'])} away from the {avoidable['where']}."
-        )
     if answer["verdict"] == UNSUPPORTED:
         yield from priced
         return
@@ -242,6 +237,12 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     )
     if step:
         yield _step(step)
+    if avoidable := answer["avoidable"]:
+        yield (
+            f"Largest avoidable part: {format_bytes(avoidable['bytes'])} of the "
+            f"{avoidable['where']} for {avoidable['part']}; `{avoidable['option']}` avoids "
+            "them."
+        )
     if fits:
         yield from priced
 
