@@ -20,6 +20,7 @@ from ..core.profile import GPUS, gpu_hardware
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
 from ..levers import FUSED_LOSS, has_plain_loss, largest_part
+from ..loading import is_of_experts
 from ..offline.fake_kernels import without_logits
 from ..offline.meta_model import load_meta_model
 from ..planning import (
@@ -30,6 +31,7 @@ from ..planning import (
     this_machine,
     uncomputed,
 )
+from ..refusals import cautions
 from ..report import forecast as report
 from .fitting import Fitting
 
@@ -213,9 +215,21 @@ class DryRun:
         answer["assumptions"] = [
             *self._meta.assumptions,
             *self._subject().assumptions,
+            *self._cautions(),
             *self._unknowns(card, forecast),
         ]
         return answer
+
+    def _cautions(self) -> list[str]:
+        model: Any = self._meta.model
+        experts = any(
+            is_of_experts(name, param)
+            and param.is_floating_point()
+            and not param.requires_grad
+            for name, param in model.named_parameters()
+        )
+        tied = bool(model.config.get_text_config().tie_word_embeddings)
+        return cautions(self._cfg, experts, tied)
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         args, name = self._args, card.name
