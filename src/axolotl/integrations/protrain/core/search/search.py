@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
@@ -214,24 +214,22 @@ class Search:
         usable, host_bytes = self._budget.usable_bytes, self._budget.host_bytes
         nothing = self._place(0, 0, self._outside[0], 1)
         best, least = self._candidate(_Row(0, 0), min(nothing.slots), nothing), inf
-        # most often what recomputes most takes the least
-        rows = [row for rows in self._families for row in reversed(rows)]
         for at in sorted(self._places(modes), key=lambda at: at.parameters.base):
             n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
             without = self._candidate(_Row(0, 0), n_buffer, at)
             phases = dict(self.memory.host(self._plan(without)).phases)
             loading = phases.pop("load")
-            for row in rows:
-                swapped = sum(self._activations(row).moved.out)
-                swapped *= self.memory.workload.world.local_size
+            for rows in self._swapping:
+                out = self._activations(rows[0]).moved.out
+                swapped = self.memory.workload.world.local_size * sum(out)
                 host = max(loading, max(phases.values()) + swapped)
                 missing = max(host - host_bytes, 0)
-                room = usable + least - missing
-                if missing < least and self._first_that_fits(
-                    [row], at, room - 1 - slots
-                ):
-                    device = slots + self._peak_bytes(row, at)
+                while missing < least:
+                    room = usable + least - missing - 1 - slots
+                    if (row := self._first_that_fits(rows, at, room)) is None:
+                        break
                     best = self._candidate(row, n_buffer, at)
+                    device = slots + self._peak_bytes(row, at)
                     least = missing + max(device - usable, 0)
         return self._plan(best)
 
@@ -267,6 +265,15 @@ class Search:
             [_Row(most, n) for n in range(blocks - most + 1)],
             *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
         ]
+
+    @cached_property
+    def _swapping(self) -> list[list[_Row]]:
+        """The same by what leaves for the host, the least first; of each what recomputes
+        most first, which most often takes the least of the device."""
+        found: dict[int, list[_Row]] = {}
+        for row in chain.from_iterable(map(reversed, self._families)):
+            found.setdefault(sum(self._activations(row).moved.out), []).append(row)
+        return [found[nbytes] for nbytes in sorted(found)]
 
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
         """All legal ones, the most resident first; perhaps only those for which the
