@@ -596,9 +596,7 @@ def plan_here(
             forecast, planner = plan_for(args, subject, machine, measured)
             planners.append(planner)
             if objective is None:
-                notes.extend(
-                    _larger_rows(cfg, subject_for, machine, measured, forecast)
-                )
+                notes.extend(larger_rows(cfg, subject_for, machine, measured, forecast))
             return forecast
 
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
@@ -654,7 +652,7 @@ def plan_here(
     return forecast, planners[0] if planners else None, notes, same
 
 
-def _larger_rows(
+def larger_rows(
     cfg: Any,
     subject_for: Callable[[Any], Subject],
     hardware: Hardware,
