@@ -321,7 +321,7 @@ def test_larger_micro_batches_are_advised_where_they_are_predicted_to_gain() -> 
     ("card", "keys", "lacking"),
     [
         ("T4", {"bf16": True}, "no bf16"),
-        ("V100", {"bf16": "full", "tf32": True}, "no bf16, no tf32"),
+        ("V100", {"bf16": "full"}, "`tf32: false`"),
         ("2080 Ti", {"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
         ("A100-80GB", {"attn_implementation": "flash_attention_4"}, "8.0"),
         ("T4", {"bf16": False, "attn_implementation": "sdpa"}, None),

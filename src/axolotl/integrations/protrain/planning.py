@@ -183,8 +183,13 @@ def _attends_by(name: str, cfg: Any) -> bool:
 
 _SDPA = "`attn_implementation: sdpa`"
 _NEEDS = (
-    _Need("bf16", 80, "`bf16: false`", lambda cfg: cfg.bf16 or cfg.bfloat16),
-    _Need("tf32", 80, "`tf32: false`", lambda cfg: cfg.tf32 is True),
+    # `tf32: auto` has become true by then, of the card that validation is told of
+    _Need(
+        "bf16",
+        80,
+        "`bf16: false`, `tf32: false`",
+        lambda cfg: cfg.bf16 or cfg.bfloat16,
+    ),
     *(
         # as transformers, flash-attn and Axolotl ask for it
         _Need(name, capability, _SDPA, partial(_attends_by, name))
