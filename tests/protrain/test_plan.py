@@ -599,8 +599,8 @@ def test_what_does_not_fit_is_told_the_way_out(plans: Plans) -> None:
     assert "liger_fused_linear_cross_entropy" in fused["note"]
     assert lacking[0]["change"] == "micro_batch_size 2 -> 1"
     assert small["avoidable"]["option"] == "cut_cross_entropy: true"
-    # without logits and their gradient in fp32
-    assert small["avoidable"]["bytes"] > 2 * 2 * 8192 * SMALL["vocab_size"] * 4
+    # the logits in fp32, at least
+    assert small["avoidable"]["bytes"] >= 2 * 8192 * SMALL["vocab_size"] * 4
     shorter = next(o for o in others if o["change"].startswith("sequence_len 8192 ->"))
     assert shorter["verdict"] == "fits"
     assert shorter["device_peak_bytes"] <= GIB

@@ -287,4 +287,4 @@ def test_an_evaluation_fits_where_it_was_predicted(
     # the runtime's own watch of it, which counts no batches of the loader
     seen = result.report["compared"]["evaluation peak bytes"]
     assert seen["predicted"] == predicted
-    assert 0.97 * counted <= seen["measured"] <= counted
+    assert 0.95 * counted <= seen["measured"] <= counted
