@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -154,6 +155,39 @@ def test_what_a_person_decides_is_said_and_the_rest_is_written(tmp_path: Path) -
     assert "deepspeed" in config.read_text()
     CliRunner().invoke(protrain, ["migrate", str(config), "--write"])
     assert "deepspeed" not in config.read_text() and "fp16" in config.read_text()
+
+
+def test_what_axolotl_does_quietly_is_said_of_a_base_that_is_here(
+    tmp_path: Path,
+) -> None:
+    keys = {
+        "base_model": str(tmp_path),
+        "adapter": "qlora",
+        "load_in_4bit": True,
+        "lora_target_parameters": ["mlp.experts.down_proj"],
+        "lora_modules_to_save": ["lm_head"],
+    }
+    config = tmp_path / "train.yaml"
+    config.write_text(yaml.safe_dump(keys))
+
+    def said() -> list[str]:
+        shown = CliRunner().invoke(protrain, ["migrate", str(config)])
+        assert shown.exit_code == 0, shown.output
+        return [line for line in shown.stdout.splitlines() if line.startswith("? ")]
+
+    assert not said()
+    base = tmp_path / "config.json"
+    base.write_text(json.dumps({"num_local_experts": 8, "tie_word_embeddings": True}))
+    experts, merged, copies = said()
+    assert "experts stay in 16 bits" in experts
+    assert "lora_target_parameters" in merged and "legacy" in merged
+    assert "peft_ensure_weight_tying" in copies
+    config.write_text(yaml.safe_dump(keys | {"merge_method": "legacy"}))
+    assert said() == [experts]
+    base.write_text(json.dumps({"tie_word_embeddings": False}))
+    assert not said()
+    base.write_text("[]")
+    assert not said()
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:

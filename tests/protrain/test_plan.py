@@ -84,6 +84,12 @@ GEMMA_27B = {
     },
 }
 LOW_TEXT = GEMMA_27B_TEXT | {"num_hidden_layers": 8}
+MIXTRAL = SMALL | {
+    "model_type": "mixtral",
+    "intermediate_size": 512,
+    "num_local_experts": 4,
+    "tie_word_embeddings": True,
+}
 UNKNOWN_IMAGES = {
     "model_type": "mistral3",
     "image_token_index": 299,
@@ -127,6 +133,15 @@ TOO_LARGE = overrides(n_persist=8, n_buffer=0)
 SHARDED = {"protrain_zero3_shard": True}
 REPLICATED = {"protrain_force_replicated_cpu_offload": True}
 
+IN_FP32 = {"bf16": False, "fp16": False}
+ON_EXPERTS = {
+    "lora_target_linear": False,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "lora_target_parameters": ["mlp.experts.gate_up_proj"],
+    "lora_modules_to_save": ["embed_tokens", "lm_head"],
+}
+EVALUATED = {"test_datasets": BASE["datasets"], "eval_batch_size": 4}
+
 LARGE_CARD, SMALL_CARD = ("--gpu", "4090"), ("--gpu", "4090:1")
 SIZED_CARD = ("--gpu", "4090:24")
 TRAINED = job("llama", PAGED, overrides(1, 2, 2), {"protrain_cache_dir": "measured"})
@@ -154,6 +169,17 @@ CASES: dict[str, tuple[Any, ...]] = {
         "2",
     ),
     "two_by_hand": (SMALL, LORA | SHARDED | BY_HAND, *LARGE_CARD, "--gpus", "2"),
+    "turing": (SMALL, LORA, "--gpu", "T4", *LARGE_CARD),
+    "turing, auto": (SMALL, LORA | PACKED | {"bf16": "auto"}, "--gpu", "T4"),
+    "turing, fp32": (SMALL, LORA | IN_FP32, "--gpu", "T4"),
+    "turing, largest": (SMALL, LORA, "--gpu", "T4", "--max", "seq"),
+    "evaluated": (SMALL, LORA | EVALUATED, *LARGE_CARD),
+    "evaluated, longer": (
+        SMALL,
+        LORA | EVALUATED | {"eval_sequence_len": 1024},
+        *LARGE_CARD,
+    ),
+    "experts": (MIXTRAL, QLORA | ON_EXPERTS, *LARGE_CARD),
     "replicated": (SMALL, LORA | REPLICATED, *LARGE_CARD),
     "little_ram": (SMALL, ON_THE_HOST, *SMALL_CARD, "--ram", "1"),
     "8 bits, 8B": (LLAMA_8B, IN_8_BITS, *LARGE_CARD, "--ram", "64"),
@@ -346,6 +372,7 @@ SCHEMA: dict[Any, Any] = {
             "note": (str, type(None)),
         }
     ],
+    "avoidable": object,
     "assumptions": [str],
 }
 
@@ -477,6 +504,46 @@ def test_what_fits_without_paging_needs_no_plugin(plans: Plans) -> None:
     assert plain["device_peak_bytes"] == answer["device_bytes"]["peak"]
 
 
+def test_what_a_card_cannot_compute_is_no_fit(plans: Plans) -> None:
+    """However much memory it has; with the way out, in the table of cards too."""
+    answer, auto = plans["turing"], plans["turing, auto"]
+    old, new = answer.json
+    assert (answer.exit_code, auto.exit_code) == (2, 2)
+    assert (old["verdict"], new["verdict"]) == ("unsupported", "fits")
+    for card in (old, auto.json):
+        assert "T4 computes no bf16" in card["reason"] and card["step_s"] is None
+        assert "`bf16: false`" in card["reason"] and "7.5" in card["reason"]
+        assert [o["verdict"] for o in card["alternatives"]] == ["fits"]
+        assert card["alternatives"][0]["change"].startswith("--gpu")
+        assert not list(misfits(card, SCHEMA | {"step_s": type(None)}))
+    assert "flash_attention_2" not in old["reason"]
+    assert "no flash_attention_2" in auto.json["reason"]
+    assert "`attn_implementation: sdpa`" in auto.json["reason"]
+    largest = plans["turing, largest"]
+    assert largest.exit_code == 2 and largest.json["max"]["value"] is None
+    assert "no bf16" in largest.json["max"]["note"]
+    assert fitting(plans, "turing, fp32")["hardware"]["name"] == "T4"
+
+
+def test_an_evaluation_has_its_own_rows_and_length(plans: Plans) -> None:
+    short, long = (
+        fitting(plans, name)["device_bytes"]["phases"]["evaluation"]
+        for name in ("evaluated", "evaluated, longer")
+    )
+    logits = 4 * (1024 - 256) * SMALL["vocab_size"] * 4
+    assert logits < long - short < 4 * logits
+
+
+def test_what_axolotl_does_quietly_with_experts_and_merges_is_said(
+    plans: Plans,
+) -> None:
+    assumed = fitting(plans, "experts")["assumptions"]
+    for line in ("experts stay in 16 bits", "leaves the experts", "train as copies"):
+        assert sum(line in text for text in assumed) == 1, line
+    quiet = fitting(plans, "resident")["assumptions"]
+    assert not any("experts" in line or "merge" in line for line in quiet)
+
+
 @pytest.mark.parametrize("name", ["paged", "paged_full", "packed"])
 def test_what_does_not_fit_is_paged(name: str, plans: Plans) -> None:
     answer = fitting(plans, name)
@@ -526,6 +593,18 @@ def test_what_does_not_fit_is_told_the_way_out(plans: Plans) -> None:
     assert f"{missing / GIB:.2f} GiB of device memory missing" in small["reason"]
     others = small["alternatives"]
     assert others[0]["verdict"] == "fits"
+    # what changes the YAML least first, of those that help, and another card last
+    assert small["device_bytes"]["peak_at"] == "while computing the loss"
+    assert "while computing the loss" in small["reason"]
+    helping = [o["change"].split()[0] for o in others if o["verdict"] == "fits"]
+    assert helping == ["sequence_len", "--gpu"]
+    fused, *lacking = (o for o in others if o["verdict"] != "fits")
+    assert fused["change"] == "cut_cross_entropy: true"
+    assert "liger_fused_linear_cross_entropy" in fused["note"]
+    assert lacking[0]["change"] == "micro_batch_size 2 -> 1"
+    assert small["avoidable"]["option"] == "cut_cross_entropy: true"
+    # the logits in fp32, at least
+    assert small["avoidable"]["bytes"] >= 2 * 8192 * SMALL["vocab_size"] * 4
     shorter = next(o for o in others if o["change"].startswith("sequence_len 8192 ->"))
     assert shorter["verdict"] == "fits"
     assert shorter["device_peak_bytes"] <= GIB
@@ -558,6 +637,8 @@ def test_several_gpus_exchange_what_they_train(plans: Plans) -> None:
     assert one["step_s"]["total"] < two["step_s"]["total"]
     assert two["step_s"]["tokens_per_s"] > one["step_s"]["tokens_per_s"]
     assert any("2 GPUs" in line for line in two["assumptions"])
+    # a desktop's board
+    assert (one["hardware"]["link"], two["hardware"]["link"]) == ("pcie4x16", "pcie4x8")
 
 
 def test_several_gpus_page_from_one_copy(plans: Plans) -> None:

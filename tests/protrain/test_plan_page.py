@@ -583,8 +583,8 @@ def test_no_forecast_is_an_error() -> None:
 
 
 def test_the_text_takes_no_name_for_markup() -> None:
-    card = forecast("RTX [4090]")
-    card["device_bytes"]["peak_at"] = "backward [3]"
+    card = forecast("RTX [4090]") | {"avoidable": None}
+    card["device_bytes"]["peak_at"] = "at backward [3]"
     card["assumptions"] = ["no tokenizer in runs/[red]model"]
     card["alternatives"][0]["note"] = "as [bold] as before"
     text = plan_text([card])
@@ -625,7 +625,13 @@ def longest() -> list[dict[str, Any]]:
     difference = "--- a.yaml\n+++ b.yaml\n@@ -1 +1 @@\n-a: 1\n+a: 2"
     misses["fixed"] = lever | {"file": "b.yaml", "difference": difference}
     for card in (fits, misses):
-        card["device_bytes"]["peak_at"] = "backward outside blocks, _log_softmax"
+        card["device_bytes"]["peak_at"] = "at backward 12, _log_softmax_backward_data"
+        card["avoidable"] = {
+            "part": "optimizer state",
+            "option": "optimizer: adamw_bnb_8bit",
+            "bytes": 7 * GIB // 2,
+            "where": "host",
+        }
     return [fits, misses]
 
 

@@ -284,3 +284,7 @@ def test_an_evaluation_fits_where_it_was_predicted(
     predicted = result.report["device_bytes"]["phases"]["evaluation"]
     assert predicted == result.report["device_bytes"]["peak"]
     assert counted <= predicted <= 1.15 * counted
+    # the runtime's own watch of it, which counts no batches of the loader
+    seen = result.report["compared"]["evaluation peak bytes"]
+    assert seen["predicted"] == predicted
+    assert 0.95 * counted <= seen["measured"] <= counted

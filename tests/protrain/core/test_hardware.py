@@ -113,7 +113,7 @@ def test_every_row_is_complete(gpu: Gpu) -> None:
 def test_consumer_cards_halve_16_bit_products_summed_in_fp32() -> None:
     """Their tensor cores give twice the fp32 rate; four times is the fp16-sum figure."""
     for gpu in GPUS:
-        if re.match(r"RTX \d{4}\b(?! Ada)", gpu.name):
+        if re.match(r"RTX [3-9]\d{3}\b(?! Ada)", gpu.name):
             assert gpu.tflops_16 / gpu.tflops_32 == pytest.approx(2, rel=0.01)
             assert gpu.tflops_tf32 == gpu.tflops_32
 
@@ -146,6 +146,21 @@ def test_a_card_by_its_figures() -> None:
     assert (own.name, own.device_bytes, own.link) == ("Arc B60", 24 << 30, "pcie5x16")
     assert own.attention_16 < own.flops_16 < 197e12
     assert own.memory_bytes_s == pytest.approx(456e9 * 0.9)
+
+
+def test_what_a_card_computes_follows_its_architecture() -> None:
+    """CUDA's compute capability: 7.x computes no bf16, 8.9 is Ada, AMD has none."""
+    capability = {gpu.name: card(gpu.name).capability for gpu in GPUS}
+    old = {name for name, number in capability.items() if 0 < number < 80}
+    assert old == {"RTX 2080 Ti", "T4", "V100-32GB"}
+    assert {n for n, number in capability.items() if not number} == {
+        "RX 7900 XTX",
+        "MI300X",
+    }
+    for name, number in capability.items():
+        if re.match(r"RTX 40|RTX .* Ada|L4", name):
+            assert number == 89, name
+    assert card("Arc B60:24GiB:197TFLOPs:456GB/s").capability == 0
 
 
 def test_links() -> None:
@@ -204,15 +219,21 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
     ("text", "link", "parts"),
     [
         ("a100", None, ("--gpu", "'a100'", "A100-40GB or A100-80GB")),
-        ("rtx", None, ("--gpu", "RTX 3090", "RTX 5090")),
+        ("rtx", None, ("--gpu 'rtx' is not known", "4090")),
         # other cards, slower than those that their names begin
         ("h20", None, ("--gpu", "'h20'", "nearest: H200")),
         ("l40", None, ("--gpu", "'l40'", "nearest: L40S")),
-        ("a10", None, ("--gpu", "'a10' is not known")),
-        ("rtx 4900", None, ("--gpu", "'rtx 4900'", "L40S", "nearest: RTX 4090")),
-        ("h300", None, ("--gpu", "nearest: H200")),
-        ("", None, ("--gpu", "RTX 4090", "NAME:GiB", OWN_FIGURES)),
-        (":24", None, ("--gpu", "RTX 4090", "NAME:GiB")),
+        ("a10", None, ("--gpu", "'a10' is not known; nearest: A10G")),
+        ("rtx 4900", None, ("--gpu", "'rtx 4900'", "nearest: RTX 4090")),
+        ("h300", None, ("--gpu", "nearest: H200", "H100")),
+        ("", None, ("--gpu", "as 4090 or", "NAME:GiB", OWN_FIGURES)),
+        (":24", None, ("--gpu", "as 4090 or", "NAME:GiB")),
+        # one memory for both: there is nothing to page to
+        *(
+            (name, None, (f"--gpu '{name}' cannot be planned", "share one memory"))
+            for name in ("DGX Spark", "GB10", "M3 Max", "m4", "Strix Halo", "MacBook")
+        ),
+        ("GH200", None, ("cannot be planned", "NVLink", "H100:96")),
         *(
             (f"4090:{gib}", None, ("--gpu", f"'{gib}'", "1 to 1024", "RTX 4090:24"))
             for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24G", "2TiB")
@@ -242,11 +263,13 @@ def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "link"), [("foo", None), ("rtx 4090 laptop gpu", None), ("4090", "nvlink")]
+    ("text", "link"), [("foo", None), ("4090", "nvlink"), ("Radeon Pro", None)]
 )
 def test_what_resembles_nothing_has_no_nearest(text: str, link: str | None) -> None:
-    with pytest.raises(ConfigError, match="allowed: (?!.*nearest)"):
+    with pytest.raises(ConfigError, match="^--(?!.*nearest).* is not known") as refusal:
         card(text, link)
+    # the names of all cards are no answer
+    assert len(str(refusal.value)) < 200
 
 
 # measured hardware
@@ -943,16 +966,39 @@ def test_cards_exchange_over_their_fastest_way() -> None:
 
     assert card("4090") == pair("4090", 1)
     assert (pair("4090", 1).gather_bytes_s, pair("4090", 1).reduce_bytes_s) == (0, 0)
-    two, four = pair("4090", 2), pair("4090", 4)
+    two, four = pair("A6000", 2), pair("A6000", 4)
     # in a ring all but the own part travels: half of two, three quarters of four
     assert two.gather_bytes_s == pytest.approx(2 * two.fetch_both_bytes_s)
     assert four.gather_bytes_s == pytest.approx(4 / 3 * two.fetch_both_bytes_s)
+    # which takes the link from their copies
+    assert two.shares_link and not pair("H100", 2).shares_link
+    assert not pair("A6000", 1).shares_link and not pair("A6000", 1).gather_bytes_s
     assert (
         "through host memory" in two.source and "over NVLink" in pair("H100", 2).source
     )
     assert pair("H100", 2).gather_bytes_s > 5 * pair("H100 PCIe", 2).gather_bytes_s
-    assert four.adam_bytes_s == pytest.approx(card("4090").adam_bytes_s / 4)
+    assert four.adam_bytes_s == pytest.approx(card("A6000").adam_bytes_s / 4)
     assert two.across_bytes_s == 0
+
+
+def test_several_consumer_cards_are_on_a_desktops_board() -> None:
+    """Eight lanes each and two channels of memory for all, unless a link is named."""
+
+    def cards(text: str, num_gpus: int, link: str | None = None) -> Hardware:
+        return gpu_hardware(text, link, 64 << 30, num_gpus=num_gpus)
+
+    one, two, four = (cards("4090", n) for n in (1, 2, 4))
+    named = cards("4090", 2, "pcie4x16")
+    assert (one.link, two.link, named.link) == ("pcie4x16", "pcie4x8", "pcie4x16")
+    assert "a desktop's board" in two.source and "desktop" not in named.source
+    assert two.fetch_bytes_s == pytest.approx(one.fetch_bytes_s / 2)
+    assert named.fetch_bytes_s == one.fetch_bytes_s
+    assert named.fetch_both_bytes_s == one.fetch_both_bytes_s
+    # what all cards move, both ways at once, passes the host's memory
+    memory = 51.2e9 * 0.7
+    assert 4 * two.fetch_both_bytes_s <= memory * (1 + 1e-9)
+    assert 4 * four.fetch_bytes_s == pytest.approx(memory)
+    assert cards("A6000", 2).link == "pcie4x16" and cards("7900 XTX", 2).link[-1] == "8"
 
 
 def test_the_weakest_of_several() -> None:

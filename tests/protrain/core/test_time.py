@@ -179,7 +179,7 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
         BlockTimes(
             draw(per_block), draw(per_block), *draw(st.tuples(*[seconds] * 3)), True
         ),
-        replace(HARDWARE, **rates),
+        replace(HARDWARE, **rates, shares_link=draw(st.booleans())),
         draw(st.integers(1, 5)),
         masters,
         Moved(*[tuple(draw(st.integers(0, 100 * p.swaps)) for p in policies)] * 2),
@@ -418,6 +418,41 @@ def test_a_block_waits_for_its_copy_and_the_copy_for_the_slot() -> None:
     assert step.busy_s == {"compute": 12, "fetch": 16, "offload": 0, "host": 0}
     assert step.exposed_s == {"fetch": 10, "offload": 0, "host": 0}
     assert step.limiter == "fetch"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_gather_over_the_link_of_the_copies_gains_nothing(ranks: int) -> None:
+    """Ranks that gather what they do not fetch move the same bytes over one link; with a
+    link of its own the gather takes no time from the next fetch."""
+    # shards are whole pages
+    page = 4096
+    whole = by_hand([ranks * page] * 4, 2, page, 2 * page)
+    world = World(ranks, ranks)
+    # a gather at the pace of a copy: all but the own part travels
+    hardware = replace(HARDWARE, gather_bytes_s=ranks / (ranks - 1))
+    shares = replace(whole.plan, shards=ranks)
+    fetched, apart, shared = (
+        replace(whole, plan=plan, hardware=machine, world=world).step()
+        for plan, machine in (
+            (whole.plan, hardware),
+            (shares, hardware),
+            (shares, replace(hardware, shares_link=True)),
+        )
+    )
+    assert apart.total_s < fetched.total_s
+    assert shared.total_s >= fetched.total_s * (1 - 1e-9)
+    both = shared.busy_s["fetch"] + shared.busy_s[COMMUNICATE]
+    assert both == pytest.approx(fetched.busy_s["fetch"])
+    assert both <= shared.total_s
+
+
+def test_a_reduction_over_the_link_of_the_copies_takes_its_time_from_them() -> None:
+    case = by_hand([4, 4, 4], 3, 1, 1, trainable=True, memory_bytes_s=math.inf)
+    case = replace(case, update=Update.DEVICE, world=World(2, 2))
+    shared = replace(case, hardware=replace(case.hardware, shares_link=True))
+    apart_s, step = case.step().total_s, shared.step()
+    assert step.total_s > apart_s
+    assert step.busy_s["offload"] + step.busy_s[COMMUNICATE] <= step.total_s
 
 
 CLIPPED = {"adam_bytes_s": 9 / 7, "memory_bytes_s": math.inf}

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .core.planner import Forecast
 
 ROUNDING = "the same training, rounded otherwise"
 UPDATES = "other updates"
@@ -56,9 +59,18 @@ _KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
 _LEAST = {"sequence_len": 512, "lora_r": 4}
 
 
-def _loss(key: str, plugin: str | None, cfg: Any, on_cuda: bool) -> list[Keys]:
+FUSED_LOSS = "cut_cross_entropy"
+"""Takes the least of those that are priced."""
+
+
+def has_plain_loss(cfg: Any, on_cuda: bool) -> bool:
+    """Whether a loss that keeps no logits could take the place of this one."""
     has_own = cfg.rl or cfg.reward_model or cfg.process_reward_model
-    if has_own or any(cfg[loss] for loss in _LOSSES) or not on_cuda:
+    return not (has_own or any(cfg[loss] for loss in _LOSSES)) and on_cuda
+
+
+def _loss(key: str, plugin: str | None, cfg: Any, on_cuda: bool) -> list[Keys]:
+    if not has_plain_loss(cfg, on_cuda):
         return []
     plugins = {"plugins": [f"axolotl.integrations.{plugin}"]} if plugin else {}
     return [{**plugins, key: True}]
@@ -107,6 +119,43 @@ def _in_4_bits(cfg: Any, _on_cuda: bool) -> list[Keys]:
 def _packed(cfg: Any, _on_cuda: bool) -> list[Keys]:
     takes = not (cfg.sample_packing or cfg.rl or cfg.reward_model)
     return [{"sample_packing": True, "pad_to_sequence_len": True}] if takes else []
+
+
+NOTEWORTHY = 0.05
+"""Share of the device's peak from which an avoidable part of it is worth a line."""
+
+
+def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] | None:
+    """What most can be avoided of the device's peak or, where that is little, of the
+    host: what it is, the option, how many bytes that avoids, and where."""
+    device, host, states = forecast.device, forecast.host, forecast.device.states
+    peak, on_host = device.peak, host.states
+    # what it is, the option, which share of it goes, bytes of it on device and host
+    parts: list[tuple[str, str, float, int, int]] = []
+    if has_plain_loss(cfg, on_cuda):
+        logits = peak.working * peak.in_loss
+        parts.append(("the loss", f"{FUSED_LOSS}: true", 1.0, logits, 0))
+    if keys := _optimizer("adamw_bnb_8bit", cfg, on_cuda):
+        option = f"optimizer: {keys[0]['optimizer']}"
+        moments = peak.moments, on_host.moments
+        parts.append(("optimizer state", option, 0.75, *moments))
+    if _in_4_bits(cfg, on_cuda):
+        option = "adapter: qlora, load_in_4bit: true"
+        weights = states.resident + states.slots
+        parts.append(("16-bit weights", option, 0.75, weights, on_host.arena))
+    ways = [
+        (int(share * nbytes), where, part, option)
+        for part, option, share, *both in parts
+        for nbytes, where in zip(both, ("device", "host"), strict=True)
+        if where == "host" or share * nbytes >= NOTEWORTHY * device.peak_bytes
+    ]
+    # of the device first
+    nbytes, where, part, option = max(
+        ways, key=lambda way: (way[1] == "device", way[0]), default=(0, "", "", "")
+    )
+    if not nbytes:
+        return None
+    return {"part": part, "option": option, "bytes": nbytes, "where": where}
 
 
 def smaller(cfg: Any) -> Iterator[Keys]:

@@ -7,6 +7,7 @@ plans that for one machine; `plan_here` does both for the model about to be trai
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from .args import FORCED, ProTrainArgs, args_from, overrides
 from .core import profile
 from .core.cost import MemoryModel, block_times
+from .core.cost.demand import COMMUNICATE
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.host import host_memory, mapped_bytes
 from .core.layout import build_layout, find_blocks, has_vision_tower
@@ -49,6 +51,7 @@ from .offline.batches import sample_batch
 from .offline.fake_kernels import fake_kernels, make_experts_traceable
 from .offline.optimizer_state import OptimizerBytes, optimizer_bytes
 from .refusals import HOST_OPTIMIZERS, LORA_KERNELS, refuse_quantised
+from .report.forecast import format_seconds
 
 if TYPE_CHECKING:
     from .objective import Objective
@@ -162,6 +165,70 @@ def subject_of(
     own = None if objective else batch
     notes = tuple(assumptions)
     return Subject(traced, layout, workload, own, redone, headroom, notes)
+
+
+class _Need(NamedTuple):
+    """What the YAML asks of a card's arithmetic, from which compute capability a card has
+    it, and the key under which it is not asked for."""
+
+    what: str
+    capability: int
+    way_out: str
+    asked: Callable[[Any], bool]
+
+
+def _attends_by(name: str, cfg: Any) -> bool:
+    return name == getattr(cfg.attn_implementation, "value", cfg.attn_implementation)
+
+
+_SDPA = "`attn_implementation: sdpa`"
+_NEEDS = (
+    # `tf32: auto` has become true by then, of the card that validation is told of
+    _Need(
+        "bf16",
+        80,
+        "`bf16: false`, `tf32: false`",
+        lambda cfg: cfg.bf16 or cfg.bfloat16,
+    ),
+    *(
+        # as transformers, flash-attn and Axolotl ask for it
+        _Need(name, capability, _SDPA, partial(_attends_by, name))
+        for name, capability in (
+            ("flash_attention_2", 80),
+            ("flash_attention_3", 80),
+            ("flash_attention_4", 90),
+            ("sage", 80),
+            ("fp8", 90),
+        )
+    ),
+)
+
+
+def uncomputed(cfg: Any, card: Hardware) -> str | None:
+    """What the YAML asks for that a card cannot compute, with the way out; None if it
+    computes all, or nobody knows.
+
+    `bf16: auto` is bf16 there too: torch says that it is supported where it is emulated.
+    """
+    lacking = [n for n in _NEEDS if n.asked(cfg) and card.capability < n.capability]
+    if not lacking or not card.capability:
+        return None
+    needed = max(need.capability for need in lacking)
+    keys = ", ".join(dict.fromkeys(need.way_out for need in lacking))
+    narrow = any(need.what == "bf16" for need in lacking)
+    return (
+        f"{card.name} computes no {', no '.join(need.what for need in lacking)}: that "
+        f"takes CUDA compute capability {needed / 10:.1f}, and it has "
+        f"{card.capability / 10:.1f}."
+        + (
+            " Axolotl says that training will fail, or torch emulates bf16 without tensor "
+            "cores and no Triton kernel compiles."
+            if narrow
+            else ""
+        )
+        + f" Take another card, or set {keys}"
+        + (" and train in fp32; ProTrain does not train in fp16." if narrow else ".")
+    )
 
 
 def _require_training(cfg: Any, model: nn.Module) -> None:
@@ -332,7 +399,6 @@ def _workload(
 ) -> Workload:
     """What a step of this configuration asks beside the trace of its model."""
     on_host = args.protrain_cpu_optimizer is not None
-    micro_batch = cfg.micro_batch_size or 1
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
     tensors = {k: value for k, value in batch.items() if isinstance(value, Tensor)}
     waiting = (cfg.dataloader_num_workers or 0) * (cfg.dataloader_prefetch_factor or 2)
@@ -347,10 +413,20 @@ def _workload(
         managed_bytes=optimizer.managed_bytes,
         update_copies=optimizer.update_copies,
         update_parameter_copies=optimizer.update_parameter_copies,
-        eval_ratio=(cfg.eval_batch_size or micro_batch) / micro_batch * evaluates,
+        eval_ratio=_eval_ratio(cfg) if evaluates else 0.0,
         loader_bytes=(1 + waiting) * sum(t.nbytes for t in tensors.values()),
         world=world,
     )
+
+
+def _eval_ratio(cfg: Any) -> float:
+    """Of rows and of their lengths, to which Axolotl cuts both kinds of data."""
+    rows, length = cfg.micro_batch_size or 1, cfg.sequence_len or 1
+    longer = (cfg.eval_sequence_len or length) / length
+    if cfg.pad_to_sequence_len:
+        # to a multiple of it
+        longer = math.ceil(longer)
+    return (cfg.eval_batch_size or rows) / rows * longer
 
 
 def batch_tokens(batch: Any) -> int:
@@ -501,7 +577,7 @@ def plan_here(
 
     planners: list[Planner] = []
 
-    def plan() -> tuple[Forecast, list[str]]:
+    def subject_for(cfg: Any) -> Subject:
         subject = subject_of(
             cfg,
             profile.meta_copy(model),
@@ -512,13 +588,20 @@ def plan_here(
             adapters_wait=not adapter_bytes,
         )
         headroom = subject.headroom_bytes + adapter_bytes
-        subject = replace(subject.loaded_with(mapped), headroom_bytes=headroom)
+        return replace(subject.loaded_with(mapped), headroom_bytes=headroom)
+
+    def plan() -> tuple[Forecast, list[str]]:
+        subject = subject_for(cfg)
         notes = list(subject.assumptions)
+        if lacking := uncomputed(cfg, hardware):
+            notes.append(lacking)
         measured = _measured(cfg, model, subject, device, notes)
 
-        def planned(hardware: Hardware) -> Forecast:
-            forecast, planner = plan_for(args, subject, hardware, measured)
+        def planned(machine: Hardware) -> Forecast:
+            forecast, planner = plan_for(args, subject, machine, measured)
             planners.append(planner)
+            if objective is None:
+                notes.extend(larger_rows(cfg, subject_for, machine, measured, forecast))
             return forecast
 
         seen = peak_seen(args, device, subject.layout, subject.traced.trace)
@@ -572,6 +655,40 @@ def plan_here(
     same = hashlib.sha256(repr((forecast.plan, own)).encode()).hexdigest()[:12]
     notes.append(f"{world.size} ranks, {world.local_size} a node, run plan {same}.")
     return forecast, planners[0] if planners else None, notes, same
+
+
+def larger_rows(
+    cfg: Any,
+    subject_for: Callable[[Any], Subject],
+    hardware: Hardware,
+    measured: Mapping[int | None, BlockSeconds],
+    forecast: Forecast,
+) -> list[str]:
+    """What fewer, larger micro-batches of the same step would gain, where weights are
+    fetched for each of them and compute waits for that."""
+    rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
+    waits = forecast.plan.paged and forecast.step.limiter in ("fetch", COMMUNICATE)
+    if not waits or steps % 2:
+        return []
+    keys = {"micro_batch_size": 2 * rows, "gradient_accumulation_steps": steps // 2}
+    other = type(cfg)({**cfg, **keys})
+    # of twice the rows
+    twice = {
+        block: BlockSeconds(2 * s.forward_s, 2 * s.backward_s)
+        for block, s in measured.items()
+    }
+    with suppress(BudgetError):
+        args, subject = args_from(other), subject_for(other)
+        step = plan_for(args, subject, hardware, twice)[0].step
+        if step.total_s < (1 - PAGING_GAIN) * forecast.step.total_s:
+            named = ", ".join(f"{key}: {value}" for key, value in keys.items())
+            return [
+                f"Compute waits for weights, which are fetched for each micro-batch. With "
+                f"{named} a step of as many tokens is predicted to take "
+                f"{format_seconds(step.total_s)} instead of "
+                f"{format_seconds(forecast.step.total_s)}."
+            ]
+    return []
 
 
 def peak_seen(

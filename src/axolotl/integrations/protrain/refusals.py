@@ -282,6 +282,48 @@ def quantised_by(settings: Mapping[str, Any]) -> str | None:
     return str(getattr(method, "value", method) or "a method without a name")
 
 
+_COPIED = {"embed_tokens", "lm_head"}
+
+
+def cautions(
+    settings: Mapping[str, Any], experts_in_16_bits: bool, tied: bool
+) -> list[str]:
+    """Lines about what Axolotl does with a base, quietly, under keys that work.
+
+    Args:
+        settings: Keys of the YAML.
+        experts_in_16_bits: The base is a mixture of experts that is not packed already.
+        tied: Its embedding and head are one weight.
+    """
+    lines = []
+    packed = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    if experts_in_16_bits and packed and not settings.get("quantize_moe_experts"):
+        lines.append(
+            "quantize_moe_experts is not set: experts stay in 16 bits, whatever the rest "
+            "of the base is loaded in"
+        )
+    if not settings.get("adapter") or settings.get("merge_method") == "legacy":
+        return lines
+    targets = settings.get("lora_target_parameters") or ()
+    if isinstance(targets, str):
+        targets = [targets]
+    merge = "`axolotl merge-lora` under its default, `merge_method: memory_efficient`,"
+    way_out = "Set `merge_method: legacy`, and compare what is merged"
+    if any("expert" in str(name) for name in targets):
+        lines.append(
+            f"lora_target_parameters: {merge} leaves the experts of some models, Mixtral "
+            f"for one, as they were. {way_out}"
+        )
+    copies = _COPIED.intersection(settings.get("lora_modules_to_save") or ())
+    if tied and copies and not settings.get("peft_ensure_weight_tying"):
+        lines.append(
+            f"lora_modules_to_save: embedding and head, one weight in the base, train as "
+            f"copies, which {merge} writes as one. {way_out}, or set "
+            "`peft_ensure_weight_tying: true`"
+        )
+    return lines
+
+
 def refuse_quantised(model: Any) -> None:
     """Refuse a loaded model whose weights are quantised by others than bitsandbytes."""
     config = getattr(model, "config", None)

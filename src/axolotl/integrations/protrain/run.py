@@ -150,7 +150,7 @@ class TrainingRun:
         self._told = 0.0
         self._most_tokens = 0
         self._unseen_bytes: int | None = None
-        self._counts_evaluation = False
+        self._counts_evaluation, self._num_evaluated = False, 0
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -388,10 +388,24 @@ class TrainingRun:
             self.session.begin_timing()
         self._started = time.perf_counter()
 
-    def begin_evaluation(self) -> None:
-        """Its peak counts from now on, where it does not have to be watched."""
-        if self.report is not None:
-            self._counts_evaluation |= torch.device(self.report.device).type == "cuda"
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A batch of an evaluation, whose peak counts from now on; the first ones are
+        watched and measured as the first steps are."""
+        session, report = self.session, self.report
+        if session is None or report is None:
+            yield
+            return
+        self._counts_evaluation = True
+        if self._num_evaluated == WATCHED_STEPS:
+            yield
+            return
+        self._num_evaluated += 1
+        with session.watch():
+            session.device.restart_peak()
+            yield
+            nbytes = session.device.peak_since()
+        report.evaluation_bytes = max(report.evaluation_bytes, nbytes)
 
     def end_step(self) -> None:
         """It has ended."""
@@ -655,14 +669,6 @@ class TrainingRun:
                 f"Taken over: {', '.join(self._taken_over)}. {plan.n_checkpoint} of "
                 f"{len(plan.policies)} blocks recompute, {plan.n_swap} swap."
             )
-        rows = self._cfg.micro_batch_size
-        if plan.paged and rows < 4:
-            notes.append(
-                f"micro_batch_size {rows} is under 4: weights are fetched for each "
-                "micro-batch, which its compute may not hide. Raise micro_batch_size or "
-                "sequence_len."
-            )
-            self.log.warning(notes[-1])
         return notes
 
 

@@ -251,8 +251,11 @@ class ProTrainTrainerMixin(_Mixed):
                 "(`eval_strategy`); before and after that call "
                 "`trainer.model.to(trainer.args.device)`, where it fits."
             )
-        self.protrain.begin_evaluation()
         return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.protrain.evaluating():
+            return super().prediction_step(*args, **kwargs)
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         # training is over; from here on the model is an ordinary one

@@ -442,6 +442,7 @@ def _migrate(config: Path, write: bool) -> None:
         lines = [found.difference(name, f"{name}, migrated")]
     lines += (f"* {reason}" for reason in found.reasons)
     lines += (f"! left to you: {line}" for line in found.undecided)
+    lines += (f"? {line}" for line in found.notes)
     click.echo(printable("\n".join(lines)))
     sys.exit(2 if found.undecided else 0)
 

@@ -7,6 +7,7 @@ reads the result back: what cannot be edited so is left to the person.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from ..args import PLUGIN, lists_plugin, unknown_keys
 from ..checks import base_faults, key_faults
 from ..core.errors import ConfigError
 from ..offline.yaml_file import parsed, read_text
-from ..refusals import Refusal, as_yaml, changes, refusals
+from ..refusals import Refusal, as_yaml, cautions, changes, refusals
 
 SWITCH = "protrain_auto_memory"
 
@@ -30,12 +31,14 @@ Edit = tuple[int, int, list[str]]
 
 @dataclass(frozen=True)
 class Migration:
-    """A YAML before and after, why its lines changed, and what a person has to decide."""
+    """A YAML before and after, why its lines changed, what a person has to decide, and
+    what is good to know."""
 
     before: str
     after: str
     reasons: tuple[str, ...]
     undecided: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def difference(self, name: str, new: str) -> str:
         """As `diff -u` prints it, of two names."""
@@ -105,7 +108,36 @@ def migrate(text: str) -> Migration:
     plugin = None if lists_plugin(plugins) else PLUGIN
     places = _listed(root, lines, spans, plugin, switch)
     after = _edited(text, edits, places, wanted, reasons) if reasons else text
-    return Migration(text, after, tuple(reasons), (*faults, *refusals(wanted)))
+    undecided = (*faults, *refusals(wanted))
+    return Migration(text, after, tuple(reasons), undecided, tuple(_notes(wanted)))
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _notes(raw: Mapping[str, Any]) -> list[str]:
+    """What the base's config.json, where it is here, says of these keys."""
+    source = str(raw.get("base_model_config") or raw.get("base_model") or "")
+    folder = Path(source)
+    found: Any = folder / "config.json"
+    if source and not folder.is_dir():
+        # imported here: most bases of a file to edit are folders, or not here
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(source, "config.json")
+        except HFValidationError:
+            found = None
+    try:
+        config = json.loads(Path(found).read_text("utf-8"))
+        text = config.get("text_config") or config
+        experts = any((text.get(key) or 0) > 1 for key in _EXPERTS)
+        tied = bool(text.get("tie_word_embeddings", True))
+    except (OSError, TypeError, ValueError, AttributeError):
+        # none here, or not one of a model
+        return []
+    return cautions(raw, experts, tied)
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,8 +19,19 @@ from ..core.planner import Forecast, Planner
 from ..core.profile import GPUS, gpu_hardware
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
+from ..levers import FUSED_LOSS, has_plain_loss, largest_part
+from ..loading import is_of_experts
+from ..offline.fake_kernels import without_logits
 from ..offline.meta_model import load_meta_model
-from ..planning import Subject, about, plan_for, subject_of, this_machine
+from ..planning import (
+    Subject,
+    about,
+    plan_for,
+    subject_of,
+    this_machine,
+    uncomputed,
+)
+from ..refusals import cautions
 from ..report import forecast as report
 from .fitting import Fitting
 
@@ -27,13 +39,13 @@ DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
 
 _SETTINGS = {
-    "seq": ("sequence_len", 64, 512),
     "batch": ("micro_batch_size", 1, 1),
     "rank": ("lora_r", 8, 4),
+    "seq": ("sequence_len", 64, 512),
 }
-"""Numbers of the YAML that alternatives and `--max` change, by their name there.
-`--max` answers in multiples of the second; what is less than the third is no way to
-make something fit."""
+"""Numbers of the YAML that alternatives and `--max` change, by their name there, what
+changes the training least first. `--max` answers in multiples of the second; what is
+less than the third is no way to make something fit."""
 _MOST_TOKENS = 1 << 20
 """`--max` tries no larger micro-batch: a trace knows the values of as many ids."""
 _MOST_RANK = 4096
@@ -94,12 +106,12 @@ class DryRun:
         a `file`, what was written there if the YAML does not fit.
         """
         answers = [self._answer(card, fitting is None) for card in self._cards]
-        if fitting is not None:
+        if fitting is not None and answers[0]["verdict"] != report.UNSUPPORTED:
             given = self._cfg, self._cards[0], self._device_type
             answers[0]["levers"] = fitting.levers(*given)
         if fitting is not None and file is not None:
-            fits = answers[0]["verdict"] == report.FITS
-            answers[0]["fixed"] = None if fits else fitting.write(file)
+            wanted = answers[0]["verdict"] == report.DOES_NOT_FIT
+            answers[0]["fixed"] = fitting.write(file) if wanted else None
         return answers
 
     def first_fitting(self, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,26 +167,28 @@ class DryRun:
             other = "sequence_len" if what == "batch" else "micro_batch_size"
             most = _MOST_TOKENS // self._cfg[other]
         found: dict[int, Forecast] = {}
+        lacking = uncomputed(self._cfg, card)
 
         def is_too_large(count: int) -> bool:
             found[count] = self._forecast(card, **{key: count * stride})
             return report.lack(found[count]) is not None
 
         high = 1
-        while high <= most // stride and not is_too_large(high):
+        while not lacking and high <= most // stride and not is_too_large(high):
             high *= 2
         best = high // 2
         untried = range(best + 1, min(high, most // stride + 1))
-        best += bisect_left(untried, True, key=is_too_large)
-        value, notes = best * stride, []
+        best += 0 if lacking else bisect_left(untried, True, key=is_too_large)
+        value, notes = best * stride, [lacking] if lacking else []
         config: Any = self._meta.model.config
         known = getattr(config.get_text_config(), "max_position_embeddings", None)
         if what == "seq" and known and value > known:
             notes.append(f"config.json says max_position_embeddings {known}")
         if value + stride > most:
             notes.append("more was not tried")
+        verdict = report.UNSUPPORTED if lacking else report.DOES_NOT_FIT
         return {
-            "verdict": report.FITS if best else report.DOES_NOT_FIT,
+            "verdict": report.FITS if best else verdict,
             "hardware": report.hardware_dict(card),
             "max": {
                 "key": key,
@@ -189,17 +203,33 @@ class DryRun:
 
     def _answer(self, card: Hardware, changes_keys: bool) -> dict[str, Any]:
         forecast, planner = self._plan(card)
-        answer = report.answer_dict(forecast, fits=report.lack(forecast) is None)
+        lacking = uncomputed(self._cfg, card)
+        answer = report.answer_dict(forecast, lacking)
         answer["about"] = about(self._cfg)
-        answer["alternatives"] = list(
-            self._alternatives(card, planner, forecast, changes_keys)
-        )
+        others = self._alternatives(card, planner, forecast, changes_keys)
+        if lacking:
+            others = self._larger_machine(card, forecast)
+        answer["alternatives"] = list(others)
+        on_cuda = self._device_type == "cuda"
+        answer["avoidable"] = largest_part(self._cfg, forecast, on_cuda)
         answer["assumptions"] = [
             *self._meta.assumptions,
             *self._subject().assumptions,
+            *self._cautions(),
             *self._unknowns(card, forecast),
         ]
         return answer
+
+    def _cautions(self) -> list[str]:
+        model: Any = self._meta.model
+        experts = any(
+            is_of_experts(name, param)
+            and param.is_floating_point()
+            and not param.requires_grad
+            for name, param in model.named_parameters()
+        )
+        tied = bool(model.config.get_text_config().tie_word_embeddings)
+        return cautions(self._cfg, experts, tied)
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         args, name = self._args, card.name
@@ -230,9 +260,9 @@ class DryRun:
             yield f"{DEFAULT_RAM_GIB} GiB of host memory; --ram says otherwise"
         if self._num_gpus > 1:
             yield (
-                f"{self._num_gpus} GPUs on one host, each on a link of its own "
-                "(--link names the narrower one where they share it); AdamW on the "
-                "host, where it is asked for, shares its memory"
+                f"{self._num_gpus} GPUs on one host, each on {card.link} of its own "
+                "(--link names another); AdamW on the host, where it is asked for, "
+                "shares its memory"
             )
 
     def _limits(self, card: Hardware, budget: Budget) -> Iterator[str]:
@@ -256,10 +286,11 @@ class DryRun:
             for key, *_ in keys:
                 yield self._other(card, key, 2 * self._cfg[key])
         else:
-            others = [o for key, _, n in keys for o in self._halved(card, key, n)]
-            others += self._whole_card(card)
+            others = [*self._whole_card(card), *self._fused(card, forecast)]
+            others += [o for key, _, n in keys for o in self._halved(card, key, n)]
             others += self._larger_machine(card, forecast)
-            yield from sorted(others, key=lambda other: -(other["tokens_per_s"] or 0))
+            # what changes least comes first, of those that help
+            yield from sorted(others, key=lambda other: other["verdict"] != report.FITS)
         if self._num_gpus > 1:
             for key, mode in FORCED.items():
                 one_mode = partial(_in_mode, planner, mode)
@@ -284,6 +315,19 @@ class DryRun:
         workload = replace(subject.workload, update=Update.HOST)
         subject = replace(subject, workload=workload)
         return plan_for(self._args_on(card), subject, card, anyway=True)[0]
+
+    def _fused(self, card: Hardware, lacking: Forecast) -> Iterator[dict[str, Any]]:
+        """A loss without logits, where these are in the way."""
+        on_cuda = self._device_type == "cuda"
+        if lacking.device.peak.in_loss and has_plain_loss(self._cfg, on_cuda):
+            other = _alternative(
+                f"{FUSED_LOSS}: true",
+                partial(self._forecast, card, **{FUSED_LOSS: True}),
+                "no logits of all tokens; the same training, rounded otherwise. So does "
+                "liger_fused_linear_cross_entropy; --levers has the keys to paste",
+            )
+            if other["verdict"] != report.UNSUPPORTED:
+                yield other
 
     def _halved(self, card: Hardware, key: str, least: int) -> Iterator[dict[str, Any]]:
         """The largest half, quarter, … that fits, or the smallest, which does not."""
@@ -326,12 +370,15 @@ class DryRun:
         """The smallest card, or the least host memory, that would do."""
         if self._is_here:
             return
-        if lacking.device.peak_bytes > lacking.budget.usable_bytes:
+        refused = uncomputed(self._cfg, card)
+        if refused or lacking.device.peak_bytes > lacking.budget.usable_bytes:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
-                if gpu.device_bytes <= card.device_bytes:
+                if gpu.device_bytes <= card.device_bytes and not refused:
                     continue
                 ranks = self._num_gpus
                 larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
+                if refused and (uncomputed(self._cfg, larger) or not gpu.capability):
+                    continue
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
                     partial(self._forecast, larger),
@@ -370,7 +417,10 @@ class DryRun:
 
     def _traced(self, **change: int) -> Subject:
         world = World(self._num_gpus, self._num_gpus)
-        with self._meta.changed(change):
+        with ExitStack() as undo:
+            undo.enter_context(self._meta.changed(change))
+            if FUSED_LOSS in change:
+                undo.enter_context(without_logits(self._meta.model))
             subject = subject_of(
                 self._cfg,
                 self._meta.model,

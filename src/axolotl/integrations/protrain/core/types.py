@@ -400,7 +400,8 @@ class Workload:
         update_parameter_copies: The same for the largest single one of them.
         update: Where weights with state on the host are updated.
         host_can_update: Whether the device does that, and AdamW on the host could.
-        eval_ratio: Evaluation batch over micro-batch; 0 without evaluation.
+        eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
+            evaluation.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
         mapped_bytes: Weights that are pages of their files until they move.
         world: Who trains together; the rest is of one rank.
@@ -452,10 +453,12 @@ class Hardware:
         adam_bytes_s: Host AdamW: bytes of weights updated, in the dtype that it updates.
         overlaps: Whether copies run beside compute.
         link: Name of the link between host and device, if known.
+        capability: CUDA's of the device, 75 for 7.5; 0 where it is not known.
         gather_bytes_s: All-gather between the ranks of a node: bytes of the result on
             each rank; 0 with one rank.
         reduce_bytes_s: Reductions to one after the other of them: bytes on each rank.
         across_bytes_s: All-reduce between nodes, bytes of its input; 0 with one node.
+        shares_link: Whether ranks exchange over the link between host and device.
     """
 
     name: str
@@ -480,6 +483,8 @@ class Hardware:
     across_bytes_s: float = 0.0
     desktop_bytes: int = 0
     unneeded_bytes: int = 0
+    capability: int = 0
+    shares_link: bool = False
 
 
 @dataclass(frozen=True)

@@ -489,6 +489,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden, weight
 
 
+@contextmanager
+def without_logits(model: Any) -> Iterator[None]:
+    """Inside, a loss that keeps the hidden states and no logits."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head, loss_function = base.get_output_embeddings(), base.loss_function
+    with patch.object(head, "forward", head.forward):
+        fake_cut_cross_entropy(base, [])
+        try:
+            yield
+        finally:
+            base.loss_function = loss_function
+
+
 def fake_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
     head = model.get_output_embeddings()
 

@@ -121,20 +121,28 @@ def knobs_dict(plan: Plan) -> dict[str, int]:
     return {knob.name: getattr(plan, knob.name) for knob in fields(Knobs)}
 
 
-def answer_dict(forecast: Forecast, fits: bool) -> dict[str, Any]:
+def answer_dict(forecast: Forecast, uncomputed: str | None = None) -> dict[str, Any]:
     """One card of `plan --json`, and under the keys of `DRAWN` what the page draws.
 
-    `alternatives` and `assumptions` are for the caller to add.
+    `uncomputed` says what the card cannot compute. `alternatives`, `avoidable` and
+    `assumptions` are for the caller to add.
     """
     plan, times, layout = forecast.plan, forecast.times, forecast.layout
+    fits = lack(forecast) is None
+    verdict, reason = (
+        FITS if fits else DOES_NOT_FIT,
+        None if fits else shortfall(forecast),
+    )
+    if uncomputed:
+        verdict, reason = UNSUPPORTED, uncomputed
     answer = {
-        "verdict": FITS if fits else DOES_NOT_FIT,
-        "reason": None if fits else shortfall(forecast),
+        "verdict": verdict,
+        "reason": reason,
         "hardware": hardware_dict(forecast.hardware),
         **forecast_dict(forecast),
     }
-    answer["device_bytes"]["peak_at"] = forecast.device.peak.label
-    if not fits:
+    answer["device_bytes"]["peak_at"] = forecast.device.peak.moment
+    if verdict != FITS:
         answer["step_s"] = None
     answer["timeline"] = [
         {
@@ -181,33 +189,30 @@ def price_dict(forecast: Forecast | None) -> dict[str, Any]:
 def lack(forecast: Forecast) -> str | None:
     """How much a plan lacks, of the device first; None if it fits."""
     budget = forecast.budget
-    for where, needed, has in (
-        ("device", forecast.device.peak_bytes, budget.usable_bytes),
-        ("host", forecast.host.peak_bytes, budget.host_bytes),
-    ):
-        if needed > has:
-            return f"{format_bytes(needed - has)} of {where} memory missing"
-    return None
+    lacking = [
+        f"{format_bytes(needed - has)} of {where} memory"
+        for where, needed, has in (
+            ("device", forecast.device.peak_bytes, budget.usable_bytes),
+            ("host", forecast.host.peak_bytes, budget.host_bytes),
+        )
+        if needed > has
+    ]
+    return f"{' and '.join(lacking)} missing" if lacking else None
 
 
 def shortfall(forecast: Forecast) -> str:
     """What a plan lacks, with the moment at which it is missing."""
     device, host, budget = forecast.device, forecast.host, forecast.budget
     searched = forecast.plan.origin == "search"
-    which = "the smallest plan" if searched else "the plan of the YAML"
+    which = "the nearest plan" if searched else "the plan of the YAML"
     needed, has = host.peak_bytes, budget.host_bytes
-    moment, advice = HOST_PHASES[highest_phase(host.phases)], ""
+    moment, where = HOST_PHASES[highest_phase(host.phases)], "host"
     if device.peak_bytes > budget.usable_bytes:
         needed, has = device.peak_bytes, budget.usable_bytes
-        moment = f"at {device.peak.label}"
-        if device.peak.label.endswith("outside blocks"):
-            advice = (
-                " That is where the loss holds the logits of all tokens; "
-                "liger_fused_linear_cross_entropy or cut_cross_entropy avoids them."
-            )
+        moment, where = device.peak.moment, "device"
     return (
-        f"{lack(forecast)}: {which} takes {format_bytes(needed)} {moment}, "
-        f"{format_bytes(has)} may be used.{advice}"
+        f"{lack(forecast)}: {which} takes {format_bytes(needed)} of the {where} {moment}, "
+        f"{format_bytes(has)} may be used."
     )
 
 

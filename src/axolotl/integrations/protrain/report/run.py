@@ -40,6 +40,7 @@ class RunReport:
     Attributes:
         watched_steps: The first ones, and the first ones of the plan that runs.
         lanes: Of the first step of the plan that runs which was not watched.
+        evaluation_bytes: Of the device, at most in the first batches of an evaluation.
     """
 
     forecast: Forecast
@@ -52,6 +53,7 @@ class RunReport:
     notches: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     lanes: LaneTimes | None = None
+    evaluation_bytes: int = 0
 
     def table(self) -> str:
         """The plan and its prediction in one short table."""
@@ -99,7 +101,7 @@ class RunReport:
     def as_dict(self, measured: Measured, host_peak: int) -> dict[str, Any]:
         """The content of report.json; bytes and seconds."""
         return {
-            **answer_dict(self.forecast, fits=True),
+            **answer_dict(self.forecast),
             "about": self.about,
             "alternatives": [],
             "assumptions": self.notes,
@@ -156,8 +158,13 @@ class RunReport:
             }
             timed[waits] = exposed_s, timed_s - busy_s[COMPUTE]
             timed["timed step, seconds"] = step.total_s, timed_s
+        evaluated = {}
+        if self.evaluation_bytes:
+            predicted = device.phases.get("evaluation", 0)
+            evaluated["evaluation peak bytes"] = predicted, self.evaluation_bytes
         return {
             "device peak bytes": (device.peak_bytes, seen.device_peak_bytes),
+            **evaluated,
             "weights and slots": (states.weights - states.buckets, placed),
             "optimizer state on the device": (states.moments, moments),
             "gradients and activations": (rising, risen),

@@ -17,10 +17,12 @@ from rich.table import Column, Table
 from ..core.planner import Forecast
 from ..core.sizes import format_bytes
 from .forecast import (
+    DOES_NOT_FIT,
     FITS,
     LANES,
     MODES,
     PLACEMENTS,
+    UNSUPPORTED,
     UPDATES,
     VERDICTS,
     compared_rows,
@@ -42,6 +44,7 @@ from .forecast import (
 
 NARROWEST, WIDTH, WIDEST = 80, 100, 160
 """Columns of text: `WIDTH` where there is no terminal and no `COLUMNS`."""
+MIB = 1 << 20
 Answer = Mapping[str, Any]
 Row = Sequence[str]
 
@@ -63,7 +66,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     policies = format_policies(plan["block_policies"])
     resident = f"{plan['n_persist']} of {plan['num_chunks']}"
     speed = f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}"
-    peak_at = forecast.device.peak.label
+    peak_at = forecast.device.peak.moment
     where = ", ".join(sorted({placements[c.index].value for c in outside}))
     host = "host (all its ranks)" if local_size > 1 else "host"
     title, value = f"ProTrain plan ({plan['origin']})", Column("value", justify="right")
@@ -81,7 +84,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
             f"{sum(c.trainable for c in outside)} trainable",
         ),
         *([("adapters", at, PLACEMENTS[at])] if (at := plan["adapters"]) else []),
-        (f"device ({device})", peak, f"of {budget}, at {peak_at}: {_listed(terms)}"),
+        (f"device ({device})", peak, f"of {budget}, {peak_at}: {_listed(terms)}"),
         (
             host,
             host_peak,
@@ -129,7 +132,8 @@ def largest_text(answers: Sequence[Answer]) -> str:
     for answer in answers:
         found, name = answer["max"], answer["hardware"]["name"]
         if found["value"] is None:
-            lines.append(f"{name}: no {found['key']} fits")
+            why = f": {found['note']}" if found["note"] else ""
+            lines.append(f"{name}: no {found['key']} fits{why}")
             continue
         speed = format_pace(answer["step_s"], answer["tokens_per_s"])
         lines.append(
@@ -170,8 +174,9 @@ def report_text(reports: Mapping[str, Answer]) -> str:
 def _fixed(answer: Answer) -> str:
     """What `--write` has done."""
     fixed = answer["fixed"]
-    if answer["verdict"] == FITS:
-        return "It fits as it is: nothing is written."
+    if answer["verdict"] != DOES_NOT_FIT:
+        fits = answer["verdict"] == FITS
+        return f"{'It fits as it is: n' if fits else 'N'}othing is written."
     if fixed is None:
         return (
             "All levers together are not enough: nothing is written. A larger card, more "
@@ -191,7 +196,10 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     pace = f", {format_pace(step['total'], step['tokens_per_s'])}" if fits else ""
     plain = format_plain(step["total"], others) if fits else ""
     link = f" on {hardware['link']}" if hardware["link"] else ""
-    yield f"{hardware['name']}{link}: {VERDICTS[answer['verdict']]}{pace}" + (
+    cards = hardware["name"]
+    if (num_ranks := plan["num_ranks"]) > 1:
+        cards, link = f"{num_ranks} x {cards}", f"{link} each"
+    yield f"{cards}{link}: {VERDICTS[answer['verdict']]}{pace}" + (
         f"; {plain}" if plain else ""
     )
     if answer["reason"]:
@@ -203,14 +211,17 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
         *_listing(heads, [_alternative(other) for other in others]),
         *_listing(named, [_lever(lever, explain) for lever in levers]),
     ]
-    if not fits and "levers" not in answer:
+    if answer["verdict"] == DOES_NOT_FIT and "levers" not in answer:
         priced.append("More ways: --levers. A YAML that fits: --write FILE.")
-    if not fits:
+    if answer["verdict"] == DOES_NOT_FIT:
         yield from priced
     ranks, device, host = "", "device", "host"
     if plan["num_ranks"] > 1:
         ranks, device = f"{plan['num_ranks']} ranks, ", "each device"
         host = "host of all ranks"
+    if answer["verdict"] == UNSUPPORTED:
+        yield from priced
+        return
     yield (
         f"{'Plan' if fits else 'The plan that comes nearest'}: mode {mode} "
         f"({MODES[mode]}), {ranks}{_knobs(plan)} "
@@ -221,11 +232,17 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     # the host's terms are those of training; loading or saving may take more
     host_peak = f"peak ({highest_phase(on_host['phases'])})"
     yield _beside(
-        _memory(f"{device}, at {on_device['peak_at']}", on_device, "peak"),
+        _memory(f"{device}, {on_device['peak_at']}", on_device, "peak"),
         _memory(f"{host}, while training", on_host, host_peak),
     )
     if step:
         yield _step(step)
+    if avoidable := answer["avoidable"]:
+        yield (
+            f"Largest avoidable part: {format_bytes(avoidable['bytes'])} of the "
+            f"{avoidable['where']} for {avoidable['part']}; `{avoidable['option']}` avoids "
+            "them."
+        )
     if fits:
         yield from priced
 
@@ -317,7 +334,10 @@ def _beside(*tables: Table) -> RenderableType:
 
 
 def _memory(title: str, memory: Answer, peak: str) -> Table:
-    table = _table((title, ""), _filled(memory["terms"]))
+    # beside what fills the memory of a card kilobytes are noise
+    least = min(MIB, memory["peak"] >> 10)
+    terms = {name: n for name, n in memory["terms"].items() if n >= least}
+    table = _table((title, ""), _filled(terms))
     table.add_section()
     table.add_row(peak, format_bytes(memory["peak"]))
     table.add_row("may be used", format_bytes(memory["budget"]))

@@ -140,7 +140,7 @@ class Demand:
     ) -> None:
         layout, workload = trained.layout, trained.workload
         self._shards, world = plan.shards, workload.world
-        self.overlaps = hardware.overlaps
+        self.overlaps, self.shares_link = hardware.overlaps, hardware.shares_link
         self.accumulation, self.reduces = workload.accumulation, world.size > 1
         self.on_host = workload.update is Update.HOST
         self.defers = not self.on_host and not self.reduces

@@ -40,7 +40,7 @@ class Point:
     """Device bytes at one moment of a step.
 
     Attributes:
-        label: For people, "forward 3" for example.
+        label: For people, "forward 3" for example; `moment` is a part of a sentence.
         phase: load, forward, backward, update, evaluation or save.
         weights: Everything that holds weights, slots excepted.
         operands: Gradients and optimizer state that come from the host.
@@ -57,6 +57,15 @@ class Point:
     gradients: int
     activations: int
     working: int
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is between the blocks' forward and their backward."""
+        return " of the loss" in self.label
+
+    @property
+    def moment(self) -> str:
+        return "while computing the loss" if self.in_loss else f"at {self.label}"
 
     @property
     def total(self) -> int:
@@ -464,6 +473,15 @@ class MemoryModel:
         return max(whole, queued)
 
     @cached_property
+    def _loss(self) -> range:
+        """Segments from the last block's forward to the first one's backward."""
+        segments = self.trace.segments
+        inside = [i for i, s in enumerate(segments) if s.block is not None]
+        forward = [i for i in inside if not segments[i].backward]
+        backward = [i for i in inside if segments[i].backward]
+        return range(max(forward, default=-1) + 1, min(backward, default=0))
+
+    @cached_property
     def _inference_bytes(self) -> int:
         """Activations of an evaluation batch: nothing is saved; and what training alone
         has shown not to need."""
@@ -497,6 +515,8 @@ class MemoryModel:
         for index, segment in enumerate(self.trace.segments):
             phase = "backward" if segment.backward else "forward"
             where = "outside blocks" if segment.block is None else str(segment.block)
+            if index in self._loss:
+                where = "of the loss"
             label, live = f"{phase} {where}", curve.start[index]
             if update := parameters.deferred[index]:
                 yield point(f"update before {label}", "forward", 0, live, update)

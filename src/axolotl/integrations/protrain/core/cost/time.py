@@ -1,8 +1,8 @@
 """Seconds of one optimizer step: a discrete-event simulation of what the runtime does.
 
 Four lanes work side by side: compute, copies to the device, copies from it, and the one
-host thread; with several ranks their collectives are a fifth, and all ranks take the
-same time. The calling thread queues their work and sometimes waits; every rule for
+host thread; with several ranks their collectives are a fifth, which takes the time of
+copies where ranks have no other link, and all ranks take the same time. The calling thread queues their work and sometimes waits; every rule for
 who waits for whom is that of `Pager`, `Slot`, `Gradients`, `GradientReduction`,
 `PendingUpdates`, `Staging` and `Session`. At the update every lane is idle and the
 slots hold the chunks that forward begins with, so one step, from update to update, is the
@@ -255,7 +255,7 @@ class Step:
             for gradients in d.gradients[block]:
                 send(gradients)
             if reduced:
-                self._queue(COMMUNICATE, d.shared_s[block], self.now)
+                self._exchange("offload", d.shared_s[block], self.now)
         for gradients in d.outside[:1]:
             send(gradients)
         # the trainer reads the loss of each micro-batch
@@ -324,6 +324,15 @@ class Step:
         self._free[lane] = done
         return done
 
+    def _exchange(self, way: str, seconds: float, ready: float) -> float:
+        """Ranks gather or reduce: in the time of copies that `way` where they have no
+        link of their own."""
+        if not self._demand.shares_link or not seconds:
+            return self._queue(COMMUNICATE, seconds, ready)
+        done = self._queue(COMMUNICATE, seconds, max(ready, self._free[way]))
+        self._free[way] = done
+        return done
+
     def _enter(self, traffic: Traffic) -> None:
         """`Session.ready`: weights that stay on the device."""
         for work, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
@@ -363,7 +372,7 @@ class Step:
         self.busy["fetch"] += seconds
         self._free["fetch"] = self.now
         if gather_s:
-            self._await(self._queue(COMMUNICATE, gather_s, self.now), COMMUNICATE)
+            self._await(self._exchange("fetch", gather_s, self.now), COMMUNICATE)
 
     def _fetch_chunk(self, chunk: int) -> None:
         d = self._demand
@@ -372,7 +381,7 @@ class Step:
         free = max(self._last_use[slot], self._sent[slot])
         arrival = self._queue("fetch", seconds, free)
         if d.gather_s[chunk]:
-            arrival = self._queue(COMMUNICATE, d.gather_s[chunk], arrival)
+            arrival = self._exchange("fetch", d.gather_s[chunk], arrival)
         self._arrival[chunk] = arrival
 
     def _await_chunks(self, start: int, stop: int) -> None:
@@ -414,7 +423,7 @@ class Step:
         self._add(work, first)
         self._run(work.norm_s)
         seconds = work.nbytes * self._demand.scatter_s
-        reduced = self._queue(COMMUNICATE, seconds, self.now)
+        reduced = self._exchange("offload", seconds, self.now)
         self._leave(work.part_bytes, max(self.now, reduced))
 
 

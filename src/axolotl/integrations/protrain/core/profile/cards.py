@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..sizes import parse_gib
@@ -49,9 +49,11 @@ KERNEL_S = 30e-6
 """An operator of a model in PyTorch's eager mode with its share of Python around it: 36
 to 51 µs follow from small published batches."""
 
-ADAM_BYTES_S = 51.2e9 * 0.7 / ADAM_MOVED_BYTES
-"""Assumed: fused torch AdamW, bound by two channels of DDR4-3200 (51.2 GB/s), of which
-it gets 0.7. Servers with more channels are faster. Ranks of one host share it."""
+HOST_BYTES_S = 51.2e9 * 0.7
+"""Assumed: two channels of DDR4-3200 (51.2 GB/s), of which 0.7 is reached. Servers with
+more channels are faster."""
+ADAM_BYTES_S = HOST_BYTES_S / ADAM_MOVED_BYTES
+"""Fused torch AdamW, bound by the host's memory, which the ranks of one host share."""
 
 CONTEXT_BYTES = 500 << 20
 """Not measured: CUDA context of a process that runs torch."""
@@ -69,6 +71,8 @@ DRIVER_FRACTION = 0.015
 """Share of what nvidia-smi calls total that CUDA does not offer: 0.5 to 1.5 %."""
 
 MAX_GPU_GIB = 1024
+MAX_NAMED = 4
+"""Cards that are named to someone whose own is not known."""
 
 
 class Link(NamedTuple):
@@ -98,9 +102,10 @@ class Gpu(NamedTuple):
 
     `mib` is what nvidia-smi reports as total. Products are dense: bf16 on tensor cores
     summed in fp32, fp32 outside tensor cores (torch's default), and with `tf32: true`.
-    `pcie` is the generation; cards with fewer than 16 `lanes` say so. NVLink is to other
-    cards each way, half of what data sheets of SXM cards give for both, 0 without a
-    switch between all. Among the aliases is what the driver calls the card.
+    `pcie` is the generation; cards with fewer than 16 `lanes` say so. `capability` is
+    CUDA's, 75 for 7.5, 0 for other makers. NVLink is to other cards each way, half of what
+    data sheets of SXM cards give for both, 0 without a switch between all. Among the
+    aliases is what the driver calls the card.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Gpu(NamedTuple):
     tflops_tf32: float
     memory_gb_s: float
     pcie: int
+    capability: int
     reach: Reach
     source: str
     nvlink_gb_s: float = 0.0
@@ -122,8 +128,8 @@ class Gpu(NamedTuple):
 
     @property
     def is_consumer(self) -> bool:
-        """Whether a desktop is likely to be on it."""
-        return re.match(r"RTX \d0[5-9]0", self.name) is not None
+        """Whether a desktop is likely to be on it, and its board a desktop's."""
+        return re.match(r"RTX \d0[5-9]0|RX ", self.name) is not None
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -136,6 +142,7 @@ class Gpu(NamedTuple):
 
 
 _PAGE = "NVIDIA GeForce product page"
+_TURING = "NVIDIA Turing GPU architecture whitepaper"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper"
@@ -148,37 +155,62 @@ _6000_NAMES = ("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Black
 
 # fmt: off
 GPUS = (
+    # of Turing tensor cores compute fp16 alone
+    Gpu("RTX 2080 Ti",   11264,  53.8,  13.4,  13.4,   616, 3,  75, OTHERS, _TURING),
     # its 16-bit rate is twice fp32 as in all GA10x, a quarter of the 102 tensor TFLOPS
     # that its page counts in sparse fp16
-    Gpu("RTX 3060 12GB", 12288,  25.5,  12.7,  12.7,   360, 4, RTX, _PAGE),
-    Gpu("RTX 3080",      10240,  59.5,  29.8,  29.8,   760, 4, RTX, _GA102),
-    Gpu("RTX 3090",      24576,  71.0,  35.6,  35.6,   936, 4, RTX, _GA102),
-    Gpu("RTX 4060 Ti 16GB", 16380, 44.1, 22.1, 22.1,   288, 4, RTX, _PAGE, lanes=8),
-    Gpu("RTX 4070",      12282,  58.3,  29.1,  29.1,   504, 4, RTX, _PAGE),
-    Gpu("RTX 4080",      16376,  97.5,  48.7,  48.7, 716.8, 4, RTX, _ADA),
-    Gpu("RTX 4090",      24564, 165.2,  82.6,  82.6,  1008, 4, RTX, _ADA),
-    Gpu("RTX 5080",      16303, 112.6,  56.3,  56.3,   960, 5, RTX, _BLACKWELL),
-    Gpu("RTX 5090",      32607, 209.5, 104.8, 104.8,  1792, 5, RTX, _BLACKWELL),
+    Gpu("RTX 3060 12GB", 12288,  25.5,  12.7,  12.7,   360, 4,  86, RTX, _PAGE),
+    Gpu("RTX 3080",      10240,  59.5,  29.8,  29.8,   760, 4,  86, RTX, _GA102),
+    Gpu("RTX 3080 Ti",   12288,  68.2,  34.1,  34.1,   912, 4,  86, RTX, _PAGE),
+    Gpu("RTX 3090",      24576,  71.0,  35.6,  35.6,   936, 4,  86, RTX, _GA102),
+    Gpu("RTX 3090 Ti",   24564,  80.0,  40.0,  40.0,  1008, 4,  86, RTX, _PAGE),
+    Gpu("RTX 4060 Ti 16GB", 16380, 44.1, 22.1, 22.1,   288, 4,  89, RTX, _PAGE, lanes=8),
+    Gpu("RTX 4070",      12282,  58.3,  29.1,  29.1,   504, 4,  89, RTX, _PAGE),
+    Gpu("RTX 4070 Ti",   12282,  80.2,  40.1,  40.1,   504, 4,  89, RTX, _PAGE),
+    Gpu("RTX 4070 Ti SUPER", 16376, 88.2, 44.1, 44.1,  672, 4,  89, RTX, _PAGE),
+    Gpu("RTX 4080",      16376,  97.5,  48.7,  48.7, 716.8, 4,  89, RTX, _ADA),
+    Gpu("RTX 4080 SUPER", 16376, 104.4, 52.2,  52.2,   736, 4,  89, RTX, _PAGE),
+    Gpu("RTX 4090",      24564, 165.2,  82.6,  82.6,  1008, 4,  89, RTX, _ADA),
+    Gpu("RTX 5060 Ti 16GB", 16311, 47.4, 23.7, 23.7,   448, 5, 120, RTX, _PAGE, lanes=8),
+    Gpu("RTX 5070 Ti",   16303,  87.9,  43.9,  43.9,   896, 5, 120, RTX, _BLACKWELL),
+    Gpu("RTX 5080",      16303, 112.6,  56.3,  56.3,   960, 5, 120, RTX, _BLACKWELL),
+    Gpu("RTX 5090",      32607, 209.5, 104.8, 104.8,  1792, 5, 120, RTX, _BLACKWELL),
     # workstations and servers without NVLink: fp32 sums at the full rate
-    Gpu("RTX A6000",     49140, 154.8,  38.7,  77.4,   768, 4, RTX, _GA102),
-    Gpu("RTX 6000 Ada",  49140, 364.2,  91.1, 182.1,   960, 4, RTX, _ADA, 0, ("RTX 6000 Ada Generation",)),
-    Gpu("RTX PRO 6000",  97887, 503.8, 126.0, 251.9,  1792, 5, RTX, _BLACKWELL, 0, _6000_NAMES),
-    Gpu("T4",            15360,  65.0,   8.1,   8.1,   320, 3, OTHERS, _SHEET.format("T4")),
-    Gpu("L4",            23034, 121.0,  30.3,  60.0,   300, 4, OTHERS, _SHEET.format("L4")),
-    Gpu("A10G",          23028,  70.0,  35.0,  35.0,   600, 4, PASSIVE, _SHEET.format("A10G")),
-    Gpu("L40S",          46068, 362.0,  91.6, 183.0,   864, 4, PASSIVE, _SHEET.format("L40S")),
-    Gpu("V100-32GB",     32768, 125.0,  15.7,  15.7,   900, 3, OTHERS, _SHEET.format("V100"), 150, _V100_NAMES),
-    Gpu("A100-40GB",     40960, 312.0,  19.5, 156.0,  1555, 4, AMPERE, _SHEET.format("A100"), 300, _A100_40_NAMES),
+    Gpu("RTX A4000",     16376,  76.7,  19.2,  38.3,   448, 4,  86, RTX, _SHEET.format("RTX A4000")),
+    Gpu("RTX A5000",     24564, 111.1,  27.8,  55.6,   768, 4,  86, RTX, _SHEET.format("RTX A5000")),
+    Gpu("RTX A6000",     49140, 154.8,  38.7,  77.4,   768, 4,  86, RTX, _GA102),
+    Gpu("RTX 4000 Ada",  20475, 106.9,  26.7,  53.5,   360, 4,  89, RTX, _SHEET.format("RTX 4000 Ada"), 0, ("RTX 4000 Ada Generation",)),
+    Gpu("RTX 5000 Ada",  32760, 261.1,  65.3, 130.6,   576, 4,  89, RTX, _SHEET.format("RTX 5000 Ada"), 0, ("RTX 5000 Ada Generation",)),
+    Gpu("RTX 6000 Ada",  49140, 364.2,  91.1, 182.1,   960, 4,  89, RTX, _ADA, 0, ("RTX 6000 Ada Generation",)),
+    Gpu("RTX PRO 6000",  97887, 503.8, 126.0, 251.9,  1792, 5, 120, RTX, _BLACKWELL, 0, _6000_NAMES),
+    Gpu("T4",            15360,  65.0,   8.1,   8.1,   320, 3,  75, OTHERS, _SHEET.format("T4")),
+    Gpu("L4",            23034, 121.0,  30.3,  60.0,   300, 4,  89, OTHERS, _SHEET.format("L4")),
+    Gpu("A10G",          23028,  70.0,  35.0,  35.0,   600, 4,  86, PASSIVE, _SHEET.format("A10G")),
+    Gpu("A40",           46068, 149.7,  37.4,  74.8,   696, 4,  86, PASSIVE, _SHEET.format("A40")),
+    Gpu("L40S",          46068, 362.0,  91.6, 183.0,   864, 4,  89, PASSIVE, _SHEET.format("L40S")),
+    Gpu("V100-32GB",     32768, 125.0,  15.7,  15.7,   900, 3,  70, OTHERS, _SHEET.format("V100"), 150, _V100_NAMES),
+    Gpu("A100-40GB",     40960, 312.0,  19.5, 156.0,  1555, 4,  80, AMPERE, _SHEET.format("A100"), 300, _A100_40_NAMES),
     # SXM and PCIe: only memory differs, 2039 and 1935 GB/s
-    Gpu("A100-80GB",     81920, 312.0,  19.5, 156.0,  1935, 4, AMPERE, _SHEET.format("A100 (80GB PCIe)"), 300, _A100_80_NAMES),
-    Gpu("H100",          81559, 989.0,  67.0, 494.0,  3350, 5, HOPPER, _SHEET.format("H100 (SXM)"), 450, _H100_NAMES),
-    Gpu("H100 PCIe",     81559, 756.0,  51.0, 378.0,  2000, 5, HOPPER, _SHEET.format("H100 (PCIe)")),
-    Gpu("H200",         143771, 989.0,  67.0, 494.0,  4800, 5, HOPPER, _SHEET.format("H200 (SXM)"), 450, ("H200 SXM",)),
-    Gpu("B200",         183359, 2250.0, 75.0, 1125.0, 8000, 5, OTHERS, _SHEET.format("HGX B200"), 900),
+    Gpu("A100-80GB",     81920, 312.0,  19.5, 156.0,  1935, 4,  80, AMPERE, _SHEET.format("A100 (80GB PCIe)"), 300, _A100_80_NAMES),
+    Gpu("H100",          81559, 989.0,  67.0, 494.0,  3350, 5,  90, HOPPER, _SHEET.format("H100 (SXM)"), 450, _H100_NAMES),
+    Gpu("H100 PCIe",     81559, 756.0,  51.0, 378.0,  2000, 5,  90, HOPPER, _SHEET.format("H100 (PCIe)")),
+    Gpu("H200",         143771, 989.0,  67.0, 494.0,  4800, 5,  90, HOPPER, _SHEET.format("H200 (SXM)"), 450, ("H200 SXM",)),
+    Gpu("B200",         183359, 2250.0, 75.0, 1125.0, 8000, 5, 100, OTHERS, _SHEET.format("HGX B200"), 900),
     # with ROCm, where nothing of this has run
-    Gpu("MI300X",       196592, 1307.4, 163.4, 653.7, 5300, 5, OTHERS, "AMD Instinct MI300X data sheet", 448, ("AMD Instinct MI300X",)),
+    Gpu("RX 7900 XTX",   24560, 122.8,  61.4,  61.4,   960, 4,   0, OTHERS, "AMD Radeon RX 7900 XTX product page", 0, ("7900 XTX", "AMD Radeon RX 7900 XTX")),
+    Gpu("MI300X",       196592, 1307.4, 163.4, 653.7, 5300, 5,   0, OTHERS, "AMD Instinct MI300X data sheet", 448, ("AMD Instinct MI300X",)),
 )
 # fmt: on
+UNMODELLED = {
+    r"dgxspark|gb10\b|jetson|strix|ryzenai|apple|mac|^m[1-9](pro|max|ultra)?$": (
+        "its CPU and GPU share one memory, so that there is no other to page to"
+    ),
+    r"gh200|gb[23]00|grace": (
+        "how fast its NVLink to the host's memory is, is not known here; --gpu H100:96 "
+        "plans its GPU on PCI Express, which is slower"
+    ),
+}
+"""Machines that people ask for, as `_plain` writes them, and why there is no plan."""
 OWN_FIGURES = "NAME:48GiB:91TFLOPs:864GB/s"
 """A card that is not in the table: memory, bf16 products summed in fp32, its bandwidth."""
 
@@ -188,8 +220,10 @@ def gpu_hardware(
 ) -> Hardware:
     """What a GPU of the table would give, one of `num_gpus` on a host.
 
-    Each has a link of its own; copies of all at once are as fast as of one, and host
-    AdamW shares the host's memory.
+    Each has a link of its own, and host AdamW shares the host's memory. Several consumer
+    cards without a `link` are on a desktop's board: eight lanes each, and what copies of
+    all together move is bound by its two channels of memory. Cards without NVLink
+    exchange over the links that their copies use.
 
     Args:
         text: `NAME`, `NAME:GiB`, or as `OWN_FIGURES` for any other card; case, spaces,
@@ -210,14 +244,24 @@ def gpu_hardware(
     if len(figures) == 1:
         device_bytes = int(_figure(figures[0], "GiB", MAX_GPU_GIB, gpu) * (1 << 30))
     lost = ROUNDING_FRACTION + DRIVER_FRACTION
-    link_name = _find_link(link, gpu) if link is not None else gpu.links[-1]
+    on_desktop = link is None and num_gpus > 1 and gpu.is_consumer
+    if link is not None:
+        link_name = _find_link(link, gpu)
+    elif on_desktop:
+        link_name = f"pcie{gpu.pcie}x8"
+    else:
+        link_name = gpu.links[-1]
     lanes = LINKS[link_name]
     source = f"{gpu.source}; {link_name}; how much of each peak is reached is assumed"
     alone, both = lanes.bytes_s * lanes.alone, lanes.bytes_s * lanes.both
+    if on_desktop:
+        source += "; a desktop's board, whose two channels of memory they share"
+        alone = min(alone, HOST_BYTES_S / num_gpus)
+        both = min(both, HOST_BYTES_S / num_gpus / 2)
     unseen = CONTEXT_BYTES + KERNEL_BYTES + int(lost * device_bytes)
     exchange = 0.0
     if num_gpus > 1:
-        exchange, way = both, "through host memory"
+        exchange, way = both, f"through host memory, on the {link_name} of their copies"
         if gpu.nvlink_gb_s:
             exchange, way = gpu.nvlink_gb_s * 1e9 * GATHER_FRACTION, "over NVLink"
         source += f"; cards exchange {way} at {exchange / 1e9:.0f} GB/s each way"
@@ -244,8 +288,10 @@ def gpu_hardware(
         offload_both_bytes_s=both,
         adam_bytes_s=ADAM_BYTES_S / num_gpus,
         link=link_name,
+        capability=gpu.capability,
         gather_bytes_s=exchange,
         reduce_bytes_s=exchange,
+        shares_link=num_gpus > 1 and not gpu.nvlink_gb_s,
     )
 
 
@@ -256,7 +302,9 @@ def _described(name: str, figures: list[str]) -> Gpu:
             f"--gpu {':'.join([name, *figures])!r}: a card that is not in the table is "
             f"written {OWN_FIGURES}"
         )
-    example = Gpu(name, 48 << 10, 91, 23, 46, 864, 5, OTHERS, "figures given by hand")
+    example = Gpu(
+        name, 48 << 10, 91, 23, 46, 864, 5, 0, OTHERS, "figures given by hand"
+    )
     gib, tflops, gb_s = (
         _figure(figure, unit, most, example)
         for figure, unit, most in zip(
@@ -281,14 +329,16 @@ def _find(name: str, text: str) -> Gpu:
     if len(begun) == 1:
         return begun[0]
     if begun:
-        choice = " or ".join(gpu.name for gpu in begun)
-        raise ConfigError(f"--gpu {text!r} is ambiguous: write {choice}")
-    _refuse(
-        "--gpu",
-        text,
-        wanted,
-        (gpu.name for gpu in GPUS),
-        f", NAME:GiB or {OWN_FIGURES}",
+        choice = " or ".join(gpu.name for gpu in begun[:MAX_NAMED])
+        raise ConfigError(f"--gpu {text!r} is ambiguous: write for example {choice}")
+    for pattern, why in UNMODELLED.items():
+        if re.search(pattern, wanted):
+            raise ConfigError(f"--gpu {text!r} cannot be planned: {why}")
+    close = _nearest(wanted, [gpu.name for gpu in GPUS], MAX_NAMED)
+    nearest = f"; nearest: {', '.join(close)}" if close else ""
+    raise ConfigError(
+        f"--gpu {text!r} is not known{nearest}. Write a name as 4090 or A100-80GB, "
+        f"NAME:GiB for other memory, or any card as {OWN_FIGURES}"
     )
 
 
@@ -319,19 +369,16 @@ def _find_link(link: str, gpu: Gpu) -> str:
             f"--link {link!r} is more than the {gpu.name} can use; "
             f"allowed: {', '.join(gpu.links)}"
         )
-    _refuse("--link", link, wanted, gpu.links)
-
-
-def _refuse(
-    option: str, text: str, wanted: str, names: Iterable[str], also: str = ""
-) -> NoReturn:
-    by_plain = {_plain(name): name for name in names}
-    close = difflib.get_close_matches(wanted, by_plain, n=1)
-    nearest = "".join(f"; nearest: {by_plain[name]}" for name in close)
+    close = _nearest(wanted, gpu.links, 1)
+    nearest = f"; nearest: {close[0]}" if close else ""
     raise ConfigError(
-        f"{option} {text!r} is not known; allowed: {', '.join(by_plain.values())}{also}"
-        f"{nearest}"
+        f"--link {link!r} is not known; allowed: {', '.join(gpu.links)}{nearest}"
     )
+
+
+def _nearest(wanted: str, names: Sequence[str], most: int) -> list[str]:
+    by_plain = {_plain(name): name for name in names}
+    return [by_plain[n] for n in difflib.get_close_matches(wanted, by_plain, n=most)]
 
 
 def _beginnings(name: str) -> set[str]:

@@ -87,6 +87,7 @@ def measure_hardware(
         offload_both_bytes_s=offload_both,
         adam_bytes_s=adam_bytes_s,
         overlaps=kind == "cuda",
+        capability=_capability(torch_device),
     )
 
 
@@ -170,6 +171,14 @@ def device_name(torch_device: torch.device) -> str:
     if torch_device.type == "cuda":
         return torch.cuda.get_device_name(torch_device)
     return cpu_name()
+
+
+def _capability(torch_device: torch.device) -> int:
+    # of AMD's cards torch gives another number
+    if torch_device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(torch_device)
+    return 10 * major + minor
 
 
 def cpu_name() -> str:

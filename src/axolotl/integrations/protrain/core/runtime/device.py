@@ -162,6 +162,14 @@ class Device:
         """
         raise NotImplementedError
 
+    def restart_peak(self) -> None:
+        """Let `peak_since` count from now on."""
+        raise NotImplementedError
+
+    def peak_since(self) -> int:
+        """Highest number of device bytes in use since `restart_peak`."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:
         """Wait until every stream is idle."""
 
@@ -287,7 +295,7 @@ class CpuDevice(Device):
         self._compute, self.fetch, self.offload, self.communicate = (
             _ImmediateStream(self, lane) for lane in STREAMS
         )
-        self._used = self._peak = 0
+        self._used = self._peak = self._since = 0
 
     @property
     def compute(self) -> Stream:
@@ -341,9 +349,16 @@ class CpuDevice(Device):
     def _count(self, nbytes: int) -> None:
         self._used += nbytes
         self._peak = max(self._peak, self._used)
+        self._since = max(self._since, self._used)
 
     def peak_bytes(self) -> int:
         return self._peak
+
+    def restart_peak(self) -> None:
+        self._since = self.used_bytes()
+
+    def peak_since(self) -> int:
+        return self._since
 
 
 class _CudaStream:
@@ -456,6 +471,13 @@ class CudaDevice(Device):
         newest = torch.cuda.max_memory_allocated(self.torch_device)
         self._peak = max(self._peak, newest)
         return self._peak
+
+    def restart_peak(self) -> None:
+        self.peak_bytes()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_since(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

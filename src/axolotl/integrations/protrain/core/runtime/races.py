@@ -153,6 +153,8 @@ class CheckedDevice(Device):
     probe = _unchecked("probe")
     used_bytes = _unchecked("used_bytes")
     peak_bytes = _unchecked("peak_bytes")
+    restart_peak = _unchecked("restart_peak")
+    peak_since = _unchecked("peak_since")
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
@@ -209,13 +209,29 @@ class Search:
         return plan
 
     def nearest(self, modes: Set[str] = MODES) -> Plan:
-        """The plan that takes the least of the device or, if that has room for some
-        plan, the one among those that takes the least of the host."""
-        places = list(self._places(modes))
-        plans = [self._plan(candidate) for candidate in self._candidates(places)]
-        if plans:
-            return min(plans, key=lambda plan: self.memory.host(plan).peak_bytes)
-        return self._plan(self._smallest(places))
+        """The plan that lacks the least, of device and host together; among equals what
+        swaps nothing and takes the fewest slots."""
+        usable, host_bytes = self._budget.usable_bytes, self._budget.host_bytes
+        nothing = self._place(0, 0, self._outside[0], 1)
+        best, least = self._candidate(_Row(0, 0), min(nothing.slots), nothing), inf
+        for at in sorted(self._places(modes), key=lambda at: at.parameters.base):
+            n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
+            without = self._candidate(_Row(0, 0), n_buffer, at)
+            phases = dict(self.memory.host(self._plan(without)).phases)
+            loading = phases.pop("load")
+            for rows in self._swapping:
+                out = self._activations(rows[0]).moved.out
+                swapped = self.memory.workload.world.local_size * sum(out)
+                host = max(loading, max(phases.values()) + swapped)
+                missing = max(host - host_bytes, 0)
+                while missing < least:
+                    room = usable + least - missing - 1 - slots
+                    if (row := self._first_that_fits(rows, at, room)) is None:
+                        break
+                    best = self._candidate(row, n_buffer, at)
+                    device = slots + self._peak_bytes(row, at)
+                    least = missing + max(device - usable, 0)
+        return self._plan(best)
 
     def plain(self, n_checkpoint: int) -> Plan:
         """Everything resident, whether it fits or not: training without a pager."""
@@ -249,6 +265,15 @@ class Search:
             [_Row(most, n) for n in range(blocks - most + 1)],
             *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
         ]
+
+    @cached_property
+    def _swapping(self) -> list[list[_Row]]:
+        """The same by what leaves for the host, the least first; of each what recomputes
+        most first, which most often takes the least of the device."""
+        found: dict[int, list[_Row]] = {}
+        for row in chain.from_iterable(map(reversed, self._families)):
+            found.setdefault(sum(self._activations(row).moved.out), []).append(row)
+        return [found[nbytes] for nbytes in sorted(found)]
 
     def _places(self, modes: Set[str], host: bool = False) -> Iterator[_Place]:
         """All legal ones, the most resident first; perhaps only those for which the
@@ -322,20 +347,6 @@ class Search:
                 return row
         return None
 
-    def _smallest(self, places: Iterable[_Place]) -> _Candidate:
-        """The plan that takes the least of the device."""
-        at = self._place(0, 0, self._outside[0], 1)
-        best = self._candidate(_Row(0, 0), min(at.slots), at)
-        least = inf
-        # most often what recomputes most takes the least
-        rows = [row for rows in self._families for row in reversed(rows)]
-        for at in sorted(places, key=lambda at: at.parameters.base):
-            n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
-            while row := self._first_that_fits(rows, at, least - 1 - slots):
-                best, least = self._candidate(row, n_buffer, at), slots
-                least += self._peak_bytes(row, at)
-        return best
-
     def _peak_bytes(self, row: _Row, at: _Place) -> int:
         """Of the device, without slots."""
         return self.memory.peak_without_slots(at.parameters, self._activations(row))
@@ -385,7 +396,7 @@ class Search:
         if missing > 0:
             raise BudgetError(
                 f"protrain_capacity_bytes: {what} needs {format_bytes(estimate.peak_bytes)} "
-                f"on the device at {estimate.peak.label} ({_largest(estimate.terms)}); "
+                f"on the device {estimate.peak.moment} ({_largest(estimate.terms)}); "
                 f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
                 f"used, {format_bytes(missing)} too little. If the device has it, set "
                 f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
