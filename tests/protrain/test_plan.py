@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         *LARGE_CARD,
     ),
     "misspelt plugin": (
-        "plugins: .*ProtrainPlugin cannot be imported",
+        "`plugins`: .*ProtrainPlugin` cannot be imported; did you mean .*ProTrainPlugin",
         {"plugins": ["axolotl.integrations.protrain.ProtrainPlugin"]},
         *LARGE_CARD,
     ),
@@ -454,7 +454,7 @@ def test_the_text_says_what_the_json_says(plans: Plans) -> None:
         assert other["change"] in text
     lines = answer.out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines.index("Assumed and not known:") > len(lines) - 20
+    assert lines.index("Assumed and not known:") > len(lines) - 24
 
 
 def test_a_value_of_the_yaml_does_not_steer_the_terminal(plans: Plans) -> None:

@@ -259,7 +259,7 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
 
 
 def test_an_evaluation_to_come_is_no_room_to_spare(run: Run) -> None:
-    """The largest part of the prediction, which the first steps do not show."""
+    """The largest part of the prediction; the one after the first step has fewer rows."""
     later = {**EVALUATED, "eval_steps": 6, "eval_batch_size": 8}
     keys = {"protrain_learn_peak": True, "protrain_cache_dir": "evaluations"}
     steps = {"sequence_len": 256, "micro_batch_size": 1, "max_steps": 5}
@@ -267,7 +267,6 @@ def test_an_evaluation_to_come_is_no_room_to_spare(run: Run) -> None:
     phases = result.report["device_bytes"]["phases"]
     assert phases["evaluation"] > 1.2 * phases["backward"]
     assert not result.report["notches"]
-    assert not [note for note in result.report["notes"] if "device peak" in note]
     kept = (result.folder.parents[1] / "evaluations").glob("*.json")
     measured = {json.loads(file.read_text())["key"]["measures"] for file in kept}
     assert "hardware" in measured and "peak" not in measured

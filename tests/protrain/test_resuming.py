@@ -42,6 +42,7 @@ def begin(run_dir: Path, **keys: object) -> str | None:
     # so small that no dry run comes first
     base = run_dir.parent / "base"
     base.mkdir(exist_ok=True)
+    (base / "config.json").write_text('{"model_type": "llama"}')
     (base / "model.safetensors").write_bytes(b"weights")
     cfg = DictDefault(
         base_model=str(base),

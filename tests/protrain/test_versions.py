@@ -25,8 +25,12 @@ ELSEWHERE = {
     # imported after all plugins are registered, whose arguments are merged in
     "_set_base_training_args",
     # of instances
+    "_optimizer_step_post_hooks",
+    "_optimizer_step_pre_hooks",
     "_parameters",
     "_untyped_storage",
+    # public, of os
+    "_exit",
 }
 
 

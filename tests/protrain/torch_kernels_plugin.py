@@ -133,11 +133,14 @@ class TorchKernelsPlugin(BasePlugin):
     def register(self, cfg: Any) -> None:
         kernels = ("mlp", "qkv", "o", "embedding")
         asked = {key: cfg.get(key) for key in (f"lora_{k}_kernel" for k in kernels)}
-        self._asked = {key: True for key, value in asked.items() if value}
+        self._asked = {key: bool(value) for key, value in asked.items()}
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        # ProTrain has switched them off, for on a CPU they run nowhere but here; those
+        # that Axolotl switches on by itself are off in both runs
+        cfg.update(self._asked)
 
     def pre_model_load(self, cfg: Any) -> None:
-        # ProTrain has switched them off, for on a CPU they run nowhere but here
-        cfg.update(self._asked)
         # what was compiled for other shapes before rounds in another way
         torch.compiler.set_stance("force_eager")
         if cfg.liger_rms_norm:

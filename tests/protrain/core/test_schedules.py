@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,8 +50,10 @@ class Param:
         self.hook: Callable[[Param], None] = lambda param: None
         self.before: Callable[[Tensor], None] = lambda gradient: None
 
-    def register_hook(self, hook: Callable[[Tensor], None]) -> None:
+    def register_hook(self, hook: Callable[[Tensor], None]) -> SimpleNamespace:
         self.before = hook
+        self._backward_hooks = {0: hook}
+        return SimpleNamespace(id=0)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Param], None]) -> None:
         self.hook = hook

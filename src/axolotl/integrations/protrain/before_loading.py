@@ -146,8 +146,8 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
 
     from .offline.meta_model import meta_model_of
 
-    # one may bring the model's class
-    prepare_plugins(cfg)
+    # one may bring the model's class; ours has checked these keys as they were written
+    prepare_plugins(type(cfg)({**cfg, "protrain_auto_memory": False}))
     PluginManager.get_instance().cfg = cfg
     device_type, args = hardware.name, args_from(cfg)
     started = time.monotonic()

@@ -84,11 +84,11 @@ class ProTrainPlugin(BasePlugin):
         if not self._is_listed:
             cfg.setdefault("protrain_auto_memory", False)
         if cfg.get("protrain_auto_memory", True):
+            require_internals()
             require_sound(cfg)
             # before Axolotl asks the GPU what it can
             expand_segments()
             skip_peer_check()
-            require_internals()
         elif lines := unknown_keys(cfg):
             raise ConfigError("\n".join(lines))
         forget_other_names(self)

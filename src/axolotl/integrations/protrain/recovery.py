@@ -125,9 +125,14 @@ class StepRecovery:
         self._trainer = trainer
         self._done: list[tuple[Callable[[], Any], list[Rewind]]] = []
 
-    def attempt(self, act: Callable[[], Result], phase: str) -> Result:
-        """`act`'s result, if need be under a smaller plan, which may fail as well."""
-        rewinds = _rewinds(self._device, self._trainer)
+    def attempt(
+        self, act: Callable[[], Result], phase: str, counts: bool = True
+    ) -> Result:
+        """`act`'s result, if need be under a smaller plan, which may fail as well.
+
+        Where `act` `counts` nothing, no counter is copied, which takes memory.
+        """
+        rewinds = _rewinds(self._device, self._trainer if counts else None)
         before: list[tuple[Callable[[], Any], list[Rewind]]] = []
         again = False
         while True:
@@ -233,7 +238,9 @@ class Recovery(StepRecovery):
         self._run.log.info(f"{line}\n{self._report.table()}")
         self._report.notes.append(line)
 
-    def attempt(self, act: Callable[[], Result], phase: str) -> Result:
+    def attempt(
+        self, act: Callable[[], Result], phase: str, counts: bool = True
+    ) -> Result:
         """See `StepRecovery.attempt`; several ranks repeat nothing."""
         session = self._run.session
         if session is not None and not self._is_shared:
@@ -245,7 +252,7 @@ class Recovery(StepRecovery):
             elif trained != self._trained:
                 self._changed = "which weights train was changed"
             self._trained = trained
-        return super().attempt(act, phase)
+        return super().attempt(act, phase, counts)
 
     @contextmanager
     def showing(self, whom: str) -> Iterator[None]:
@@ -262,7 +269,7 @@ class Recovery(StepRecovery):
 
     def probe_update(self) -> None:
         """Look for the room of an update while its step can be repeated."""
-        self.attempt(self._probe_update, "update")
+        self.attempt(self._probe_update, "update", counts=False)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Know when an update changes weights: nothing is repeated from then on."""

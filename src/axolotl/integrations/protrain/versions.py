@@ -25,7 +25,7 @@ from .core.errors import ConfigError
 
 NAMES = {
     "torch": "_fused_sdp_choice",
-    "torch:Tensor": "_base _make_subclass _make_wrapper_subclass "
+    "torch:Tensor": "_backward_hooks _base _make_subclass _make_wrapper_subclass "
     "_post_accumulate_grad_hooks _version",
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
@@ -37,6 +37,7 @@ NAMES = {
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.nn:Module": "_call_impl _compiled_call_impl _wrapped_call_impl",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
+    "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.serialization": "skip_data",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes "
     "_get_current_dispatch_mode_stack _push_mode",

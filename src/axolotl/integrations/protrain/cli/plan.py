@@ -228,7 +228,8 @@ class DryRun:
             and not param.requires_grad
             for name, param in model.named_parameters()
         )
-        tied = bool(model.config.get_text_config().tie_word_embeddings)
+        config = model.config.get_text_config()
+        tied = bool(getattr(config, "tie_word_embeddings", False))
         return cautions(self._cfg, experts, tied)
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:

@@ -54,9 +54,10 @@ def known_keys(plugins: Iterable[str]) -> KnownKeys:
             args = _input_args(plugin_class)
             all_known = all_known and args is not None
             names.update(_fields(*args.rsplit(".", 1)) if args else ())
-        elif found or module.startswith("axolotl.integrations."):
+        elif (found or module).startswith("axolotl.integrations."):
             missing[plugin] = [*_classes(found), *_imported(found)] if found else []
         else:
+            # a module of others may make its classes as it is imported
             all_known = False
     return KnownKeys(frozenset(names), missing, all_known)
 

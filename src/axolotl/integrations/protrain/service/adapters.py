@@ -9,6 +9,7 @@ the weights: safetensors and JSON, whole or absent.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from axolotl.utils.logging import get_logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,7 +30,7 @@ from ..core.errors import FOREIGN_ERRORS, CheckpointError, ConfigError, RequestE
 from ..core.layout.chunks import aligned
 from ..core.runtime import Device
 
-LOG = get_logger(__name__)
+LOG = logging.getLogger(__name__)
 
 KINDS = ("attn", "mlp", "unembed")
 """Which linear layers: of attention, all others of the blocks, the head."""
