@@ -368,10 +368,12 @@ class DryRun:
     def _larger_machine(
         self, card: Hardware, lacking: Forecast
     ) -> Iterator[dict[str, Any]]:
-        """The smallest card, or the least host memory, that would do."""
+        """The least host memory, and the smallest card, that would do."""
         if self._is_here:
             return
         refused = uncomputed(self._cfg, card)
+        if not refused and self._args.protrain_cpu_capacity_bytes is None:
+            yield from self._more_host_memory(card)
         if refused or lacking.device.peak_bytes > lacking.budget.usable_bytes:
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes and not refused:
@@ -388,13 +390,18 @@ class DryRun:
                 if other["verdict"] == report.FITS:
                     yield other
                     return
-        elif self._args.protrain_cpu_capacity_bytes is None:
-            for ram_gib in _RAM_GIB:
-                if ram_gib << 30 >= lacking.host.peak_bytes:
-                    roomy = replace(card, host_bytes=ram_gib << 30)
-                    forecast = partial(self._forecast, roomy)
-                    yield _alternative(f"--ram {ram_gib}", forecast)
-                    return
+
+    def _more_host_memory(self, card: Hardware) -> Iterator[dict[str, Any]]:
+        larger = [gib for gib in _RAM_GIB if gib << 30 > card.host_bytes]
+
+        def priced(gib: int) -> dict[str, Any]:
+            roomy = replace(card, host_bytes=gib << 30)
+            return _alternative(f"--ram {gib}", partial(self._forecast, roomy))
+
+        # where the most does not help, nothing does
+        if larger and priced(larger[-1])["verdict"] == report.FITS:
+            others = map(priced, larger)
+            yield next(other for other in others if other["verdict"] == report.FITS)
 
     # plans; `change`: keys of the YAML that are others
 
