@@ -71,16 +71,28 @@ _PLUGINS = re.compile(
     r"spectrum|swanlab)\."
 )
 """Axolotl's own for such keys."""
-_REFUSED = {
-    "reward_model process_reward_model num_labels": "makes a model that scores rows; "
-    "the service trains models that predict tokens",
-    "qat reinit_weights use_mora mora": "computes with other weights than the base has",
-    "lora_modules_to_save lora_target_parameters peft_use_dora peft_layer_replication "
-    "peft_trainable_token_indices": "trains something other than LoRA weights of linear "
-    "layers, which is all that adapters of the service have",
-    "peft peft_init_lora_weights peft_use_rslora lora_rank_pattern lora_alpha_pattern": "gives adapters another rank, scale or beginning than clients ask for",
-}
-"""What adapters of a service cannot be, and why."""
+_REFUSED = (
+    (
+        "reward_model process_reward_model num_labels",
+        "makes a model that scores rows; the service trains models that predict tokens",
+    ),
+    (
+        "qat reinit_weights use_mora mora",
+        "computes with other weights than the base has",
+    ),
+    (
+        "lora_modules_to_save lora_target_parameters peft_use_dora "
+        "peft_layer_replication peft_trainable_token_indices",
+        "trains something other than LoRA weights of linear layers, which is all that "
+        "adapters of the service have",
+    ),
+    (
+        "peft peft_init_lora_weights peft_use_rslora lora_rank_pattern "
+        "lora_alpha_pattern",
+        "gives adapters another rank, scale or beginning than clients ask for",
+    ),
+)
+"""Keys that adapters of a service cannot have, each with the reason."""
 _DEFAULTS = {
     "lora_r": 32,
     "lora_alpha": 32,
@@ -124,7 +136,7 @@ def derive(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys["plugins"].append(PLUGIN)
     wrong = [
         f"`{key}` {why}. Remove the key."
-        for names, why in _REFUSED.items()
+        for names, why in _REFUSED
         for key in names.split()
         if keys.get(key)
     ]
