@@ -143,7 +143,11 @@ def _fields(module: str, name: str) -> set[str]:
     names: set[str] = set()
     found = _find(module, name)
     for node in found.node.body if found else ():
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and "ClassVar" not in ast.unparse(node.annotation)
+        ):
             names.add(node.target.id)
             names.update(_aliases(node))
     for base in _bases(found) if found else ():
