@@ -34,7 +34,7 @@ _MOST_MISSPELT = 100
 """Keys beyond these are not compared: it takes milliseconds a key."""
 _FROM_ONE = "sequence_len", "micro_batch_size", "gradient_accumulation_steps"
 _OF_LORA = {"lora_r": 16, "lora_alpha": 32}
-"""What an adapter needs, with an example."""
+"""Keys that an adapter needs, each with an example."""
 
 
 def checked_yaml(

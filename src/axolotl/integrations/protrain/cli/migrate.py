@@ -7,7 +7,6 @@ reads the result back: what cannot be edited so is left to the person.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import yaml
 from ..args import PLUGIN, lists_plugin, unknown_keys
 from ..checks import base_faults, key_faults
 from ..core.errors import ConfigError
+from ..offline.base_files import base_config
 from ..offline.yaml_file import parsed, read_text
 from ..refusals import Refusal, as_yaml, cautions, changes, refusals
 
@@ -116,28 +116,15 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def _notes(raw: Mapping[str, Any]) -> list[str]:
-    """What the base's config.json, where it is here, says of these keys."""
-    source = str(raw.get("base_model_config") or raw.get("base_model") or "")
-    folder = Path(source)
-    found: Any = folder / "config.json"
-    if source and not folder.is_dir():
-        # imported here: most bases of a file to edit are folders, or not here
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(source, "config.json")
-        except HFValidationError:
-            found = None
-    try:
-        config = json.loads(Path(found).read_text("utf-8"))
-        text = config.get("text_config") or config
-        experts = any((text.get(key) or 0) > 1 for key in _EXPERTS)
-        tied = bool(text.get("tie_word_embeddings", True))
-    except (OSError, TypeError, ValueError, AttributeError):
-        # none here, or not one of a model
+    """Warn of what Axolotl does quietly, as far as a base that is here tells."""
+    config = base_config(raw)
+    if config is None:
         return []
-    return cautions(raw, experts, tied)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    counts = [text.get(key) for key in _EXPERTS]
+    experts = any(isinstance(count, int) and count > 1 for count in counts)
+    return cautions(raw, experts, bool(text.get("tie_word_embeddings", True)))
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:

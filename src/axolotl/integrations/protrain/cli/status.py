@@ -14,7 +14,7 @@ API_KEY = "PROTRAIN_API_KEY"
 
 
 def status_text(url: str) -> str:
-    """What a server at `url` has: adapters, bytes, plan.
+    """Ask a server at `url` for its adapters, bytes and plan.
 
     Raises:
         OSError: Nobody answers there.

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, written beside it: sizes, and a hash of each tensor.
+"""The list of a checkpoint, written into it: sizes, and a hash of each tensor.
 
 Hashes are of what is in the files, read back before they are flushed: the one way for
 what several ranks, torch and transformers write. XXH3 with 128 bits finds damage; against
@@ -30,7 +30,7 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 _PIECE_BYTES = 4 << 20
 _WEIGHTS = (".safetensors", ".bin")
 _LONGEST_BYTES = 256 << 20
-"""Of a list; a tensor takes about 100."""
+"""The largest list that is read; a tensor takes about 100 bytes."""
 
 
 def _inside(name: str) -> str:
@@ -81,7 +81,7 @@ class _Listed(BaseModel, strict=True):
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Those of a run, the newest first, whole or not."""
+    """List the checkpoints of a run, the newest first, whole or not."""
     found = (p for p in run_dir.glob("checkpoint-*") if p.name[11:].isdecimal())
     return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
 

@@ -66,6 +66,19 @@ def require_base(raw: Mapping[str, Any], *, here: bool) -> None:
         )
 
 
+def base_config(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Read the config.json of a YAML's base; None where it is not here, or damaged."""
+    source = str(raw.get("base_model_config") or raw.get("base_model") or "")
+    folder = Path(source) if os.path.isdir(source) else _cached(raw, source)
+    if folder is None:
+        return None
+    try:
+        return _read(folder / "config.json", source)
+    except ConfigError:
+        # `require_base` says so
+        return None
+
+
 def download_config(raw: Mapping[str, Any]) -> None:
     """Fetch the config.json of a YAML's base model unless it is here.
 

@@ -34,7 +34,7 @@ _IN_8_BITS = "init_8bit_state"
 _DATA = "CB"
 _OF_LAST_INPUT = "idx"
 ALIGNMENT_BYTES = 256
-"""What matrix libraries look at when they choose a kernel by the address of a weight:
+"""Matrix libraries choose a kernel by the address of a weight, modulo these bytes:
 a view must not be less aligned than the allocation that the plain run would have."""
 
 
@@ -242,7 +242,7 @@ def extent(tensor: Tensor) -> tuple[str, int, int]:
 def placed_together(
     tensors: Sequence[Tensor], place: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """What `place` makes of the bytes of host tensors, which the results share alike."""
+    """Place the bytes of host tensors once; the results share them as the tensors do."""
     extents = [extent(tensor) for tensor in tensors]
     _, first, number = min((*e[:2], n) for n, e in enumerate(extents))
     # aligned as it was in its allocation
