@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axolotl.integrations.protrain.core.cost.demand import Demand, Traffic
-from axolotl.integrations.protrain.core.cost.states import TrainedBytes
+from axolotl.integrations.protrain.core.planner.demand import Demand, Traffic
+from axolotl.integrations.protrain.core.planner.trained_bytes import TrainedBytes
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Hardware,

@@ -31,10 +31,10 @@ from rich.console import Console
 from tables import Page, environment, spread, write
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.device import open_device
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import open_device
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.types import Placement, Update
 
 MAX_NORM = 0.5

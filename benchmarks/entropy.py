@@ -22,7 +22,7 @@ from rich.console import Console
 from tables import Page
 from torch import Tensor
 
-from axolotl.integrations.protrain.core.profile import gpu_hardware
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
 
 SHAPE = 4096, 4096
 WINDOW = 7

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "protrain")]
 from axolotl_jobs import LORA  # noqa: E402
 from plan_jobs import Plans  # noqa: E402
 
-from axolotl.integrations.protrain.core.profile import gpu_hardware  # noqa: E402
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware  # noqa: E402
 
 ADAPTERS = {**LORA, "lora_r": 32, "lora_alpha": 64, "adapter": "lora"}
 IN_4_BITS = {**ADAPTERS, "adapter": "qlora", "load_in_4bit": True}

@@ -13,8 +13,8 @@ import time
 import torch
 
 from axolotl.integrations.protrain.core.errors import ConfigError
-from axolotl.integrations.protrain.core.profile.cards import gpu_hardware
-from axolotl.integrations.protrain.core.profile.hardware import measure_hardware
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.hardware import measure_hardware
 from axolotl.integrations.protrain.core.types import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

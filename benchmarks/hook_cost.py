@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Device
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 
 TARGET_US = 60.0
 """For a frozen base, per block and step."""

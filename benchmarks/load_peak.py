@@ -60,10 +60,10 @@ def load_and_open(folder: str, trained: str) -> None:
     import torch
     import transformers
 
+    from axolotl.integrations.protrain.core.engine.device import CpuDevice
+    from axolotl.integrations.protrain.core.engine.session import Session
     from axolotl.integrations.protrain.core.layout import build_layout
-    from axolotl.integrations.protrain.core.runtime import CpuDevice
-    from axolotl.integrations.protrain.core.search import make_plan
-    from axolotl.integrations.protrain.core.session import Session
+    from axolotl.integrations.protrain.core.planner.plans import make_plan
 
     # what a first model of a process loads and builds is not this model's
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
@@ -96,10 +96,10 @@ def time_opening(folder: str, way: str) -> None:
     import torch
     import transformers
 
-    from axolotl.integrations.protrain.core import session
+    from axolotl.integrations.protrain.core.engine import session
+    from axolotl.integrations.protrain.core.engine.device import CpuDevice
     from axolotl.integrations.protrain.core.layout import build_layout
-    from axolotl.integrations.protrain.core.runtime import CpuDevice
-    from axolotl.integrations.protrain.core.search import make_plan
+    from axolotl.integrations.protrain.core.planner.plans import make_plan
 
     def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:

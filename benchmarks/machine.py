@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from axolotl.integrations.protrain.core.profile.hardware import cpu_name
+from axolotl.integrations.protrain.core.planner.hardware import cpu_name
 
 _PACKAGES = (
     "torch",

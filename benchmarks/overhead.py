@@ -63,8 +63,8 @@ from rich.console import Console
 from tables import Page, environment, median_interval, spread, write
 from whole_runs import axolotl_page, axolotl_pairs
 
-from axolotl.integrations.protrain.core.runtime import open_device
-from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.engine.device import open_device
+from axolotl.integrations.protrain.core.engine.session import Session
 
 RESIDENT_TARGET, EXPLAINED_TARGET = 0.01, 0.15
 RESAMPLES = 2000

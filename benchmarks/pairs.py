@@ -18,10 +18,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from axolotl.integrations.protrain.core.engine.device import Device, open_device
+from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import Arena, Device, open_device
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.types import Chunk, Layout, Placement, Plan
 from axolotl.integrations.protrain.planning import adapter_names
 

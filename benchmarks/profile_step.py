@@ -39,8 +39,8 @@ from tables import Page, environment, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from axolotl.integrations.protrain.core.runtime import open_device
-from axolotl.integrations.protrain.core.search import make_plan
+from axolotl.integrations.protrain.core.engine.device import open_device
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.types import Layout, Plan
 
 PLUGIN = "/axolotl/integrations/protrain/"

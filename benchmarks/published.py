@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "protrain")]
 from axolotl_jobs import LIGER, LORA, PROTRAIN, overrides  # noqa: E402
 from plan_jobs import Answer, Plans  # noqa: E402
 
-from axolotl.integrations.protrain.core.profile import gpu_hardware  # noqa: E402
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware  # noqa: E402
 
 ROWS = Path(__file__).parent / "published" / "measurements.csv"
 RESERVED = 1.07

@@ -79,10 +79,10 @@ def stalls(rounds: int, room: int) -> int:
         restore,
         staged,
     )
+    from axolotl.integrations.protrain.core.engine.device import CpuDevice
+    from axolotl.integrations.protrain.core.engine.session import Session
     from axolotl.integrations.protrain.core.layout import build_layout
-    from axolotl.integrations.protrain.core.runtime import CpuDevice
-    from axolotl.integrations.protrain.core.search import make_plan
-    from axolotl.integrations.protrain.core.session import Session
+    from axolotl.integrations.protrain.core.planner.plans import make_plan
     from axolotl.integrations.protrain.core.types import Placement
     from axolotl.integrations.protrain.saving import in_place, later
 

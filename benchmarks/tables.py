@@ -17,7 +17,7 @@ from machine import command, commit, package_version
 from rich.console import Console
 from rich.table import Table
 
-from axolotl.integrations.protrain.core.profile.hardware import cpu_name
+from axolotl.integrations.protrain.core.planner.hardware import cpu_name
 
 
 @dataclass(frozen=True)

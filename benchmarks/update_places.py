@@ -20,14 +20,13 @@ from rich.console import Console
 from tables import Page
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.planner import Forecast, Planner
-from axolotl.integrations.protrain.core.profile import (
-    Emulation,
-    gpu_hardware,
-    trace_step,
-)
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.emulation import Emulation
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
+from axolotl.integrations.protrain.core.planner.seconds import block_times
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.types import (
     ADAM_MOVED_BYTES,
     Budget,

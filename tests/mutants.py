@@ -28,7 +28,6 @@ WORKER = ("test_runtime.py",)
 DEFERRED = ("test_deferred.py",)
 FOLDERS = ("test_checkpoint.py",)
 SNAPSHOTS = ("test_snapshots.py",)
-LOADS = ("test_loads.py",)
 ACCESS = ("test_access.py",)
 LOOKS = tuple(
     f"test_ranks.py::test_equals_plain_ddp[2-{case}]" for case in ("B-looks", "C-looks")
@@ -69,20 +68,20 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...] = QUEUES
 
 
-SLOTS, PAGER = "runtime/slots.py", "runtime/pager.py"
-UPDATES, HOOKS = "runtime/updates.py", "runtime/hooks.py"
-GRADIENTS, NOTED = "optim/gradients.py", "optim/updates.py"
-MAKING, PENDING = "optim/chunk_update.py", "optim/pending.py"
-SESSION, VIEWING = "session.py", "viewing.py"
-SWAP, REDUCTION = "runtime/swap.py", "optim/reduction.py"
-ROWS = "runtime/rows.py"
-STAGING = "runtime/staging.py"
-CACHE = "profile/cache.py"
+SLOTS, PAGER = "engine/slots.py", "engine/pager.py"
+UPDATES, HOOKS = "engine/worker.py", "engine/hooks.py"
+GRADIENTS, NOTED = "engine/gradients.py", "engine/optimizer.py"
+MAKING, PENDING = "engine/apply.py", "engine/pending.py"
+SESSION, VIEWING = "engine/session.py", "engine/full_params.py"
+SWAP, REDUCTION = "engine/swap.py", "engine/reduction.py"
+ROWS = "engine/embedding.py"
+STAGING = "engine/staging.py"
+CACHE = "planner/cache.py"
 CHECKPOINT, FAULTS = "checkpoint/folders.py", "checkpoint/faults.py"
 SNAPSHOT, MANIFEST = "checkpoint/snapshots.py", "manifest.py"
 PLUGIN, TRAINER, LIVE = "../plugin.py", "../trainer.py", "../service/live.py"
 
-STAND_INS, HOST_CHUNKS = "optim/stand_ins.py", "optim/host_chunks.py"
+STAND_INS, HOST_CHUNKS = "engine/offloaded_grad.py", "engine/host_chunks.py"
 MUTANTS = (
     Mutant(
         "a fetch does not wait for the last use of its slot",
@@ -398,7 +397,7 @@ MUTANTS = (
     ),
     Mutant(
         "what shares bytes is placed apart",
-        "runtime/residence.py",
+        "engine/param_store.py",
         "            together.update(members)\n",
         "",
         TIES,
@@ -819,14 +818,14 @@ MUTANTS = (
     ),
     Mutant(
         "weights are hidden after a block alone",
-        "runtime/hooks.py",
+        "engine/hooks.py",
         "            self._ended()\n",
         "",
         ACCESS,
     ),
     Mutant(
         "a recomputation runs without hooks of before",
-        "runtime/hooks.py",
+        "engine/hooks.py",
         "self._inner or self._module._call_impl",
         "self._inner or self._module.forward",
         ("test_hooks.py",),
@@ -847,7 +846,7 @@ MUTANTS = (
     ),
     Mutant(
         "a second-order pass reads slots",
-        "runtime/hooks.py",
+        "engine/hooks.py",
         "        _require_first_order(self._index, self._pager)\n",
         "",
         ACCESS,
@@ -868,17 +867,10 @@ MUTANTS = (
     ),
     Mutant(
         "weights transposed where they are do not count",
-        "runtime/residence.py",
+        "engine/param_store.py",
         "_lies(now) == _lies(place)",
         "now.data_ptr() == place.data_ptr()",
         ACCESS,
-    ),
-    Mutant(
-        "weights written since they were mapped are read from the file",
-        "checkpoint/loads.py",
-        "if not known[file.path] or _is_written(tensor, pages):",
-        "if not known[file.path]:",
-        LOADS,
     ),
     Mutant(
         "a staging buffer is filled while it is used",

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from axolotl.integrations.protrain.core.planner import Forecast
+from axolotl.integrations.protrain.core.planner.planner import Forecast
 from axolotl.integrations.protrain.core.types import Hardware
 
 

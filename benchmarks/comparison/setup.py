@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.runtime import CpuDevice
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
 
 from . import models
 from .cases import Case

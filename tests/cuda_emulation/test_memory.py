@@ -83,7 +83,7 @@ print(left)
 def test_what_is_on_the_device_comes_home_in_pieces() -> None:
     """Empty, of one element, in another order, and larger than a piece."""
     code = """
-from axolotl.integrations.protrain.core.runtime import CheckedDevice
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 model = stack(**SIZES)
 sizes = {"empty": (0,), "one": (), "wide": (34_000_001,), "ordered": (6, 4)}
 for name, size in sizes.items():

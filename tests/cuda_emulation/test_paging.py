@@ -27,9 +27,9 @@ from core_models import (
 )
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine import device as devices
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import device as devices
-from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
 
 CUDA = torch.device("cuda", 0)

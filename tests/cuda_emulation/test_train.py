@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from axolotl.integrations.protrain.core.profile import measured_unseen_bytes
+from axolotl.integrations.protrain.core.planner.hardware import measured_unseen_bytes
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,18 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import T5Config, T5ForConditionalGeneration
 
-from axolotl.integrations.protrain.core.cost import MemoryModel
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.profile import (
+from axolotl.integrations.protrain.core.planner.emulation import (
     Emulation,
-    TracedStep,
-    meta_copy,
     outputs_as_fp32,
-    trace_step,
 )
-from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.plans import make_plan
+from axolotl.integrations.protrain.core.planner.trace import TracedStep, trace_step
 from axolotl.integrations.protrain.core.types import Hardware, Placement, Workload
 from axolotl.integrations.protrain.offline.fake_kernels import fake_kernels
 

@@ -21,7 +21,7 @@ from axolotl.integrations.base import BasePlugin
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
-from axolotl.integrations.protrain.core.runtime import CpuDevice, CudaDevice
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, CudaDevice
 
 STEP, MICRO_BATCH = 2, 2
 ASKED_BYTES = 4096

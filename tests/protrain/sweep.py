@@ -36,20 +36,18 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES,
 )
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import (
     FOREIGN_ERRORS,
     ConfigError,
     TraceError,
 )
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.profile import (
-    Emulation,
-    meta_copy,
-    trace_step,
-)
-from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.emulation import Emulation
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.plans import make_plan
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.types import Layout
 from axolotl.integrations.protrain.offline.batches import sample_batch
 from axolotl.integrations.protrain.offline.fake_kernels import make_experts_traceable

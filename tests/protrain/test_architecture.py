@@ -23,7 +23,11 @@ LIBRARIES = {
     "safetensors",
     "xxhash",
 } | sys.stdlib_module_names
-NO_TORCH = {"cost", "search", "planner", "manifest"}
+NO_TORCH = {
+    "manifest",
+    *(f"planner/{name}" for name in ("memory", "demand", "trained_bytes", "seconds")),
+    *(f"planner/{name}" for name in ("plans", "search", "planner")),
+}
 
 BASE = {"types", "errors", "sizes"}
 # Each part of core and the parts that it may import, itself aside.
@@ -35,16 +39,12 @@ MAY_IMPORT = {
     "host": set(),
     "manifest": set(),
     "layout": BASE,
-    "profile": BASE | {"layout", "runtime", "host"},
-    "cost": BASE | {"layout"},
-    "search": BASE | {"layout", "cost"},
-    "runtime": BASE | {"layout", "host"},
-    "optim": BASE | {"layout", "runtime"},
-    "checkpoint": BASE | {"layout", "runtime", "optim", "host", "manifest"},
-    "viewing": BASE | {"runtime", "optim"},
+    "engine": BASE | {"layout", "host"},
+    "checkpoint": BASE | {"layout", "host", "manifest"},
+    "planner": BASE | {"layout", "engine", "host"},
 }
-MAY_IMPORT["session"] = set(MAY_IMPORT)
-MAY_IMPORT["planner"] = BASE | {"layout", "cost", "search"}
+# Inside of the planner: what prices a plan, then what chooses one.
+PRICES = ["trained_bytes", "demand", "memory", "seconds", "plans", "search", "planner"]
 
 
 class Import(NamedTuple):
@@ -142,7 +142,7 @@ def test_nothing_rests_on_assertions(module: Path) -> None:
 def test_core_loads_neither_transformers_nor_axolotl() -> None:
     """Only axolotl's two package `__init__` run; they hold nothing but extend_path."""
     script = (
-        "import axolotl.integrations.protrain.core.session, sys;"
+        "import axolotl.integrations.protrain.core.engine.session, sys;"
         "print([name for name in sys.modules"
         " if name.split('.')[0] in ('transformers', 'peft')"
         " or name.startswith('axolotl.utils')])"

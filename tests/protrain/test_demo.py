@@ -19,7 +19,7 @@ from axolotl.utils.dict import DictDefault
 from axolotl.utils.schemas.config import AxolotlInputConfig
 
 from axolotl.integrations.protrain.args import ProTrainArgs
-from axolotl.integrations.protrain.core.profile.hardware import measured_unseen_bytes
+from axolotl.integrations.protrain.core.planner.hardware import measured_unseen_bytes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLIENT = "remote-sft.yaml"

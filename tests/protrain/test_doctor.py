@@ -14,8 +14,8 @@ from fork_server import Fork
 from plan_jobs import run_command
 
 from axolotl.integrations.protrain.cli import doctor
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.host import RESERVE_BYTES
-from axolotl.integrations.protrain.core.session import Session
 
 
 def test_a_machine_without_a_gpu_works_badly(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ from axolotl_jobs import (
 from tiny_models import NUM_BLOCKS, SKIPPING, random_model
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 
 Run = Callable[[Job], Result]
 Settings = dict[str, Any]

@@ -37,17 +37,17 @@ from transformers import (
     Mamba2ForCausalLM,
 )
 
-from axolotl.integrations.protrain.core.cost import work_s
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.layout.tensors import tensors_in
-from axolotl.integrations.protrain.core.profile import gpu_hardware
-from axolotl.integrations.protrain.core.profile.emulation import (
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.emulation import (
     Emulation,
     autocast_on_meta,
     outputs_as_fp32,
 )
-from axolotl.integrations.protrain.core.profile.meta import MetaMode
-from axolotl.integrations.protrain.core.profile.operators import work_of
+from axolotl.integrations.protrain.core.planner.meta import MetaMode
+from axolotl.integrations.protrain.core.planner.operators import work_of
+from axolotl.integrations.protrain.core.planner.seconds import work_s
 from axolotl.integrations.protrain.core.types import Work
 from axolotl.integrations.protrain.offline.batches import (
     DOCUMENTS_PER_ROW,

@@ -14,8 +14,8 @@ from fork_server import call
 from tiny_models import random_model
 from torch import nn
 
-from axolotl.integrations.protrain.core.optim.states import leaves
-from axolotl.integrations.protrain.core.profile import meta_copy
+from axolotl.integrations.protrain.core.engine.state import leaves
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
 from axolotl.integrations.protrain.offline.optimizer_state import (
     OptimizerBytes,
     optimizer_bytes,

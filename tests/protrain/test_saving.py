@@ -40,10 +40,10 @@ from axolotl.integrations.protrain.core.checkpoint import (
     differences,
     fault_of,
 )
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.types import Placement
 
 OTHER_PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(1, 3, 2)}

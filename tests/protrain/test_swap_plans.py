@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.profile import (
-    Emulation,
-    gpu_hardware,
-    trace_step,
-)
-from axolotl.integrations.protrain.core.search import Search
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.emulation import Emulation
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.search import Search
+from axolotl.integrations.protrain.core.planner.seconds import block_times
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Budget,

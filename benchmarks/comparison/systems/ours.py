@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from axolotl.integrations.protrain.args import ProTrainArgs
-from axolotl.integrations.protrain.core.profile import measure_hardware
+from axolotl.integrations.protrain.core.planner.hardware import measure_hardware
 from axolotl.integrations.protrain.core.types import Hardware
 from axolotl.integrations.protrain.run import TrainingRun
 

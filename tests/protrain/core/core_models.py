@@ -28,13 +28,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
-from axolotl.integrations.protrain.core.runtime import (
-    CheckedDevice,
-    CpuDevice,
-    Device,
-)
-from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import (
     Block,
     Chunk,

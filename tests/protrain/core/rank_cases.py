@@ -38,15 +38,12 @@ from simulated import SimulatedDevice, at_random
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
+from axolotl.integrations.protrain.core.engine.ranks import Ranks
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import (
-    CheckedDevice,
-    CpuDevice,
-    Device,
-    Ranks,
-)
-from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
 
 STEPS = 3

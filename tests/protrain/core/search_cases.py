@@ -10,12 +10,12 @@ from itertools import product
 from core_models import layouts
 from hypothesis import settings, strategies as st
 
-from axolotl.integrations.protrain.core.cost import MemoryModel, StepTime
 from axolotl.integrations.protrain.core.errors import BudgetError
 from axolotl.integrations.protrain.core.layout import slot_floor
-from axolotl.integrations.protrain.core.search import Search, make_plan
-from axolotl.integrations.protrain.core.search.plans import place
-from axolotl.integrations.protrain.core.search.search import MAX_EXTRA_SLOTS
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.plans import make_plan, place
+from axolotl.integrations.protrain.core.planner.search import MAX_EXTRA_SLOTS, Search
+from axolotl.integrations.protrain.core.planner.seconds import StepTime
 from axolotl.integrations.protrain.core.types import (
     BlockTimes,
     Budget,

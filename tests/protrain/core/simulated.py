@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from axolotl.integrations.protrain.core.runtime.device import (
+from axolotl.integrations.protrain.core.engine.device import (
     CpuDevice,
     Event,
     Stream,

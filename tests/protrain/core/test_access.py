@@ -33,18 +33,23 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
+from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
+from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
+from axolotl.integrations.protrain.core.engine.offloaded_grad import (
+    ShownGradients,
+    StandIn,
+)
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
     AccessError,
     ConfigError,
     ProTrainError,
 )
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.optim import HostChunk, HostMemory
-from axolotl.integrations.protrain.core.optim.stand_ins import ShownGradients, StandIn
-from axolotl.integrations.protrain.core.runtime import Arena, CpuDevice
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Update
-from axolotl.integrations.protrain.core.viewing import MOMENTS
 
 PLANS: dict[str, dict[str, Any]] = {
     "paged": {"n_buffer": 2},

@@ -16,10 +16,10 @@ from core_models import ALL, adamw, assert_same, checked, open_session, stack
 from tiny_models import IMAGE_SIDE, IMAGE_TOKEN, random_model
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.plans import make_plan
 
 Batch = dict[str, Tensor]
 

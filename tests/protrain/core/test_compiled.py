@@ -25,8 +25,8 @@ from core_models import (
 from covering import pairwise
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.session import Options, Session
 
 AOT = {"backend": "aot_eager"}
 """Graphs, their partition and what they save as with inductor, without its kernels."""

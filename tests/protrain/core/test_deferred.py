@@ -39,9 +39,9 @@ from core_models import (
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.session import Session
+from axolotl.integrations.protrain.core.engine.staging import Source, Staging
 from axolotl.integrations.protrain.core.errors import AccessError
-from axolotl.integrations.protrain.core.runtime import Source, Staging
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Counters, Placement, Update
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 16, "inner": 16}

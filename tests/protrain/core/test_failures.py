@@ -35,11 +35,11 @@ from core_models import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, asked_bytes
+from axolotl.integrations.protrain.core.engine.gradients import Gradients
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.optim import Gradients
-from axolotl.integrations.protrain.core.runtime import CpuDevice, asked_bytes
-from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
 from axolotl.integrations.protrain.recovery import Shortage, StepRecovery
 

@@ -30,7 +30,8 @@ from core_models import (
 from torch import nn
 from torch.utils import _python_dispatch
 
-from axolotl.integrations.protrain.core.runtime import CheckedDevice, CpuDevice
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.types import Update
 
 

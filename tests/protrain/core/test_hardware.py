@@ -31,6 +31,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
+from axolotl.integrations.protrain.core.engine.host_pool import host_buffer
+from axolotl.integrations.protrain.core.engine.ranks import Ranks
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.host import (
     host_memory,
@@ -40,33 +42,31 @@ from axolotl.integrations.protrain.core.host import (
     place,
     processors,
 )
-from axolotl.integrations.protrain.core.profile.block_times import (
+from axolotl.integrations.protrain.core.planner.block_times import (
     BlockSample,
     measure_blocks,
     time_block,
     time_outside,
 )
-from axolotl.integrations.protrain.core.profile.cache import (
+from axolotl.integrations.protrain.core.planner.cache import (
     cached,
     cached_hardware,
     default_folder,
     measurement_key,
 )
-from axolotl.integrations.protrain.core.profile.cards import (
+from axolotl.integrations.protrain.core.planner.cards import (
     GPUS,
     LINKS,
     OWN_FIGURES,
     Gpu,
     gpu_hardware,
 )
-from axolotl.integrations.protrain.core.profile.hardware import (
+from axolotl.integrations.protrain.core.planner.hardware import (
     device_name,
     measure_collectives,
     measure_hardware,
     weakest,
 )
-from axolotl.integrations.protrain.core.runtime import host_buffer
-from axolotl.integrations.protrain.core.runtime.ranks import Ranks
 from axolotl.integrations.protrain.core.types import BlockSeconds, Hardware
 
 CPU = torch.device("cpu")

@@ -32,19 +32,19 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2Model
 
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import find_blocks
-from axolotl.integrations.protrain.core.profile import (
-    meta_copy,
-    trace_step,
-    without_global_hooks,
-)
-from axolotl.integrations.protrain.core.profile.block_times import (
+from axolotl.integrations.protrain.core.planner.block_times import (
     BlockSample,
     measure_blocks,
     time_outside,
 )
-from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.planner.meta import (
+    meta_copy,
+    without_global_hooks,
+)
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 
 Counts = Counter[str]
 Handles = list[Any]

@@ -25,10 +25,10 @@ from covering import pairwise
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from axolotl.integrations.protrain.core.engine.masters import join, renew, split
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import rest_chunk
-from axolotl.integrations.protrain.core.optim.masters import join, renew, split
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Chunk, TensorSpec, Update
 
 LOWER = [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFF]

@@ -23,15 +23,16 @@ from core_models import (
 from covering import pairwise
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.cost import MemoryModel
-from axolotl.integrations.protrain.core.cost.states import (
+from axolotl.integrations.protrain.core.engine.session import Session
+from axolotl.integrations.protrain.core.layout import aligned, find_blocks
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.plans import make_plan
+from axolotl.integrations.protrain.core.planner.trace import trace_step
+from axolotl.integrations.protrain.core.planner.trained_bytes import (
     TrainedBytes,
     host_state_bytes,
 )
-from axolotl.integrations.protrain.core.layout import aligned, find_blocks
-from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import (
     Block,
     Chunk,

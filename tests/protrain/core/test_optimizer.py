@@ -29,15 +29,15 @@ from core_models import (
 from covering import pairwise
 from torch import nn
 
-from axolotl.integrations.protrain.core import session as session_module
+from axolotl.integrations.protrain.core.engine import session as session_module
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
     AccessError,
     CheckpointError,
     ConfigError,
 )
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement, Update
 
 DTYPES = [torch.float32, torch.bfloat16]

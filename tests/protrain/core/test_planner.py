@@ -14,13 +14,11 @@ from search_cases import ALMOST, PLENTY, Case, cases, few, missing
 from axolotl.integrations.protrain.args import FORCED, ProTrainArgs, args_from
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.planner import Forecast, Planner
-from axolotl.integrations.protrain.core.profile import (
-    gpu_hardware,
-    meta_copy,
-    trace_step,
-)
-from axolotl.integrations.protrain.core.search import ONLY_A
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
+from axolotl.integrations.protrain.core.planner.search import ONLY_A
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.sizes import format_bytes
 from axolotl.integrations.protrain.core.types import Budget, Knobs, Plan, Workload
 from axolotl.integrations.protrain.planning import (

@@ -28,7 +28,8 @@ from covering import pairwise
 from simulated import DeferredDevice, SimulatedDevice, at_rate
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Device, Swap
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
+from axolotl.integrations.protrain.core.engine.swap import Swap
 from axolotl.integrations.protrain.core.types import SMALLEST_SWAP_BYTES
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import ALIGNMENT_BYTES, build_layout
 from axolotl.integrations.protrain.core.layout.shards import PAGE_BYTES
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Chunk, Placement
 
 NUM_BLOCKS = 4

@@ -31,15 +31,13 @@ from covering import pairwise
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.slots import Slot
+from axolotl.integrations.protrain.core.engine.worker import HostWorker
 from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import (
-    CheckedDevice,
-    CpuDevice,
-    HostWorker,
-    Slot,
-)
-from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
 
 

@@ -27,7 +27,7 @@ from core_models import (
 from simulated import SimulatedDevice, at_random
 from torch import nn
 
-from axolotl.integrations.protrain.core.session import Session
+from axolotl.integrations.protrain.core.engine.session import Session
 
 NOTCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute": ({"resident": [1, 4]}, {"resident": [1, 4], "recompute": [0, 1, 2]}),

@@ -30,11 +30,14 @@ from core_models import (
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
-from axolotl.integrations.protrain.core.runtime import CheckedDevice, CpuDevice
-from axolotl.integrations.protrain.core.search import Search
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.search import Search
+from axolotl.integrations.protrain.core.planner.seconds import block_times
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.types import Budget, Placement, Workload
 
 WIDTH = 32
@@ -148,7 +151,7 @@ def test_another_plan_in_the_middle_of_training() -> None:
     session = open_session(model, keep, rows={}, resident=ALL)
     session.close()
     layout = build_layout(model, keep, rows=ROWS)
-    from axolotl.integrations.protrain.core.session import Session
+    from axolotl.integrations.protrain.core.engine.session import Session
 
     first = replace(away, placements=tuple(there))
     with closing(Session(model, layout, first, CheckedDevice(CpuDevice()))) as session:

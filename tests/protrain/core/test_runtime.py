@@ -15,25 +15,25 @@ from core_models import checked, layouts
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from axolotl.integrations.protrain.core.engine.device import (
+    CpuDevice,
+    CudaDevice,
+    Device,
+    allocator_note,
+    asked_bytes,
+    expand_segments,
+    open_device,
+)
+from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.pager import Pager
+from axolotl.integrations.protrain.core.engine.slots import Slot
+from axolotl.integrations.protrain.core.engine.worker import HostWorker
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import (
     Direction,
     Schedule,
 )
 from axolotl.integrations.protrain.core.layout.shards import PAGE_BYTES
-from axolotl.integrations.protrain.core.runtime import (
-    Arena,
-    CpuDevice,
-    CudaDevice,
-    Device,
-    HostWorker,
-    Pager,
-    Slot,
-    allocator_note,
-    asked_bytes,
-    expand_segments,
-    open_device,
-)
 from axolotl.integrations.protrain.core.types import Chunk, Layout, TensorSpec
 
 WAIT_S = 20.0

@@ -18,21 +18,17 @@ import torch
 from simulated import DeferredDevice
 from torch import Tensor
 
+from axolotl.integrations.protrain.core.engine.gradients import Gradients
+from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
+from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
+from axolotl.integrations.protrain.core.engine.pager import Pager
+from axolotl.integrations.protrain.core.engine.races import CheckedDevice
+from axolotl.integrations.protrain.core.engine.slots import Slot
+from axolotl.integrations.protrain.core.engine.staging import Staging
+from axolotl.integrations.protrain.core.engine.swap import Swap
+from axolotl.integrations.protrain.core.engine.worker import HostWorker
 from axolotl.integrations.protrain.core.layout import Direction, Schedule
-from axolotl.integrations.protrain.core.optim import (
-    Gradients,
-    HostChunk,
-    HostMemory,
-)
-from axolotl.integrations.protrain.core.runtime import (
-    Arena,
-    CheckedDevice,
-    HostWorker,
-    Pager,
-    Slot,
-    Staging,
-    Swap,
-)
 from axolotl.integrations.protrain.core.types import Chunk, Counters, TensorSpec
 
 FORWARD, BACKWARD, INFERENCE = Direction

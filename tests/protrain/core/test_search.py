@@ -24,7 +24,7 @@ from core_models import (
 from hypothesis import given, strategies as st
 from search_cases import ALMOST, PLENTY, Case, Judged, cases, few, missing
 
-from axolotl.integrations.protrain.core.cost import MemoryModel, block_times
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.layout import (
     build_layout,
@@ -32,10 +32,16 @@ from axolotl.integrations.protrain.core.layout import (
     find_blocks,
     slot_floor,
 )
-from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
-from axolotl.integrations.protrain.core.search import MODES, ONLY_A, Search, make_plan
-from axolotl.integrations.protrain.core.search.plans import block_policies, place
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.plans import (
+    block_policies,
+    make_plan,
+    place,
+)
+from axolotl.integrations.protrain.core.planner.search import MODES, ONLY_A, Search
+from axolotl.integrations.protrain.core.planner.seconds import block_times
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.sizes import format_bytes
 from axolotl.integrations.protrain.core.types import (
     Block,

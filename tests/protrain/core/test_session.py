@@ -35,6 +35,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.pager import Pager
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import AccessError, RaceError
 from axolotl.integrations.protrain.core.layout import (
     Direction,
@@ -43,8 +45,6 @@ from axolotl.integrations.protrain.core.layout import (
     slot_bytes,
 )
 from axolotl.integrations.protrain.core.layout.tensors import shared_bytes
-from axolotl.integrations.protrain.core.runtime import Pager
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Placement
 
 # the same numbers

@@ -26,9 +26,10 @@ from core_models import (
 from simulated import DeferredDevice, SimulatedDevice, at_random, at_rate
 from torch import Tensor
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
+from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.runtime import CpuDevice, Device, Slot
-from axolotl.integrations.protrain.core.session import Options, Session
 from axolotl.integrations.protrain.core.types import Update
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -40,8 +40,8 @@ from axolotl.integrations.protrain.core.checkpoint import (
     spec_of,
     staged,
 )
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import CheckpointError
-from axolotl.integrations.protrain.core.session import Session
 from axolotl.integrations.protrain.core.types import Update
 
 ROOMY = 1 << 30

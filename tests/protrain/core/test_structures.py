@@ -10,12 +10,13 @@ import torch
 from core_models import checked
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import LayoutError, TraceError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.profile import meta_copy, trace_step
-from axolotl.integrations.protrain.core.runtime import CpuDevice
-from axolotl.integrations.protrain.core.search import make_plan
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.meta import meta_copy
+from axolotl.integrations.protrain.core.planner.plans import make_plan
+from axolotl.integrations.protrain.core.planner.trace import trace_step
 
 NUM_BLOCKS = 5
 

@@ -22,21 +22,21 @@ from core_models import (
 )
 from hypothesis import given, settings, strategies as st
 
-from axolotl.integrations.protrain.core.cost.demand import (
+from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
+from axolotl.integrations.protrain.core.planner.demand import (
     Demand,
     TrainedWork,
     trained_work,
 )
-from axolotl.integrations.protrain.core.cost.states import TrainedBytes
-from axolotl.integrations.protrain.core.cost.time import (
+from axolotl.integrations.protrain.core.planner.seconds import (
     COMMUNICATE,
     LANES,
     StepTime,
     block_times,
     simulate,
 )
-from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
-from axolotl.integrations.protrain.core.session import Options, Session
+from axolotl.integrations.protrain.core.planner.trained_bytes import TrainedBytes
 from axolotl.integrations.protrain.core.types import (
     Block,
     BlockSeconds,

@@ -21,21 +21,19 @@ from tiny_models import FAMILIES, random_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axolotl.integrations.protrain.core.cost import MemoryModel
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
-from axolotl.integrations.protrain.core.profile import (
+from axolotl.integrations.protrain.core.planner.emulation import (
     Emulation,
-    TracedStep,
-    meta_copy,
+    autocast_on_meta,
     outputs_as_fp32,
-    trace as trace_module,
-    trace_step,
 )
-from axolotl.integrations.protrain.core.profile.emulation import autocast_on_meta
-from axolotl.integrations.protrain.core.profile.meta import MetaMode
-from axolotl.integrations.protrain.core.profile.operators import launch
-from axolotl.integrations.protrain.core.profile.repeats import skipping_repeats
-from axolotl.integrations.protrain.core.search import make_plan
+from axolotl.integrations.protrain.core.planner.memory import MemoryModel
+from axolotl.integrations.protrain.core.planner.meta import MetaMode, meta_copy
+from axolotl.integrations.protrain.core.planner.operators import launch
+from axolotl.integrations.protrain.core.planner.planner import trace as trace_module
+from axolotl.integrations.protrain.core.planner.plans import make_plan
+from axolotl.integrations.protrain.core.planner.repeats import skipping_repeats
+from axolotl.integrations.protrain.core.planner.trace import TracedStep, trace_step
 from axolotl.integrations.protrain.core.types import Segment, Trace, Workload
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings, strategies as st
 from search_cases import Case, cases
 
-from axolotl.integrations.protrain.core.cost.memory import walk
+from axolotl.integrations.protrain.core.planner.memory import walk
 from axolotl.integrations.protrain.core.types import (
     Lifetime,
     Moved,

@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 from .args import ProTrainArgs, args_from
-from .core.cost import MemoryModel, block_times
+from .core.engine.ranks import Alone, Ranks
 from .core.errors import BudgetError, ProTrainError
 from .core.host import host_memory
-from .core.profile import gpu_hardware, measured_unseen_bytes
-from .core.runtime import Alone, Ranks
+from .core.planner.cards import gpu_hardware
+from .core.planner.hardware import measured_unseen_bytes
+from .core.planner.memory import MemoryModel
+from .core.planner.seconds import block_times
 from .core.types import Hardware, World
 from .levers import smaller
 from .planning import Subject, device_budget, plan_for, subject_of

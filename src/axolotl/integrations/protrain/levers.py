@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .core.planner import Forecast
+    from .core.planner.planner import Forecast
 
 ROUNDING = "the same training, rounded otherwise"
 UPDATES = "other updates"

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import core_model_loading
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
+from .core.engine.host_pool import host_buffer, return_freed_memory
 from .core.layout.tensors import bindings, own_quant_states
-from .core.runtime import host_buffer, return_freed_memory
 from .offline.fake_kernels import quantisation_tables_apart
 
 LARGE_BYTES = 1 << 20

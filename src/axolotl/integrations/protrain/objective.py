@@ -22,7 +22,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import Trainer
 
-from .core.profile import meta_copy
+from .core.planner.meta import meta_copy
 
 Collate = Callable[[list[dict[str, Any]]], Any]
 _META = torch.device("meta")

@@ -23,15 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from .args import FORCED, ProTrainArgs, args_from, overrides
-from .core import profile
-from .core.cost import MemoryModel, block_times
-from .core.cost.demand import COMMUNICATE
+from .core.planner.cache import PeakSeen, cached_hardware, keep, measurement_key, recall
+from .core.planner.block_times import measure_blocks, time_outside
+from .core.planner.trace import TracedStep, trace_step
+from .core.planner.hardware import device_memory, measure_collectives, weakest
+from .core.planner.emulation import Emulation, outputs_as_fp32
+from .core.planner.meta import meta_copy
+from .core.engine.ranks import Ranks
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.host import host_memory, mapped_bytes
 from .core.layout import build_layout, find_blocks, has_vision_tower
-from .core.planner import Forecast, Planner
-from .core.runtime import Ranks
-from .core.search import MODES
+from .core.planner.demand import COMMUNICATE
+from .core.planner.memory import MemoryModel
+from .core.planner.planner import Forecast, Planner
+from .core.planner.search import MODES
+from .core.planner.seconds import block_times
 from .core.sizes import format_bytes
 from .core.types import (
     ALONE,
@@ -68,7 +74,7 @@ class Subject:
         assumptions: What was not known, and what was taken instead.
     """
 
-    traced: profile.TracedStep
+    traced: TracedStep
     layout: Layout
     workload: Workload
     batch: Mapping[str, Any] | None
@@ -285,17 +291,17 @@ def _traced(
     args: ProTrainArgs,
     assumptions: list[str],
     objective: Objective | None,
-) -> tuple[profile.TracedStep, int]:
+) -> tuple[TracedStep, int]:
     """A step, with text alone where a vision tower cannot be traced, and its headroom."""
     others = objective.others if objective else {}
 
-    def trace(batch: Mapping[str, Any]) -> profile.TracedStep:
+    def trace(batch: Mapping[str, Any]) -> TracedStep:
         loss_of = partial(
             objective.loss if objective else _loss_of_output, model, batch
         )
         models = model, *others.values()
         loss = partial(_loss, models, device_type, autocast_dtype(cfg), loss_of)
-        traced = partial(profile.trace_step, model, find_blocks(model), loss)
+        traced = partial(trace_step, model, find_blocks(model), loss)
         if compile_keys(cfg) is None:
             return traced()
         try:
@@ -336,7 +342,7 @@ def _traced(
     return traced, headroom
 
 
-def _note_unknowns(traced: profile.TracedStep, assumptions: list[str]) -> None:
+def _note_unknowns(traced: TracedStep, assumptions: list[str]) -> None:
     if traced.drew:
         assumptions.append(
             "the model reads values that depend on its weights, for example how many "
@@ -365,7 +371,7 @@ def _loss(
     loss_of: Callable[[], Tensor],
 ) -> Tensor:
     """What a loss asks of its models, which run as accelerate prepares them."""
-    emulation = profile.Emulation(device_type)
+    emulation = Emulation(device_type)
     try:
         with emulation, ExitStack() as undo:
             for model in models:
@@ -580,7 +586,7 @@ def plan_here(
     def subject_for(cfg: Any) -> Subject:
         subject = subject_of(
             cfg,
-            profile.meta_copy(model),
+            meta_copy(model),
             device.type,
             world,
             model,
@@ -640,11 +646,11 @@ def plan_here(
     if world.size == 1:
         forecast, notes = plan()
         return forecast, planners[0], notes, ""
-    gather, reduce, across = profile.measure_collectives(ranks, device)
+    gather, reduce, across = measure_collectives(ranks, device)
     hardware = replace(
         hardware, gather_bytes_s=gather, reduce_bytes_s=reduce, across_bytes_s=across
     )
-    hardware = profile.weakest(ranks.collect(hardware))
+    hardware = weakest(ranks.collect(hardware))
     forecast, notes = ranks.from_first(plan)
     order = tuple(block.name for block in forecast.layout.blocks)
     rows = {c.tensors[0].name: c.rows_bytes for c in forecast.layout.chunks}
@@ -693,12 +699,12 @@ def larger_rows(
 
 def peak_seen(
     args: ProTrainArgs, device: torch.device, layout: Layout, trace: Trace
-) -> profile.PeakSeen | None:
+) -> PeakSeen | None:
     """What an earlier run of this step on this device showed of its peak, if any did."""
     if not args.protrain_learn_peak:
         return None
     key = _peak_key(device, layout, trace)
-    return profile.recall(args.protrain_cache_dir, key, profile.PeakSeen)
+    return recall(args.protrain_cache_dir, key, PeakSeen)
 
 
 def keep_peak(
@@ -711,12 +717,12 @@ def keep_peak(
     """
     key = _peak_key(device, forecast.layout, forecast.trace)
     today = datetime.now(timezone.utc).date().isoformat()
-    profile.keep(args.protrain_cache_dir, key, profile.PeakSeen(beyond_bytes, today))
+    keep(args.protrain_cache_dir, key, PeakSeen(beyond_bytes, today))
 
 
 def _peak_key(device: torch.device, layout: Layout, trace: Trace) -> dict[str, Any]:
     step = hashlib.sha256(repr((layout, trace)).encode()).hexdigest()
-    return {**profile.measurement_key("peak", device, _versions()), "step": step}
+    return {**measurement_key("peak", device, _versions()), "step": step}
 
 
 def this_machine(
@@ -733,7 +739,7 @@ def this_machine(
     folder, versions = args.protrain_cache_dir, _versions()
     # what AdamW on the host updates
     dtype = torch.float32 if args.protrain_fp32_master else torch.bfloat16
-    return profile.cached_hardware(
+    return cached_hardware(
         folder, device, host_bytes, capacity, versions, together, dtype
     )
 
@@ -746,7 +752,7 @@ def device_budget(args: ProTrainArgs, device: torch.device) -> int:
     """
     capacity = args.protrain_capacity_bytes
     if device.type != "cpu":
-        free = profile.device_memory(device)
+        free = device_memory(device)
         # what kernels take unseen grows with what may be used
         capacity = min(free, capacity or free)
     if capacity is None:
@@ -800,7 +806,7 @@ def _measured(
     folder, dtype = args_from(cfg).protrain_cache_dir, autocast_dtype(cfg)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     key = partial(
-        profile.measurement_key,
+        measurement_key,
         "block",
         device,
         _versions(),
@@ -810,7 +816,7 @@ def _measured(
         compiled=compile_keys(cfg),
     )
     names, samples = subject.traced.trace.blocks, subject.traced.samples
-    blocks = profile.measure_blocks(
+    blocks = measure_blocks(
         model, names, samples, device, dtype, folder, key, compile_keys(cfg)
     )
     times: dict[int | None, BlockSeconds] = dict(blocks.items())
@@ -823,11 +829,11 @@ def _measured(
     def loss_of(copied: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             outputs = copied(**batch)
-        return _loss_in(outputs if dtype is None else profile.outputs_as_fp32(outputs))
+        return _loss_in(outputs if dtype is None else outputs_as_fp32(outputs))
 
     by_name = {names[index]: sample for index, sample in samples.items()}
     try:
-        times[None] = profile.time_outside(
+        times[None] = time_outside(
             model, by_name, subject.batch, loss_of, device
         )
     except FOREIGN_ERRORS as error:

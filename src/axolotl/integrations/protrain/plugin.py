@@ -29,8 +29,9 @@ from .core.checkpoint import (
     require_whole,
     restore,
 )
+from .core.engine.device import expand_segments
+from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
-from .core.runtime import Ranks, expand_segments
 from .planning import missing_capacity, without_gpu
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun

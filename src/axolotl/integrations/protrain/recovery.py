@@ -39,9 +39,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 from xxhash import xxh3_64_intdigest
 
+from .core.engine.device import asked_bytes, is_shortage
 from .core.errors import BudgetError, DeviceMemoryError
-from .core.planner import Planner
-from .core.runtime import asked_bytes, is_shortage
+from .core.planner.planner import Planner
 from .core.sizes import format_bytes
 from .report.forecast import format_seconds
 from .report.run import RunReport

@@ -28,21 +28,15 @@ from .core.checkpoint import (
     checkpoint_bytes,
     require_space,
 )
+from .core.engine.device import allocator_note, open_device
+from .core.engine.races import CheckedDevice
+from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
+from .core.engine.session import Options, Session
 from .core.errors import CheckpointError, ConfigError, ProTrainError
 from .core.host import host_memory
 from .core.layout.tensors import may_repack
-from .core.planner import Forecast
-from .core.profile import measured_unseen_bytes
-from .core.runtime import (
-    LIMIT,
-    Alarm,
-    Alone,
-    CheckedDevice,
-    Ranks,
-    allocator_note,
-    open_device,
-)
-from .core.session import Options, Session
+from .core.planner.hardware import measured_unseen_bytes
+from .core.planner.planner import Forecast
 from .core.sizes import format_bytes
 from .data_parallel import ignore_in_ddp
 from .planning import (

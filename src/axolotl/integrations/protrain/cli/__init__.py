@@ -149,7 +149,7 @@ def _check_cards(
     """Refuse what can be told before the seconds that Axolotl's imports take."""
     import torch
 
-    from ..core.profile import gpu_hardware
+    from ..core.planner.cards import gpu_hardware
 
     for gpu in gpus:
         gpu_hardware(gpu, link, host_bytes=0, num_gpus=num_gpus)

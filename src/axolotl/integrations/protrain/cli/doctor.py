@@ -23,12 +23,13 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from ..core.engine.device import Device, open_device
+from ..core.engine.host_pool import host_buffer
+from ..core.engine.session import Session
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
 from ..core.layout import build_layout, slot_floor
-from ..core.profile.hardware import device_name, measure_hardware, median_s
-from ..core.runtime import Device, host_buffer, open_device
-from ..core.session import Session
+from ..core.planner.hardware import device_name, measure_hardware, median_s
 from ..core.sizes import format_bytes
 from ..core.types import Hardware, Placement, Plan, Policy, Update
 from ..versions import require_internals, supported

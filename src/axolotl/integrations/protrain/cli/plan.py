@@ -15,8 +15,8 @@ import torch
 from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
-from ..core.planner import Forecast, Planner
-from ..core.profile import GPUS, gpu_hardware
+from ..core.planner.cards import GPUS, gpu_hardware
+from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
 from ..levers import FUSED_LOSS, has_plain_loss, largest_part

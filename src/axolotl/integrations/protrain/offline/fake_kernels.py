@@ -22,8 +22,8 @@ from bitsandbytes.autograd._functions import MatMul8bitFp
 from torch import Tensor, nn
 
 from ..core.layout.tensors import tensors_in
-from ..core.profile.meta import value_of
-from ..core.profile.operators import launch as launched_on, products
+from ..core.planner.meta import value_of
+from ..core.planner.operators import launch as launched_on, products
 
 PLANNED_ATTENTION = "protrain_planning"
 """Attention that saves what a flash kernel saves; runs on the meta device only."""

@@ -60,7 +60,7 @@ from transformers.training_args import OptimizerNames
 from ..args import PLUGIN, lists_plugin
 from ..checks import checked_yaml
 from ..core.errors import FOREIGN_ERRORS, ConfigError
-from ..core.profile import meta_copy
+from ..core.planner.meta import meta_copy
 from ..core.sizes import format_bytes
 from ..loading import is_of_experts, quantise_experts
 from ..planning import without_gpu

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
+from ..core.engine.recorded_step import require_separable
+from ..core.engine.state import leaves
 from ..core.errors import FOREIGN_ERRORS, ConfigError
-from ..core.optim.noted import require_separable
-from ..core.optim.states import leaves
-from ..core.profile import without_global_hooks
+from ..core.planner.meta import without_global_hooks
 
 _MANAGED_NUMEL = 100_000
 """From here on bitsandbytes' paged optimizers take managed memory."""

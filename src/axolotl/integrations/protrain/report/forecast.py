@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..core.planner import Forecast
+from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Hardware, Knobs, Plan
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ..core.engine.lanes import LaneTimes
+from ..core.engine.session import Measured
 from ..core.errors import FOREIGN_ERRORS, ConfigError
-from ..core.planner import Forecast
-from ..core.runtime import LaneTimes
-from ..core.session import Measured
+from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
 from .forecast import LANES, answer_dict, knobs_dict
 from .page import report_page

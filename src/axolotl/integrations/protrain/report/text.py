@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
 
-from ..core.planner import Forecast
+from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
 from .forecast import (
     DOES_NOT_FIT,

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.checkpoint import locked, publish, restore, restored_on_failure, staged
+from ..core.engine.device import Device
 from ..core.errors import FOREIGN_ERRORS, CheckpointError, ConfigError, RequestError
 from ..core.layout.chunks import aligned
-from ..core.runtime import Device
 
 LOG = logging.getLogger(__name__)
 

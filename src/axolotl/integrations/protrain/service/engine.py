@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from axolotl.utils.logging import get_logger
 from torch import Tensor
 
+from ..core.engine.device import is_shortage
 from ..core.errors import (
     FOREIGN_ERRORS,
     CheckpointError,
@@ -29,7 +30,6 @@ from ..core.errors import (
     ProTrainError,
     RequestError,
 )
-from ..core.runtime import is_shortage
 from .adapters import (
     AdapterSpec,
     AdapterState,

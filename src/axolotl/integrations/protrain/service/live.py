@@ -34,8 +34,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 
+from ..core.engine.device import Device, Event
 from ..core.errors import ConfigError, RequestError
-from ..core.runtime import Device, Event
 from ..versions import DRAWS_BY_NAME, seed_of_layer
 from .adapters import KINDS, AdapterLayout, AdapterSpec, AdapterState
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
+from ..core.engine.session import Session
 from ..core.errors import RequestError
-from ..core.session import Session
 from ..planning import autocast_dtype
 from .losses import LOSSES, TARGETS, Datum, Settings, fault_of
 

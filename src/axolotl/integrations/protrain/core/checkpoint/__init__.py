@@ -27,6 +27,5 @@ from .folders import (
     restored_on_failure,
     staged,
 )
-from .loads import load, plan_load as plan_load
 from .plans import FilePlan, Piece, TensorSpec, plan_safetensors, spec_of
 from .snapshots import Snapshot

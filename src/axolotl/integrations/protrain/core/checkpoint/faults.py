@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..errors import FOREIGN_ERRORS, CheckpointError
 from ..manifest import MANIFEST, OPTIMIZER, SCHEDULER, checkpoints, size_faults
-from ..optim import kind_of
 
 STATE = "trainer_state.json"
 _WEIGHTS = tuple(
@@ -154,7 +153,7 @@ def _file_fault(path: Path) -> str | None:
 
 def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
     """Those of the optimizer's package of which objects are in its state."""
-    package = kind_of(optimizer).__module__.partition(".")[0]
+    package = _kind_of(optimizer).__module__.partition(".")[0]
     if package not in _WITH_OBJECTS:
         return []
     return [
@@ -180,7 +179,7 @@ def _optimizer_faults(
     optimizer: torch.optim.Optimizer, saved: Any, global_step: int
 ) -> Iterator[str]:
     """Why this state would not train on as it did; only AdamW's own is known by name."""
-    adamw = kind_of(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    adamw = _kind_of(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     groups, entries = saved["param_groups"], saved["state"]
     numbers = [group["params"] for group in groups]
     own = [group["params"] for group in optimizer.param_groups]
@@ -252,3 +251,10 @@ def _odd_numbers(values: Any, where: str = "") -> Iterator[str]:
     elif isinstance(values, list):
         for value in values:
             yield from _odd_numbers(value, where)
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class of an optimizer, without what this package puts in front of it."""
+    package = __name__.partition(".core.")[0]
+    kinds = type(optimizer).__mro__
+    return next(kind for kind in kinds if not kind.__module__.startswith(package))

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError, CheckpointError, ConfigError
-from .chunk_update import ChunkUpdate
+from .apply import ChunkUpdate
 from .gradients import Gradients
 from .host_chunks import MASTER_KEY, HostChunk
 from .host_tensors import GradientSums
 from .masters import Masters
-from .noted import (
+from .pending import PendingUpdates
+from .recorded_step import (
     Clip,
     Noted,
     marks,
@@ -33,9 +34,8 @@ from .noted import (
     states_of,
     without_hooks,
 )
-from .pending import PendingUpdates
+from .state import HostedState, Leaf
 from .state_memory import StateMemory, unpack
-from .states import HostedState, Leaf
 
 
 class Updates(PendingUpdates):
@@ -505,13 +505,6 @@ class PagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
         self.updates.forget_clip()
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> type:
-    """The class of an optimizer, without what this package puts in front of it."""
-    package = __name__.partition(".core.")[0]
-    kinds = type(optimizer).__mro__
-    return next(kind for kind in kinds if not kind.__module__.startswith(package))
 
 
 def _require_no_hooks(optimizer: torch.optim.Optimizer, method: str) -> None:

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..runtime import Device, Removable, Source, Staging
-from ..runtime.device import Event
 from ..types import IN_FLIGHT, SUM_PIECE_BYTES, Counters
+from .device import Device, Event
+from .hooks import Removable
 from .host_chunks import HostChunk
 from .host_tensors import GradientSums
-from .stand_ins import ShownGradients
+from .offloaded_grad import ShownGradients
+from .staging import Source, Staging
 
 
 class Gradients:

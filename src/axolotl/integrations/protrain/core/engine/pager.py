@@ -44,11 +44,11 @@ from torch import Tensor
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
 from ..types import Chunk, Counters, Layout, Placement, Plan
-from .arena import Arena
 from .device import POISON_BYTE, Device, Event, Stream
+from .host_pool import Arena
 from .ranks import Ranks
 from .slots import Slot, Transport
-from .updates import HostWorker
+from .worker import HostWorker
 
 
 class Pager:

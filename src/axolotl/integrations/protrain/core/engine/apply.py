@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..runtime import Device, InBuffer, LaneClock, Source, Staging
-from ..runtime.device import Event
 from ..types import IN_FLIGHT
+from .device import Device, Event
 from .host_chunks import HostChunk
+from .lanes import LaneClock
 from .masters import join, split
-from .noted import Clip, Noted, states_of
-from .states import Change, HostedState, leaves, structure
+from .recorded_step import Clip, Noted, states_of
+from .slots import InBuffer
+from .staging import Source, Staging
+from .state import Change, HostedState, leaves, structure
 
 
 class ChunkUpdate:

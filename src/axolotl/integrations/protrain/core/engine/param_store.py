@@ -44,9 +44,9 @@ from ..layout.tensors import (
     shared_bytes,
 )
 from ..types import Chunk, Counters, TensorSpec
-from .arena import Arena, host_buffer, return_freed_memory
 from .device import Device
 from .hooks import Hook, Removable, StateAccess, attach_state_dict
+from .host_pool import Arena, copy_together, host_buffer, return_freed_memory
 from .pager import Ring
 from .ranks import Ranks
 
@@ -67,7 +67,6 @@ class Residence:
         counters: Refreshed bytes are counted here.
         written: Called with a chunk on the host where what was shown of it has been
             written, bool by the names of its parameters.
-        load: Fills host memory, (target, source), with what a model was loaded with.
 
     Attributes:
         on_host: The host-kept chunks, by index.
@@ -83,9 +82,8 @@ class Residence:
         absent: Collection[str],
         counters: Counters,
         written: Callable[[Chunk, Mapping[str, Tensor]], None],
-        load: Callable[[Sequence[tuple[Tensor, Tensor]]], None],
     ) -> None:
-        self._ranks, self._written, self._load = ranks, written, load
+        self._ranks, self._written = ranks, written
         # local rank that has a parameter's bytes, where not every rank does
         self._holders = ranks.holders(absent)
         self._model = model
@@ -394,7 +392,7 @@ class Residence:
     def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
         buffer = buffer_of(chunk)
         if chunk.index not in self.on_host:
-            self._load(
+            copy_together(
                 [
                     (
                         self._arena.tensor(chunk.index, spec),

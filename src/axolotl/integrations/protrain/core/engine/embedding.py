@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..types import Counters
-from .arena import host_buffer
 from .device import Device, Event
 from .hooks import AroundCall
+from .host_pool import host_buffer
 
 _LookUp = Callable[[Tensor, "int | None"], Tensor]
 

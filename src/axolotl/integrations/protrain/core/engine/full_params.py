@@ -25,10 +25,12 @@ from torch import nn
 from torch.optim import optimizer as torch_hooks
 from torch.utils import _python_dispatch
 
-from .errors import AccessError, ConfigError
-from .optim import Gradients
-from .runtime import Pager, Ranks, Residence
-from .types import Plan
+from ..errors import AccessError, ConfigError
+from ..types import Plan
+from .gradients import Gradients
+from .pager import Pager
+from .param_store import Residence
+from .ranks import Ranks
 
 _not_counted = _python_dispatch._disable_current_modes
 """What is copied to be shown is no work of the device."""

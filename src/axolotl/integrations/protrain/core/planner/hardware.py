@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..runtime import Device, HostWorker, host_buffer, open_device
-from ..runtime.device import Stream
-from ..runtime.ranks import Ranks
+from ..engine.device import Device, Stream, open_device
+from ..engine.host_pool import host_buffer
+from ..engine.ranks import Ranks
+from ..engine.worker import HostWorker
 from ..types import Hardware
 from .cards import KERNEL_BYTES, ROUNDING_FRACTION
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..layout import main_chunk, rest_chunk, span_bytes, spans
-from ..runtime import Alone, Arena, Device, Ranks
-from ..runtime.device import Event
 from ..types import Chunk
+from .device import Device, Event
+from .host_pool import Arena
+from .ranks import Alone, Ranks
 
 
 @dataclass

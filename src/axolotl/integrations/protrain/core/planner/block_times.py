@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
+from ..engine.compiled import CompiledForward
 from ..layout.tensors import map_tensors, tensors_in
-from ..runtime import CompiledForward
 from ..types import BlockSeconds
 from .cache import JSON, cached
 from .hardware import REPEATS, elapsed_s

@@ -36,12 +36,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..runtime import HostWorker, InBuffer, Staging
-from ..runtime.device import Event
-from .chunk_update import ChunkUpdate, OnDevice, OnHost
+from .apply import ChunkUpdate, OnDevice, OnHost
+from .device import Event
 from .host_chunks import HostChunk
 from .host_tensors import HostMemory
-from .noted import marks, states_of
+from .recorded_step import marks, states_of
+from .slots import InBuffer
+from .staging import Staging
+from .worker import HostWorker
 
 
 class Surroundings(NamedTuple):

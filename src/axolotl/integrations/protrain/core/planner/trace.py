@@ -40,10 +40,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import graph
 
+from ..engine.embedding import LookUp
 from ..errors import TraceError
 from ..layout import CACHES
 from ..layout.tensors import hold_quantised, map_tensors, tensors_in
-from ..runtime import LookUp
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta

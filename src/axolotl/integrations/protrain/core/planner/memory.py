@@ -29,7 +29,13 @@ from ..types import (
     Update,
     Workload,
 )
-from .states import HostBytes, StateBytes, TrainedBytes, host_state_bytes, state_bytes
+from .trained_bytes import (
+    HostBytes,
+    StateBytes,
+    TrainedBytes,
+    host_state_bytes,
+    state_bytes,
+)
 
 # of an enum each look-up takes its time, and a walk has thousands
 _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT

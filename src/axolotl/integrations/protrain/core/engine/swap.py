@@ -41,9 +41,9 @@ import torch
 from torch import Tensor, nn
 
 from ..types import SMALLEST_SWAP_BYTES, Counters
-from .arena import host_buffer
 from .device import Device, Event
 from .hooks import AroundCall
+from .host_pool import host_buffer
 
 
 class SwapRegion:

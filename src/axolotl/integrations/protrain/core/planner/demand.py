@@ -20,7 +20,7 @@ from ..types import (
     Plan,
     Update,
 )
-from .states import TrainedBytes
+from .trained_bytes import TrainedBytes
 
 COMMUNICATE = "communicate"
 """The lane of collectives, where there are several ranks."""

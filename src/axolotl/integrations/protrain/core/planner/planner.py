@@ -9,11 +9,8 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from .cost import StepTime
-from .cost.memory import DeviceEstimate, HostEstimate, MemoryModel
-from .errors import BudgetError
-from .search import Search
-from .types import (
+from ..errors import BudgetError
+from ..types import (
     BlockTimes,
     Budget,
     Hardware,
@@ -24,6 +21,9 @@ from .types import (
     Trace,
     Workload,
 )
+from .memory import DeviceEstimate, HostEstimate, MemoryModel
+from .search import Search
+from .seconds import StepTime
 
 
 @dataclass(frozen=True)

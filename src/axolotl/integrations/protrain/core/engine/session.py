@@ -33,49 +33,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import load
-from .layout import Direction
-from .layout.tensors import model_bindings
-from .optim import (
-    GradientReduction,
-    Gradients,
-    HostChunk,
-    HostMemory,
-    Surroundings,
-    Updates,
-    state_bytes,
-    states_of,
-)
-from .runtime import (
-    Alone,
-    Arena,
+from ..layout import Direction
+from ..layout.tensors import model_bindings
+from ..types import Chunk, Counters, Layout, Placement, Plan, Update, sums_in_fp32
+from .compiled import CompiledForward
+from .device import Device
+from .embedding import HostRows
+from .full_params import Viewer, show_to_hooks
+from .gradients import Gradients
+from .hooks import (
     AroundCall,
-    CompiledForward,
-    Device,
     Hook,
-    HostRows,
-    HostWorker,
-    InBuffer,
-    InSlot,
-    LaneClock,
-    LaneTimes,
-    Pager,
-    Ranks,
-    Recompute,
     Removable,
-    Residence,
-    Ring,
-    Staging,
     StateAccess,
-    Swap,
-    SwapBlock,
     Window,
     announce_copies,
     attach_entry,
     drop_ended_backward,
 )
-from .types import Chunk, Counters, Layout, Placement, Plan, Update, sums_in_fp32
-from .viewing import Viewer, show_to_hooks
+from .host_chunks import HostChunk
+from .host_pool import Arena
+from .host_tensors import HostMemory
+from .lanes import LaneClock, LaneTimes
+from .optimizer import Updates
+from .pager import Pager, Ring
+from .param_store import Residence
+from .pending import Surroundings
+from .ranks import Alone, Ranks
+from .recompute import Recompute
+from .recorded_step import states_of
+from .reduction import GradientReduction
+from .slots import InBuffer, InSlot
+from .staging import Staging
+from .state import state_bytes
+from .swap import Swap, SwapBlock
+from .worker import HostWorker
 
 
 @dataclass(frozen=True)
@@ -176,7 +168,6 @@ class Session:
             absent,
             self.counters,
             self._written,
-            load,
         )
         self._viewer = Viewer(
             self._params,

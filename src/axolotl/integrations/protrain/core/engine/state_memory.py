@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime import Alone, Device, host_buffer
-from ..runtime.arena import map_shared, open_of
+from .device import Device
+from .host_pool import host_buffer, map_shared, open_of
+from .ranks import Alone
 
 
 class Place(NamedTuple):

@@ -22,14 +22,14 @@ from math import ceil, inf
 from operator import add
 from typing import NamedTuple, NoReturn
 
-from ..cost.demand import Demand, update_seconds
-from ..cost.memory import Activations, MemoryModel, Parameters
-from ..cost.time import StepTime, simulate
 from ..errors import BudgetError, ConfigError
 from ..layout import slot_bytes, slot_floor
 from ..sizes import format_bytes
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
+from .demand import Demand, update_seconds
+from .memory import Activations, MemoryModel, Parameters
 from .plans import block_policies, make_plan, place
+from .seconds import StepTime, simulate
 
 MODES = frozenset("ABC")
 """Candidate modes, all values of `Plan.mode`. Without A only plans that page something

@@ -34,11 +34,14 @@ from torch import Tensor
 
 from ..errors import AccessError
 from ..layout import main_chunk
-from ..runtime import Arena, HostWorker, Removable, Staging
 from ..types import Counters
 from .gradients import Gradients
+from .hooks import Removable
 from .host_chunks import HostChunk
+from .host_pool import Arena
 from .host_tensors import GradientSums, HostMemory
+from .staging import Staging
+from .worker import HostWorker
 
 
 class GradientReduction(Gradients):

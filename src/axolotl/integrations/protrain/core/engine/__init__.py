@@ -1,0 +1,1 @@
+"""Run a plan: one training step is in `step.py`, everything else is called by it."""

@@ -1,0 +1,1 @@
+"""Make a plan: trace, hardware, bytes, seconds, search."""
