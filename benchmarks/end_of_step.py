@@ -65,7 +65,13 @@ class Way:
         if update is not None:
             layout = build_layout(model)
             plan = make_plan(
-                layout, 0, 2, 0, 0, fp32_master=False, outside=Placement.HOST_STATE
+                layout,
+                0,
+                2,
+                0,
+                0,
+                fp32_master=False,
+                outside=Placement.OPTIMIZER_OFFLOADED,
             )
             opened = open_device(device)
             plan = replace(plan, update=update)

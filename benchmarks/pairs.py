@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl.integrations.protrain.core.engine.device import Device, open_device
-from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.planner.plans import make_plan
@@ -158,7 +158,7 @@ def slot_each(layout: Layout) -> Plan:
 def state_on_host(layout: Layout) -> Plan:
     plan = resident(layout)
     placements = tuple(
-        Placement.HOST_STATE if chunk.pageable else placement
+        Placement.OPTIMIZER_OFFLOADED if chunk.pageable else placement
         for chunk, placement in zip(layout.chunks, plan.placements, strict=True)
     )
     return Plan(**{**vars(plan), "placements": placements})
@@ -267,7 +267,7 @@ class Memcpy:
 
     def __init__(self, pair: Pair, device: Device) -> None:
         self._device = device
-        arena = Arena()
+        arena = HostPool()
         arena.add(pair.moved)
         self._nbytes = sum(chunk.nbytes for chunk in pair.moved)
         largest = max(chunk.nbytes for chunk in pair.moved)

@@ -91,7 +91,7 @@ def stalls(rounds: int, room: int) -> int:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **shape, **heads))
     layout = build_layout(model)
-    plan = make_plan(layout, 0, 2, 0, 0, False, Placement.HOST_STATE)
+    plan = make_plan(layout, 0, 2, 0, 0, False, Placement.OPTIMIZER_OFFLOADED)
     session = Session(model, layout, plan, CpuDevice())
     optimizer = session.wrap_optimizer(
         torch.optim.AdamW(model.parameters(), fused=True)

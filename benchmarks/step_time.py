@@ -237,9 +237,9 @@ def batch() -> Tensor:
 def plan_of(case: Case, layout: Layout) -> Plan:
     chunks = [chunk.index for chunk in layout.pageable]
     resident = {chunks[k] for k in spread_order(len(chunks))[: case.n_persist]}
-    stays = Placement.HOST_STATE if case.state_on_host else Placement.RESIDENT
+    stays = Placement.OPTIMIZER_OFFLOADED if case.state_on_host else Placement.RESIDENT
     placements = tuple(
-        Placement.PAGED
+        Placement.PARAM_OFFLOADED
         if chunk.pageable and chunk.index not in resident
         else (stays if chunk.pageable else Placement.RESIDENT)
         for chunk in layout.chunks

@@ -59,7 +59,7 @@ from axolotl.integrations.protrain.offline.fake_kernels import (
     make_experts_traceable,
 )
 from axolotl.integrations.protrain.offline.meta_model import MetaModel, load_meta_model
-from axolotl.integrations.protrain.planning import autocast_dtype, subject_of
+from axolotl.integrations.protrain.planning import autocast_dtype, traced_job
 
 BATCH, LENGTH = 2, 128
 UNFUSED = {
@@ -331,7 +331,7 @@ def test_products_of_4_bit_weights_are_counted(target: str, tmp_path: Path) -> N
         folder = tmp_path / name
         folder.mkdir()
         meta = meta_model_of(folder, LLAMA_8B_OF_TWO_LAYERS, keys | UNFUSED)
-        subject = subject_of(meta.cfg, meta.model, target)
+        subject = traced_job(meta.cfg, meta.model, target)
         assert subject.traced.uncounted == ()
         segments = subject.traced.trace.segments
         works[name] = [
@@ -359,7 +359,7 @@ def test_documents_of_a_packed_row_attend_to_themselves(tmp_path: Path) -> None:
         keys = {"attn_implementation": "flash_attention_2", "micro_batch_size": 1}
         keys |= {"sample_packing": packs, "pad_to_sequence_len": packs}
         meta = meta_model_of(folder, "llama", keys)
-        trace = subject_of(meta.cfg, meta.model, "cuda").traced.trace
+        trace = traced_job(meta.cfg, meta.model, "cuda").traced.trace
         works.append(sum((s.work for s in trace.segments), Work()))
     whole, packed = works
     assert packed.attention_16 == whole.attention_16 / DOCUMENTS_PER_ROW > 0
@@ -696,7 +696,7 @@ def test_a_flash_kernel_keeps_images_apart(tmp_path: Path) -> None:
             VISION_LORA | IMAGES | {"attn_implementation": attention, "image_size": 112}
         )
         meta = meta_model_of(folder, QWEN_VL, keys)
-        traced = subject_of(meta.cfg, meta.model, "cuda").traced.trace
+        traced = traced_job(meta.cfg, meta.model, "cuda").traced.trace
         tower = {n for n, name in enumerate(traced.blocks) if "visual" in name}
         assert tower
         segments = [s for s in traced.segments if s.block in tower]
@@ -896,7 +896,7 @@ def test_a_preference_is_a_pair_and_its_reference(tmp_path: Path) -> None:
             assert objective is not None
             shape = 2 * meta.cfg.micro_batch_size, meta.cfg.sequence_len
             assert objective.batch["input_ids"].shape == shape
-    subject = subject_of(meta.cfg, meta.model, "cuda", objective=meta.objective())
+    subject = traced_job(meta.cfg, meta.model, "cuda", objective=meta.objective())
     passes = [s.backward for s in subject.traced.trace.segments if s.block == 0]
     assert passes == [False, False, True]
 
@@ -968,7 +968,7 @@ def test_reward_models_are_built(key: str, tmp_path: Path) -> None:
     family, rows = REWARDS[key]
     meta = meta_model_of(tmp_path, family, {key: True})
     assert batch_of(meta)["input_ids"].shape == (rows, LENGTH)
-    subject_of(meta.cfg, meta.model, "cuda")
+    traced_job(meta.cfg, meta.model, "cuda")
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ EXACT = [
     replace(LLAMA, recompute="all"),
     replace(LLAMA, resident="all"),
     # the host looks up the embedding
-    replace(LLAMA, method="qlora", outside=Placement.ROWS),
-    replace(FULL, outside=Placement.HOST_STATE, accumulation=3),
+    replace(LLAMA, method="qlora", outside=Placement.HOST_LOOKUP),
+    replace(FULL, outside=Placement.OPTIMIZER_OFFLOADED, accumulation=3),
     FULL,
     replace(FULL, resident="half", recompute="half", accumulation=3),
     replace(FULL, resident="all"),
-    replace(FULL, outside=Placement.HOST_STATE, recompute="half"),
+    replace(FULL, outside=Placement.OPTIMIZER_OFFLOADED, recompute="half"),
     # sizes
     replace(LLAMA, rows=4, length=64, accumulation=3),
     replace(FULL, rows=1, length=512, recompute="half"),

@@ -747,7 +747,7 @@ def test_after_training_the_model_is_an_ordinary_one(
     assert twins.apart(gradients) is None
 
 
-@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.HOST_STATE])
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.OPTIMIZER_OFFLOADED])
 @pytest.mark.parametrize("num_steps_before", [0, 1])
 def test_loading_reaches_the_host_copies(
     num_steps_before: int, outside: Placement
@@ -776,7 +776,7 @@ def test_part_of_a_state_can_be_loaded() -> None:
     twins.session.close()
 
 
-@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.HOST_STATE])
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.OPTIMIZER_OFFLOADED])
 @pytest.mark.parametrize("read", ["state", "logits", "close"])
 def test_reading_waits_for_queued_updates(read: str, outside: Placement) -> None:
     twins = Twins(outside=outside)
@@ -844,7 +844,7 @@ class Onlooker(CpuDevice):
         self._look()
 
 
-@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.HOST_STATE])
+@pytest.mark.parametrize("outside", [Placement.RESIDENT, Placement.OPTIMIZER_OFFLOADED])
 def test_the_state_is_true_while_a_session_opens_and_closes(outside: Placement) -> None:
     """Ctrl-C saves whatever the state dict says at that moment."""
     model = llama(seed=1)

@@ -48,7 +48,7 @@ VOCAB = 64
 ALL = range(6)
 """Blocks of a `Stack` as it is by default."""
 
-HOST_STATE = Placement.HOST_STATE
+HOST_STATE = Placement.OPTIMIZER_OFFLOADED
 
 CPU = Hardware(
     name="cpu",
@@ -177,11 +177,11 @@ def make_plan(
 
     def place(chunk: Chunk) -> Placement:
         if chunk.pageable:
-            return inside if chunk.index in resident else Placement.PAGED
-        return Placement.ROWS if chunk.rows_bytes else outside
+            return inside if chunk.index in resident else Placement.PARAM_OFFLOADED
+        return Placement.HOST_LOOKUP if chunk.rows_bytes else outside
 
     placements = tuple(map(place, layout.chunks))
-    if Placement.PAGED not in placements:
+    if Placement.PARAM_OFFLOADED not in placements:
         n_buffer = 0
     check_slots(layout, placements, n_buffer)
     blocks = range(len(layout.blocks))

@@ -82,7 +82,9 @@ class Case:
         blocks = (self.layout.blocks[index] for index in self.redone_if_paged)
         return all(
             plan.policies[block.index].recomputes
-            or not any(plan.placements[c] is Placement.PAGED for c in block.chunks)
+            or not any(
+                plan.placements[c] is Placement.PARAM_OFFLOADED for c in block.chunks
+            )
             for block in blocks
         )
 
@@ -108,14 +110,14 @@ class Case:
         most = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
         total, shown = len(layout.pageable), self.workload.update is Update.DEVICE
         for outside, n_persist in product(
-            (Placement.RESIDENT, Placement.HOST_STATE), range(total + 1)
+            (Placement.RESIDENT, Placement.OPTIMIZER_OFFLOADED), range(total + 1)
         ):
             # some keep their state where all weights stay, else all or none
             some = range(total + 1) if n_persist == total else {0, n_persist}
             for n_host_state in some if shown else [0]:
                 placements = place(layout, n_persist, master, outside, n_host_state)
                 floor = slot_floor(layout, placements)
-                num_paged = placements.count(Placement.PAGED)
+                num_paged = placements.count(Placement.PARAM_OFFLOADED)
                 for n_buffer in range(floor, min(most, num_paged) + 1):
                     for swapping, recomputed in self._rows(interval):
                         # what is not paged is not shared

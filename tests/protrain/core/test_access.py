@@ -36,11 +36,11 @@ from torch.optim.optimizer import (
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
-from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from axolotl.integrations.protrain.core.engine.offloaded_grad import (
-    ShownGradients,
-    StandIn,
+    GradPlaceholders,
+    OffloadedGrad,
 )
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
@@ -592,15 +592,17 @@ def test_a_stand_in_is_where_its_parameter_is() -> None:
     of another device."""
     model = stack()
     chunk = build_layout(model).chunks[0]
-    arena = Arena()
+    arena = HostPool()
     arena.add([chunk])
     memory = HostMemory(arena, CpuDevice())
     memory.add([chunk])
-    shown = ShownGradients(HostChunk(chunk, dict(model.named_parameters()), memory))
+    shown = GradPlaceholders(HostChunk(chunk, dict(model.named_parameters()), memory))
     for index, (stand_in, param) in enumerate(
         zip(shown.stand_ins, shown.host.params, strict=True)
     ):
-        shown.stand_ins[index] = StandIn(stand_in.parameter_name, param.to("meta"))
+        shown.stand_ins[index] = OffloadedGrad(
+            stand_in.parameter_name, param.to("meta")
+        )
         shown.put(index)
         assert param.grad is shown.stand_ins[index]
 

@@ -31,7 +31,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
-from axolotl.integrations.protrain.core.engine.host_pool import host_buffer
 from axolotl.integrations.protrain.core.engine.ranks import Ranks
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.host import (
@@ -39,7 +38,6 @@ from axolotl.integrations.protrain.core.host import (
     mapped_bytes,
     memory_nodes,
     node_of,
-    place,
     processors,
 )
 from axolotl.integrations.protrain.core.planner.block_times import (
@@ -932,19 +930,6 @@ def test_a_device_is_on_the_memory_node_that_the_system_says(tmp_path: Path) -> 
     assert memory_nodes(tmp_path) == [0, 1, 10]
     found = [node_of(at, tmp_path) for at in (*sorted(os.listdir(pci)), "absent")]
     assert found == [None, 10, None, None]
-
-
-@pytest.mark.skipif(not Path("/proc/self/numa_maps").is_file(), reason="no NUMA maps")
-def test_host_memory_is_asked_for_on_nodes() -> None:
-    """Whether the system lets this process say so or not, the memory is there."""
-    for nodes, policy in (([0], "prefer:0"), ([0, 0], "interleave:0")):
-        buffer = host_buffer(1 << 20)
-        why = place(buffer.data_ptr(), buffer.nbytes, nodes)
-        buffer.fill_(1)
-        maps = Path("/proc/self/numa_maps").read_text().splitlines()
-        (line,) = (m for m in maps if m.startswith(f"{buffer.data_ptr():x} "))
-        assert policy in line or why == "Operation not permitted"
-    assert place(buffer.data_ptr() + 1, 1, [0])
 
 
 def test_pages_of_files_are_told_from_memory(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_every_prefix_of_the_order_is_spread(total: int, share: float) -> None:
 def placed_layouts(draw: st.DrawFn) -> tuple[Layout, tuple[Placement, ...]]:
     layout = draw(layouts())
     return layout, tuple(
-        draw(st.sampled_from([Placement.RESIDENT, Placement.PAGED]))
+        draw(st.sampled_from([Placement.RESIDENT, Placement.PARAM_OFFLOADED]))
         if chunk.pageable
         else Placement.RESIDENT
         for chunk in layout.chunks
@@ -337,7 +337,7 @@ def runs(layout: Layout, placements: tuple[Placement, ...], n_buffer: int) -> bo
     numbers = {
         chunk.index: number
         for number, chunk in enumerate(
-            c for c in layout.chunks if placements[c.index] is Placement.PAGED
+            c for c in layout.chunks if placements[c.index] is Placement.PARAM_OFFLOADED
         )
     }
     for block in layout.blocks:
@@ -353,7 +353,7 @@ def test_slot_floor_is_the_fewest_that_run(
 ) -> None:
     layout, placements = placed
     floor = slot_floor(layout, placements)
-    num_paged = placements.count(Placement.PAGED)
+    num_paged = placements.count(Placement.PARAM_OFFLOADED)
     if not num_paged:
         assert floor == 0
         return
@@ -367,7 +367,7 @@ def test_check_slots_allows_what_runs(
     placed: tuple[Layout, tuple[Placement, ...]], n_buffer: int
 ) -> None:
     layout, placements = placed
-    num_paged = placements.count(Placement.PAGED)
+    num_paged = placements.count(Placement.PARAM_OFFLOADED)
     if num_paged:
         legal = 0 < n_buffer <= num_paged and runs(layout, placements, n_buffer)
     else:
@@ -388,7 +388,7 @@ def test_slot_bytes_hold_the_largest_of_each_slot(
     largest = [0] * n_buffer
     number = 0
     for chunk, placement in zip(layout.chunks, placements, strict=True):
-        if placement is Placement.PAGED:
+        if placement is Placement.PARAM_OFFLOADED:
             slot = number % n_buffer
             largest[slot] = max(largest[slot], chunk.nbytes)
             number += 1

@@ -44,13 +44,17 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 PLANS: dict[str, dict[str, Any]] = {
     "paged": {"n_buffer": 2},
-    "all paged": {"n_buffer": 1, "outside": Placement.HOST_STATE},
-    "mixed": {"resident": (1, 4), "n_buffer": 3, "outside": Placement.HOST_STATE},
+    "all paged": {"n_buffer": 1, "outside": Placement.OPTIMIZER_OFFLOADED},
+    "mixed": {
+        "resident": (1, 4),
+        "n_buffer": 3,
+        "outside": Placement.OPTIMIZER_OFFLOADED,
+    },
     "resident": {"resident": range(6)},
     "resident, host state": {
         "resident": range(6),
-        "inside": Placement.HOST_STATE,
-        "outside": Placement.HOST_STATE,
+        "inside": Placement.OPTIMIZER_OFFLOADED,
+        "outside": Placement.OPTIMIZER_OFFLOADED,
     },
 }
 
@@ -375,7 +379,9 @@ def test_moments_of_another_precision_are_converted() -> None:
 def test_masters_keep_what_bf16_would_round_away() -> None:
     """The weights are those of a fp32 run from the same start, rounded."""
     model = stack(dtype=torch.bfloat16)
-    session = open_session(model, fp32_master=True, outside=Placement.HOST_STATE)
+    session = open_session(
+        model, fp32_master=True, outside=Placement.OPTIMIZER_OFFLOADED
+    )
     paged = session.wrap_optimizer(adamw(model, lr=1e-6))
     data = [batches(1, seed) for seed in range(4)]
     before = weights(model)
@@ -457,7 +463,7 @@ def lines_of_a_step(num_layers: int, plan: dict[str, Any]) -> Counter[str]:
 
 
 LINEAR = (
-    {"outside": Placement.HOST_STATE, "swap": (0, 2)},
+    {"outside": Placement.OPTIMIZER_OFFLOADED, "swap": (0, 2)},
     {"update": Update.HOST},
 )
 WHOLE = {"noted.py make", "noted.py <listcomp>", "noted.py <dictcomp>"}

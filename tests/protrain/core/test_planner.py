@@ -22,7 +22,7 @@ from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.sizes import format_bytes
 from axolotl.integrations.protrain.core.types import Budget, Knobs, Plan, Workload
 from axolotl.integrations.protrain.planning import (
-    Subject,
+    TracedJob,
     choose,
     larger_rows,
     plan_for,
@@ -278,11 +278,11 @@ def test_larger_micro_batches_are_advised_where_they_are_predicted_to_gain() -> 
     kept = freeze(model, ["norm"])
     layout, meta = build_layout(model, kept), meta_copy(model)
 
-    def subject_for(cfg: Any) -> Subject:
+    def subject_for(cfg: Any) -> TracedJob:
         tokens = torch.ones(cfg.micro_batch_size, 64, dtype=torch.long)
         traced = trace_step(meta, find_blocks(meta), lambda: meta(tokens))
         workload = Workload(cfg.gradient_accumulation_steps, tokens.numel())
-        return Subject(traced, layout, workload, None, frozenset(), 0, ())
+        return TracedJob(traced, layout, workload, None, frozenset(), 0, ())
 
     def said(copies_s: float = 100.0, **keys: Any) -> list[str]:
         knobs = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_checkpoint": 6}

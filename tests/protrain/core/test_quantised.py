@@ -536,7 +536,7 @@ def test_adapters_alone_are_trained() -> None:
     for block in BLOCKS:
         chunk = frozen_chunk(session, block)
         assert not chunk.trainable
-        assert session.plan.placements[chunk.index] is Placement.PAGED
+        assert session.plan.placements[chunk.index] is Placement.PARAM_OFFLOADED
     session.close()
 
 

@@ -143,7 +143,7 @@ def test_another_plan_in_the_middle_of_training() -> None:
     session = open_session(model, keep, rows=ROWS, resident=ALL)
     with closing(session):
         away = session.plan
-        at = away.placements.index(Placement.ROWS)
+        at = away.placements.index(Placement.HOST_LOOKUP)
         there = list(away.placements)
         there[at] = Placement.RESIDENT
     # begins with the weight on the device

@@ -24,7 +24,7 @@ from axolotl.integrations.protrain.core.engine.device import (
     expand_segments,
     open_device,
 )
-from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
@@ -383,7 +383,7 @@ def test_close_finishes_the_queue_and_ends_the_thread() -> None:
 
 @given(layouts())
 def test_arena_keeps_chunks_apart(layout: Layout) -> None:
-    arena = Arena()
+    arena = HostPool()
     arena.add(layout.chunks)
     for chunk in layout.chunks:
         arena.chunk(chunk.index).fill_(chunk.index + 1)
@@ -403,7 +403,7 @@ def test_arena_keeps_chunks_apart(layout: Layout) -> None:
 def test_an_arena_lives_as_long_as_its_tensors() -> None:
     spec = TensorSpec("weight", (1 << 16,), torch.float32, 0)
     chunk = Chunk(0, 0, False, (spec,), spec.nbytes)
-    arena = Arena()
+    arena = HostPool()
     arena.add([chunk])
     tensor = arena.tensor(0, spec).fill_(3.0)
     del arena

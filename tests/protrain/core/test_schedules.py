@@ -20,7 +20,7 @@ from torch import Tensor
 
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
-from axolotl.integrations.protrain.core.engine.host_pool import Arena
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.races import CheckedDevice
@@ -84,7 +84,7 @@ class Schedules:
         self.sums: dict[str, float] = {}
         self.params = {spec.name: Param(spec) for spec in self._specs()}
 
-        self.arena = Arena()
+        self.arena = HostPool()
         whole = self.arena.add(self.chunks)
         memory = HostMemory(self.arena, self.device)
         assert whole is not None

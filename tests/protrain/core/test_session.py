@@ -239,7 +239,9 @@ def placed_bytes(session: Session) -> int:
     pairs = [(c, plan.placements[c.index]) for c in layout.chunks]
     stay = (Placement.RESIDENT, HOST_STATE)
     fixed += sum(c.nbytes for c, placement in pairs if placement in stay)
-    fixed += sum(c.tensors[0].dtype.itemsize for c, p in pairs if p is Placement.ROWS)
+    fixed += sum(
+        c.tensors[0].dtype.itemsize for c, p in pairs if p is Placement.HOST_LOOKUP
+    )
     return fixed + sum(slot_bytes(layout, plan.placements, plan.n_buffer))
 
 

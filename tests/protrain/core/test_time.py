@@ -57,7 +57,7 @@ from axolotl.integrations.protrain.core.types import (
     World,
 )
 
-PAGED, RESIDENT = Placement.PAGED, Placement.RESIDENT
+PAGED, RESIDENT = Placement.PARAM_OFFLOADED, Placement.RESIDENT
 COLLECTIVES = ("gather_bytes_s", "reduce_bytes_s", "across_bytes_s")
 RATES = (
     "fetch_bytes_s",

@@ -32,7 +32,7 @@ from .core.planner.memory import MemoryModel
 from .core.planner.seconds import block_times
 from .core.types import Hardware, World
 from .levers import smaller
-from .planning import Subject, device_budget, plan_for, subject_of
+from .planning import TracedJob, device_budget, plan_for, traced_job
 
 SLOWEST_S = 120
 """A dry run that takes longer is given up: training itself will tell."""
@@ -156,9 +156,9 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
     try:
         meta = meta_model_of(cfg, device_type)
 
-        def traced(**change: int) -> Subject:
+        def traced(**change: int) -> TracedJob:
             with meta.changed(change):
-                subject = subject_of(cfg, meta.model, device_type, world)
+                subject = traced_job(cfg, meta.model, device_type, world)
             if args.protrain_cpu_capacity_bytes is not None:
                 return subject
             # at best the whole base is mapped, and takes memory only where it moves
@@ -185,7 +185,9 @@ def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
     return False, ""
 
 
-def _depends_on_rates(args: ProTrainArgs, subject: Subject, hardware: Hardware) -> bool:
+def _depends_on_rates(
+    args: ProTrainArgs, subject: TracedJob, hardware: Hardware
+) -> bool:
     """Whether some plan fits under another `Search.swap_interval`: rates change no
     other bytes."""
     trace, layout = subject.traced.trace, subject.layout
@@ -205,7 +207,7 @@ def _depends_on_rates(args: ProTrainArgs, subject: Subject, hardware: Hardware) 
     ) and any(_fits(args, subject, link) for link in links)
 
 
-def _fits(args: ProTrainArgs, subject: Subject, hardware: Hardware) -> bool:
+def _fits(args: ProTrainArgs, subject: TracedJob, hardware: Hardware) -> bool:
     try:
         plan_for(args, subject, hardware)
     except BudgetError:

@@ -26,7 +26,7 @@ Settings = Callable[[Any, bool], list[Keys]]
 change first; none where that is no lever."""
 
 
-class Lever(NamedTuple):
+class Option(NamedTuple):
     """A row. Of rows of one ``group`` a YAML has one at most.
 
     ``is_quick``: takes less, by numbers under which a model that is built stays the
@@ -161,35 +161,37 @@ def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] 
 def smaller(cfg: Any) -> Iterator[Keys]:
     """Quick ways to take less: first those under which the training stays the same."""
     least: Keys = {}
-    for lever in LEVERS:
+    for lever in OPTIONS:
         settings = lever.settings(cfg, True) if lever.is_quick else []
         yield from ({**least, **keys} for keys in settings)
         least = settings[-1] if settings and lever.numbers == ROUNDING else least
 
 
 _LIGER, _CUT = "liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin"
-LEVERS = (
-    Lever("loss", ROUNDING, partial(_loss, "chunked_cross_entropy", None)),
-    Lever("loss", ROUNDING, partial(_loss, "liger_fused_linear_cross_entropy", _LIGER)),
-    Lever(
+OPTIONS = (
+    Option("loss", ROUNDING, partial(_loss, "chunked_cross_entropy", None)),
+    Option(
+        "loss", ROUNDING, partial(_loss, "liger_fused_linear_cross_entropy", _LIGER)
+    ),
+    Option(
         "loss",
         ROUNDING,
         partial(_loss, "cut_cross_entropy", _CUT),
         package="cut_cross_entropy",
     ),
-    Lever("kernels", ROUNDING, _kernels),
-    Lever("rows", ROUNDING, partial(_rows, 1, 2), is_quick=True),
-    Lever("rows", ROUNDING, partial(_rows, 2, 1)),
-    Lever("optimizer", UPDATES, partial(_optimizer, "adamw_bnb_8bit")),
-    Lever("optimizer", UPDATES, partial(_optimizer, "adafactor")),
-    Lever("base", TRAINING, _in_4_bits),
-    Lever("adapter", TRAINING, partial(_halved, "lora_r"), is_quick=True),
-    Lever(
+    Option("kernels", ROUNDING, _kernels),
+    Option("rows", ROUNDING, partial(_rows, 1, 2), is_quick=True),
+    Option("rows", ROUNDING, partial(_rows, 2, 1)),
+    Option("optimizer", UPDATES, partial(_optimizer, "adamw_bnb_8bit")),
+    Option("optimizer", UPDATES, partial(_optimizer, "adafactor")),
+    Option("base", TRAINING, _in_4_bits),
+    Option("adapter", TRAINING, partial(_halved, "lora_r"), is_quick=True),
+    Option(
         "packing",
         TRAINING,
         _packed,
         note="how many samples a row then holds is a matter of the data",
     ),
-    Lever("row", TRAINING, partial(_halved, "sequence_len"), is_quick=True),
+    Option("row", TRAINING, partial(_halved, "sequence_len"), is_quick=True),
 )
 """The least change first; of one group, what takes less later."""

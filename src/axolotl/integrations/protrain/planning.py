@@ -1,6 +1,6 @@
 """The way of a model to its plan, the same in training and in a dry run.
 
-`subject_of` traces a model without weights and says what a step of it asks; `plan_for`
+`traced_job` traces a model without weights and says what a step of it asks; `plan_for`
 plans that for one machine; `plan_here` does both for the model about to be trained.
 """
 
@@ -23,21 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from .args import FORCED, ProTrainArgs, args_from, overrides
-from .core.planner.cache import PeakSeen, cached_hardware, keep, measurement_key, recall
-from .core.planner.block_times import measure_blocks, time_outside
-from .core.planner.trace import TracedStep, trace_step
-from .core.planner.hardware import device_memory, measure_collectives, weakest
-from .core.planner.emulation import Emulation, outputs_as_fp32
-from .core.planner.meta import meta_copy
 from .core.engine.ranks import Ranks
 from .core.errors import FOREIGN_ERRORS, BudgetError, ConfigError, TraceError
 from .core.host import host_memory, mapped_bytes
 from .core.layout import build_layout, find_blocks, has_vision_tower
+from .core.planner.block_times import measure_blocks, time_outside
+from .core.planner.cache import PeakSeen, cached_hardware, keep, measurement_key, recall
 from .core.planner.demand import COMMUNICATE
+from .core.planner.emulation import Emulation, outputs_as_fp32
+from .core.planner.hardware import device_memory, measure_collectives, weakest
 from .core.planner.memory import MemoryModel
+from .core.planner.meta import meta_copy
 from .core.planner.planner import Forecast, Planner
 from .core.planner.search import MODES
 from .core.planner.seconds import block_times
+from .core.planner.trace import TracedStep, trace_step
 from .core.sizes import format_bytes
 from .core.types import (
     ALONE,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedJob:
     """What a plan is for: one micro-batch run without weights, the rest of a step.
 
     Attributes:
@@ -82,12 +82,12 @@ class Subject:
     headroom_bytes: int
     assumptions: tuple[str, ...]
 
-    def loaded_with(self, mapped_bytes: int) -> Subject:
+    def loaded_with(self, mapped_bytes: int) -> TracedJob:
         """The same with so many bytes of weights that are pages of their files."""
         return replace(self, workload=replace(self.workload, mapped_bytes=mapped_bytes))
 
 
-def subject_of(
+def traced_job(
     cfg: Any,
     model: nn.Module,
     device_type: str,
@@ -95,7 +95,7 @@ def subject_of(
     real: nn.Module | None = None,
     objective: Objective | None = None,
     adapters_wait: bool = True,
-) -> Subject:
+) -> TracedJob:
     """Trace the largest micro-batch that the YAML, or the data, allow.
 
     Args:
@@ -170,7 +170,7 @@ def subject_of(
     workload = _workload(cfg, args, optimizer, batch, world)
     own = None if objective else batch
     notes = tuple(assumptions)
-    return Subject(traced, layout, workload, own, redone, headroom, notes)
+    return TracedJob(traced, layout, workload, own, redone, headroom, notes)
 
 
 class _Need(NamedTuple):
@@ -448,7 +448,7 @@ def _is_adamw(cfg: Any) -> bool:
 
 def plan_for(
     args: ProTrainArgs,
-    subject: Subject,
+    subject: TracedJob,
     hardware: Hardware,
     measured: Mapping[int | None, BlockSeconds] | None = None,
     anyway: bool = False,
@@ -583,8 +583,8 @@ def plan_here(
 
     planners: list[Planner] = []
 
-    def subject_for(cfg: Any) -> Subject:
-        subject = subject_of(
+    def subject_for(cfg: Any) -> TracedJob:
+        subject = traced_job(
             cfg,
             meta_copy(model),
             device.type,
@@ -665,7 +665,7 @@ def plan_here(
 
 def larger_rows(
     cfg: Any,
-    subject_for: Callable[[Any], Subject],
+    subject_for: Callable[[Any], TracedJob],
     hardware: Hardware,
     measured: Mapping[int | None, BlockSeconds],
     forecast: Forecast,
@@ -797,7 +797,7 @@ def missing_capacity() -> ConfigError:
 def _measured(
     cfg: Any,
     model: nn.Module,
-    subject: Subject,
+    subject: TracedJob,
     device: torch.device,
     notes: list[str],
 ) -> dict[int | None, BlockSeconds]:
@@ -833,9 +833,7 @@ def _measured(
 
     by_name = {names[index]: sample for index, sample in samples.items()}
     try:
-        times[None] = time_outside(
-            model, by_name, subject.batch, loss_of, device
-        )
+        times[None] = time_outside(model, by_name, subject.batch, loss_of, device)
     except FOREIGN_ERRORS as error:
         why = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         notes.append(f"seconds outside the blocks are computed, not timed: {why}")

@@ -244,11 +244,6 @@ class TrainingRun:
             )
             self.report.notes.append(line)
             self.log.warning(line)
-        if opened.unplaced:
-            self.report.notes.append(
-                f"Host memory may lie on another socket than the GPU's, node {opened.node} "
-                f"({opened.unplaced}): see `axolotl protrain doctor`."
-            )
         if self.ranks.world.size > 1:
             self._undo.enter_context(ignore_in_ddp(model, self.session.host_kept))
 

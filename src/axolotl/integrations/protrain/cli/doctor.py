@@ -7,7 +7,6 @@ rates are those that a plan would be made from.
 from __future__ import annotations
 
 import copy
-import mmap
 import os
 import platform
 import shutil
@@ -168,16 +167,10 @@ def _memory_nodes(device: torch.device) -> Finding:
     if opened.node is None:
         found = "one" if len(nodes) < 2 else f"{len(nodes)}, the device's is not known"
         return Finding("memory nodes", found)
-    opened.near(host_buffer(mmap.PAGESIZE))
-    why, own = opened.unplaced, opened.node
-    found = f"{len(nodes)}, the device's is {own}, "
-    found += why or "where training asks for host memory"
-    return _judged(
+    return Finding(
         "memory nodes",
-        found,
-        not why,
-        f"Start training with `numactl --preferred={own}`, or let a container ask for it "
-        "(`--cap-add sys_nice`).",
+        f"{len(nodes)}, the device's is {opened.node}: start training with `numactl "
+        f"--preferred={opened.node}`, and copies do not cross to another socket",
     )
 
 
@@ -280,7 +273,7 @@ def parity(device: torch.device) -> Finding:
     wanted = _trained(plain, torch.optim.AdamW(plain.parameters()), rows)
     layout = build_layout(paged, ())
     places = tuple(
-        Placement.PAGED if chunk.pageable else Placement.HOST_STATE
+        Placement.PARAM_OFFLOADED if chunk.pageable else Placement.OPTIMIZER_OFFLOADED
         for chunk in layout.chunks
     )
     plan = Plan(

@@ -25,7 +25,7 @@ import torch
 from ..core.errors import ConfigError, ProTrainError
 from ..core.host import processors
 from ..core.types import Hardware
-from ..levers import LEVERS, NUMBERS, Keys, Lever
+from ..levers import NUMBERS, OPTIONS, Keys, Option
 from ..report import forecast as report
 from .migrate import migrate_file, with_keys
 
@@ -35,7 +35,7 @@ SLOWEST_S = 600
 Priced = dict[str, Any]
 
 
-Row = tuple[Lever, list[Keys]]
+Row = tuple[Option, list[Keys]]
 """A lever, and what it sets for a YAML."""
 
 
@@ -83,7 +83,7 @@ class Fitting:
         self._given = (*self._asked, card, device_type)
         rows = [
             (lever, found)
-            for lever in LEVERS
+            for lever in OPTIONS
             if (found := lever.settings(cfg, device_type == "cuda"))
         ]
         self._as_it_is, *priced = self._priced([[], *([row] for row in rows)])

@@ -24,11 +24,11 @@ from ..loading import is_of_experts
 from ..offline.fake_kernels import without_logits
 from ..offline.meta_model import load_meta_model
 from ..planning import (
-    Subject,
+    TracedJob,
     about,
     plan_for,
-    subject_of,
     this_machine,
+    traced_job,
     uncomputed,
 )
 from ..refusals import cautions
@@ -423,13 +423,13 @@ class DryRun:
         lower = {key: min(n, has[key]) for key, n in limits.items() if n is not None}
         return self._args.model_copy(update=lower)
 
-    def _traced(self, **change: int) -> Subject:
+    def _traced(self, **change: int) -> TracedJob:
         world = World(self._num_gpus, self._num_gpus)
         with ExitStack() as undo:
             undo.enter_context(self._meta.changed(change))
             if FUSED_LOSS in change:
                 undo.enter_context(without_logits(self._meta.model))
-            subject = subject_of(
+            subject = traced_job(
                 self._cfg,
                 self._meta.model,
                 self._device_type,

@@ -7,14 +7,11 @@ own: rented ones show 96 processors for a quota of 8.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import resource
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 from torch import Tensor
@@ -28,9 +25,6 @@ _MEMORY = {
     2: ("memory.max", "memory.current", "memory.stat"),
 }
 _TIME = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
-
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_PREFERRED, _INTERLEAVE, _MOST_NODES = 1, 3, 1024
 
 
 def host_memory(mounted: Path = _MOUNTED, own: Path = _OWN, given_back: int = 0) -> int:
@@ -75,67 +69,29 @@ def node_of(pci_address: str, root: Path = Path("/sys")) -> int | None:
     return node if node in memory_nodes(root) else None
 
 
-def place(address: int, nbytes: int, nodes: Sequence[int]) -> str:
-    """Let whole pages from an address on, as they are first touched, lie on a memory node
-    while it has room, or on several in turn (mbind(2)).
+def mapped_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of those host tensors that are pages of files: nothing is freed with them.
 
-    Returns:
-        Why the system does not do it, as containers may forbid; empty if it does.
+    0 where the system does not tell (/proc/self/maps).
     """
-    if platform.machine() not in _MBIND:
-        return f"no mbind on {platform.machine()}"
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (_MOST_NODES // bits))()
-    for node in nodes:
-        mask[node // bits] |= 1 << node % bits
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.syscall(
-        *(_MBIND[platform.machine()], ctypes.c_void_p(address)),
-        *(ctypes.c_ulong(nbytes), _PREFERRED if len(nodes) == 1 else _INTERLEAVE),
-        *(mask, ctypes.c_ulong(_MOST_NODES), 0),
-    )
-    return os.strerror(ctypes.get_errno()) if failed else ""
-
-
-class MappedFile(NamedTuple):
-    """Addresses `first` to `end` of this process show a file from `offset` on."""
-
-    first: int
-    end: int
-    offset: int
-    inode: int
-    path: str
-
-
-def mapped_files() -> list[MappedFile]:
-    """By address; empty where the system does not tell (/proc/self/maps)."""
     try:
-        # bytes: a name may have any, what ends a line elsewhere too
+        # bytes: a name may have any, those that end a line elsewhere too
         listing = Path("/proc/self/maps").read_bytes()
     except OSError:
-        return []
-    found = []
-    for line in listing.split(b"\n"):
-        # a file without a name is memory that processes share
-        if b" /" not in line or line.endswith(b" (deleted)"):
-            continue
-        addresses, _, offset, _, inode, name = line.split(None, 5)
-        first, end, start = (int(n, 16) for n in (*addresses.split(b"-"), offset))
-        found.append(MappedFile(first, end, start, int(inode), os.fsdecode(name)))
-    return found
+        return 0
+    # memory that processes share is a file without a name
+    named = [
+        line.split(None, 1)[0].split(b"-")
+        for line in listing.split(b"\n")
+        if b" /" in line and not line.endswith(b" (deleted)")
+    ]
+    first, end = ([int(ends[n], 16) for ends in named] for n in (0, 1))
 
+    def is_mapped(tensor: Tensor) -> bool:
+        at = bisect_right(first, tensor.data_ptr()) - 1
+        return at >= 0 and tensor.data_ptr() < end[at]
 
-def file_of(tensor: Tensor, files: Sequence[MappedFile]) -> MappedFile | None:
-    """The file that a host tensor is pages of, if any."""
-    at = bisect_right(files, tensor.data_ptr(), key=lambda file: file.first) - 1
-    is_there = at >= 0 and tensor.data_ptr() < files[at].end
-    return files[at] if is_there else None
-
-
-def mapped_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of those host tensors that are pages of files: nothing is freed with them."""
-    files = mapped_files()
-    return sum(t.nbytes for t in tensors if file_of(t, files) is not None)
+    return sum(tensor.nbytes for tensor in tensors if is_mapped(tensor))
 
 
 def _cgroups(

@@ -30,7 +30,7 @@ STATE_ALIGNMENT_BYTES = 16
 """Tensors of optimizer state begin at multiples of it, as wide as the widest load of a
 kernel."""
 
-SUM_PIECE_BYTES = 1 << 26
+GRAD_PIECE_BYTES = 1 << 26
 """Sums outside of blocks come back to the device in pieces of at most as much, or as its
 staging has."""
 
@@ -45,11 +45,11 @@ class Placement(Enum):
 
     RESIDENT = "resident"
     """Weights, gradients and optimizer state on the device."""
-    HOST_STATE = "host-state"
+    OPTIMIZER_OFFLOADED = "host-state"
     """Weights on the device; a host copy, gradients and optimizer state on the host."""
-    PAGED = "paged"
+    PARAM_OFFLOADED = "paged"
     """All of it on the host; the weights pass through a slot while a block computes."""
-    ROWS = "rows"
+    HOST_LOOKUP = "rows"
     """All of it on the host, which looks up the rows that a micro-batch asks for."""
 
     @property
@@ -251,13 +251,13 @@ class Plan(Knobs):
     def paged(self) -> tuple[int, ...]:
         """Chunk indices that pass through slots, in the order of use."""
         pairs = enumerate(self.placements)
-        return tuple(index for index, at in pairs if at is Placement.PAGED)
+        return tuple(index for index, at in pairs if at is Placement.PARAM_OFFLOADED)
 
     @cached_property
     def away(self) -> tuple[int, ...]:
         """Chunk indices whose weights the device does not have between two passes."""
         pairs = enumerate(self.placements)
-        away = Placement.PAGED, Placement.ROWS
+        away = Placement.PARAM_OFFLOADED, Placement.HOST_LOOKUP
         return tuple(index for index, at in pairs if at in away)
 
     @property
@@ -423,7 +423,7 @@ class Workload:
     world: World = ALONE
 
 
-def sums_in_fp32(
+def main_grads_in_fp32(
     fp32_master: bool, accumulates: bool, world: World, update: Update
 ) -> bool:
     """Whether gradients of weights with masters add up in fp32: where several are added,

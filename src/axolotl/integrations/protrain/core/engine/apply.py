@@ -27,10 +27,10 @@ from .device import Device, Event
 from .host_chunks import HostChunk
 from .lanes import LaneClock
 from .masters import join, split
-from .recorded_step import Clip, Noted, states_of
+from .recorded_step import Clip, RecordedStep, states_of
 from .slots import InBuffer
 from .staging import Source, Staging
-from .state import Change, HostedState, leaves, structure
+from .state import Change, OffloadedState, leaves, structure
 
 
 class ChunkUpdate:
@@ -46,17 +46,17 @@ class ChunkUpdate:
     """
 
     def __init__(
-        self, plain: torch.optim.Optimizer, host: HostChunk, state: HostedState
+        self, plain: torch.optim.Optimizer, host: HostChunk, state: OffloadedState
     ) -> None:
         self._plain = plain
-        self.host, self.state, self.sums = host, state, host.sums
+        self.host, self.state, self.main_grads = host, state, host.main_grads
         self.key = "update", host.chunk.index
         self.params = {index: host.params[index] for index in host.span}
-        self.mains = {
+        self.master_params = {
             param: nn.Parameter(param.new_empty(0, dtype=host.main_dtype(index)))
             for index, param in enumerate(host.params)
         }
-        self.noted: Noted | None = None
+        self.recorded: RecordedStep | None = None
         self.used: tuple[int, ...] = ()
         # while an update is under way, what puts the state back to rest
         self.undo: Callable[[], None] | None = None
@@ -64,11 +64,11 @@ class ChunkUpdate:
         self.left: Event | None = None
         self.attempt = object()
 
-    def changes(self, noted: Noted | None) -> list[int]:
+    def changes(self, recorded: RecordedStep | None) -> list[int]:
         """Indices of parameters that a noted call changes here, if there is one."""
-        if noted is None:
+        if recorded is None:
             return []
-        touched = self.used if noted.method == "step" else self.params
+        touched = self.used if recorded.method == "step" else self.params
         return [index for index in touched if index in self.params]
 
     def sources(self, weights: bool = False) -> list[Source]:
@@ -76,37 +76,41 @@ class ChunkUpdate:
         travelling = filter(Tensor.numel, (self.host.masters.memory, self.state.region))
         changed = [Source(memory, self.left) for memory in travelling]
         brought = [Source(self.host.weights.memory, self.left)] if weights else []
-        return [Source(self.sums.memory, self.sums.sent), *changed, *brought]
+        return [
+            Source(self.main_grads.memory, self.main_grads.sent),
+            *changed,
+            *brought,
+        ]
 
     def step(
-        self, noted: Noted, weights: Tensor, gradients: Tensor, rests: Tensor
+        self, recorded: RecordedStep, weights: Tensor, gradients: Tensor, rests: Tensor
     ) -> None:
         """Make a noted call, where its operands are: uint8, of the span.
 
         All at once; masters, which take memory, one after the other.
         """
         try:
-            for mains in self._steps(noted, weights, gradients, rests):
-                noted.make(self._plain, mains)
+            for master_params in self._steps(recorded, weights, gradients, rests):
+                recorded.make(self._plain, master_params)
         finally:
-            for main in self.mains.values():
+            for main in self.master_params.values():
                 main.grad = None
                 main.data = main.new_empty(0)
 
     def _steps(
-        self, noted: Noted, weights: Tensor, gradients: Tensor, rests: Tensor
+        self, recorded: RecordedStep, weights: Tensor, gradients: Tensor, rests: Tensor
     ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
         host, masters = self.host, self.host.masters
-        steps = noted.method == "step"
+        steps = recorded.method == "step"
         together = {}
-        for index in self.changes(noted):
+        for index in self.changes(recorded):
             param = self.params[index]
-            main = self.mains[param]
+            main = self.master_params[param]
             weight = host.weights.within(weights, index)
             rest = masters.within(rests, index) if index in masters else None
             main.data = weight if rest is None else join(weight, rest)
             if steps:
-                main.grad = self.sums.within(gradients, index).to(main.dtype)
+                main.grad = self.main_grads.within(gradients, index).to(main.dtype)
             if rest is None:
                 together[param] = main
                 continue
@@ -169,8 +173,8 @@ class OnDevice:
 
     def make(self, own: ChunkUpdate, weights: InBuffer | None = None) -> None:
         """Make the step of a chunk, once; without `weights` they come from the host."""
-        device, noted = self._device, own.noted
-        assert noted is not None
+        device, recorded = self._device, own.recorded
+        assert recorded is not None
         if own.left is not None:
             # the last way home may still read what is written now
             device.compute.wait(own.left)
@@ -192,13 +196,13 @@ class OnDevice:
         own.attempt = attempt = object()
         own.undo = undo = own.remember()
         try:
-            change = self._step(own, noted, weights.buffer, operands)
+            change = self._step(own, recorded, weights.buffer, operands)
             if own.attempt is not attempt:
                 raise AccessError(
                     "a signal handler has read weights in the middle of their update, "
                     "and training cannot go on after it"
                 )
-            self._done[own] = change, weights, noted.clip
+            self._done[own] = change, weights, recorded.clip
         except BaseException:
             # an interrupt too; raised again as it is
             if own.attempt is attempt:
@@ -226,7 +230,7 @@ class OnDevice:
         nbytes = own.host.weights.memory.nbytes
         nbytes += sum(target.nbytes for target, _ in change.copies)
         self._staging.counters.offloaded_bytes += nbytes
-        own.left = own.sums.sent = offload.record()
+        own.left = own.main_grads.sent = offload.record()
         self._give_back(own, [event, own.left])
         # what an update has made stays until it has been copied
         self._leaving.append((own.left, change))
@@ -234,7 +238,7 @@ class OnDevice:
             self._retire()
         while self._leaving and self._leaving[0][0].query():
             self._retire()
-        own.clip, own.noted = clip, None
+        own.clip, own.recorded = clip, None
         self._done.pop(own, None)
 
     def finish(self) -> None:
@@ -268,7 +272,11 @@ class OnDevice:
         event.synchronize()
 
     def _step(
-        self, own: ChunkUpdate, noted: Noted, weights: Tensor, operands: list[Tensor]
+        self,
+        own: ChunkUpdate,
+        recorded: RecordedStep,
+        weights: Tensor,
+        operands: list[Tensor],
     ) -> Change:
         masters = own.host.masters.memory
         gradients, *others = operands
@@ -277,7 +285,7 @@ class OnDevice:
         with _updating(weights.device):
             if state is not None:
                 own.state.to_device(state)
-            own.step(noted, weights, gradients, rests)
+            own.step(recorded, weights, gradients, rests)
             region = gradients if state is None else state
             change = own.state.changed(region)
         if masters.numel():
@@ -296,20 +304,20 @@ class OnHost:
         on the clock of the step that it is of."""
         fetches.synchronize()
         start = time.perf_counter()
-        noted, own.noted = own.noted, None
+        recorded, own.recorded = own.recorded, None
         # queued again by who came after an interrupt, it has been made
-        if noted is None:
+        if recorded is None:
             return
         state, rests, weights = (
             own.state,
             own.host.masters.memory,
             own.host.weights.memory,
         )
-        changed = weights, own.sums.memory, rests, state.region
+        changed = weights, own.main_grads.memory, rests, state.region
         self._device.writes(changed)
         # what it scales, it scales where that is read
         with _updating(weights.device):
-            own.step(noted, weights, own.sums.memory, rests)
+            own.step(recorded, weights, own.main_grads.memory, rests)
             change = state.changed(state.region)
             for target, source in change.copies:
                 if target.data_ptr() != source.data_ptr():

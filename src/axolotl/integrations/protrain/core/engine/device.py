@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..host import memory_nodes, node_of, place, processors
+from ..host import memory_nodes, node_of, processors
 from ..layout.tensors import tensors_in
 from .lanes import COMPUTE, LaneClock
 
@@ -86,7 +86,6 @@ class Device:
         pageable_bytes: Of host memory that should be page-locked and is not: copies from
             and to it take several times as long and hide behind nothing.
         node: The host's memory node that it reaches fastest, None if all alike.
-        unplaced: Why memory could not be asked for there; empty if it could.
         clock: Notes when lanes work, while there is one.
     """
 
@@ -100,7 +99,6 @@ class Device:
     stall_s = 0.0
     pageable_bytes = 0
     node: int | None = None
-    unplaced = ""
 
     @property
     def compute(self) -> Stream:
@@ -114,10 +112,6 @@ class Device:
     def place(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device."""
         raise NotImplementedError
-
-    def near(self, host: Tensor, spread: bool = False) -> None:
-        """Host pages that are touched from now on lie on the device's node, or `spread`
-        over all, which several devices or the host's cores read."""
 
     def pin(self, host: Tensor) -> None:
         """Page-lock a host buffer so that copies from and to it can overlap.
@@ -432,13 +426,7 @@ class CudaDevice(Device):
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.torch_device)
 
-    def near(self, host: Tensor, spread: bool = False) -> None:
-        if self.node is not None:
-            nodes = memory_nodes() if spread else [self.node]
-            self.unplaced = place(host.data_ptr(), host.nbytes, nodes) or self.unplaced
-
     def pin(self, host: Tensor) -> None:
-        self.near(host)
         # the stock pinned allocator rounds up to powers of two
         address, nbytes = host.data_ptr(), host.nbytes
         if self._failed(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)):

@@ -80,7 +80,7 @@ class _Rows(torch.autograd.Function):
         return backward(*gradients, ids, *ctx.how, False, False), None, None, None
 
 
-class HostRows(LookUp):
+class HostEmbedding(LookUp):
     """The same from host memory. What trains has landed there before.
 
     Args:

@@ -29,7 +29,7 @@ from ..errors import AccessError, ConfigError
 from ..types import Plan
 from .gradients import Gradients
 from .pager import Pager
-from .param_store import Residence
+from .param_store import ParamStore
 from .ranks import Ranks
 
 _not_counted = _python_dispatch._disable_current_modes
@@ -59,11 +59,11 @@ _BLIND = "torch.", __name__.partition(".core.")[0]
 
 
 @dataclass
-class Viewer:
+class FullParams:
     """Shows weights and gradients between two passes, and hides them from a pass."""
 
     params: Mapping[str, nn.Parameter]
-    residence: Residence
+    store: ParamStore
     ranks: Ranks
     now: Callable[[], tuple[Plan, Pager, Gradients]]
     """The plan, and what runs it."""
@@ -127,13 +127,13 @@ class Viewer:
         self.hide()
         if self._outermost in (None, module):
             self._outermost = module
-            self.residence.verify()
+            self.store.verify()
 
     def left(self, module: nn.Module) -> None:
         """A forward has ended."""
         if module is self._outermost:
             self._outermost = None
-            self.residence.remember()
+            self.store.remember()
             self.show_again()
 
     def before_backward(self) -> None:
@@ -151,7 +151,7 @@ class Viewer:
         if self.closed or self._shown is not None:
             return
         own = {id(param) for param in module.parameters(recurse=False)}
-        on_host = self.residence.on_host.values()
+        on_host = self.store.on_host.values()
         kept = {spec.name for chunk in on_host for spec in chunk.tensors}
         for name, param in self.params.items():
             if id(param) in own and name in kept:
@@ -182,9 +182,9 @@ class Viewer:
             self.settle()
             if plan.shards > 1:
                 # what stays on the device is gathered by all ranks or by none
-                shown |= self.residence.on_host.keys()
+                shown |= self.store.on_host.keys()
         self._shown, self.takes = shown, together
-        self.residence.show(shown, own=together)
+        self.store.show(shown, own=together)
         if together:
             for gradient in gradients.shown:
                 gradient.show()
@@ -197,7 +197,7 @@ class Viewer:
             self.ranks.node_sum(torch.zeros(1))
             for gradient in gradients.shown:
                 gradient.keep_replaced()
-        self.residence.hide(shown, takes)
+        self.store.hide(shown, takes)
         if takes:
             # a stand-in is where its parameter is
             for gradient in gradients.shown:
@@ -207,26 +207,26 @@ class Viewer:
             pager.forget_all()
 
     def _after_backward(self) -> None:
-        self.residence.remember()
+        self.store.remember()
         self.show_again()
 
 
 class ShowingOptimizer(torch.optim.Optimizer):
     """Put in front of an optimizer's class: hooks of its steps are shown all there is."""
 
-    viewer: ClassVar[Viewer]
+    full_params: ClassVar[FullParams]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         # a scheduler asks for it
         self._opt_called = True
-        with self.viewer.for_hooks(self):
+        with self.full_params.for_hooks(self):
             return super().step(*args, **kwargs)
 
     # neither torch nor its schedulers are to wrap this one
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def show_to_hooks(optimizer: torch.optim.Optimizer, viewer: Viewer) -> None:
+def show_to_hooks(optimizer: torch.optim.Optimizer, full_params: FullParams) -> None:
     """Put `ShowingOptimizer` in front of the class of an optimizer.
 
     Raises:
@@ -241,7 +241,7 @@ def show_to_hooks(optimizer: torch.optim.Optimizer, viewer: Viewer) -> None:
         )
     kind = type(optimizer)
     bases = ShowingOptimizer, kind
-    optimizer.__class__ = type(kind.__name__, bases, {"viewer": viewer})
+    optimizer.__class__ = type(kind.__name__, bases, {"viewer": full_params})
 
 
 def _looks(hook: Any) -> bool:

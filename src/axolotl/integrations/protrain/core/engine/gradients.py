@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..types import IN_FLIGHT, SUM_PIECE_BYTES, Counters
+from ..types import GRAD_PIECE_BYTES, IN_FLIGHT, Counters
 from .device import Device, Event
 from .hooks import Removable
 from .host_chunks import HostChunk
-from .host_tensors import GradientSums
-from .offloaded_grad import ShownGradients
+from .host_tensors import MainGrads
+from .offloaded_grad import GradPlaceholders
 from .staging import Source, Staging
 
 
@@ -57,18 +57,18 @@ class Gradients:
     ) -> None:
         self.arrives: Callable[[int], None] = lambda chunk: None
         """Called before a gradient of a chunk is there, or the sum so far is fetched."""
-        self.shown: list[ShownGradients] = []
+        self.shown: list[GradPlaceholders] = []
         self._device, self._staging = device, staging
         self._counters = counters or Counters()
-        self._expected: list[GradientSums] = []
-        self._of_block: dict[int | None, list[GradientSums]] = {}
+        self._expected: list[MainGrads] = []
+        self._of_block: dict[int | None, list[MainGrads]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._synchronises = True
 
     def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
         """Hook every parameter of the chunks, whose state is on the host."""
         for host in chunks:
-            self._expect(host.sums)
+            self._expect(host.main_grads)
         return [handle for host in chunks for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
@@ -83,8 +83,8 @@ class Gradients:
     def left(self, block: int) -> None:
         """Backward has come past a block, and the next one's window is open."""
         # what has not arrived of it never will
-        for sums in self._of_block.get(block, ()):
-            self._send(sums)
+        for main_grads in self._of_block.get(block, ()):
+            self._send(main_grads)
         self._ahead(block - 2)
 
     def retire(self) -> None:
@@ -98,23 +98,23 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget what has not been sent; return once nothing is on its way."""
-        for sums in self._expected:
-            sums.arrived.clear()
+        for main_grads in self._expected:
+            main_grads.arrived.clear()
         self._settle_own()
 
     def close(self) -> None:
         """Release gradients and memory; no copy may be in flight."""
         self._in_flight.clear()
-        for sums in self._expected:
-            sums.arrived.clear()
+        for main_grads in self._expected:
+            main_grads.arrived.clear()
 
     def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
         """A gradient of a micro-batch is there."""
-        self._add(host.sums, index, gradient)
+        self._add(host.main_grads, index, gradient)
 
     def _drop(self, host: HostChunk, index: int) -> None:
         """Forget the sum of a parameter so far, if there is one."""
-        self._forget(host.sums, index)
+        self._forget(host.main_grads, index)
 
     def _hook(self, host: HostChunk) -> list[Removable]:
         """Take each gradient of a chunk as soon as autograd has accumulated it.
@@ -122,7 +122,7 @@ class Gradients:
         If the parameter has none before, somebody set it to None, and the sum is dropped;
         if somebody set it to a tensor, that replaces what is on its way.
         """
-        shown = ShownGradients(host)
+        shown = GradPlaceholders(host)
         self.shown.append(shown)
         for spec, param in zip(host.chunk.tensors, host.params, strict=True):
             if param._post_accumulate_grad_hooks:
@@ -161,15 +161,15 @@ class Gradients:
         )
         return [*own, *taking]
 
-    def _expect(self, sums: GradientSums) -> None:
+    def _expect(self, main_grads: MainGrads) -> None:
         """Gradients of a chunk will come."""
-        self._expected.append(sums)
-        self._of_block.setdefault(sums.chunk.block, []).append(sums)
+        self._expected.append(main_grads)
+        self._of_block.setdefault(main_grads.chunk.block, []).append(main_grads)
 
     def _send_all(self) -> None:
         """Send what has arrived: parameters the loss does not depend on never do."""
-        for sums in self._expected:
-            self._send(sums)
+        for main_grads in self._expected:
+            self._send(main_grads)
 
     def _settle_own(self) -> None:
         """Return once what this rank has is on its host."""
@@ -177,35 +177,35 @@ class Gradients:
         while self._in_flight:
             self._retire()
 
-    def _add(self, sums: GradientSums, index: int, gradient: Tensor) -> None:
-        if index in sums.arrived:
+    def _add(self, main_grads: MainGrads, index: int, gradient: Tensor) -> None:
+        if index in main_grads.arrived:
             # the next micro-batch: sums keep the order of the plain run
-            self._send(sums)
-        gradient = self._added(sums, index, gradient)
-        sums.norms.pop(index, None)
+            self._send(main_grads)
+        gradient = self._added(main_grads, index, gradient)
+        main_grads.norms.pop(index, None)
         if self._synchronises:
-            sums.norms[index] = sums.norm(gradient)
+            main_grads.norms[index] = main_grads.norm(gradient)
         self._device.writes((gradient,), self._device.compute)
-        sums.arrived[index] = gradient
-        if len(sums.arrived) == len(sums.chunk.tensors):
-            self._send(sums)
+        main_grads.arrived[index] = gradient
+        if len(main_grads.arrived) == len(main_grads.chunk.tensors):
+            self._send(main_grads)
 
-    def _forget(self, sums: GradientSums, index: int) -> None:
-        if index in sums.present or index in sums.arrived:
+    def _forget(self, main_grads: MainGrads, index: int) -> None:
+        if index in main_grads.present or index in main_grads.arrived:
             self._settle_own()
-            sums.present.discard(index)
+            main_grads.present.discard(index)
 
-    def _added(self, sums: GradientSums, index: int, gradient: Tensor) -> Tensor:
+    def _added(self, main_grads: MainGrads, index: int, gradient: Tensor) -> Tensor:
         """A gradient with the sum so far, in the dtype of that, which is spent then."""
-        gradient = gradient.to(sums[index].dtype)
-        if index not in sums.present:
+        gradient = gradient.to(main_grads[index].dtype)
+        if index not in main_grads.present:
             return gradient
         # on the host it is old from now on
-        sums.present.discard(index)
+        main_grads.present.discard(index)
         compute = self._device.compute
-        if sums.chunk.block is not None:
-            (memory,) = self._staging.take(_key(sums), [_source(sums)])
-            own = sums.within(memory, index)
+        if main_grads.chunk.block is not None:
+            (memory,) = self._staging.take(_key(main_grads), [_source(main_grads)])
+            own = main_grads.within(memory, index)
             gradient.add_(own)
             self._device.reads((own,), compute)
             self._device.writes((gradient,), compute)
@@ -213,18 +213,18 @@ class Gradients:
         flat = gradient.contiguous().view(-1)
         for piece in flat.split(self._piece_bytes() // flat.element_size()):
             first = (piece.data_ptr() - flat.data_ptr(), piece.nbytes)
-            where = sums.memory[first[0] : sum(first)]
-            key = *_key(sums), first[0]
-            (memory,) = self._staging.take(key, [Source(where, sums.sent)])
+            where = main_grads.memory[first[0] : sum(first)]
+            key = *_key(main_grads), first[0]
+            (memory,) = self._staging.take(key, [Source(where, main_grads.sent)])
             piece.add_(memory.view(piece.dtype))
             self._device.reads((memory,), compute)
             self._staging.give_back(key)
         self._device.writes((flat,), compute)
         return flat.view(gradient.shape)
 
-    def _let_go(self, sums: GradientSums) -> None:
+    def _let_go(self, main_grads: MainGrads) -> None:
         """What has come back of a chunk has been used."""
-        fetched = self._staging.give_back(_key(sums))
+        fetched = self._staging.give_back(_key(main_grads))
         if fetched is not None:
             # it has read what is overwritten next
             self._device.offload.wait(fetched)
@@ -233,37 +233,37 @@ class Gradients:
         """In what sums outside of blocks come back: what the staging has for blocks."""
         every = self._expected
         of_blocks = [s.memory.numel() for s in every if s.chunk.block is not None]
-        return max(of_blocks, default=SUM_PIECE_BYTES)
+        return max(of_blocks, default=GRAD_PIECE_BYTES)
 
-    def _send(self, sums: GradientSums) -> None:
-        self._let_go(sums)
-        gradients, sums.arrived = sums.arrived, {}
+    def _send(self, main_grads: MainGrads) -> None:
+        self._let_go(main_grads)
+        gradients, main_grads.arrived = main_grads.arrived, {}
         if not gradients:
             return
         self._make_room()
         stream = self._device.offload
         stream.wait(self._device.compute.record())
         for index, gradient in gradients.items():
-            stream.copy(sums[index], gradient)
-            sums.present.add(index)
+            stream.copy(main_grads[index], gradient)
+            main_grads.present.add(index)
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
-        self._leaves(sums, list(gradients.values()))
+        self._leaves(main_grads, list(gradients.values()))
 
     def _ahead(self, block: int) -> None:
-        for sums in self._of_block.get(block, ()):
-            if sums.present:
-                self.arrives(sums.chunk.index)
-                self._staging.fetch(_key(sums), [_source(sums)])
+        for main_grads in self._of_block.get(block, ()):
+            if main_grads.present:
+                self.arrives(main_grads.chunk.index)
+                self._staging.fetch(_key(main_grads), [_source(main_grads)])
 
     def _make_room(self) -> None:
         """Return once another chunk may be on its way."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
 
-    def _leaves(self, sums: GradientSums, gradients: list[Tensor]) -> None:
+    def _leaves(self, main_grads: MainGrads, gradients: list[Tensor]) -> None:
         """What is held until the copies into sums, queued now, have ended."""
-        sums.sent = self._device.offload.record()
-        self._in_flight.append((sums.sent, gradients))
+        main_grads.sent = self._device.offload.record()
+        self._in_flight.append((main_grads.sent, gradients))
         self.retire()
 
     def _retire(self) -> None:
@@ -282,9 +282,9 @@ def _accumulates(param: Tensor) -> bool:
         return False
 
 
-def _key(sums: GradientSums) -> tuple[str, int]:
-    return "sum", sums.chunk.index
+def _key(main_grads: MainGrads) -> tuple[str, int]:
+    return "sum", main_grads.chunk.index
 
 
-def _source(sums: GradientSums) -> Source:
-    return Source(sums.memory, sums.sent)
+def _source(main_grads: MainGrads) -> Source:
+    return Source(main_grads.memory, main_grads.sent)

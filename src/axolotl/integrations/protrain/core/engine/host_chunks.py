@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..types import Chunk
-from .host_tensors import GradientSums, HostMemory, HostTensors
+from .host_tensors import HostMemory, HostTensors, MainGrads
 from .masters import Masters
 
 MASTER_KEY = "master"
@@ -40,7 +40,7 @@ class HostChunk:
         shared: Several ranks write here.
     """
 
-    earlier: GradientSums | None = None
+    earlier: MainGrads | None = None
 
     def __init__(
         self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
@@ -51,7 +51,7 @@ class HostChunk:
         self.owners = memory.spans[chunk.index]
         self.span = self.owners[ranks.local_rank]
         self.weights = HostTensors(chunk, memory.weights, self.span)
-        self.sums = GradientSums(chunk, memory.gradients, memory, self.span)
+        self.main_grads = MainGrads(chunk, memory.gradients, memory, self.span)
         self.masters = Masters(chunk, memory, self.weights, self.span)
 
     def main_dtype(self, index: int) -> torch.dtype:
@@ -62,8 +62,8 @@ class HostChunk:
     @property
     def waiting(self) -> set[int]:
         """Parameters with a gradient that an update will read."""
-        if self.sums.present or self.earlier is None:
-            return self.sums.present
+        if self.main_grads.present or self.earlier is None:
+            return self.main_grads.present
         return self.earlier.present
 
     def total(self, index: int) -> Tensor:
@@ -71,7 +71,7 @@ class HostChunk:
         rank may be writing it. One of several ranks gets a copy."""
         if self.earlier is not None and index in self.earlier.present:
             return self.earlier[index]
-        total = self.sums[index]
+        total = self.main_grads[index]
         return total.clone() if self.shared else total
 
     def replace(self, index: int, gradient: Tensor) -> None:
@@ -79,6 +79,6 @@ class HostChunk:
         if self.earlier is not None and index in self.earlier.present:
             self.earlier.replace(index, gradient)
             return
-        self.sums.norms.pop(index, None)
+        self.main_grads.norms.pop(index, None)
         if index in self.span:
-            self.sums.replace(index, gradient)
+            self.main_grads.replace(index, gradient)

@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -21,8 +22,10 @@ from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
 from .ranks import Alone, Ranks
 
+_COPIERS = 4
 
-class Arena:
+
+class HostPool:
     """Anonymous mappings of exactly the bytes asked for.
 
     Pages are committed when they are first written, so filling it chunk by chunk
@@ -105,12 +108,12 @@ class Arena:
         )
         return flat.view(spec.shape)
 
-    def copy_on_write(self) -> Arena:
+    def copy_on_write(self) -> HostPool:
         """The same bytes, as far as this rank does not write others over them; itself
         where that makes no difference."""
         if not self._files:
             return self
-        own = Arena(ranks=self._ranks, shards=self._shards)
+        own = HostPool(ranks=self._ranks, shards=self._shards)
         maps = {
             memory: mmap.mmap(file, len(memory), flags=mmap.MAP_PRIVATE)
             for memory, file in self._files.items()
@@ -126,6 +129,17 @@ class Arena:
         # a set: the chunks of one call share a mapping
         for memory in {memory for memory, *_ in self._places.values()}:
             memory.madvise(mmap.MADV_DONTNEED)
+
+
+def copy_together(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy host tensors, (target, source), by several threads: the system clears a new
+    page, or reads one of a file, for the thread that touches it first."""
+    with ThreadPoolExecutor(_COPIERS) as pool:
+        copies = [
+            pool.submit(target.copy_, source.detach()) for target, source in pairs
+        ]
+        for copy in copies:
+            copy.result()
 
 
 def host_buffer(nbytes: int) -> Tensor:

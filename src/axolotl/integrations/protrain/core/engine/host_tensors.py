@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layout import main_chunk, rest_chunk, span_bytes, spans
 from ..types import Chunk
 from .device import Device, Event
-from .host_pool import Arena
+from .host_pool import HostPool
 from .ranks import Alone, Ranks
 
 
@@ -20,26 +20,29 @@ class HostMemory:
     """What trainable chunks take on the host beside their weights, which the arena has.
 
     The `ranks` of a node share it. With `masters` 16-bit weights have fp32 masters, and
-    with `sums_fp32` their gradients add up in fp32.
+    with `main_grads_fp32` their gradients add up in fp32.
     """
 
-    weights: Arena
+    weights: HostPool
     device: Device
     ranks: Ranks = field(default_factory=Alone)
     masters: bool = False
-    sums_fp32: bool = False
+    main_grads_fp32: bool = False
     spans: dict[int, tuple[range, ...]] = field(default_factory=dict)
     """For each chunk what each rank of the node updates."""
 
     def __post_init__(self) -> None:
-        self.rests, self.gradients = Arena(ranks=self.ranks), Arena(ranks=self.ranks)
+        self.rests, self.gradients = (
+            HostPool(ranks=self.ranks),
+            HostPool(ranks=self.ranks),
+        )
 
     def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Take memory for further chunks; returns what has to be page-locked."""
         every = spans(chunks, self.ranks.world.local_size)
         self.spans.update((c.index, own) for c, own in zip(chunks, every, strict=True))
         rests = [rest_chunk(chunk, self.masters) for chunk in chunks]
-        summed = [main_chunk(chunk, self.sums_fp32) for chunk in chunks]
+        summed = [main_chunk(chunk, self.main_grads_fp32) for chunk in chunks]
         regions = self.rests.add(rests), self.gradients.add(summed)
         return [region for region in regions if region is not None]
 
@@ -56,18 +59,18 @@ class HostTensors:
         memory: uint8, these bytes.
     """
 
-    def __init__(self, laid: Chunk, arena: Arena, span: range) -> None:
+    def __init__(self, laid: Chunk, pool: HostPool, span: range) -> None:
         self._laid = laid
         # on storages of their own, that live as long as copies of them
         self._tensors = {
-            number: arena.tensor(laid.index, spec)
+            number: pool.tensor(laid.index, spec)
             for number, spec in enumerate(laid.tensors)
             if spec.numel
         }
         self.within_chunk = span_bytes(laid, span)
         self.memory = torch.empty(0, dtype=torch.uint8)
         if laid.nbytes:
-            self.memory = arena.chunk(laid.index)[self.within_chunk]
+            self.memory = pool.chunk(laid.index)[self.within_chunk]
 
     def __getitem__(self, index: int) -> Tensor:
         """That of a parameter, which any rank may update."""
@@ -80,7 +83,7 @@ class HostTensors:
         return buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
-class GradientSums(HostTensors):
+class MainGrads(HostTensors):
     """Gradients of a whole chunk on the host, until the update or the next addition.
 
     Args:
@@ -98,9 +101,9 @@ class GradientSums(HostTensors):
     """
 
     def __init__(
-        self, chunk: Chunk, arena: Arena, memory: HostMemory, span: range
+        self, chunk: Chunk, pool: HostPool, memory: HostMemory, span: range
     ) -> None:
-        super().__init__(main_chunk(chunk, memory.sums_fp32), arena, span)
+        super().__init__(main_chunk(chunk, memory.main_grads_fp32), pool, span)
         self.chunk = chunk
         self.present: set[int] = set()
         self.arrived: dict[int, Tensor] = {}

@@ -48,12 +48,12 @@ class LaneClock:
     def __init__(self, moment: Callable[[], Any]) -> None:
         self._moment = moment
         self._begun_s, self._begun = time.perf_counter(), moment()
-        self._noted: list[tuple[str, Any, Any]] = []
+        self._recorded: list[tuple[str, Any, Any]] = []
         self._phases: list[tuple[str, Any]] = []
 
     def note(self, lane: str, begin: Any, end: Any) -> None:
         """A lane works between two moments."""
-        self._noted.append((lane, begin, end))
+        self._recorded.append((lane, begin, end))
 
     def phase(self, name: str) -> None:
         """Compute begins with this, unless it is in the middle of it."""
@@ -68,7 +68,7 @@ class LaneClock:
             between = self._seconds(begin), self._seconds(until)
             spans[COMPUTE].append(Span(*between, what))
         busy_s = {COMPUTE: step_s - stalled_s}
-        for lane, *moments in self._noted:
+        for lane, *moments in self._recorded:
             begin_s, end_s = map(self._seconds, moments)
             busy_s[lane] = busy_s.get(lane, 0.0) + end_s - begin_s
             shown = spans[lane]

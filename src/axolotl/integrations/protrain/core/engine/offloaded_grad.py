@@ -19,7 +19,7 @@ from ..layout.tensors import tensors_in
 from .host_chunks import HostChunk
 
 
-class StandIn(Tensor):
+class OffloadedGrad(Tensor):
     """Is the `.grad` of a parameter whose gradient is on the host: not None, no bytes.
 
     Raises:
@@ -33,7 +33,7 @@ class StandIn(Tensor):
     """That gradient."""
 
     @staticmethod
-    def __new__(cls, name: str, param: Tensor) -> StandIn:
+    def __new__(cls, name: str, param: Tensor) -> OffloadedGrad:
         made = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device
         )
@@ -41,7 +41,7 @@ class StandIn(Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"StandIn({self.parameter_name!r})"
+        return f"OffloadedGrad({self.parameter_name!r})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -65,40 +65,42 @@ class StandIn(Tensor):
         )
 
 
-class ShownGradients:
-    """The `.grad` of a chunk's parameters: stand-ins, or for a while the gradients.
+class GradPlaceholders:
+    """The `.grad` of a chunk's parameters: placeholders, or for a while the gradients.
 
     A parameter without a gradient has None, as without paging; who sets `.grad` to None
     or to a tensor is taken at their word.
 
     Attributes:
-        stand_ins: One for each parameter.
+        placeholders: One for each parameter.
     """
 
     def __init__(self, host: HostChunk) -> None:
         self.host = host
-        self.stand_ins = [
-            StandIn(spec.name, param)
+        self.placeholders = [
+            OffloadedGrad(spec.name, param)
             for spec, param in zip(host.chunk.tensors, host.params, strict=True)
         ]
         self._spent: set[int] = set()
         self._shown: dict[int, Tensor] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
 
-    def stand_in(self) -> None:
+    def placeholder(self) -> None:
         """All ranks have agreed on which parameters have a gradient."""
-        for index in self.host.sums.present:
+        for index in self.host.main_grads.present:
             if self.host.params[index].grad is None:
                 self._spent.discard(index)
                 self.put(index)
 
     def put(self, index: int) -> None:
-        """Let the `.grad` of a parameter be its stand-in."""
+        """Let the `.grad` of a parameter be its placeholder."""
         param = self.host.params[index]
-        if self.stand_ins[index].device != param.device:
+        if self.placeholders[index].device != param.device:
             # torch takes no other; a shown parameter may be on the host
-            self.stand_ins[index] = StandIn(self.stand_ins[index].parameter_name, param)
-        param.grad = self.stand_ins[index]
+            self.placeholders[index] = OffloadedGrad(
+                self.placeholders[index].parameter_name, param
+            )
+        param.grad = self.placeholders[index]
 
     def make_room(
         self,
@@ -108,9 +110,9 @@ class ShownGradients:
         is_last: bool,
     ) -> None:
         """Let `.grad` be None, or autograd would add to what stands there; where hooks
-        of others come before it does, a stand-in that takes what is added."""
+        of others come before it does, a placeholder that takes what is added."""
         param = self.host.params[index]
-        if param.grad is not self.stand_ins[index]:
+        if param.grad is not self.placeholders[index]:
             if param.grad is not None:
                 settle()
             self.hide_one(index)
@@ -120,14 +122,14 @@ class ShownGradients:
         if param.grad is None or is_last:
             param.grad = None
         else:
-            self.stand_ins[index].awaited_by = torch._C._current_graph_task_id()
+            self.placeholders[index].awaited_by = torch._C._current_graph_task_id()
 
     def arrived(self, index: int) -> Tensor | None:
         """The gradient that autograd has made."""
-        gradient, stand_in = self.host.params[index].grad, self.stand_ins[index]
-        if gradient is stand_in:
-            gradient, stand_in.arrived = stand_in.arrived, None
-            stand_in.awaited_by = -1
+        gradient, placeholder = self.host.params[index].grad, self.placeholders[index]
+        if gradient is placeholder:
+            gradient, placeholder.arrived = placeholder.arrived, None
+            placeholder.awaited_by = -1
         self.put(index)
         return gradient
 
@@ -135,12 +137,12 @@ class ShownGradients:
         """Take over what `.grad` was set to, None included; `wait` returns once the last
         update has landed."""
         for index, param in enumerate(self.host.params):
-            if param.grad is not None and param.grad is not self.stand_ins[index]:
+            if param.grad is not None and param.grad is not self.placeholders[index]:
                 # the sum, whose place it takes, is being read
                 wait()
             self.hide_one(index)
             if param.grad is None:
-                self.host.sums.present.discard(index)
+                self.host.main_grads.present.discard(index)
 
     def spend(self) -> None:
         """An update has what there is: on the host it is gone then."""
@@ -153,7 +155,7 @@ class ShownGradients:
         """Raise AccessError if a gradient, still there, is that of the last update."""
         if index in self._spent:
             raise AccessError(
-                f"{self.stand_ins[index].parameter_name}: the gradient of the last "
+                f"{self.placeholders[index].parameter_name}: the gradient of the last "
                 "update is still there, and on the host it is not used twice. Call "
                 "`zero_grad` after each step."
             )
@@ -161,10 +163,10 @@ class ShownGradients:
     def show(self) -> None:
         """Let `.grad` be the gradient, clipped or not, where there is one."""
         for index, param in enumerate(self.host.params):
-            if param.grad is self.stand_ins[index]:
+            if param.grad is self.placeholders[index]:
                 total = self.host.total(index)
                 # it may be changed in place
-                self.host.sums.norms.pop(index, None)
+                self.host.main_grads.norms.pop(index, None)
                 if not self.host.shared:
                     total, self._lent[index] = _lend(total)
                 param.grad = None
@@ -181,7 +183,7 @@ class ShownGradients:
 
     def hide(self) -> None:
         """`hide_one` of all parameters."""
-        for index in range(len(self.stand_ins)):
+        for index in range(len(self.placeholders)):
             self.hide_one(index)
 
     def hide_one(self, index: int) -> None:
@@ -191,9 +193,9 @@ class ShownGradients:
             AccessError: It was set where no update will read it, or somebody keeps a
                 tensor whose memory is that of the next gradient.
         """
-        param, stand_in = self.host.params[index], self.stand_ins[index]
+        param, placeholder = self.host.params[index], self.placeholders[index]
         now, shown = param.grad, self._shown.pop(index, None)
-        if now is stand_in:
+        if now is placeholder:
             return
         if now is not shown or now is None:
             self._spent.discard(index)
@@ -209,7 +211,7 @@ class ShownGradients:
             gc.collect()
             if lent() is not None:
                 raise AccessError(
-                    f"{stand_in.parameter_name}: somebody keeps its gradient, or a view "
+                    f"{placeholder.parameter_name}: somebody keeps its gradient, or a view "
                     "of it, whose memory the next gradient takes. Keep a clone."
                 )
 
@@ -224,10 +226,10 @@ class ShownGradients:
         elif not was_shown:
             if host.shared:
                 raise AccessError(
-                    f"{self.stand_ins[index].parameter_name}: its `.grad` was set where "
+                    f"{self.placeholders[index].parameter_name}: its `.grad` was set where "
                     "the ranks have no gradients. Set it after backward."
                 )
-            host.sums.add(index, now.cpu())
+            host.main_grads.add(index, now.cpu())
 
 
 def _lend(tensor: Tensor) -> tuple[Tensor, weakref.ref[Any]]:

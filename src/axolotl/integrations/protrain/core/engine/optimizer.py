@@ -23,18 +23,18 @@ from ..errors import AccessError, CheckpointError, ConfigError
 from .apply import ChunkUpdate
 from .gradients import Gradients
 from .host_chunks import MASTER_KEY, HostChunk
-from .host_tensors import GradientSums
+from .host_tensors import MainGrads
 from .masters import Masters
 from .pending import PendingUpdates
 from .recorded_step import (
     Clip,
-    Noted,
-    marks,
+    RecordedStep,
+    non_tensor_state,
     require_separable,
     states_of,
     without_hooks,
 )
-from .state import HostedState, Leaf
+from .state import Leaf, OffloadedState
 from .state_memory import StateMemory, unpack
 
 
@@ -90,7 +90,7 @@ class Updates(PendingUpdates):
         new = [host for host in chunks if host.chunk.index not in self._own]
         for host in new:
             params = [host.params[index] for index in host.span]
-            state = HostedState(self.plain, params, where, self._memory)
+            state = OffloadedState(self.plain, params, where, self._memory)
             self._own[host.chunk.index] = ChunkUpdate(self.plain, host, state)
         self._all = [self._own[host.chunk.index] for host in chunks]
         self._places: dict[int, tuple[ChunkUpdate, int]] = {
@@ -137,8 +137,8 @@ class Updates(PendingUpdates):
         norms, here = [], []
         for param in parameters:
             own, index = self._places.get(id(param), (None, 0))
-            if own is not None and index in own.sums.present:
-                norms.append(own.sums.norms[index])
+            if own is not None and index in own.main_grads.present:
+                norms.append(own.main_grads.norms[index])
             elif own is None and param.grad is not None:
                 norms.append(torch.nn.utils.get_total_norm([param.grad]))
                 here.append(param)
@@ -159,7 +159,7 @@ class Updates(PendingUpdates):
         for own in self._all:
             if own.clip is not None:
                 # what the last step has used, while it is still there
-                _clip(own, set(own.used) - own.sums.present, own.clip)
+                _clip(own, set(own.used) - own.main_grads.present, own.clip)
                 own.clip = None
         # what other ranks have scaled is read next
         self._ranks.node_sum(torch.zeros(1))
@@ -168,7 +168,7 @@ class Updates(PendingUpdates):
         """Scale on the host what was to be scaled by the update."""
         if self._clip is not None:
             for own in self._all:
-                _clip(own, own.sums.present, self._clip)
+                _clip(own, own.main_grads.present, self._clip)
             self._clip = None
 
     def _arrives(self, chunk: int) -> None:
@@ -196,13 +196,13 @@ class Updates(PendingUpdates):
         """Nothing is left of the gradients since the last update."""
         self._clip = None
         for own in self._all:
-            own.sums.present.clear()
-            own.sums.norms.clear()
+            own.main_grads.present.clear()
+            own.main_grads.norms.clear()
 
     # steps
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Around the plain step, which must see only what it has to update now."""
         # what is shown would be taken for what somebody has written after it
         self._around.hide()
@@ -211,24 +211,24 @@ class Updates(PendingUpdates):
         stood: list[tuple[nn.Parameter, Tensor]] = []
         self._own_code = True
         try:
-            noted, self._stepped = self._noted(), True
+            recorded, self._stepped = self._recorded(), True
             for own in self._all:
                 params = own.host.params
                 stood.extend((p, p.grad) for p in params if p.grad is not None)
                 for param in params:
                     param.grad = None
                 self._hide_states(params)
-                if own.sums.present:
-                    own.used = tuple(sorted(own.sums.present))
-                    own.sums.present.clear()
-                    own.sums.norms.clear()
-                    own.noted = noted
+                if own.main_grads.present:
+                    own.used = tuple(sorted(own.main_grads.present))
+                    own.main_grads.present.clear()
+                    own.main_grads.norms.clear()
+                    own.recorded = recorded
             yield
         finally:
             self._own_code = False
             self.show_states()
-            for param, stand_in in stood:
-                param.grad = stand_in
+            for param, placeholder in stood:
+                param.grad = placeholder
             for shown in self._gradients.shown:
                 shown.spend()
         self._note()
@@ -245,7 +245,7 @@ class Updates(PendingUpdates):
     def switch(self, method: str) -> None:
         """`train` or `eval` of a schedule-free optimizer, wherever weights are."""
         self.flush()
-        noted = Noted(self.plain, self.kind, method=method)
+        recorded = RecordedStep(self.plain, self.kind, method=method)
         before = [dict(group) for group in self.plain.param_groups]
         moved = self._all if self._stepped else []
         for own in moved:
@@ -259,23 +259,25 @@ class Updates(PendingUpdates):
         if before != [dict(group) for group in self.plain.param_groups]:
             self.settle_gradients()
             for own in moved:
-                own.noted = noted
+                own.recorded = recorded
             self.flush()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Around the load of a state, which lands where the main parameters are then."""
         self.flush()
-        mains = {p: main for own in self._all for p, main in own.mains.items()}
+        master_params = {
+            p: main for own in self._all for p, main in own.master_params.items()
+        }
         try:
-            for main in mains.values():
+            for main in master_params.values():
                 main.data = main.data.cpu()
-            self._exchange(mains)
+            self._exchange(master_params)
             self._own_code = True
             yield
         finally:
             self._own_code = False
-            self._exchange({main: param for param, main in mains.items()})
+            self._exchange({main: param for param, main in master_params.items()})
         self._stepped = True
         self.adopt(self._all)
 
@@ -404,18 +406,18 @@ class Updates(PendingUpdates):
         every = (source.memory for own in self._all for source in own.sources())
         return sum(memory.nbytes for memory in every)
 
-    def _noted(self) -> Noted:
+    def _recorded(self) -> RecordedStep:
         """The step that is being made now."""
         clip, self._clip = self._clip, None
         if not self._on_host:
-            return Noted(self.plain, self.kind, clip)
+            return RecordedStep(self.plain, self.kind, clip)
         if clip is not None:
             clip = clip[0], clip[1].cpu()
         # how a device computes is its affair
         fused = self._device.torch_device.type != "cpu"
         # or None: spares a pass over all gradients
         scaling = clip if _scales(clip) else None
-        return Noted(self.plain, self.kind, scaling, fused=fused)
+        return RecordedStep(self.plain, self.kind, scaling, fused=fused)
 
     def _settle(self) -> None:
         self._gradients.settle()
@@ -424,34 +426,34 @@ class Updates(PendingUpdates):
 
     def _share_norms(self) -> None:
         """Let all ranks know the norm of every gradient; see Note [The norm of all gradients]."""
-        known: list[tuple[GradientSums, int]] = []
+        known: list[tuple[MainGrads, int]] = []
         for own in self._all:
-            sums = own.sums
-            for index in sorted(sums.present):
-                known.append((sums, index))
-                if index in own.params and index not in sums.norms:
+            main_grads = own.main_grads
+            for index in sorted(main_grads.present):
+                known.append((main_grads, index))
+                if index in own.params and index not in main_grads.norms:
                     # somebody has changed it on the host
-                    gradient = sums[index].to(self._device.torch_device)
-                    sums.norms[index] = sums.norm(gradient)
+                    gradient = main_grads[index].to(self._device.torch_device)
+                    main_grads.norms[index] = main_grads.norm(gradient)
         if self._ranks.world.local_size == 1 or not known:
             return
         of_others = torch.zeros(len(known), dtype=torch.float64)
-        for number, (sums, index) in enumerate(known):
-            if index in sums.norms:
-                of_others[number] = sums.norms[index]
-        for norm, (sums, index) in zip(
+        for number, (main_grads, index) in enumerate(known):
+            if index in main_grads.norms:
+                of_others[number] = main_grads.norms[index]
+        for norm, (main_grads, index) in zip(
             self._ranks.node_sum(of_others), known, strict=True
         ):
-            if index not in sums.norms:
-                dtype = sums.norm(sums[index].new_empty(0)).dtype
-                sums.norms[index] = norm.to(self._device.torch_device, dtype)
+            if index not in main_grads.norms:
+                dtype = main_grads.norm(main_grads[index].new_empty(0)).dtype
+                main_grads.norms[index] = norm.to(self._device.torch_device, dtype)
 
     def _drop_others(self, own: ChunkUpdate) -> None:
         """Of weights that other ranks update keep what is no tensor."""
         states = self._states
         for index, param in enumerate(own.host.params):
             if index not in own.params and param in states:
-                states[param] = marks(states.pop(param))
+                states[param] = non_tensor_state(states.pop(param))
                 if not states[param]:
                     del states[param]
 
@@ -479,7 +481,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "optimizer: a closure cannot be called while weights are paged. Call "
                 "`step` without one, after backward."
             )
-        with self.updates.noting():
+        with self.updates.recording():
             # hooks are called around this one: nothing is hidden from them
             return without_hooks(self.updates.kind.step)(self)
 
@@ -522,13 +524,13 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _clip(own: ChunkUpdate, indices: Collection[int], clip: Clip) -> None:
-    sums, holders = own.sums, []
+    main_grads, holders = own.main_grads, []
     for index in indices:
-        sums.norms.pop(index, None)
+        main_grads.norms.pop(index, None)
         if index not in own.params:
             continue
-        holder = sums[index].detach()
-        holder.grad = sums[index]
+        holder = main_grads[index].detach()
+        holder.grad = main_grads[index]
         holders.append(holder)
     torch.nn.utils.clip_grads_with_norm_(holders, *clip)
 

@@ -45,7 +45,7 @@ from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
 from ..types import Chunk, Counters, Layout, Placement, Plan
 from .device import POISON_BYTE, Device, Event, Stream
-from .host_pool import Arena
+from .host_pool import HostPool
 from .ranks import Ranks
 from .slots import Slot, Transport
 from .worker import HostWorker
@@ -285,13 +285,13 @@ class Ring:
         self,
         layout: Layout,
         plan: Plan,
-        arena: Arena,
+        pool: HostPool,
         device: Device,
         poison: bool,
         ranks: Ranks,
     ) -> None:
         self._layout, self._plan = layout, plan
-        self._arena, self._device = arena, device
+        self._pool, self._device = pool, device
         self._poison = poison
         self._sharing = ranks if plan.shards > 1 else None
         self._transport = Transport(device, self._sharing)
@@ -317,7 +317,7 @@ class Ring:
     def buffer_of(self, chunk: Chunk) -> Tensor:
         """What a host-kept chunk's parameters become views of: its slot, or new memory;
         one element of poison where rows alone come."""
-        if self._plan.placements[chunk.index] is Placement.ROWS:
+        if self._plan.placements[chunk.index] is Placement.HOST_LOOKUP:
             element = self._device.allocate(chunk.tensors[0].dtype.itemsize)
             self._device.compute.fill(element, POISON_BYTE)
             return element
@@ -344,7 +344,7 @@ class Ring:
         return kind(
             Schedule(blocks, self._plan.n_buffer),
             self.slots,
-            [self._arena.share(self._layout.chunks[index]) for index in self.numbers],
+            [self._pool.share(self._layout.chunks[index]) for index in self.numbers],
             wait_update=lambda number: worker.wait(paged[number]),
             update_pending=lambda number: worker.pending(paged[number]),
             **around,

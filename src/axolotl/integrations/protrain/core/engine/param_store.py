@@ -46,14 +46,14 @@ from ..layout.tensors import (
 from ..types import Chunk, Counters, TensorSpec
 from .device import Device
 from .hooks import Hook, Removable, StateAccess, attach_state_dict
-from .host_pool import Arena, copy_together, host_buffer, return_freed_memory
+from .host_pool import HostPool, copy_together, host_buffer, return_freed_memory
 from .pager import Ring
 from .ranks import Ranks
 
 _COPIERS, _ROOM_BYTES = 4, 64 << 20
 
 
-class Residence:
+class ParamStore:
     """Moves a model into arena, slots and device, and out again.
 
     Args:
@@ -75,7 +75,7 @@ class Residence:
     def __init__(
         self,
         model: nn.Module,
-        arena: Arena,
+        pool: HostPool,
         device: Device,
         access: StateAccess,
         ranks: Ranks,
@@ -88,7 +88,7 @@ class Residence:
         self._holders = ranks.holders(absent)
         self._model = model
         self._bindings = model_bindings(model)
-        self._arena = arena
+        self._pool = pool
         self._device = device
         self._access = access
         self._counters = counters
@@ -96,7 +96,7 @@ class Residence:
         # where a plan binds what is on the host, and what is known of it then
         self._places: dict[str, Tensor] = {}
         self._known: dict[str, tuple[nn.Parameter, int, int]] = {}
-        self._shown: Arena | None = None
+        self._shown: HostPool | None = None
         self._held: ExitStack | None = None
         self._state_handles: list[Removable] = []
 
@@ -120,7 +120,7 @@ class Residence:
         """Bind host-kept chunks to the arena, so that their buffers may go."""
         for index in chunks:
             for spec in self.on_host[index].tensors:
-                self._bindings[spec.name].bind(self._arena.tensor(index, spec))
+                self._bindings[spec.name].bind(self._pool.tensor(index, spec))
                 # or it would keep the buffer
                 self._places.pop(spec.name, None)
 
@@ -130,7 +130,7 @@ class Residence:
         Nothing may be using or changing them. With `own`, what this rank writes there
         is not seen by others until `hide`.
         """
-        self._shown = self._arena.copy_on_write() if own else self._arena
+        self._shown = self._pool.copy_on_write() if own else self._pool
         for index in chunks:
             for spec in self.on_host[index].tensors:
                 self._bindings[spec.name].bind(self._shown.tensor(index, spec))
@@ -154,7 +154,9 @@ class Residence:
         if wrong:
             raise AccessError(wrong)
 
-    def _take_replaced(self, memory: Arena, shown: Collection[int], takes: bool) -> str:
+    def _take_replaced(
+        self, memory: HostPool, shown: Collection[int], takes: bool
+    ) -> str:
         """Copy tensors that somebody has put in place of parameters; what is wrong."""
         replaced: list[tuple[Tensor, Tensor]] = []
         wrong = ""
@@ -207,9 +209,9 @@ class Residence:
             if isinstance(owner, nn.Parameter):
                 self._known[spec.name] = owner, owner.data_ptr(), owner._version
 
-    def _take_over(self, chunk: Chunk, memory: Arena | None) -> None:
+    def _take_over(self, chunk: Chunk, memory: HostPool | None) -> None:
         """Bring what was written into a chunk, in `memory` or on the device, home."""
-        if memory is self._arena:
+        if memory is self._pool:
             return
         written: dict[str, Tensor] = {}
         for spec in chunk.tensors:
@@ -217,7 +219,7 @@ class Residence:
                 now = self._places[spec.name].cpu()
             else:
                 now = memory.tensor(chunk.index, spec)
-            home = self._arena.tensor(chunk.index, spec)
+            home = self._pool.tensor(chunk.index, spec)
             # not even with equal bytes: that would touch every page
             if not torch.equal(_as_bytes(now), _as_bytes(home)):
                 if spec.is_16_bit:
@@ -289,7 +291,7 @@ class Residence:
 
     def refresh(self, chunk: Chunk, ring: Ring) -> None:
         """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
-        source, compute = self._arena.share(chunk), self._device.compute
+        source, compute = self._pool.share(chunk), self._device.compute
         compute.wait(ring.fetch(compute, self.buffer_of(chunk), source))
         self._counters.fetched_bytes += source.nbytes
 
@@ -307,7 +309,7 @@ class Residence:
             }
             if not own:
                 continue
-            tensors = {n: self._arena.tensor(chunk.index, s) for n, s in own.items()}
+            tensors = {n: self._pool.tensor(chunk.index, s) for n, s in own.items()}
             self._state_handles += [
                 *self._attach_side_state(module, chunk, own.values()),
                 *attach_state_dict(module, chunk, tensors, self._access),
@@ -325,7 +327,7 @@ class Residence:
         """
         prefixes = tuple(f"{spec.name}." for spec in own)
         side = [
-            (self._bindings[spec.name], self._arena.tensor(chunk.index, spec))
+            (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
             for spec in chunk.tensors
             if spec.name.startswith(prefixes) or chunk.rows_bytes
         ]
@@ -395,7 +397,7 @@ class Residence:
             copy_together(
                 [
                     (
-                        self._arena.tensor(chunk.index, spec),
+                        self._pool.tensor(chunk.index, spec),
                         self._bindings[spec.name].tensor,
                     )
                     for number, spec in enumerate(chunk.tensors)

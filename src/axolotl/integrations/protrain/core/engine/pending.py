@@ -40,7 +40,7 @@ from .apply import ChunkUpdate, OnDevice, OnHost
 from .device import Event
 from .host_chunks import HostChunk
 from .host_tensors import HostMemory
-from .recorded_step import marks, states_of
+from .recorded_step import non_tensor_state, states_of
 from .slots import InBuffer
 from .staging import Staging
 from .worker import HostWorker
@@ -109,17 +109,17 @@ class PendingUpdates:
         """A step has been noted."""
         if self._defers:
             self._in_blocks = [
-                own for own in self._all if own.noted and _block(own) >= 0
+                own for own in self._all if own.recorded and _block(own) >= 0
             ]
             self.fetch_ahead(0)
             return
-        waiting = [own for own in self._all if own.noted is not None]
+        waiting = [own for own in self._all if own.recorded is not None]
         # what lies outside of blocks is larger than a buffer, and gets memory of its own
         ahead = deque(
             own
             for own in waiting
             if own.host.chunk.block is not None
-            and own.changes(own.noted)
+            and own.changes(own.recorded)
             and self._around.stays(own.host) is None
         )
         for own in waiting:
@@ -133,7 +133,7 @@ class PendingUpdates:
         # a search: blocks that nobody has used since would be looked at by each later one
         at = bisect_left(every, block, key=_block)
         while at < len(every):
-            if every[at].noted is None:
+            if every[at].recorded is None:
                 del every[at]
             elif self._with_device.fetch(every[at]):
                 at += 1
@@ -142,14 +142,14 @@ class PendingUpdates:
 
     def pending(self, chunk: int) -> bool:
         """Whether the last step of a chunk has not yet reached who uses it."""
-        if self._defers and self._own[chunk].noted is not None:
+        if self._defers and self._own[chunk].recorded is not None:
             return True
         return self._worker.pending(chunk) or self._around.stale(chunk)
 
     def use(self, chunk: int) -> None:
         """A chunk is about to be used: make its noted step."""
         own = self._own.get(chunk)
-        if self._defers and own is not None and own.noted is not None:
+        if self._defers and own is not None and own.recorded is not None:
             self.show_states()
             self._with_device.make(own, self._around.in_use(own.host))
 
@@ -162,7 +162,7 @@ class PendingUpdates:
         # what is noted then no other thread will make
         self._worker.wait(chunk)
         own = self._own[chunk]
-        if own.noted is None:
+        if own.recorded is None:
             return
         if not self._defers:
             self._queue(own)
@@ -195,9 +195,9 @@ class PendingUpdates:
             land = partial(self._with_host.make, own, fetches, self._device.clock)
         else:
             self._worker.wait(index)
-            if own.changes(own.noted):
+            if own.changes(own.recorded):
                 self._with_device.make(own, self._around.stays(own.host))
-            own.noted = None
+            own.recorded = None
             land = partial(_wait, own.left)
         self._worker.submit(partial(self._land, land), changes=index)
 
@@ -209,7 +209,7 @@ class PendingUpdates:
         for param in params:
             if param in self._states:
                 self._hidden[param] = state = self._states[param]
-                self._states[param] = marks(state)
+                self._states[param] = non_tensor_state(state)
 
     def show_states(self) -> None:
         """A step that was being noted no longer hides what it is not to change."""

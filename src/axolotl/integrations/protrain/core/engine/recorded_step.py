@@ -3,7 +3,7 @@
 # Note [The ghost]
 
 Everything of an optimizer but its parameters and their state is in its attributes and
-groups. A `Noted` keeps them by value, as they are when `step` is called: schedulers change
+groups. A `RecordedStep` keeps them by value, as they are when `step` is called: schedulers change
 groups, and some optimizers count in them. The step itself is that of the optimizer's own
 class on an object with these attributes, and groups in which other tensors stand for the
 parameters, at the same positions, by which some optimizers go: the parameters' own may be
@@ -78,7 +78,7 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Noted:
+class RecordedStep:
     """One call of a method, for parameters that come later; see Note [The ghost].
 
     Args:
@@ -108,12 +108,14 @@ class Noted:
         every = [param for params in self._params for param in params]
         self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
         states = states_of(plain)
-        self._marks = {self._absent[p]: marks(states.get(p, {})) for p in every}
+        self._marks = {
+            self._absent[p]: non_tensor_state(states.get(p, {})) for p in every
+        }
 
     def make(
         self,
         plain: torch.optim.Optimizer,
-        mains: Mapping[nn.Parameter, nn.Parameter],
+        master_params: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         """Make it for parameters of `plain`, whose state is there and is renewed.
 
@@ -123,33 +125,33 @@ class Noted:
                 have a gradient are, once it has been clipped.
         """
         if self.clip is not None:
-            used = [main for main in mains.values() if main.grad is not None]
+            used = [main for main in master_params.values() if main.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(used, *self.clip)
         states = states_of(plain)
-        ghost: Any = object.__new__(self._kind)
-        vars(ghost).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
-        known = {m: states[p] for p, m in mains.items() if p in states}
-        ghost.state = defaultdict(dict, {**self._marks, **known})
-        here = {**self._absent, **mains}
-        ghost.param_groups = [
+        clone: Any = object.__new__(self._kind)
+        vars(clone).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
+        known = {m: states[p] for p, m in master_params.items() if p in states}
+        clone.state = defaultdict(dict, {**self._marks, **known})
+        here = {**self._absent, **master_params}
+        clone.param_groups = [
             # by value again: some count in place
-            {**_by_value(noted), "params": [here[param] for param in params]}
-            for noted, params in zip(self._groups, self._params, strict=True)
+            {**_by_value(recorded), "params": [here[param] for param in params]}
+            for recorded, params in zip(self._groups, self._params, strict=True)
         ]
         if self.method == "step" and any(
             base.__module__ == _BITSANDBYTES for base in self._kind.__mro__
         ):
-            _step_of_bitsandbytes(ghost)
+            _step_of_bitsandbytes(clone)
         else:
-            without_hooks(getattr(self._kind, self.method))(ghost)
-        for param, main in mains.items():
-            if main in ghost.state:
-                states[param] = ghost.state[main]
+            without_hooks(getattr(self._kind, self.method))(clone)
+        for param, main in master_params.items():
+            if main in clone.state:
+                states[param] = clone.state[main]
         # further groups may have come since
-        every = zip(self._groups, ghost.param_groups, plain.param_groups, strict=False)
-        for noted, ours, group in every:
-            changed = {k: ours[k] for k, v in noted.items() if ours[k] is not v}
-            group.update((k, v) for k, v in changed.items() if group[k] is noted[k])
+        every = zip(self._groups, clone.param_groups, plain.param_groups, strict=False)
+        for recorded, ours, group in every:
+            changed = {k: ours[k] for k, v in recorded.items() if ours[k] is not v}
+            group.update((k, v) for k, v in changed.items() if group[k] is recorded[k])
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -157,7 +159,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return vars(optimizer)["state"]
 
 
-def marks(state: Mapping[str, Any]) -> dict[str, Any]:
+def non_tensor_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """What neither is nor holds a tensor in the state of a parameter."""
     simple = bool, int, float, str, type(None)
     return {key: value for key, value in state.items() if isinstance(value, simple)}
@@ -176,12 +178,12 @@ def without_hooks(step: Any) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _step_of_bitsandbytes(ghost: Any) -> None:
+def _step_of_bitsandbytes(clone: Any) -> None:
     """Its step without what it waits for after each tensor, and without managed memory."""
-    ghost.is_paged = False
-    for g, group in enumerate(ghost.param_groups):
+    clone.is_paged = False
+    for g, group in enumerate(clone.param_groups):
         for number, param in enumerate(group["params"]):
             if param.grad is not None:
-                if not ghost.state[param]:
-                    ghost.init_state(group, param, g, number)
-                ghost.update_step(group, param, g, number)
+                if not clone.state[param]:
+                    clone.init_state(group, param, g, number)
+                clone.update_step(group, param, g, number)

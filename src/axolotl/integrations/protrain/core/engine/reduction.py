@@ -38,8 +38,8 @@ from ..types import Counters
 from .gradients import Gradients
 from .hooks import Removable
 from .host_chunks import HostChunk
-from .host_pool import Arena
-from .host_tensors import GradientSums, HostMemory
+from .host_pool import HostPool
+from .host_tensors import HostMemory, MainGrads
 from .staging import Staging
 from .worker import HostWorker
 
@@ -70,7 +70,7 @@ class GradientReduction(Gradients):
         self._first_of: dict[int | None, int] = {}
         # which parameters of each had a gradient in this step
         self._used: list[set[int]] = []
-        self._sums_arena = Arena()
+        self._earlier_pool = HostPool()
         self._pinned: Tensor | None = None
         self._due = self._ends = False
         # who is reduced next
@@ -120,10 +120,12 @@ class GradientReduction(Gradients):
         # a parameter that no rank has used keeps its weight, as without paging
         flags = self._ranks.maximum(flags)
         for row, host in zip(flags.tolist(), self._hosts, strict=True):
-            host.sums.present.clear()
-            host.sums.present.update(i for i, was_used in enumerate(row) if was_used)
+            host.main_grads.present.clear()
+            host.main_grads.present.update(
+                i for i, was_used in enumerate(row) if was_used
+            )
         for shown in self.shown:
-            shown.stand_in()
+            shown.placeholder()
 
     def discard(self) -> None:
         self._due = False
@@ -140,7 +142,7 @@ class GradientReduction(Gradients):
     def _forget_all(self) -> None:
         """No gradient is wanted."""
         for host, used in zip(self._hosts, self._used, strict=True):
-            host.sums.arrived.clear()
+            host.main_grads.arrived.clear()
             used.clear()
             if host.earlier is not None:
                 host.earlier.present.clear()
@@ -158,7 +160,7 @@ class GradientReduction(Gradients):
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
-            if self._number[host] < self._next or index in host.sums.arrived:
+            if self._number[host] < self._next or index in host.main_grads.arrived:
                 name = host.chunk.tensors[index].name
                 raise AccessError(
                     f"{name}: a second backward pass in the last micro-batch of a step "
@@ -170,7 +172,7 @@ class GradientReduction(Gradients):
             if host.earlier is not None:
                 gradient = self._added(host.earlier, index, gradient)
             self._device.writes((gradient,), self._device.compute)
-            host.sums.arrived[index] = gradient
+            host.main_grads.arrived[index] = gradient
             return
         if self._pinned is None:
             self._begin_sums()
@@ -183,16 +185,16 @@ class GradientReduction(Gradients):
 
     def _begin_sums(self) -> None:
         """Only runs that accumulate need them."""
-        in_fp32 = self._memory.sums_fp32
+        in_fp32 = self._memory.main_grads_fp32
         summed = [main_chunk(host.chunk, in_fp32) for host in self._hosts]
-        self._pinned = self._sums_arena.add(summed)
+        self._pinned = self._earlier_pool.add(summed)
         assert self._pinned is not None
         self._device.pin(self._pinned)
-        self.host_bytes = self._sums_arena.nbytes
+        self.host_bytes = self._earlier_pool.nbytes
         for host in self._hosts:
             whole = range(len(host.params))
-            given = self._sums_arena, self._memory, whole
-            host.earlier = GradientSums(host.chunk, *given)
+            given = self._earlier_pool, self._memory, whole
+            host.earlier = MainGrads(host.chunk, *given)
             self._expect(host.earlier)
 
     def _launch_until(self, number: int) -> None:
@@ -213,20 +215,20 @@ class GradientReduction(Gradients):
                 average = averages[index]
                 communicate.call(partial(self._ranks.reduce, average, rank), (average,))
                 if index in host.span:
-                    norm = partial(_take_norm, host.sums, index, average)
+                    norm = partial(_take_norm, host.main_grads, index, average)
                     communicate.call(norm, ())
         offload.wait(communicate.record())
         for index in host.span:
-            offload.copy(host.sums[index], averages[index])
+            offload.copy(host.main_grads[index], averages[index])
             self._counters.offloaded_bytes += averages[index].nbytes
-        self._leaves(host.sums, averages)
+        self._leaves(host.main_grads, averages)
 
     def _scaled(self, host: HostChunk, used: set[int]) -> list[Tensor]:
         """This rank's part of the average of each gradient of a chunk."""
-        gradients, earlier = host.sums.arrived, host.earlier
+        gradients, earlier = host.main_grads.arrived, host.earlier
         scaled = []
         for index, param in enumerate(host.params):
-            own, dtype = gradients.pop(index, None), host.sums[index].dtype
+            own, dtype = gradients.pop(index, None), host.main_grads[index].dtype
             if own is not None or (earlier is not None and index in earlier.present):
                 used.add(index)
             if own is None:
@@ -241,5 +243,5 @@ class GradientReduction(Gradients):
         return scaled
 
 
-def _take_norm(sums: GradientSums, index: int, average: Tensor) -> None:
-    sums.norms[index] = sums.norm(average)
+def _take_norm(main_grads: MainGrads, index: int, average: Tensor) -> None:
+    main_grads.norms[index] = main_grads.norm(average)

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 from ..layout import Direction
 from ..layout.tensors import model_bindings
-from ..types import Chunk, Counters, Layout, Placement, Plan, Update, sums_in_fp32
+from ..types import Chunk, Counters, Layout, Placement, Plan, Update, main_grads_in_fp32
 from .compiled import CompiledForward
 from .device import Device
-from .embedding import HostRows
-from .full_params import Viewer, show_to_hooks
+from .embedding import HostEmbedding
+from .full_params import FullParams, show_to_hooks
 from .gradients import Gradients
 from .hooks import (
     AroundCall,
@@ -52,12 +52,12 @@ from .hooks import (
     drop_ended_backward,
 )
 from .host_chunks import HostChunk
-from .host_pool import Arena
+from .host_pool import HostPool
 from .host_tensors import HostMemory
 from .lanes import LaneClock, LaneTimes
 from .optimizer import Updates
 from .pager import Pager, Ring
-from .param_store import Residence
+from .param_store import ParamStore
 from .pending import Surroundings
 from .ranks import Alone, Ranks
 from .recompute import Recompute
@@ -148,20 +148,22 @@ class Session:
         self._worker = HostWorker(device)
         self._staging = Staging(device, self.counters)
         masters = options.fp32_master
-        self.arena = Arena(ranks=ranks, shards=plan.shards, shows=masters)
-        widens = sums_in_fp32(masters, options.accumulates, ranks.world, plan.update)
-        self._memory = HostMemory(self.arena, device, ranks, masters, widens)
-        self._ring = Ring(layout, plan, self.arena, device, options.poison, ranks)
+        self.pool = HostPool(ranks=ranks, shards=plan.shards, shows=masters)
+        widens = main_grads_in_fp32(
+            masters, options.accumulates, ranks.world, plan.update
+        )
+        self._memory = HostMemory(self.pool, device, ranks, masters, widens)
+        self._ring = Ring(layout, plan, self.pool, device, options.poison, ranks)
         access = StateAccess(
             self._before_read,
             self._before_load,
             self._loaded,
-            lambda: self._viewer.takes,
-            lambda module: self._viewer.copying(module),
+            lambda: self._full_params.takes,
+            lambda module: self._full_params.copying(module),
         )
-        self._residence = Residence(
+        self._store = ParamStore(
             model,
-            self.arena,
+            self.pool,
             device,
             access,
             ranks,
@@ -169,9 +171,9 @@ class Session:
             self.counters,
             self._written,
         )
-        self._viewer = Viewer(
+        self._full_params = FullParams(
             self._params,
-            self._residence,
+            self._store,
             ranks,
             # a plan in the middle of a step brings others
             lambda: (self.plan, self._pager, self._gradients),
@@ -184,7 +186,7 @@ class Session:
             self._before_update,
             self._stale.__contains__,
             self._before_step,
-            self._viewer.show_again,
+            self._full_params.show_again,
         )
         on_host = plan.update is Update.HOST
         self._updates = Updates(
@@ -219,7 +221,7 @@ class Session:
         self._optimizer, self._kind = plain, type(plain)
         if self._host_chunks:
             self._updates.wrap(plain, self._host_chunks, self._gradients)
-        show_to_hooks(plain, self._viewer)
+        show_to_hooks(plain, self._full_params)
         return plain
 
     def gathered_state(self) -> AbstractContextManager[None]:
@@ -236,7 +238,7 @@ class Session:
             AccessError: A forward or backward pass runs, or a parameter was replaced by
                 a tensor of another kind.
         """
-        return self._viewer.weights()
+        return self._full_params.weights()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A micro-batch of training begins; several ranks have to say so, and which
@@ -246,10 +248,10 @@ class Session:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """Clip over device and host gradients; None if the plain way sees them all."""
-        self._viewer.hide()
+        self._full_params.hide()
         self._pager.close_any()
         norm = self._updates.clip_grad_norm([*self.model.parameters()], max_norm)
-        self._viewer.show_again()
+        self._full_params.show_again()
         return norm
 
     @property
@@ -279,14 +281,14 @@ class Session:
         # what is noted of a step is of one plan
         self.device.clock = None
         # where a chunk moves, what is shown is not its place
-        self._viewer.hide()
+        self._full_params.hide()
         self.forget_gradients()
         self.settle()
         self.device.synchronize()
         used_bytes = self.device.used_bytes()
         _remove(self._handles)
         self._swap = None
-        self._residence.unload(self.plan.paged)
+        self._store.unload(self.plan.paged)
         for slot in self._ring.slots:
             slot.release()
         self._gradients.close()
@@ -297,7 +299,7 @@ class Session:
         self._placed_bytes += self.device.used_bytes() - used_bytes
         if self._optimizer is not None and self._host_chunks:
             self._updates.take_chunks(self._host_chunks, self._gradients)
-        self._viewer.show_again()
+        self._full_params.show_again()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
@@ -317,7 +319,7 @@ class Session:
         """Make weights that stay on the device current after a host update."""
         for index in sorted(self._stale):
             self._worker.wait(index)
-            self._residence.refresh(self.layout.chunks[index], self._ring)
+            self._store.refresh(self.layout.chunks[index], self._ring)
             self._stale.discard(index)
 
     def settle(self) -> None:
@@ -375,7 +377,7 @@ class Session:
             device_peak_bytes=self.device.peak_bytes(),
             device_placed_bytes=self._placed_bytes,
             device_optimizer_bytes=self.device_optimizer_bytes(),
-            host_arena_bytes=self.arena.nbytes,
+            host_arena_bytes=self.pool.nbytes,
             host_optimizer_bytes=self._host_optimizer_bytes,
             host_swap_bytes=swap.host_bytes if swap is not None else 0,
         )
@@ -388,9 +390,9 @@ class Session:
         """Finish queued work, remove the hooks, give plain host tensors back."""
         if self.closed:
             return
-        self.closed = self._viewer.closed = True
+        self.closed = self._full_params.closed = True
         # other ranks may not come to what all do together
-        self._viewer.takes &= self._ranks.world.size == 1
+        self._full_params.takes &= self._ranks.world.size == 1
         # the last one first: see Note [Closing]
         with ExitStack() as undo:
             for slot in self._ring.slots:
@@ -402,8 +404,8 @@ class Session:
             if self._optimizer is not None:
                 undo.callback(setattr, self._optimizer, "__class__", self._kind)
             undo.callback(self._updates.close)
-            undo.callback(self._residence.detach_state)
-            undo.callback(self._residence.move_out)
+            undo.callback(self._store.detach_state)
+            undo.callback(self._store.move_out)
             undo.callback(_remove, self._handles)
             undo.callback(drop_ended_backward, self.device.torch_device)
             undo.callback(self.device.synchronize)
@@ -412,7 +414,7 @@ class Session:
             undo.callback(self._count_host_optimizer)
             undo.callback(self._worker.close)
             undo.callback(self._updates.flush)
-            undo.callback(self._viewer.hide)
+            undo.callback(self._full_params.hide)
             self._worker.drain()
 
     # opening
@@ -424,14 +426,15 @@ class Session:
         """Move the model to where the plan has it; `before` says where it was."""
         plan, ranks, on_host = self.plan, self._ranks, self._on_host()
         at, was = plan.placements, before.placements if before is not None else ()
-        state = {c.index for c in on_host if at[c.index] is Placement.HOST_STATE}
+        state = {
+            c.index for c in on_host if at[c.index] is Placement.OPTIMIZER_OFFLOADED
+        }
         stay = {index for index in state if was and was[index] is at[index]}
-        new = [chunk for chunk in on_host if chunk.index not in self.arena]
+        new = [chunk for chunk in on_host if chunk.index not in self.pool]
         trained = [chunk for chunk in new if chunk.trainable]
         moving = [chunk for chunk in on_host if chunk.index not in stay]
         self._ring.take(plan)
-        if (memory := self.arena.add(new)) is not None:
-            self.device.near(memory, spread=ranks.world.local_size > 1)
+        self.pool.add(new)
         progress, total = self._options.progress, sum(c.nbytes for c in moving)
         moved = 0
 
@@ -441,18 +444,16 @@ class Session:
             moved += chunk.nbytes
             return self._ring.buffer_of(chunk)
 
-        ranks.together(partial(self._residence.move_in, moving, buffer_of))
+        ranks.together(partial(self._store.move_in, moving, buffer_of))
         if ranks.world.num_nodes > 1:
             # what trains begins everywhere as it does on rank 0, as under DDP
-            ranks.spread([self.arena.chunk(chunk.index) for chunk in trained])
+            ranks.spread([self.pool.chunk(chunk.index) for chunk in trained])
         # not before: pages are committed as chunks move in
         if plan.shards > 1:
-            self.arena.forget_pages()
+            self.pool.forget_pages()
         # of what trains each rank sends whole tensors home; rows are copied once more
         regions = [
-            self.arena.chunk(chunk.index)
-            if chunk.trainable
-            else self.arena.share(chunk)
+            self.pool.chunk(chunk.index) if chunk.trainable else self.pool.share(chunk)
             for chunk in new
             if chunk.trainable or plan.placements[chunk.index] is not _ROWS
         ]
@@ -471,7 +472,7 @@ class Session:
         )
         for chunk in moving:
             if chunk.index in state:
-                self._residence.refresh(chunk, self._ring)
+                self._store.refresh(chunk, self._ring)
 
     def _new_gradients(self) -> Gradients:
         staging, counters = self._staging, self.counters
@@ -505,7 +506,7 @@ class Session:
             # what follows the blocks is often the peak of a step
             settle = blocks[-1].register_forward_hook(Hook(lambda *_: swap.settle()))
             self._handles += [swap, settle]
-        self._pager, viewer = self._new_pager(), self._viewer
+        self._pager, full_params = self._new_pager(), self._full_params
         has_windows = (
             bool(self.plan.paged)
             or any(host.chunk.block is not None for host in self._host_chunks)
@@ -516,8 +517,8 @@ class Session:
             if swap is not None and policy.swaps and not policy.recomputes:
                 self._handles.append(SwapBlock(block, index, swap))
             if has_windows:
-                announced = announce_copies(block, partial(viewer.copying, block))
-                left, ended = self._gradients.left, viewer.show_again
+                announced = announce_copies(block, partial(full_params.copying, block))
+                left, ended = self._gradients.left, full_params.show_again
                 window = Window(block, index, self._pager, left, ended)
                 self._handles += announced, window
             if policy.recomputes:
@@ -529,13 +530,19 @@ class Session:
         looked_up = [i for i, at in enumerate(self.plan.placements) if at is _ROWS]
         if self._handles or looked_up:
             self._handles += attach_entry(
-                self.model, self.layout, self._enter, viewer.left, viewer.copying
+                self.model,
+                self.layout,
+                self._enter,
+                full_params.left,
+                full_params.copying,
             )
         for index in looked_up:
             spec = self.layout.chunks[index].tensors[0]
             owner = self.model.get_submodule(spec.name.rpartition(".")[0])
-            table = self.arena.tensor(index, spec)
-            self._handles.append(HostRows(owner, table, self.device, self.counters))
+            table = self.pool.tensor(index, spec)
+            self._handles.append(
+                HostEmbedding(owner, table, self.device, self.counters)
+            )
         how = self._options.compiled
         if how is not None:
             self._handles += (CompiledForward(block, how) for block in blocks)
@@ -553,11 +560,11 @@ class Session:
         self.device.synchronize()
 
     def _before_backward(self, block: int) -> None:
-        self._viewer.before_backward()
+        self._full_params.before_backward()
         self._gradients.reach(block)
 
     def _before_forward(self) -> None:
-        self._viewer.hide()
+        self._full_params.hide()
         self._updates.finish()
 
     def _opened(self, block: int, direction: Direction) -> None:
@@ -586,16 +593,16 @@ class Session:
     def _on_device(self, host: HostChunk) -> InBuffer:
         """Where this rank updates the weights of a chunk that do not leave the device."""
         weights = host.weights
-        buffer = self._residence.buffer_of(host.chunk)[weights.within_chunk]
+        buffer = self._store.buffer_of(host.chunk)[weights.within_chunk]
         # several ranks refresh them together, before they are used
         alone = self._ranks.world.size == 1
-        refresh = partial(self._residence.refresh, host.chunk, self._ring)
+        refresh = partial(self._store.refresh, host.chunk, self._ring)
         renew = refresh if alone else lambda: None
         return InBuffer(self.device, buffer, weights.memory, renew)
 
     def _enter(self, module: nn.Module) -> None:
         """A forward begins above the blocks; nothing of an earlier one is open."""
-        self._viewer.enter(module)
+        self._full_params.enter(module)
         for handle in self._handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
@@ -613,7 +620,7 @@ class Session:
 
     def _before_step(self) -> None:
         self._begin_phase("update")
-        self._viewer.hide()
+        self._full_params.hide()
         self._pager.close_any()
 
     def _begin_phase(self, name: str) -> None:
@@ -645,12 +652,12 @@ class Session:
 
     def _loaded(self, chunk: Chunk) -> None:
         """A load wrote the host copy of `chunk`, and through its slot views."""
-        self._residence.remember()
+        self._store.remember()
         self._written(chunk)
         self._pager.forget_all()
 
 
-_ROWS = Placement.ROWS
+_ROWS = Placement.HOST_LOOKUP
 
 
 def _block(chunk: Chunk) -> int:

@@ -124,7 +124,7 @@ class Change(NamedTuple):
     copies: list[tuple[Tensor, Tensor]]
 
 
-class HostedState:
+class OffloadedState:
     """The state of parameters, at rest in host memory.
 
     Args:

@@ -84,8 +84,6 @@ class StateMemory:
             region = host_buffer(nbytes)
         if self._locks:
             self._device.pin(region)
-        else:
-            self._device.near(region, spread=True)
         return region
 
     def release(self, region: Tensor) -> None:

@@ -38,7 +38,9 @@ def slot_bytes(
 
 def _paged(layout: Layout, placements: Sequence[Placement]) -> list[Chunk]:
     pairs = zip(layout.chunks, placements, strict=True)
-    return [chunk for chunk, placement in pairs if placement is Placement.PAGED]
+    return [
+        chunk for chunk, placement in pairs if placement is Placement.PARAM_OFFLOADED
+    ]
 
 
 def check_slots(layout: Layout, placements: Sequence[Placement], n_buffer: int) -> None:

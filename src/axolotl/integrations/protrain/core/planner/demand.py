@@ -168,7 +168,7 @@ class Demand:
         looked_up = (
             chunk.rows_bytes
             for chunk, at in zip(layout.chunks, plan.placements, strict=True)
-            if at is Placement.ROWS
+            if at is Placement.HOST_LOOKUP
         )
         self.rows_bytes = sum(looked_up)
         # read and written, by the host, and then copied
@@ -185,7 +185,7 @@ class Demand:
         self.slower = COMMUNICATE if plan.shards > 1 and gathers else "fetch"
         # chunks of each block, by their numbers among the paged ones
         paging = [
-            sum(plan.placements[c] is Placement.PAGED for c in block.chunks)
+            sum(plan.placements[c] is Placement.PARAM_OFFLOADED for c in block.chunks)
             for block in layout.blocks
         ]
         self.bounds = list(pairwise(accumulate(paging, initial=0)))
@@ -220,7 +220,7 @@ class Demand:
                 on_device[at] += chunk.payload_bytes
                 continue
             fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
-            if plan.placements[chunk.index] is Placement.ROWS:
+            if plan.placements[chunk.index] is Placement.HOST_LOOKUP:
                 fetched = 0, 0.0
             number = numbers.get(chunk.index)
             works[at].append(trained_work(chunk, number, trained, hardware, *fetched))

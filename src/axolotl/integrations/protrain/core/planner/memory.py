@@ -310,7 +310,7 @@ class MemoryModel:
             self._gradients.append(made)
         # what sums in fp32 of those of a chunk have more
         self._wider = [
-            chunk.payload_16_bit_bytes if trained.sums_fp32 else 0
+            chunk.payload_16_bit_bytes if trained.main_grads_fp32 else 0
             for chunk in layout.chunks
         ]
         self.activations = lru_cache(maxsize=None)(
@@ -450,7 +450,7 @@ class MemoryModel:
             nbytes = trained.update[chunk.index]
             if chunk.block is None:
                 # weights that are not there come, too
-                weights = chunk.nbytes * (placement is Placement.ROWS)
+                weights = chunk.nbytes * (placement is Placement.HOST_LOOKUP)
                 outside.append(nbytes + trained.operands[chunk.index] + weights)
                 continue
             # the first update makes the state beside the staging, where that of the

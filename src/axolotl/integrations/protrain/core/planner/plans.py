@@ -83,8 +83,8 @@ def place(
     # pageable chunks come first in a layout
     order = spread_order(len(layout.pageable))[:n_persist]
     staying, whole = set(order), set(order[: n_persist - n_host_state])
-    paged, state_on_host = Placement.PAGED, Placement.HOST_STATE
-    resident, rows = Placement.RESIDENT, Placement.ROWS
+    paged, state_on_host = Placement.PARAM_OFFLOADED, Placement.OPTIMIZER_OFFLOADED
+    resident, rows = Placement.RESIDENT, Placement.HOST_LOOKUP
 
     def where(chunk: Chunk) -> Placement:
         if chunk.pageable and chunk.index not in staying:

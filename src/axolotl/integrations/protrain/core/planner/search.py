@@ -116,10 +116,10 @@ class Search:
         outside = [chunk for chunk in layout.chunks if not chunk.pageable]
         self._outside = [Placement.RESIDENT]
         if any(c.rows_bytes and not c.trainable for c in outside):
-            self._outside.append(Placement.ROWS)
+            self._outside.append(Placement.HOST_LOOKUP)
         beside = [c for c in outside if c.trainable]
         if any(c.rows_bytes or not c.has_masters(masters) for c in beside):
-            self._outside.append(Placement.HOST_STATE)
+            self._outside.append(Placement.OPTIMIZER_OFFLOADED)
         self._hosts_state = memory.workload.update is Update.DEVICE and any(
             chunk.trainable and not chunk.has_masters(masters)
             for chunk in layout.pageable
@@ -302,7 +302,7 @@ class Search:
         layout, memory = self._layout, self.memory
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
         placements = place(layout, n_persist, masters, outside, n_host_state)
-        most = min(placements.count(Placement.PAGED), self._most_slots)
+        most = min(placements.count(Placement.PARAM_OFFLOADED), self._most_slots)
         slots = {
             n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
             for n_buffer in range(slot_floor(layout, placements), most + 1)
@@ -370,7 +370,7 @@ class Search:
         """Those of them that have to recompute."""
         pairs = zip(self._layout.chunks, placements, strict=True)
         return self._redone_if_paged & frozenset(
-            chunk.block for chunk, at in pairs if at is Placement.PAGED
+            chunk.block for chunk, at in pairs if at is Placement.PARAM_OFFLOADED
         )
 
     def _fits_host(self, plan: Plan) -> bool:

@@ -20,16 +20,16 @@ from ..layout import (
 )
 from ..layout.shards import PAGE_BYTES
 from ..types import (
+    GRAD_PIECE_BYTES,
     IN_FLIGHT,
     SPLIT_NUMEL,
     STATE_ALIGNMENT_BYTES,
-    SUM_PIECE_BYTES,
     Chunk,
     Layout,
     Placement,
     Update,
     Workload,
-    sums_in_fp32,
+    main_grads_in_fp32,
 )
 
 
@@ -44,7 +44,7 @@ class TrainedBytes:
 
     def __init__(self, layout: Layout, workload: Workload) -> None:
         self.layout, self.workload = layout, workload
-        self.sums_fp32 = sums_in_fp32(
+        self.main_grads_fp32 = main_grads_in_fp32(
             workload.fp32_master,
             workload.accumulation > 1,
             workload.world,
@@ -69,7 +69,7 @@ class TrainedBytes:
     @cached_property
     def sums(self) -> list[Chunk]:
         """Their gradients, laid out as they add up."""
-        return [main_chunk(chunk, self.sums_fp32) for chunk in self.layout.chunks]
+        return [main_chunk(chunk, self.main_grads_fp32) for chunk in self.layout.chunks]
 
     @cached_property
     def state(self) -> list[int]:
@@ -155,7 +155,9 @@ class TrainedBytes:
             whole = w.update_copies * chunk.payload_bytes
             return round(whole + w.update_parameter_copies * single)
         # master by master, with its gradient in fp32 until it is split
-        copies = (not self.sums_fp32) + w.update_copies + w.update_parameter_copies
+        copies = (
+            (not self.main_grads_fp32) + w.update_copies + w.update_parameter_copies
+        )
         return single + max(round(copies * single), min(single, 4 * SPLIT_NUMEL))
 
 
@@ -204,14 +206,14 @@ def state_bytes(
     """Device bytes of the states."""
     # in one pass: a search asks for hundreds
     layout, workload = trained.layout, trained.workload
-    on_device, state_on_host = Placement.RESIDENT, Placement.HOST_STATE
+    on_device, state_on_host = Placement.RESIDENT, Placement.OPTIMIZER_OFFLOADED
     resident = host_state = 0
     trained_bytes = adapters = layout.fixed_trainable_bytes
     fixed = layout.fixed_frozen_bytes
     moments = trained.fixed_state
     leaving: list[Chunk] = []
     for chunk, placement in zip(layout.chunks, placements, strict=True):
-        if placement is Placement.ROWS:
+        if placement is Placement.HOST_LOOKUP:
             # one element stands for all
             fixed += chunk.tensors[0].dtype.itemsize
         elif placement is on_device and chunk.rows_bytes and not chunk.trainable:
@@ -235,7 +237,7 @@ def state_bytes(
     if not largest and workload.accumulation > 1:
         # sums outside blocks come back through buffers of their own then
         whole = max((chunk.payload_bytes for chunk in leaving), default=0)
-        largest = aligned(min(whole, SUM_PIECE_BYTES))
+        largest = aligned(min(whole, GRAD_PIECE_BYTES))
     return StateBytes(
         fixed=fixed,
         adapters=adapters,
