@@ -30,7 +30,7 @@ from axolotl.integrations.protrain.core.planner.emulation import (
 from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.meta import MetaMode, meta_copy
 from axolotl.integrations.protrain.core.planner.operators import launch
-from axolotl.integrations.protrain.core.planner.planner import trace as trace_module
+from axolotl.integrations.protrain.core.planner import trace as trace_module
 from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.planner.repeats import skipping_repeats
 from axolotl.integrations.protrain.core.planner.trace import TracedStep, trace_step
