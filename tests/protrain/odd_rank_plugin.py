@@ -17,7 +17,7 @@ import torch
 from axolotl.integrations.base import BasePlugin
 
 from axolotl.integrations.protrain import planning
-from axolotl.integrations.protrain.core.planner.planner import cache, hardware
+from axolotl.integrations.protrain.core.planner import cache, hardware
 
 
 class OddRank(BasePlugin):
