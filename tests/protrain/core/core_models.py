@@ -216,15 +216,14 @@ def open_session(
     keep: Collection[str] = (),
     fp32_master: bool = False,
     accumulates: bool = True,
-    poison: bool = True,
     device: Device | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
     **plan: Any,
 ) -> Session:
-    """A poisoned session on a checked device, the CPU's unless given; `plan` goes to
+    """A session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
     layout = build_layout(model, keep, rows=rows)
-    options = Options(poison, fp32_master, accumulates)
+    options = Options(fp32_master, accumulates)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 
@@ -249,7 +248,7 @@ def host_weight(session: Session, name: str) -> Tensor:
         for spec in chunk.tensors
         if spec.name == name
     )
-    return session.arena.tensor(chunk.index, spec)
+    return session.pool.tensor(chunk.index, spec)
 
 
 def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:

@@ -182,7 +182,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     shards = ranks.world.local_size if case.mode == "C" else 1
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
-    options = Options(poison=True)
+    options = Options()
     absent = _forget_some(model, ranks) if case.absent else ()
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)
@@ -321,7 +321,7 @@ def _look(
     """Note norms of weights and gradients, and change both; one rank is behind."""
     *_, last = model.parameters()
     behind = dist.get_rank() == dist.get_world_size() - 1
-    with session.weights() if session else nullcontext():
+    with session.full_params() if session else nullcontext():
         for param in model.parameters():
             if param is last and behind:
                 time.sleep(0.05)

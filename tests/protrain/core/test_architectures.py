@@ -52,7 +52,7 @@ def pictured(seed: int = 0, rows: int = 2) -> Batch:
 def session_of(model: nn.Module, n_buffer: int, n_checkpoint: int) -> Session:
     layout = build_layout(model)
     plan = make_plan(layout, 0, n_buffer, 0, n_checkpoint, False)
-    return Session(model, layout, plan, checked(), Options(poison=True))
+    return Session(model, layout, plan, checked(), Options())
 
 
 def losses(

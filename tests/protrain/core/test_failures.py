@@ -387,7 +387,7 @@ class Census:
 def opened(failure: Failure, model: nn.Module, device: FaultyDevice) -> Run:
     layout = build_layout(model)
     plan = make_plan(layout, **failure.plan)
-    session = Session(model, layout, plan, device, Options(poison=True))
+    session = Session(model, layout, plan, device, Options())
     optimizer = session.wrap_optimizer(adamw(model))
     return Run(model, device, session, optimizer, ExitStack())
 

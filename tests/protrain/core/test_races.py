@@ -71,7 +71,7 @@ class Rig:
         self.host, self.back = bytes_of(1), bytes_of(0)
         self.device.pin(self.host)
         self.device.pin(self.back)
-        self.slot = Slot(self.device.allocate(8), self.device, poison=False)
+        self.slot = Slot(self.device.allocate(8), self.device)
         self.slot.fetch(0, self.host)
         self.device.synchronize()
 
@@ -365,7 +365,7 @@ def test_sessions_have_no_race_and_equal_plain(
         knobs.update(resident=(1, 2, 4), inside=HOST_STATE, outside=HOST_STATE)
 
     def run(own: nn.Module, device: Any) -> list[float]:
-        options = Options(poison=True, fp32_master=masters)
+        options = Options(fp32_master=masters)
         session = Session(own, layout, make_plan(layout, **knobs), device, options)
         optimizer = session.wrap_optimizer(adamw(own))
 
@@ -406,7 +406,7 @@ def test_loading_while_weights_are_fetched_ahead() -> None:
         build_layout(model),
         make_plan(build_layout(model), n_buffer=4, recompute=ALL),
         CheckedDevice(DeferredDevice()),
-        Options(poison=True),
+        Options(),
     )
     with closing(session), torch.no_grad():
         other = stack(seed=9)

@@ -501,7 +501,7 @@ def test_every_plan_of_the_search_runs(frozen: bool) -> None:
         plans.add((plan.n_persist, plan.n_buffer, plan.n_checkpoint))
         model = twin(trained.model)
         plan = replace(plan, update=Update.DEVICE)
-        session = Session(model, trained.layout, plan, checked(), Options(True))
+        session = Session(model, trained.layout, plan, checked(), Options())
         optimizer = session.wrap_optimizer(adamw(model))
         assert train(model, optimizer, trained.data, session) == trained.numbers
         assert session.measured().device_peak_bytes <= budget

@@ -144,7 +144,7 @@ def open_session(
 ) -> Session:
     layout = build_layout(model)
     plan = make_plan(layout, 0, n_buffer, 0, n_checkpoint, False)
-    return Session(model, layout, plan, checked(device), Options(poison=True))
+    return Session(model, layout, plan, checked(device), Options())
 
 
 def steps(model: nn.Module, session: Session | None) -> list[float]:
