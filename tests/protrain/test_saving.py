@@ -663,9 +663,7 @@ class Twins:
         layout = build_layout(self.paged)
         n_persist, n_buffer, n_checkpoint = knobs
         plan = make_plan(layout, n_persist, n_buffer, 0, n_checkpoint, False, outside)
-        self.session = Session(
-            self.paged, layout, plan, CpuDevice(), Options()
-        )
+        self.session = Session(self.paged, layout, plan, CpuDevice(), Options())
         self._plain_adamw = adamw(self.plain)
         self._paged_adamw = self.session.wrap_optimizer(adamw(self.paged))
 

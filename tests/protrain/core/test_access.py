@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from core_models import (
     ALL,
     HOST_STATE,
@@ -36,7 +35,7 @@ from torch.optim.optimizer import (
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
-from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
+from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk, HostMemory
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.offloaded_grad import (
     GradPlaceholders,
@@ -601,13 +600,13 @@ def test_a_stand_in_is_where_its_parameter_is() -> None:
     memory.add([chunk])
     shown = GradPlaceholders(HostChunk(chunk, dict(model.named_parameters()), memory))
     for index, (stand_in, param) in enumerate(
-        zip(shown.stand_ins, shown.host.params, strict=True)
+        zip(shown.placeholders, shown.host.params, strict=True)
     ):
-        shown.stand_ins[index] = OffloadedGrad(
+        shown.placeholders[index] = OffloadedGrad(
             stand_in.parameter_name, param.to("meta")
         )
         shown.put(index)
-        assert param.grad is shown.stand_ins[index]
+        assert param.grad is shown.placeholders[index]
 
 
 class Hooks:
@@ -786,7 +785,7 @@ def test_who_looks_at_no_weights_costs_nothing() -> None:
         looks_at_weights = False
 
         def __call__(self, *_: Any) -> None:
-            assert session._viewer._shown is None
+            assert session._step.full_params._shown is None
 
     paged.register_step_pre_hook(Blind())
     paged.register_step_post_hook(Blind())

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
+from axolotl.integrations.protrain.core.engine.pager import Pager
 from simulated import DeferredDevice
 from torch import Tensor
 
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
-from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.staging import Staging

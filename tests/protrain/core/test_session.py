@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from axolotl.integrations.protrain.core.engine.step import Step
 from core_models import (
     ALL,
     HOST_STATE,
@@ -37,6 +36,7 @@ from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.session import Session
+from axolotl.integrations.protrain.core.engine.step import Step
 from axolotl.integrations.protrain.core.errors import AccessError, RaceError
 from axolotl.integrations.protrain.core.layout import (
     Direction,
@@ -297,8 +297,6 @@ def test_the_number_of_fetches_is_the_closed_form() -> None:
         assert measured.fetched_bytes == (
             measured.num_fetches * chunks[0].nbytes
             + steps * sums
-            # what is settled last is updated beside the slots
-            + sums
             + (steps - 1) * state
             + steps * (accumulate - 1) * sums
         )

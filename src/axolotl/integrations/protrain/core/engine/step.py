@@ -157,6 +157,9 @@ class Step:
         self.updates.prefetch(0)
         for chunk in self._outside:
             self._update_in_use(chunk.index)
+            if chunk.index in self.plan.away:
+                # the host looks rows up
+                self.worker.wait(chunk.index)
         # or gradients would stay on the device until backward sends the next ones
         self.gradients.retire()
         self.refresh_stale()
@@ -386,6 +389,12 @@ class Step:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
         chunk = own.host.chunk
         slot = self.slots.slot_of(chunk.index)
+        if slot is None and chunk.index in self.plan.away:
+            event = self.updates.apply(own)
+            if event is not None:
+                # the host looks rows up
+                event.synchronize()
+            return
         buffer = self.store.buffer_of(chunk) if slot is None else slot.buffer
         weights = buffer[own.host.weights.within_chunk]
         try:
@@ -458,7 +467,7 @@ class Step:
         self.worker.wait(chunk.index)
         if self.slots.slot_of(chunk.index) is not None:
             self.slots.begin_update(chunk.index)
-        else:
+        elif chunk.index not in self.plan.away:
             self._stale.add(chunk.index)
         fetched, event = self.device.fetch.record(), None
         on_host = self.updates.on_host
@@ -587,7 +596,7 @@ class Step:
         if not self.updates.own_code:
             self.apply_all()
             self.saved_state.require_gathered()
-            self.saved_state.order()
+            self.saved_state.order_new()
 
     def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
         """Overwrite fp32 masters, and weights with them."""
