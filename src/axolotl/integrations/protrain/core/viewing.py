@@ -14,6 +14,7 @@ settle together at a moment that only one of them has, so then only bytes are sh
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch.optim import optimizer as torch_hooks
 from torch.utils import _python_dispatch
 
 from .errors import AccessError, ConfigError
-from .optim import Gradients
+from .optim import Gradients, kind_of
 from .runtime import Pager, Ranks, Residence
 from .types import Plan
 
@@ -213,6 +214,15 @@ class ShowingOptimizer(torch.optim.Optimizer):
     """Put in front of an optimizer's class: hooks of its steps are shown all there is."""
 
     viewer: ClassVar[Viewer]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # another one of this class is somebody else's, and pages nothing
+        return kind_of(cls)(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # nor does a copy, of whatever kind; pickle takes no other class after `__newobj__`
+        made = copyreg._reconstructor  # type: ignore[attr-defined]
+        return made, (kind_of(self), object, None), self.__getstate__()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         # a scheduler asks for it

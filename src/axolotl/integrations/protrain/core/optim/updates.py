@@ -507,10 +507,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.updates.forget_clip()
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> type:
+def kind_of(optimizer: torch.optim.Optimizer | type) -> type:
     """The class of an optimizer, without what this package puts in front of it."""
     package = __name__.partition(".core.")[0]
-    kinds = type(optimizer).__mro__
+    kinds = (optimizer if isinstance(optimizer, type) else type(optimizer)).__mro__
     return next(kind for kind in kinds if not kind.__module__.startswith(package))
 
 
