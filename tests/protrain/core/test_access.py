@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -903,3 +904,59 @@ def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None
             look_at_block(run, layer)
         runs.append(run.train())
     assert runs[0] == runs[1] and len(runs[0]) > 100
+
+
+def trial_step(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """What the step would give, tried on copies."""
+    own, trial = copy.deepcopy((model, optimizer))
+    trial.step()
+    return [p.norm().item() for p in own.parameters()]
+
+
+def another_of_its_class(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    own = copy.deepcopy(model)
+    trial = type(optimizer)(own.parameters(), lr=0.1)
+    trial.step()
+    trial.zero_grad()
+    return [p.norm().item() for p in own.parameters()]
+
+
+def saved_whole(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    own = pickle.loads(pickle.dumps(optimizer))
+    assert type(own) is torch.optim.AdamW
+    params = [param for group in own.param_groups for param in group["params"]]
+    return [own.state[p]["exp_avg"].norm().item() for p in params if own.state.get(p)]
+
+
+APART = {f.__name__: f for f in (trial_step, another_of_its_class, saved_whole)}
+
+
+@pytest.mark.parametrize("plan", ("paged", "all weights stay", "resident"))
+@pytest.mark.parametrize("act", APART)
+@pytest.mark.parametrize("skips", (False, True))
+def test_another_optimizer_of_this_class_is_a_plain_one(
+    act: str, plan: str, skips: bool
+) -> None:
+    """Whoever has a copy of the run's steps that alone."""
+    runs = []
+    for paged in (True, False):
+        model = stack()
+        how = {"resident": ALL} if plan == "resident" else PLANS[plan]
+        session = open_session(model, **how) if paged else None
+        optimizer = wrapped(session) if session else adamw(model)
+        seen: list[Any] = []
+        for step in range(3):
+            model(batches(1, seed=step)[0]).backward()
+            norm = session.clip_grad_norm(0.5) if session else None
+            if norm is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            with session.full_params() if session else nullcontext():
+                seen.append(APART[act](model, optimizer))
+                if skips:
+                    model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session:
+            session.close()
+        runs.append([*seen, every_norm(model)])
+    assert runs[0] == runs[1]
