@@ -453,12 +453,15 @@ def _foreign_hook(model: nn.Module) -> str:
     return ""
 
 
-def _foreign_loss(trainer: Trainer) -> str:
+def _foreign_loss(trainer: Trainer | None) -> str:
     """Name of what computes the loss, where that is somebody else's, if it is."""
-    acts = trainer.training_step, trainer.compute_loss, trainer.compute_loss_func
+    if trainer is None:
+        return ""
+    acts: list[Any] = [trainer.training_step, trainer.compute_loss]
+    acts.append(trainer.compute_loss_func)
     for kind in type(trainer).__mro__:
         own = vars(kind)
-        acts += own.get("training_step"), own.get("compute_loss")
+        acts += [own.get("training_step"), own.get("compute_loss")]
     names = (_foreign(act) for act in acts if act is not None)
     return next((name for name in names if name), "")
 

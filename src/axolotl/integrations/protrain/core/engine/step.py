@@ -69,7 +69,7 @@ from .apply import ChunkUpdate, Updates
 from .device import Device
 from .full_params import FullParams
 from .gradients import Gradients
-from .hooks import AroundCall, Removable, drop_ended_backward
+from .hooks import AroundCall, Removable, drop_ended_backward, inside_backward
 from .host_chunks import HostChunk, HostMemory
 from .optimizer import SavedState
 from .param_store import ParamStore
@@ -153,7 +153,9 @@ class Step:
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
-        self.slots.end_use()
+        if not self.is_running and not inside_backward():
+            # else it is called inside a block, which goes on to read its weights
+            self.slots.end_use()
         self.updates.prefetch(0)
         for chunk in self._outside:
             self._update_in_use(chunk.index)
@@ -281,9 +283,27 @@ class Step:
             )
         before = self.slots.block
         if before != block:
+            if self.is_running:
+                raise LayoutError(
+                    f"backward comes to block {block} inside the forward of block "
+                    f"{before}, whose weights would leave. Call it between two blocks, "
+                    "or use protrain_force_all_persistent: true."
+                )
             self.before_block(block, Direction.BACKWARD)
             if before is not None:
                 self._backward_left(before)
+
+    @contextmanager
+    def block_inside_backward(self, block: int, stays: bool) -> Iterator[None]:
+        """Around a call of a block inside backward: a recomputation, after which the block
+        `stays` in use, or a call by a hook, whose own block goes on to read its weights."""
+        before = self.slots.block
+        self.before_block(block, Direction.BACKWARD)
+        try:
+            yield
+        finally:
+            if before is not None and not stays:
+                self.before_block(before, Direction.BACKWARD)
 
     def _backward_left(self, block: int) -> None:
         """Backward has come past a block: see Note [The end of a block in backward]."""
@@ -435,7 +455,7 @@ class Step:
 
     def _require_between_passes(self) -> None:
         """End the use of a block that backward came to last; inside of a pass nobody looks."""
-        if self.is_running or torch._C._current_graph_task_id() != -1:
+        if self.is_running or inside_backward():
             raise AccessError(
                 "weights, gradients and optimizer state can be read between two passes "
                 "through the model, not inside of one"
