@@ -35,9 +35,9 @@ from chaos_plugin import (
     STEP,
     STRUCK,
     TRAINERS,
-    UNSEEN,
     WORDS,
 )
+from checked_device import CHECKED
 from fork_server import Fork
 from saving_jobs import (
     MODEL,
@@ -65,12 +65,11 @@ PAGES: dict[str, Any] = {
     **PAGED,
     **overrides(1, 2, 1),
     # as people run it
-    "protrain_check_races": False,
+    CHECKED: False,
 }
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, PAGES),
     "adapter": (LORA, PAGES),
-    "races looked for": ({}, {**PAGES, "protrain_check_races": True}),
     # nothing but itself computes with masters
     "fp32 masters": ({"bf16": True, **PAGES, "protrain_fp32_master": True}, {}),
 }
@@ -287,8 +286,6 @@ def _misbehaviours() -> Iterator[Attack]:
         judge = partial(misbehaves, does=does)
         if does == "raises":
             judge = partial(judge, cause=WORDS)
-        if does == UNSEEN:
-            judge = partial(judge, kind="races looked for", cause="RaceError")
         yield attack(does, judge, "full")
         if does in ADAPTER:
             yield attack(does, partial(judge, kind="adapter"), "adapter")
@@ -560,9 +557,8 @@ A run ends as the plain run does, or with one error that names the cause.
 * `refused`: ends with one error that names the file, the key or the parameter.
 * **fails**: none of these, in one case at least; to be mended.
 
-One thing is not noticed by default: a write through `p.data` outside of the events of
-callbacks and of `trainer.protrain.weights()`, which leaves neither another address nor
-another version behind. With `protrain_check_races: true` it is an error, and so it is here.
+One thing is not noticed: a write through `p.data` outside of the events of callbacks and of
+`trainer.protrain.weights()`, which leaves neither another address nor another version behind.
 """
 
 

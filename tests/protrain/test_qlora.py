@@ -1,7 +1,7 @@
 """QLoRA: a 4-bit base pages like any other, scales included, and trains the same.
 
 Axolotl quantises while it loads. Every cell trains twice, paged and plain, and compares
-losses, gradient norms, rates and adapters bit by bit; freed slots are poisoned.
+losses, gradient norms, rates and adapters bit by bit; slots are filled with NaN bytes before each copy.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from checked_device import CheckedDevice
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
 from axolotl.integrations.protrain.core.types import (
@@ -216,15 +216,14 @@ def open_session(
     keep: Collection[str] = (),
     fp32_master: bool = False,
     accumulates: bool = True,
-    poison: bool = True,
     device: Device | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
     **plan: Any,
 ) -> Session:
-    """A poisoned session on a checked device, the CPU's unless given; `plan` goes to
+    """A session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
     layout = build_layout(model, keep, rows=rows)
-    options = Options(poison, fp32_master, accumulates)
+    options = Options(fp32_master, accumulates)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 

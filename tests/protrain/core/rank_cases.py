@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checked_device import CheckedDevice
 from core_models import (
     ALL,
     HOST_STATE,
@@ -39,7 +40,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.ranks import Ranks
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import AccessError
@@ -182,7 +182,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     shards = ranks.world.local_size if case.mode == "C" else 1
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
-    options = Options(poison=True)
+    options = Options()
     absent = _forget_some(model, ranks) if case.absent else ()
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)

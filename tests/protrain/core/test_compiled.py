@@ -79,7 +79,7 @@ def forgotten() -> Iterator[None]:
 
 def compiled(model: nn.Module, keep: Any = (), how: Any = AOT, **plan: Any) -> Session:
     layout = build_layout(model, keep)
-    options = Options(poison=True, compiled=how)
+    options = Options(compiled=how)
     return Session(model, layout, make_plan(layout, **plan), checked(), options)
 
 

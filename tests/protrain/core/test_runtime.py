@@ -84,7 +84,7 @@ def build(
     ]
     device = checked()
     slots = [
-        Slot(device.allocate(max(sizes[n::num_slots], default=0)), device, poison=True)
+        Slot(device.allocate(max(sizes[n::num_slots], default=0)), device)
         for n in range(num_slots)
     ]
     schedule = Schedule(blocks, num_slots)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checked_device import RaceError
 from core_models import (
     ALL,
     HOST_STATE,
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.session import Session
-from axolotl.integrations.protrain.core.errors import AccessError, RaceError
+from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import (
     Direction,
     aligned,

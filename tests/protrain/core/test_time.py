@@ -294,7 +294,7 @@ def session_of(
     layout = build_layout(model, keep if trained == LORA else ())
     master = options.pop("fp32_master", False)
     plan = make_plan(layout, **options)
-    return Session(model, layout, plan, checked(), Options(True, master, accumulates))
+    return Session(model, layout, plan, checked(), Options(master, accumulates))
 
 
 SESSIONS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,6 @@ from .core.checkpoint import (
     require_space,
 )
 from .core.engine.device import allocator_note, open_device
-from .core.engine.races import CheckedDevice
 from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
 from .core.engine.session import Options, Session
 from .core.errors import CheckpointError, ConfigError, ProTrainError
@@ -224,9 +223,8 @@ class TrainingRun:
             model,
             forecast.layout,
             forecast.plan,
-            CheckedDevice(opened) if args.protrain_check_races else opened,
+            opened,
             Options(
-                poison=args.protrain_check_races,
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
                 compiled=compile_keys(self._cfg),
@@ -370,10 +368,7 @@ class TrainingRun:
             unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
             self.recovery.use_room(unseen_bytes)
         assert self.report is not None
-        if (
-            len(self.report.step_s) == self.report.watched_steps
-            and not self.args.protrain_check_races
-        ):
+        if len(self.report.step_s) == self.report.watched_steps:
             self.session.begin_timing()
         self._started = time.perf_counter()
 
@@ -501,8 +496,7 @@ class TrainingRun:
 
     def _watch(self) -> None:
         assert self.session is not None and self.report is not None
-        watched = len(self.report.step_s) < self.report.watched_steps
-        if watched or self.args.protrain_check_races:
+        if len(self.report.step_s) < self.report.watched_steps:
             self._watching.enter_context(self.session.watch())
 
     def _compare(self, report: RunReport) -> None:

@@ -273,7 +273,6 @@ class Ring:
         plan: Which of them are paged.
         arena: Holds the bytes of those on the host.
         device: Has the slots, once they are taken.
-        poison: Fill a slot with NaN bytes when its chunk leaves.
         ranks: Who trains; under a plan with shards each has one of every chunk.
 
     Attributes:
@@ -287,12 +286,10 @@ class Ring:
         plan: Plan,
         pool: HostPool,
         device: Device,
-        poison: bool,
         ranks: Ranks,
     ) -> None:
         self._layout, self._plan = layout, plan
         self._pool, self._device = pool, device
-        self._poison = poison
         self._sharing = ranks if plan.shards > 1 else None
         self._transport = Transport(device, self._sharing)
         self.numbers: dict[int, int] = {}
@@ -305,8 +302,7 @@ class Ring:
         sizes = slot_bytes(self._layout, plan.placements, plan.n_buffer, plan.shards)
         device = self._device
         self.slots = [
-            Slot(device.allocate(nbytes), device, self._poison, self._transport)
-            for nbytes in sizes
+            Slot(device.allocate(nbytes), device, self._transport) for nbytes in sizes
         ]
 
     def slot_of(self, index: int) -> Slot | None:

@@ -74,8 +74,6 @@ from .worker import HostWorker
 class Options:
     """How to run a plan."""
 
-    poison: bool = False
-    """Fill a slot with NaN bytes when its chunk leaves."""
     fp32_master: bool = False
     """Update 16-bit weights through fp32 masters."""
     accumulates: bool = True
@@ -153,7 +151,7 @@ class Session:
             masters, options.accumulates, ranks.world, plan.update
         )
         self._memory = HostMemory(self.pool, device, ranks, masters, widens)
-        self._ring = Ring(layout, plan, self.pool, device, options.poison, ranks)
+        self._ring = Ring(layout, plan, self.pool, device, ranks)
         access = StateAccess(
             self._before_read,
             self._before_load,

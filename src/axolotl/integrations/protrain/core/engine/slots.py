@@ -22,8 +22,7 @@ loading all go through its five calls:
 * `overwritten` stands for kernels that wrote through the parameters: a last use, too.
 
 What `holds` says is a promise of what the buffer will contain once the copy is through;
-the events are the proof. The first `_last_use` is the fill in the constructor, and where
-poison is asked for each fetch fills the buffer first, on the stream of the copy.
+the events are the proof. The first `_last_use` is the fill in the constructor.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class Slot:
     Args:
         buffer: uint8 device tensor; its address never changes.
         device: Where the copies run.
-        poison: Fill the buffer with NaN bytes when its chunk leaves.
         transport: Brings the chunks; by default copies them whole.
 
     Attributes:
@@ -101,13 +99,11 @@ class Slot:
         self,
         buffer: Tensor,
         device: Device,
-        poison: bool,
         transport: Transport | None = None,
     ) -> None:
         self.buffer = buffer
         self.holds: int | None = None
         self._device = device
-        self._poison = poison
         self._transport = transport or Transport(device)
         self._arrival: Event | None = None
         self._sent: Event | None = None
@@ -121,8 +117,6 @@ class Slot:
         stream.wait(self._last_use)
         if self._sent is not None:
             stream.wait(self._sent)
-        if self._poison:
-            stream.fill(self.buffer, POISON_BYTE)
         self._arrival = self._transport.fetch(stream, self.buffer, source)
         self.holds = chunk
 
