@@ -447,10 +447,6 @@ def _moment(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], 
     return _state(spoil)
 
 
-def _row(value: float) -> Callable[[Path], None]:
-    return _moment(lambda t: t.index_fill_(0, torch.tensor([1]), value))
-
-
 def _another_models(state: dict[str, Any]) -> None:
     for entry in state["state"].values():
         entry.update(exp_avg=torch.zeros(7, 5), exp_avg_sq=torch.zeros(7, 5))
@@ -460,10 +456,7 @@ STATES: dict[str, Callable[[Path], None]] = {
     "moments of another shape": _moment(lambda t: t[:-1]),
     "moments transposed": _moment(lambda t: t.T.contiguous()),
     "moments flat": _moment(torch.flatten),
-    "NaN among moments": _row(float("nan")),
-    "infinity among moments": _row(float("inf")),
     "another model's": _state(_another_models),
-    "no moments": _state(lambda state: state["state"].clear()),
     "no groups": _state(lambda state: state.pop("param_groups")),
     "a list": lambda path: torch.save([1, 2], path),
 }
