@@ -248,7 +248,7 @@ def host_weight(session: Session, name: str) -> Tensor:
         for spec in chunk.tensors
         if spec.name == name
     )
-    return session.arena.tensor(chunk.index, spec)
+    return session.pool.tensor(chunk.index, spec)
 
 
 def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:

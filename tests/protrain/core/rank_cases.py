@@ -321,7 +321,7 @@ def _look(
     """Note norms of weights and gradients, and change both; one rank is behind."""
     *_, last = model.parameters()
     behind = dist.get_rank() == dist.get_world_size() - 1
-    with session.weights() if session else nullcontext():
+    with session.full_params() if session else nullcontext():
         for param in model.parameters():
             if param is last and behind:
                 time.sleep(0.05)

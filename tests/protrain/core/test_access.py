@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from core_models import (
     ALL,
     HOST_STATE,
@@ -37,7 +38,6 @@ from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from axolotl.integrations.protrain.core.engine.offloaded_grad import (
     GradPlaceholders,
     OffloadedGrad,
@@ -232,7 +232,7 @@ def steps(
         if session is None:
             seen.append(acts[moment](model))
             return
-        with session.weights():
+        with session.full_params():
             seen.append(acts[moment](model))
 
     for step in range(2):
@@ -304,7 +304,7 @@ def test_a_master_keeps_its_low_bits_where_nobody_writes(plan: str) -> None:
         optimizer = wrapped(session, lr=1e-4)
         steps(model, optimizer, acts, session)
         up = model.layers[0].up.weight
-        with session.weights():
+        with session.full_params():
             up.data[0] = 3.0
         every = [p for group in optimizer.param_groups for p in group["params"]]
         (number,) = (n for n, param in enumerate(every) if param is up)
@@ -328,7 +328,7 @@ def test_what_is_written_into_a_frozen_base_is_fetched_again() -> None:
     for net in (model, plain):
         with torch.no_grad():
             net(batches(1)[0])
-            with session.weights():
+            with session.full_params():
                 decay(net)
             numbers.append(net(batches(1)[0]).item())
     assert numbers[0] == numbers[1]
@@ -393,7 +393,10 @@ def test_a_write_that_would_be_lost_is_an_error(act: str) -> None:
 def test_weights_change_in_value_only() -> None:
     model = stack()
     session = open_session(model)
-    with pytest.raises(AccessError, match="torch.float64 of shape"), session.weights():
+    with (
+        pytest.raises(AccessError, match="torch.float64 of shape"),
+        session.full_params(),
+    ):
         model.double()
     session.close()
 
@@ -425,7 +428,7 @@ def test_a_gradient_that_somebody_keeps_is_an_error() -> None:
     optimizer, kept = wrapped(session), []
     model(batches(1)[0]).backward()
     with pytest.raises(AccessError, match=r"layers\.1\.\S+: somebody keeps"):
-        with session.weights():
+        with session.full_params():
             kept.append(model.layers[1].up.weight.grad.view(-1))
     kept.clear()
     optimizer.step()
@@ -456,7 +459,7 @@ def test_nobody_looks_inside_a_pass() -> None:
     session = open_session(model)
 
     def look(*_: Any) -> None:
-        with session.weights():
+        with session.full_params():
             pass
 
     handle = model.layers[1].up.register_forward_hook(look)
@@ -565,7 +568,7 @@ def test_another_plan_while_something_is_shown() -> None:
         session.replan(plan)
         data = [batches(1)]
         assert train(model, optimizer, data, session) == train(plain, theirs, data)
-        with session.weights():
+        with session.full_params():
             session.replan(plan)
             assert every_norm(model) == every_norm(plain)
     session.close()
@@ -580,7 +583,7 @@ def test_gradients_are_clipped_where_they_are_shown(plan: str) -> None:
     wrapped(session)
     model(batches(1)[0]).backward()
     plain(batches(1)[0]).backward()
-    with session.weights():
+    with session.full_params():
         norm = session.clip_grad_norm(0.1)
         assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         assert gradient_norms(model) == gradient_norms(plain)
@@ -686,7 +689,7 @@ def averaging(hooks: Hooks) -> None:
 
 def looking_explicitly(hooks: Hooks) -> None:
     def look(*_: Any) -> None:
-        with hooks.session.weights() if hooks.session else nullcontext():
+        with hooks.session.full_params() if hooks.session else nullcontext():
             hooks.look()
 
     hooks.plain.register_step_post_hook(look)
@@ -822,7 +825,7 @@ def sum_so_far(session: Session, paged: torch.optim.Optimizer) -> None:
 
 def inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
     def look(*_: Any) -> None:
-        with session.weights():
+        with session.full_params():
             pass
 
     session.model.get_submodule("layers.1.up").register_forward_hook(look)

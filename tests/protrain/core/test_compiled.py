@@ -141,7 +141,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     model = Model()
     (tokens,) = batches(1)
     with closing(compiled(model)) as session:
-        with session.weights():
+        with session.full_params():
             copied = copy.deepcopy(model)
         with torch.no_grad():
             for param in copied.parameters():

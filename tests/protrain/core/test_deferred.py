@@ -359,12 +359,12 @@ def reads_in_the_middle_of_a_forward(run: Run) -> Any:
 
 
 def looks(run: Run) -> Any:
-    with run.session.weights() if run.session else nullcontext():
+    with run.session.full_params() if run.session else nullcontext():
         return [p.detach().clone() for p in run.model.parameters()]
 
 
 def writes(run: Run) -> Any:
-    with run.session.weights() if run.session else nullcontext(), torch.no_grad():
+    with run.session.full_params() if run.session else nullcontext(), torch.no_grad():
         for param in run.model.parameters():
             param.mul_(0.9)
 
@@ -429,7 +429,7 @@ def looks_at_used_gradients(run: Run) -> Any:
     """As a callback does in on_optimizer_step."""
     numbers = [*run.backward(4), run.clip(0.01)]
     run.optimizer.step()
-    with run.session.weights() if run.session else nullcontext():
+    with run.session.full_params() if run.session else nullcontext():
         found = [p.grad.clone() for p in run.model.parameters()]
     run.optimizer.zero_grad()
     return [*numbers, *found]
@@ -448,7 +448,7 @@ def regroups(run: Run) -> Any:
 
 
 def replaces_states(run: Run) -> Any:
-    with run.session.weights() if run.session else nullcontext():
+    with run.session.full_params() if run.session else nullcontext():
         for state in run.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):

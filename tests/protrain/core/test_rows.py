@@ -92,7 +92,7 @@ def test_training_equals_plain(
                     found[-1].append(own.eval()(micro_batches[0]).item())
         assert found[0] == found[1]
         assert_same(weights(model), weights(plain))
-        with session.weights():
+        with session.full_params():
             assert torch.equal(model.embed.weight, plain.embed.weight)
         assert_same(weights(copy.deepcopy(model)), weights(plain))
         other = built(embedding, seed=7)

@@ -298,7 +298,7 @@ class TrainingRun:
         if self.session is None:
             yield
             return
-        with self.session.weights(), self.recovery.showing(whom):
+        with self.session.full_params(), self.recovery.showing(whom):
             yield
 
     def for_event(
@@ -367,9 +367,6 @@ class TrainingRun:
         if self._unseen_bytes is not None and free:
             unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
             self.recovery.use_room(unseen_bytes)
-        assert self.report is not None
-        if len(self.report.step_s) == self.report.watched_steps:
-            self.session.begin_timing()
         self._started = time.perf_counter()
 
     @contextmanager
@@ -394,8 +391,6 @@ class TrainingRun:
     def end_step(self) -> None:
         """It has ended."""
         assert self.session is not None and self.report is not None
-        if (lanes := self.session.end_timing()) is not None:
-            self.report.lanes = lanes
         seconds = time.perf_counter() - self._started
         self.note_peak()
         self._watching.close()

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2
 """Chunks of gradients between device and host: sent, staged or packed."""
 
-SPLIT_NUMEL = 1 << 22
-"""Masters are split and joined in pieces of so many elements; a multiple of 8."""
-
 STATE_ALIGNMENT_BYTES = 16
 """Tensors of optimizer state begin at multiples of it, as wide as the widest load of a
 kernel."""

@@ -85,8 +85,8 @@ def trained_work(
     workload, index = trained.workload, chunk.index
     ranks, several = workload.world.local_size, workload.world.size > 1
     main, own = trained.sums[index], chunk.payload_bytes
-    state = trained.region[index] + trained.rests[index]
-    read = trained.state[index] + trained.rests[index]
+    state = trained.region[index] + trained.masters[index]
+    read = trained.state[index] + trained.masters[index]
     operands, returned, back = main.nbytes + state, chunk.nbytes, state
     if several and number is not None or not renew_bytes:
         operands += chunk.nbytes
@@ -94,7 +94,7 @@ def trained_work(
     if workload.update is Update.HOST:
         # masters are made of two halves and halved again, clipping reads and writes
         updated = own + workload.fp32_master * chunk.payload_16_bit_bytes
-        moved = (ADAM_MOVED_BYTES + 2) * updated + 4 * trained.rests[index]
+        moved = (ADAM_MOVED_BYTES + 2) * updated + 4 * trained.masters[index]
         update_s = moved / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
         operands = returned = back = 0
     return TrainedWork(
