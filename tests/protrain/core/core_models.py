@@ -172,7 +172,7 @@ def make_plan(
     """A plan from what is resident and which blocks recompute, swap, or both.
 
     `outside` is where the trainable weights outside blocks go, `inside` where the
-    chunks named in `resident` go; rows of what a layout lets the host look up come.
+    chunks named in `resident` go; the host looks up what a layout lets it.
     """
 
     def place(chunk: Chunk) -> Placement:

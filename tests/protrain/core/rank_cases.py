@@ -174,7 +174,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     theirs, saved = _plain(replace(case, name="", plan=(), slow=False, absent=False))
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    looked_up = case.mode != "A" and (case.trained or case.plan)
+    looked_up = case.mode != "A" and case.trained
     tables = {
         n: 1 for n in dict(model.named_parameters()) if looked_up and "embed" in n
     }
