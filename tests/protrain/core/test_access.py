@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from core_models import (
     ALL,
     HOST_STATE,
@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
-from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
+from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk, HostMemory
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.offloaded_grad import (
     GradPlaceholders,
@@ -600,13 +600,13 @@ def test_a_stand_in_is_where_its_parameter_is() -> None:
     memory.add([chunk])
     shown = GradPlaceholders(HostChunk(chunk, dict(model.named_parameters()), memory))
     for index, (stand_in, param) in enumerate(
-        zip(shown.stand_ins, shown.host.params, strict=True)
+        zip(shown.placeholders, shown.host.params, strict=True)
     ):
-        shown.stand_ins[index] = OffloadedGrad(
+        shown.placeholders[index] = OffloadedGrad(
             stand_in.parameter_name, param.to("meta")
         )
         shown.put(index)
-        assert param.grad is shown.stand_ins[index]
+        assert param.grad is shown.placeholders[index]
 
 
 class Hooks:
@@ -785,7 +785,7 @@ def test_who_looks_at_no_weights_costs_nothing() -> None:
         looks_at_weights = False
 
         def __call__(self, *_: Any) -> None:
-            assert session._viewer._shown is None
+            assert session._step.full_params._shown is None
 
     paged.register_step_pre_hook(Blind())
     paged.register_step_post_hook(Blind())
@@ -903,3 +903,59 @@ def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None
             look_at_block(run, layer)
         runs.append(run.train())
     assert runs[0] == runs[1] and len(runs[0]) > 100
+
+
+def trial_step(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """What the step would give, tried on copies."""
+    own, trial = copy.deepcopy((model, optimizer))
+    trial.step()
+    return [p.norm().item() for p in own.parameters()]
+
+
+def another_of_its_class(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    own = copy.deepcopy(model)
+    trial = type(optimizer)(own.parameters(), lr=0.1)
+    trial.step()
+    trial.zero_grad()
+    return [p.norm().item() for p in own.parameters()]
+
+
+def saved_whole(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    own = pickle.loads(pickle.dumps(optimizer))
+    assert type(own) is torch.optim.AdamW
+    params = [param for group in own.param_groups for param in group["params"]]
+    return [own.state[p]["exp_avg"].norm().item() for p in params if own.state.get(p)]
+
+
+APART = {f.__name__: f for f in (trial_step, another_of_its_class, saved_whole)}
+
+
+@pytest.mark.parametrize("plan", ("paged", "all weights stay", "resident"))
+@pytest.mark.parametrize("act", APART)
+@pytest.mark.parametrize("skips", (False, True))
+def test_another_optimizer_of_this_class_is_a_plain_one(
+    act: str, plan: str, skips: bool
+) -> None:
+    """Whoever has a copy of the run's steps that alone."""
+    runs = []
+    for paged in (True, False):
+        model = stack()
+        how = {"resident": ALL} if plan == "resident" else PLANS[plan]
+        session = open_session(model, **how) if paged else None
+        optimizer = wrapped(session) if session else adamw(model)
+        seen: list[Any] = []
+        for step in range(3):
+            model(batches(1, seed=step)[0]).backward()
+            norm = session.clip_grad_norm(0.5) if session else None
+            if norm is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            with session.full_params() if session else nullcontext():
+                seen.append(APART[act](model, optimizer))
+                if skips:
+                    model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session:
+            session.close()
+        runs.append([*seen, every_norm(model)])
+    assert runs[0] == runs[1]

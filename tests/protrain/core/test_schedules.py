@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
+from axolotl.integrations.protrain.core.engine.pager import Pager
 from checked_device import CheckedDevice
 from simulated import DeferredDevice
 from torch import Tensor
@@ -22,8 +24,6 @@ from torch import Tensor
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
-from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.staging import Staging
 from axolotl.integrations.protrain.core.engine.swap import Swap

@@ -294,8 +294,6 @@ def test_the_number_of_fetches_is_the_closed_form() -> None:
         assert measured.fetched_bytes == (
             measured.num_fetches * chunks[0].nbytes
             + steps * sums
-            # what is settled last is updated beside the slots
-            + sums
             + (steps - 1) * state
             + steps * (accumulate - 1) * sums
         )

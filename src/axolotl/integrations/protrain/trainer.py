@@ -96,11 +96,15 @@ class ProTrainTrainerMixin(_Mixed):
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
         model: Any = self.model
+        modes = [(module, module.training) for module in model.modules()]
         # as each step does: what looked at a reference before may have left it in eval
         model.train()
         saves = self.args.save_strategy != "no" and not self.args.save_only_model
         objective = objective_of(cast(Any, self), loader.dataset, loader.collate_fn)
         self.protrain.open(model, self.args.device, saves, objective)
+        # callbacks find them as under the plain run, until the first step begins
+        for module, mode in modes:
+            module.training = mode
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
             undo.enter_context(
@@ -340,5 +344,7 @@ def _is_foreign(scheduler: Any) -> bool:
 
 
 def _saver(callback: TrainerCallback) -> str:
-    """Name of the class that says what a callback does at a save."""
+    """Name of the class that says what a callback does at a save; empty if it does."""
+    if "on_save" in vars(callback):
+        return ""
     return next(c.__name__ for c in type(callback).__mro__ if "on_save" in vars(c))

@@ -288,7 +288,8 @@ class Updates:
                 param.grad = placeholder
             for own in self.all:
                 own.host.grads.spend()
-        self._in_blocks = [o for o in self.all if o.recorded and o.block >= 0]
+        if self.defers:
+            self._in_blocks = [o for o in self.all if o.recorded and o.block >= 0]
 
     @contextmanager
     def recording_call(self, method: str) -> Iterator[None]:
@@ -418,7 +419,7 @@ class Updates:
         while len(self._leaving) > IN_FLIGHT or (
             self._leaving and self._leaving[0][0].query()
         ):
-            self._leaving.popleft()[0].synchronize()
+            self._retire()
         assert own.recorded is not None
         own.clip, own.recorded = own.recorded.clip, None
         return event
@@ -441,8 +442,12 @@ class Updates:
     def settle(self) -> None:
         """Return once everything that updates have changed is in host memory."""
         while self._leaving:
-            self._leaving.popleft()[0].synchronize()
+            self._retire()
         self._staging.retire()
+
+    def _retire(self) -> None:
+        event, _change = self._leaving.popleft()
+        event.synchronize()
 
     # gradients
 

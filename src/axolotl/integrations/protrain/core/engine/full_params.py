@@ -15,6 +15,7 @@ shown.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -177,6 +178,15 @@ class ShowingOptimizer(torch.optim.Optimizer):
 
     session_step: ClassVar[Step]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # another one of this class is somebody else's, and pages nothing
+        return plain_class(cls)(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # nor does a copy, of whatever kind; pickle takes no other class after `__newobj__`
+        made = copyreg._reconstructor  # type: ignore[attr-defined]
+        return made, (plain_class(type(self)), object, None), self.__getstate__()
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         # a scheduler asks for it
         self._opt_called = True
@@ -203,6 +213,12 @@ def show_to_hooks(optimizer: torch.optim.Optimizer, step: Step) -> None:
     kind = type(optimizer)
     bases = ShowingOptimizer, kind
     optimizer.__class__ = type(kind.__name__, bases, {"session_step": step})
+
+
+def plain_class(kind: type) -> type:
+    """The class of an optimizer, without those that this package puts in front of it."""
+    package = __name__.partition(".core.")[0]
+    return next(k for k in kind.__mro__ if not k.__module__.startswith(package))
 
 
 def hooks_look(optimizer: torch.optim.Optimizer) -> bool:

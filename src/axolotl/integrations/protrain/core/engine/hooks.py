@@ -104,17 +104,23 @@ class AroundCall:
 class AroundBlock(AroundCall):
     """Tells `Step` of each forward, backward and recomputation of a block."""
 
-    def __init__(self, block: nn.Module, index: int, step: Step) -> None:
-        self._index, self._step = index, step
+    def __init__(
+        self, block: nn.Module, index: int, step: Step, recomputes: bool
+    ) -> None:
+        self._index, self._step, self._recomputes = index, step, recomputes
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         index, step = self._index, self._step
-        if _inside_backward():
-            # a recomputation; its block stays in use until the next one begins
-            step.before_block(index, Direction.BACKWARD)
-            return call(*args, **kwargs)
         trains = torch.is_grad_enabled()
+        if inside_backward():
+            with step.block_inside_backward(index, stays=trains):
+                entered = torch.autograd._get_sequence_nr()
+                output = call(*args, **kwargs)
+            if trains:
+                # a reentrant checkpoint goes backward through what it has made
+                self._await_backward(output, entered)
+            return output
         direction = Direction.FORWARD if trains else Direction.INFERENCE
         try:
             step.before_block(index, direction)
@@ -122,15 +128,35 @@ class AroundBlock(AroundCall):
             output = call(*args, **kwargs)
         finally:
             step.after_block(index, direction)
-        if not trains:
-            return output
-        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
-            node = tensor.grad_fn
-            # an older node is not this block's: it only hands the tensor on
-            if node is not None and node._sequence_nr() >= entered:
-                # a node's hook costs half of a tensor's and runs at the same time
-                node.register_prehook(self._backward_reaches)
+        if trains and not self._await_backward(output, entered):
+            self._require_no_graph(entered)
         return output
+
+    def _await_backward(self, output: Any, entered: int) -> bool:
+        """Hook the nodes of a block's output; returns whether there are any."""
+        found = False
+        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
+            # a view that is changed in place afterwards has another node, of its base
+            every = (tensor, tensor._base) if tensor._is_view() else (tensor,)
+            for own in every:
+                node = own.grad_fn if own is not None else None
+                # an older node is not this block's: it only hands the tensor on
+                if node is not None and node._sequence_nr() >= entered:
+                    # a node's hook costs half of a tensor's and runs at the same time
+                    node.register_prehook(self._backward_reaches)
+                    found = True
+        return found
+
+    def _require_no_graph(self, entered: int) -> None:
+        made = torch.autograd._get_sequence_nr() > entered
+        # a recomputation says by itself that backward has come
+        if made and not self._recomputes and self._step.slots.is_paged(self._index):
+            raise AccessError(
+                f"block {self._index} is paged, and nothing that it returns comes from "
+                "its own computation with gradients. Return tensors, in tuples, lists, "
+                "mappings or dataclasses, not through an argument or attribute, or use "
+                "protrain_force_all_persistent: true."
+            )
 
     def _backward_reaches(self, _gradients: Any) -> None:
         self._step.backward_reaches(self._index)
@@ -321,6 +347,6 @@ def drop_ended_backward(device: torch.device) -> None:
         end.backward(end.detach())
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
     """True on a thread that the autograd engine is running (as in torch.utils.checkpoint)."""
     return torch._C._current_graph_task_id() != -1

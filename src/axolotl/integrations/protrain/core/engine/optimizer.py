@@ -113,9 +113,13 @@ class SavedState:
     def order(self) -> None:
         """Put states in the order in which the plain run makes them."""
         state, every = self._updates.states, _params(self._plain)
-        if len(state) != self._num_ordered:
-            state.update([(p, state.pop(p)) for p in every if p in state])
-            self._num_ordered = len(state)
+        state.update([(p, state.pop(p)) for p in every if p in state])
+        self._num_ordered = len(state)
+
+    def order_new(self) -> None:
+        """Put states in that order if some have come since."""
+        if len(self._updates.states) != self._num_ordered:
+            self.order()
 
     def require_gathered(self) -> None:
         """Raise AccessError where this rank has only a part of the state."""

@@ -444,10 +444,8 @@ class Session:
             if swaps is not None and not policy.recomputes:
                 step.handles.append(SwapBlock(block, index, swaps))
             if needs_step:
-                step.handles += (
-                    announce_copies(block, step),
-                    AroundBlock(block, index, step),
-                )
+                around = AroundBlock(block, index, step, policy.recomputes)
+                step.handles += announce_copies(block, step), around
             if policy.recomputes:
                 # around the block's own, which a recomputation calls again
                 step.handles.append(Recompute(block, index, swaps))

@@ -69,7 +69,7 @@ from .apply import ChunkUpdate, Updates
 from .device import Device
 from .full_params import FullParams
 from .gradients import Gradients
-from .hooks import AroundCall, Removable, drop_ended_backward
+from .hooks import AroundCall, Removable, drop_ended_backward, inside_backward
 from .host_chunks import HostChunk, HostMemory
 from .optimizer import SavedState
 from .param_store import ParamStore
@@ -153,10 +153,15 @@ class Step:
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
-        self.slots.end_use()
+        if not self.is_running and not inside_backward():
+            # else it is called inside a block, which goes on to read its weights
+            self.slots.end_use()
         self.updates.prefetch(0)
         for chunk in self._outside:
             self._update_in_use(chunk.index)
+            if chunk.index in self.plan.away:
+                # the host looks rows up
+                self.worker.wait(chunk.index)
         # or gradients would stay on the device until backward sends the next ones
         self.gradients.retire()
         self.refresh_stale()
@@ -278,9 +283,27 @@ class Step:
             )
         before = self.slots.block
         if before != block:
+            if self.is_running:
+                raise LayoutError(
+                    f"backward comes to block {block} inside the forward of block "
+                    f"{before}, whose weights would leave. Call it between two blocks, "
+                    "or use protrain_force_all_persistent: true."
+                )
             self.before_block(block, Direction.BACKWARD)
             if before is not None:
                 self._backward_left(before)
+
+    @contextmanager
+    def block_inside_backward(self, block: int, stays: bool) -> Iterator[None]:
+        """Around a call of a block inside backward: a recomputation, after which the block
+        `stays` in use, or a call by a hook, whose own block goes on to read its weights."""
+        before = self.slots.block
+        self.before_block(block, Direction.BACKWARD)
+        try:
+            yield
+        finally:
+            if before is not None and not stays:
+                self.before_block(before, Direction.BACKWARD)
 
     def _backward_left(self, block: int) -> None:
         """Backward has come past a block: see Note [The end of a block in backward]."""
@@ -386,6 +409,12 @@ class Step:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
         chunk = own.host.chunk
         slot = self.slots.slot_of(chunk.index)
+        if slot is None and chunk.index in self.plan.away:
+            event = self.updates.apply(own)
+            if event is not None:
+                # the host looks rows up
+                event.synchronize()
+            return
         buffer = self.store.buffer_of(chunk) if slot is None else slot.buffer
         weights = buffer[own.host.weights.within_chunk]
         try:
@@ -426,7 +455,7 @@ class Step:
 
     def _require_between_passes(self) -> None:
         """End the use of a block that backward came to last; inside of a pass nobody looks."""
-        if self.is_running or torch._C._current_graph_task_id() != -1:
+        if self.is_running or inside_backward():
             raise AccessError(
                 "weights, gradients and optimizer state can be read between two passes "
                 "through the model, not inside of one"
@@ -458,7 +487,7 @@ class Step:
         self.worker.wait(chunk.index)
         if self.slots.slot_of(chunk.index) is not None:
             self.slots.begin_update(chunk.index)
-        else:
+        elif chunk.index not in self.plan.away:
             self._stale.add(chunk.index)
         fetched, event = self.device.fetch.record(), None
         on_host = self.updates.on_host
@@ -587,7 +616,7 @@ class Step:
         if not self.updates.own_code:
             self.apply_all()
             self.saved_state.require_gathered()
-            self.saved_state.order()
+            self.saved_state.order_new()
 
     def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
         """Overwrite fp32 masters, and weights with them."""
