@@ -25,11 +25,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from checked_device import CheckedDevice
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
 from axolotl.integrations.protrain.core.types import (
@@ -172,7 +172,7 @@ def make_plan(
     """A plan from what is resident and which blocks recompute, swap, or both.
 
     `outside` is where the trainable weights outside blocks go, `inside` where the
-    chunks named in `resident` go; rows of what a layout lets the host look up come.
+    chunks named in `resident` go; the host looks up what a layout lets it.
     """
 
     def place(chunk: Chunk) -> Placement:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checked_device import CheckedDevice
 from core_models import (
     ALL,
     HOST_STATE,
@@ -39,7 +40,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.ranks import Ranks
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import AccessError
@@ -174,7 +174,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     theirs, saved = _plain(replace(case, name="", plan=(), slow=False, absent=False))
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    looked_up = case.mode != "A" and (case.trained or case.plan)
+    looked_up = case.mode != "A" and case.trained
     tables = {
         n: 1 for n in dict(model.named_parameters()) if looked_up and "embed" in n
     }

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, asked_bytes
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
@@ -386,7 +386,7 @@ class Census:
 def opened(failure: Failure, model: nn.Module, device: FaultyDevice) -> Run:
     layout = build_layout(model)
     plan = make_plan(layout, **failure.plan)
-    session = Session(model, layout, plan, device, Options())
+    session = Session(model, layout, plan, device)
     optimizer = session.wrap_optimizer(adamw(model))
     return Run(model, device, session, optimizer, ExitStack())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checked_device import CheckedDevice, RaceError
 from core_models import (
     ALL,
     HOST_STATE,
@@ -32,11 +33,9 @@ from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
-from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
 
@@ -406,7 +405,6 @@ def test_loading_while_weights_are_fetched_ahead() -> None:
         build_layout(model),
         make_plan(build_layout(model), n_buffer=4, recompute=ALL),
         CheckedDevice(DeferredDevice()),
-        Options(),
     )
     with closing(session), torch.no_grad():
         other = stack(seed=9)

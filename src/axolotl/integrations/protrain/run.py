@@ -29,7 +29,6 @@ from .core.checkpoint import (
     require_space,
 )
 from .core.engine.device import allocator_note, open_device
-from .core.engine.races import CheckedDevice
 from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
 from .core.engine.session import Options, Session
 from .core.errors import CheckpointError, ConfigError, ProTrainError
@@ -224,7 +223,7 @@ class TrainingRun:
             model,
             forecast.layout,
             forecast.plan,
-            CheckedDevice(opened) if args.protrain_check_races else opened,
+            opened,
             Options(
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
@@ -492,8 +491,7 @@ class TrainingRun:
 
     def _watch(self) -> None:
         assert self.session is not None and self.report is not None
-        watched = len(self.report.step_s) < self.report.watched_steps
-        if watched or self.args.protrain_check_races:
+        if len(self.report.step_s) < self.report.watched_steps:
             self._watching.enter_context(self.session.watch())
 
     def _compare(self, report: RunReport) -> None:

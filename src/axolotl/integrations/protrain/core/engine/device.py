@@ -158,7 +158,7 @@ class Device:
     def synchronize(self) -> None:
         """Wait until every stream is idle."""
 
-    # what the owners of memory say to `CheckedDevice`
+    # what the owners of memory say to a device that checks it
 
     def reads(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
         """A stream, or else the calling thread, reads this memory now."""

@@ -379,11 +379,12 @@ class Session:
         # not before: pages are committed as chunks move in
         if plan.shards > 1:
             self.pool.forget_pages()
-        # of what trains each rank sends whole tensors home; rows are copied once more
+        # of what trains each rank sends whole tensors home; what is looked up is copied
+        # once more
         regions = [
             self.pool.chunk(chunk.index) if chunk.trainable else self.pool.share(chunk)
             for chunk in new
-            if chunk.trainable or at[chunk.index] is not _LOOKUP
+            if at[chunk.index] is not _LOOKUP
         ]
         regions += self._memory.add(trained)
         total, locked = sum(region.nbytes for region in regions), 0

@@ -64,7 +64,7 @@ from torch.profiler import record_function
 
 from ..errors import AccessError, LayoutError
 from ..layout import Direction
-from ..types import Chunk, Counters, Layout, Placement, Plan
+from ..types import Chunk, Counters, Layout, Plan
 from .apply import ChunkUpdate, Updates
 from .device import Device
 from .full_params import FullParams
@@ -629,7 +629,7 @@ class Step:
             index = own.host.chunk.index
             if self.slots.slot_of(index) is not None:
                 self.slots.forget(index)
-            elif self.plan.placements[index] is not Placement.HOST_LOOKUP:
+            else:
                 self._stale.add(index)
         self.saved_state.load_masters(saved)
         self.full_params.show_again()

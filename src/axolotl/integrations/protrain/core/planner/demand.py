@@ -55,7 +55,7 @@ class TrainedWork(NamedTuple):
         weight_bytes: Go home after it; so do `state_bytes`.
         update_s: Of the device, or of the host.
         renew_bytes: Come after it, where weights stay on the device, and are gathered in
-            `gather_s`; 0 where the host looks up rows, once the weights are at home.
+            `gather_s`.
     """
 
     chunk: int
@@ -220,8 +220,6 @@ class Demand:
                 on_device[at] += chunk.payload_bytes
                 continue
             fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
-            if plan.placements[chunk.index] is Placement.HOST_LOOKUP:
-                fetched = 0, 0.0
             number = numbers.get(chunk.index)
             works[at].append(trained_work(chunk, number, trained, hardware, *fetched))
         # of DDP, when each block's backward is done

@@ -214,7 +214,7 @@ def state_bytes(
         if placement is Placement.HOST_LOOKUP:
             # one element stands for all
             fixed += chunk.tensors[0].dtype.itemsize
-        elif placement is on_device and chunk.rows_bytes and not chunk.trainable:
+        elif placement is on_device and chunk.rows_bytes:
             fixed += chunk.payload_bytes
         elif placement is on_device:
             # tensor by tensor; only what has a host copy lies there in one piece
