@@ -245,15 +245,10 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
     plans = [r.report["plan"]["block_policies"] for r in (first, second, last)]
     assert plans[0] == plans[2] != plans[1]
     assert_equal(third, run(job("llama", long, {"max_steps": 5})))
-    (faster,) = third.report["notches"]
-    assert faster["step"] == 5 and faster["unneeded_bytes"] == UNSEEN_BYTES
-    assert faster["from"]["placements"] == faster["to"]["placements"]
-    assert faster["from"]["n_checkpoint"] > faster["to"]["n_checkpoint"]
-    assert plans[0] == third.report["plan"]["block_policies"]
-    assert third.report["plan"]["origin"] == "measured"
-    assert third.report["measured"]["device_peak_bytes"] == peaks[2]["measured"]
+    assert not third.report["notches"]
+    # the lesson of the second is the plan of the third
+    assert plans[1] == third.report["plan"]["block_policies"]
     notes = [" ".join(r.report["notes"]) for r in (first, second, third)]
-    assert "goes on under a faster plan" in notes[2]
     assert "protrain_learn_peak" not in notes[0] and "1.0 MiB" in notes[1]
     assert "The next run of this model and these rows plans with it." in notes[2]
 
