@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,15 +38,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 from xxhash import xxh3_64_intdigest
 
+from .args import ProTrainArgs
 from .core.engine.device import asked_bytes, is_shortage
+from .core.engine.ranks import Alarm, Ranks
+from .core.engine.session import Session
 from .core.errors import BudgetError, DeviceMemoryError
-from .core.planner.planner import Planner
+from .core.planner.planner import Forecast, Planner
 from .core.sizes import format_bytes
 from .report.run import RunReport
 from .versions import COUNTERS
-
-if TYPE_CHECKING:
-    from .run import TrainingRun
 
 Result = TypeVar("Result")
 Rewind = Callable[[], object]
@@ -96,6 +96,19 @@ class Shortage:
             f"in use and {format_bytes(self.asked_bytes)} asked for, "
             f"{format_bytes(self.predicted_bytes)} predicted at most; {why}"
         )
+
+
+class Run(Protocol):
+    """A training run, as far as a recovery asks it."""
+
+    args: ProTrainArgs
+    log: Any
+    session: Session | None
+    ranks: Ranks
+    alarm: Alarm | None
+
+    def replan(self, forecast: Forecast) -> None:
+        """Go on with the step under another plan."""
 
 
 class StepRecovery:
@@ -175,7 +188,7 @@ class Recovery(StepRecovery):
 
     def __init__(
         self,
-        run: TrainingRun,
+        run: Run,
         report: RunReport,
         device: torch.device,
         planner: Planner | None,
