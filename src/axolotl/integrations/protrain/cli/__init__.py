@@ -287,7 +287,7 @@ def _plan(
             if levers:
                 # imports meanwhile what is imported here too
                 worker = undo.enter_context(Worker(f"{__package__}.fitting:price"))
-            from ..report.forecast import DRAWN, FITS
+            from ..report.forecast import FITS
             from ..report.text import largest_text, plan_text
             from .fitting import Fitting
             from .plan import DryRun
@@ -304,17 +304,16 @@ def _plan(
         if html is not None:
             from ..report.page import plan_page
 
-            html.write_text(plan_page(answers, config.name), "utf-8")
+            html.write_text(plan_page(answers), "utf-8")
     except (ProTrainError, OSError) as error:
         if as_json:
             why = {"verdict": "unsupported", "reason": _Unplanned(str(error)).message}
             _print_json([{**why, "hardware": {"name": gpu}} for gpu in gpus or [""]])
         raise
-    shown = [{k: v for k, v in a.items() if k not in DRAWN} for a in answers]
     if as_json:
-        _print_json(shown)
+        _print_json(answers)
     else:
-        text = largest_text(shown) if largest else plan_text(shown, explain)
+        text = largest_text(answers) if largest else plan_text(answers, explain)
         click.echo(printable(text))
     fits = (answer["verdict"] == FITS or answer.get("fixed") for answer in answers)
     sys.exit(0 if all(fits) else 2)
