@@ -293,21 +293,20 @@ class ParamStore:
         """Hook the modules that register the parameters of a chunk, tied names too."""
         host = {id(self._bindings[spec.name].owner): spec for spec in chunk.tensors}
         for module in self._model.modules():
-            own = {
-                name: host[id(param)]
-                for name, param in module.named_parameters(recurse=False)
+            own = [
+                host[id(param)].name
+                for param in module.parameters(recurse=False)
                 if id(param) in host
-            }
+            ]
             if not own:
                 continue
-            tensors = {n: self._pool.tensor(chunk.index, s) for n, s in own.items()}
-            prefixes = tuple(f"{spec.name}." for spec in own.values())
-            side = [
+            prefixes = tuple(f"{name}." for name in own)
+            bound = [
                 (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
                 for spec in chunk.tensors
-                if spec.name.startswith(prefixes) or chunk.rows_bytes
+                if spec.name in own or spec.name.startswith(prefixes)
             ]
-            self._state_hooks.append(StateHooks(module, chunk, tensors, side, step))
+            self._state_hooks.append(StateHooks(module, chunk, bound, step))
 
     def _copy_to_host(self, chunk: Chunk) -> None:
         pairs = [

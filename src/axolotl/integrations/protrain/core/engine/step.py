@@ -328,6 +328,7 @@ class Step:
     def gradient_arrives(self, host: HostChunk, index: int, is_last: bool) -> None:
         """Autograd is about to add a gradient to `.grad`; `is_last` of its hooks is ours."""
         self._require_updated(host.chunk)
+        self._require_in_use(host.chunk)
         # it finds the sum so far as the plain run has it
         self.updates.scale()
         host.grads.make_room(index, self.gradients, is_last)
@@ -336,6 +337,15 @@ class Step:
         """Autograd has added a gradient to `.grad`: take it away."""
         with record_function("protrain::gradient"):
             self.gradients.take(host, index)
+
+    def _require_in_use(self, chunk: Chunk) -> None:
+        if self.slots.slot_of(chunk.index) and self.slots.block != chunk.block:
+            raise AccessError(
+                f"{chunk.tensors[0].name}: a gradient of this weight, which is paged, "
+                "arrives while its block is not in use: something outside of the block's "
+                "forward, or computed in it apart from what it returns, reads the weight. "
+                "Return it from the block, or use protrain_force_all_persistent: true."
+            )
 
     def _require_updated(self, chunk: Chunk) -> None:
         own = self.updates.of_chunk.get(chunk.index)
@@ -595,12 +605,17 @@ class Step:
         self.device.writes(host)
 
     def after_load(self, chunk: Chunk) -> None:
-        """A load wrote the host tensors of a chunk, and through its slot views."""
+        """A load wrote the host tensors of a chunk."""
         self.store.remember()
         for host in self.hosts:
             if host.chunk is chunk:
                 host.renew_masters(range(len(host.params)))
         self.slots.forget_all()
+        if not self.full_params.shows_writes and chunk.index not in self.plan.away:
+            self._stale.add(chunk.index)
+            if self.plan.shards == 1:
+                # a gather waits for the ranks that do not load now
+                self.refresh_stale()
 
     def before_state_access(self) -> None:
         """Somebody is about to read or write optimizer state."""
