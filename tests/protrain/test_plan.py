@@ -21,8 +21,9 @@ from fork_server import ENVIRONMENT
 from plan_jobs import BASE, PROTRAIN, Plans
 from test_meta_model import IMAGES, LLAVA, QWEN_VL, VISION_LORA
 
-COMMAND = "from axolotl.integrations.protrain.report.page import plan_page
-from axolotl.integrations.protrain.cli import protrain; protrain()"
+from axolotl.integrations.protrain.report.page import plan_page
+
+COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
 GIB = 2**30
 
 SMALL = {

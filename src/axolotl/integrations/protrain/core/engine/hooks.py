@@ -284,7 +284,8 @@ class StateHooks:
             owner.register_load_state_dict_post_hook(Hook(self._after_load)),
         ]
         # before those of others, which may look at the parameters
-        for hooks in (owner._state_dict_pre_hooks, owner._load_state_dict_pre_hooks):
+        tables: Any = owner._state_dict_pre_hooks, owner._load_state_dict_pre_hooks
+        for hooks in tables:
             hooks.move_to_end(next(reversed(hooks)), last=False)
 
     def remove(self) -> None:

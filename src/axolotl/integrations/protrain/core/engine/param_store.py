@@ -200,11 +200,26 @@ class ParamStore:
                     "callback, or inside `with trainer.protrain.full_params():`."
                 )
 
-    def remember(self) -> None:
-        """A pass has ended, or a load: what they did to parameters is theirs to do.
+    def require_unwritten(self, chunk: Chunk) -> None:
+        """Raise AccessError if somebody wrote a weight while its block used it."""
+        for spec in chunk.tensors:
+            param, address, version = self._known.get(spec.name, (None, 0, 0))
+            # a parametrization that comes and goes leaves another version and address
+            if (
+                param is not None
+                and param._version != version
+                and param.data_ptr() == address
+            ):
+                raise AccessError(
+                    f"{spec.name}: a hook or the model itself (max_norm of an embedding, "
+                    "a constraint) changed this weight in a pass, where training loses "
+                    "it. Change weights in an event of a callback, inside `with "
+                    "trainer.protrain.full_params():`, or use "
+                    "protrain_force_all_persistent: true."
+                )
 
-        A parametrization that comes and goes in a forward leaves another version.
-        """
+    def remember(self) -> None:
+        """Remember parameters as a pass or a load has left them."""
         for chunk in self.on_host.values():
             self._remember(chunk)
 

@@ -60,6 +60,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from ..errors import AccessError, LayoutError
@@ -122,7 +123,7 @@ class Step:
         self._outside = [chunk for chunk in layout.chunks if chunk.block is None]
         # chunks on the device that are older than their host copies
         self._stale: set[int] = set()
-        self._forward_runs = self._prefetch_held = False
+        self._forward_runs = self._prefetch_held = self._autocasts = False
         self._order: PassOrder | None = None
         self._outermost: nn.Module | None = None
         # graph task of the backward that runs, or ran last
@@ -185,6 +186,9 @@ class Step:
     def after_block(self, block: int, direction: Direction) -> None:
         """The forward of a block has ended, or failed."""
         if self.slots.block == block:
+            for chunk in self.layout.blocks[block].chunks:
+                if self.slots.slot_of(chunk) is not None:
+                    self.store.require_unwritten(self.layout.chunks[chunk])
             self.slots.end_use()
             if self._prefetch_held:
                 self._prefetch(block, direction)
@@ -214,6 +218,8 @@ class Step:
         self.slots.begin_use(block)
         self._forward_runs = not backward
         if not backward:
+            kind = self.device.torch_device.type
+            self._autocasts = self._autocasts or torch.is_autocast_enabled(kind)
             for chunk in self.layout.blocks[block].chunks:
                 self._update_in_use(chunk)
             self.updates.prefetch(block + 1)
@@ -339,6 +345,9 @@ class Step:
             self.gradients.take(host, index)
 
     def _require_in_use(self, chunk: Chunk) -> None:
+        # autocast keeps casts of fp32 weights for later blocks and forwards
+        if self._autocasts and chunk.tensors[0].dtype is torch.float32:
+            return
         if self.slots.slot_of(chunk.index) and self.slots.block != chunk.block:
             raise AccessError(
                 f"{chunk.tensors[0].name}: a gradient of this weight, which is paged, "
@@ -410,7 +419,12 @@ class Step:
         deferred update]."""
         own = self.updates.of_chunk.get(chunk)
         if own is not None and own.recorded is not None and self.updates.defers:
+            changed = [own.params[index] for index in own.changes()]
             self._apply_on_device(own)
+            if self.slots.slot_of(chunk) is None:
+                # a graph that has read the weights before finds out, as autograd does it
+                increment_version(changed)
+                self.store.remember()
 
     def _apply_on_device(self, own: ChunkUpdate) -> None:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
@@ -628,6 +642,8 @@ class Step:
         """Overwrite fp32 masters, and weights with them."""
         self.full_params.hide()
         self.slots.end_use()
+        # a copy to the device may be reading weights
+        self.device.synchronize()
         for param in saved:
             own, _ = self.updates.place_of(param)
             if own is None:
