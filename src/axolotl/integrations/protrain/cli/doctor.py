@@ -98,6 +98,10 @@ def _versions() -> Finding:
         require_internals()
     except ConfigError as error:
         return Finding("versions", found, BAD, str(error))
+    try:
+        require_internals(dry_run=True)
+    except ConfigError as error:
+        return Finding("versions", found, POOR, str(error))
     untried = [
         f"{name} {metadata.version(name)}"
         for name, allowed in supported().items()

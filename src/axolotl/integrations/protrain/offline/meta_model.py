@@ -66,7 +66,7 @@ from ..core.sizes import format_bytes
 from ..loading import is_of_experts, quantise_experts
 from ..planning import without_gpu
 from ..refusals import TAKEN_OVER
-from ..versions import import_plugins
+from ..versions import import_plugins, require_internals
 from .batches import find_file
 from .fake_kernels import (
     PLANNED_ATTENTION,
@@ -141,6 +141,7 @@ def load_meta_model(config: Path, target: str) -> MetaModel:
     Raises:
         ConfigError: The YAML is invalid or cannot be planned; names the key.
     """
+    require_internals(dry_run=True)
     manager = PluginManager.get_instance()
     with (
         _offline(),
