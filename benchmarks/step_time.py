@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout, spread_order
-from axolotl.integrations.protrain.core.planner.demand import Demand
 from axolotl.integrations.protrain.core.planner import seconds as time_model
+from axolotl.integrations.protrain.core.planner.demand import Demand
 from axolotl.integrations.protrain.core.planner.seconds import StepTime
 from axolotl.integrations.protrain.core.planner.trained_bytes import TrainedBytes
 from axolotl.integrations.protrain.core.types import (

@@ -83,7 +83,7 @@ print(left)
 def test_what_is_on_the_device_comes_home_in_pieces() -> None:
     """Empty, of one element, in another order, and larger than a piece."""
     code = """
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
+from checked_device import CheckedDevice
 model = stack(**SIZES)
 sizes = {"empty": (0,), "one": (), "wide": (34_000_001,), "ordered": (6, 4)}
 for name, size in sizes.items():
@@ -92,7 +92,7 @@ model.ordered.data = model.ordered.data.t()
 before = {name: value.clone() for name, value in model.state_dict().items()}
 layout = build_layout(model)
 plan = make_plan(layout, resident=(0, 1, 2))
-session = Session(model, layout, plan, CheckedDevice(devices.CudaDevice(0)), Options(True))
+session = Session(model, layout, plan, CheckedDevice(devices.CudaDevice(0)))
 model(DATA[0][0])
 session.close()
 print(all(

@@ -28,7 +28,7 @@ from core_models import (
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine import device as devices
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
 
@@ -77,7 +77,7 @@ def opened(
 ) -> Session:
     layout = build_layout(model, adapters=adapters, rows=rows)
     device = devices.CudaDevice(0)
-    return Session(model, layout, make_plan(layout, **plan), device, Options(True))
+    return Session(model, layout, make_plan(layout, **plan), device)
 
 
 def scheduled(

@@ -27,6 +27,7 @@ from typing import Any
 
 import axolotl_worker
 import torch
+from checked_device import CHECKED
 from fork_server import Fork
 from safetensors.torch import load_file
 from tiny_models import DATA, TOKENIZER, model_path
@@ -100,7 +101,7 @@ PATCHES = (TORCH_KERNELS, LIGER)
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
     "protrain_capacity_bytes": "1GiB",
-    "protrain_check_races": True,
+    CHECKED: True,
 }
 
 

@@ -35,9 +35,9 @@ from chaos_plugin import (
     STEP,
     STRUCK,
     TRAINERS,
-    UNSEEN,
     WORDS,
 )
+from checked_device import CHECKED
 from fork_server import Fork
 from saving_jobs import (
     MODEL,
@@ -65,12 +65,11 @@ PAGES: dict[str, Any] = {
     **PAGED,
     **overrides(1, 2, 1),
     # as people run it
-    "protrain_check_races": False,
+    CHECKED: False,
 }
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, PAGES),
     "adapter": (LORA, PAGES),
-    "races looked for": ({}, {**PAGES, "protrain_check_races": True}),
     # nothing but itself computes with masters
     "fp32 masters": ({"bf16": True, **PAGES, "protrain_fp32_master": True}, {}),
 }
@@ -287,8 +286,6 @@ def _misbehaviours() -> Iterator[Attack]:
         judge = partial(misbehaves, does=does)
         if does == "raises":
             judge = partial(judge, cause=WORDS)
-        if does == UNSEEN:
-            judge = partial(judge, kind="races looked for", cause="RaceError")
         yield attack(does, judge, "full")
         if does in ADAPTER:
             yield attack(does, partial(judge, kind="adapter"), "adapter")
@@ -450,10 +447,6 @@ def _moment(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], 
     return _state(spoil)
 
 
-def _row(value: float) -> Callable[[Path], None]:
-    return _moment(lambda t: t.index_fill_(0, torch.tensor([1]), value))
-
-
 def _another_models(state: dict[str, Any]) -> None:
     for entry in state["state"].values():
         entry.update(exp_avg=torch.zeros(7, 5), exp_avg_sq=torch.zeros(7, 5))
@@ -463,10 +456,7 @@ STATES: dict[str, Callable[[Path], None]] = {
     "moments of another shape": _moment(lambda t: t[:-1]),
     "moments transposed": _moment(lambda t: t.T.contiguous()),
     "moments flat": _moment(torch.flatten),
-    "NaN among moments": _row(float("nan")),
-    "infinity among moments": _row(float("inf")),
     "another model's": _state(_another_models),
-    "no moments": _state(lambda state: state["state"].clear()),
     "no groups": _state(lambda state: state.pop("param_groups")),
     "a list": lambda path: torch.save([1, 2], path),
 }
@@ -551,9 +541,8 @@ A run ends as the plain run does, or with one error that names the cause.
 * `refused`: ends with one error that names the file, the key or the parameter.
 * **fails**: none of these, in one case at least; to be mended.
 
-One thing is not noticed by default: a write through `p.data` outside of the events of
-callbacks and of `trainer.protrain.weights()`, which leaves neither another address nor
-another version behind. With `protrain_check_races: true` it is an error, and so it is here.
+One thing is not noticed: a write through `p.data` outside of the events of callbacks and of
+`trainer.protrain.full_params()`, which leaves neither another address nor another version behind.
 """
 
 

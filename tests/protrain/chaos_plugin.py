@@ -302,15 +302,11 @@ class Scales(_Trainer):
         return super().training_step(*args, **kwargs)
 
 
-class ScalesData(Scales):
-    scale = staticmethod(_mul)
-
-
 class ScalesInWindow(Scales):
     @staticmethod
     def scale(t: Any) -> None:
         run = getattr(t, "protrain", None)
-        with run.weights() if run is not None else nullcontext():
+        with run.full_params() if run is not None else nullcontext():
             _mul(t)
 
 
@@ -327,13 +323,11 @@ class Schedules(_Trainer):
         return self.lr_scheduler
 
 
-UNSEEN = "a trainer that writes p.data"
 TRAINERS: dict[str, type] = {
     "a trainer that runs each micro-batch twice": Twice,
     "a trainer that clips gradients by value": Clips,
     "a trainer that writes weights": Scales,
-    UNSEEN: ScalesData,
-    "a trainer that writes in trainer.protrain.weights()": ScalesInWindow,
+    "a trainer that writes in trainer.protrain.full_params()": ScalesInWindow,
     "a trainer whose schedule reads weights": Schedules,
 }
 

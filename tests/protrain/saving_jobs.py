@@ -28,6 +28,7 @@ import torch
 import yaml
 from axolotl.integrations.base import BasePlugin
 from axolotl_jobs import BASE, PROTRAIN, SEEDING, overrides, same_bits
+from checked_device import CHECKED
 from fork_server import ENVIRONMENT, Fork
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
@@ -72,7 +73,7 @@ WITHOUT_WEIGHTS = "models/without-weights"
 PAGED: dict[str, Any] = {
     "protrain_auto_memory": True,
     "protrain_capacity_bytes": "1GiB",
-    "protrain_check_races": True,
+    CHECKED: True,
     **overrides(0, 2),
 }
 """No block of the model, adapter or not, stays on the device."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from axolotl.integrations.base import BasePlugin
+from checked_device import CHECKED, check_runs
 from transformers import TrainerCallback
 
 from axolotl.integrations.protrain.versions import skip_peer_check
@@ -20,6 +21,7 @@ class SeedingPlugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         skip_peer_check()
+        check_runs(bool(cfg.get(CHECKED)))
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         # in plain runs too: Axolotl cannot read its own mappings there

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import yaml
 from axolotl_jobs import BASE, LORA, PROTRAIN, overrides
+from checked_device import check_runs
 from recording_plugin import BATCHES_FILE
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, build_inputs, build_model, model_path
@@ -210,6 +211,7 @@ def switched(path: Path) -> dict[str, list[int]]:
 def ahead(path: Path, steps: int = 34) -> dict[str, Any]:
     """Two adapters that always have a request waiting, with every copy checked: what
     differs from each alone, counts of switches, and bytes in use after some and all."""
+    check_runs(True)
     found: dict[str, Any] = {"bytes": []}
     with service(path) as served:
         for name in "ab":

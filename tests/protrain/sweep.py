@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from axolotl.utils.dict import DictDefault
+from checked_device import CheckedDevice
 from shrunk_models import shrunk_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -37,7 +38,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
     FOREIGN_ERRORS,
     ConfigError,
@@ -160,10 +161,10 @@ def train(
 def paged(
     model: nn.Module, data: Sequence[Batch], layout: Layout, recompute: bool
 ) -> list[float]:
-    """The same with every chunk paged, under a poisoned session."""
+    """The same with every chunk paged, on a checked device."""
     n_checkpoint = len(layout.blocks) * recompute
     plan = make_plan(layout, 0, 2, 0, n_checkpoint, False)
-    session = Session(model, layout, plan, CpuDevice(), Options(poison=True))
+    session = Session(model, layout, plan, CheckedDevice(CpuDevice()))
     try:
         return train(model, data, session)
     finally:

@@ -117,7 +117,6 @@ def test_defaults_are_those_of_the_contract():
         "protrain_fp32_master": False,
         "protrain_save_optimizer_state": True,
         "protrain_async_save": True,
-        "protrain_check_races": False,
         "protrain_cache_dir": None,
         "protrain_learn_peak": True,
     }
@@ -260,7 +259,6 @@ def test_no_other_value_passes_for_a_byte_size(value):
         ("protrain_zero3_shard", "auto", "true or false", "true"),
         ("protrain_fp32_master", "fp32", "true or false", "true"),
         ("protrain_save_optimizer_state", "5GB", "true or false", "true"),
-        ("protrain_check_races", {}, "true or false", "true"),
         ("protrain_async_save", "disk", "true or false", "true"),
         ("protrain_n_persist_override", -1, "from 0 up", "2"),
         ("protrain_n_persist_override", 1.5, "from 0 up", "2"),
@@ -303,7 +301,6 @@ def test_a_wrong_type_is_an_error_even_when_switched_off():
         {"protrain_n_buffer_override": 3, "protrain_auto_mode": False},
         {"protrain_n_persist_override": 3, "protrain_auto_mode": True},
         {"protrain_fp32_master": True},
-        {"protrain_check_races": True},
         {"gradient_checkpointing": False},
         {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"bf16": True, "fp16": None},

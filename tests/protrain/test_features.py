@@ -385,7 +385,7 @@ def through_session(n_persist: int) -> Trace:
     layout = build_layout(model)
     n_buffer = min(2, NUM_BLOCKS - n_persist)
     plan = make_plan(layout, n_persist, n_buffer, 0, 0, fp32_master=True)
-    options = Options(poison=True, fp32_master=True)
+    options = Options(fp32_master=True)
     session = Session(model, layout, plan, CpuDevice(), options)
     plain = torch.optim.AdamW(groups([*model.named_parameters()]), lr=0.01, fused=True)
     optimizer = session.wrap_optimizer(plain)

@@ -1,7 +1,7 @@
 """Paged training is plain training: losses, gradient norms, rates and weights.
 
 Every cell of the grid trains a tiny model twice with Axolotl, paged and plain, and
-compares all of it bit by bit. Freed slots are poisoned with NaN bytes, so a weight that
+compares all of it bit by bit. Slots are filled with NaN bytes before each copy, so a weight that
 is read too early or too late does not go unnoticed. The unmarked cells hold each
 combination of values of any two axes; the rest of the grid is marked `full`.
 """

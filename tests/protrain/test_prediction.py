@@ -255,7 +255,7 @@ def test_the_report_predicts_what_is_counted(
 def test_lanes_are_timed_in_the_first_step_that_is_not_watched(
     run: Callable[[Job], Result],
 ) -> None:
-    keys = {"protrain_check_races": False, "protrain_cpu_optimizer": "torch"}
+    keys = {"protrain_cpu_optimizer": "torch"}
     result = run(job("llama", CHECKED, PAGED, keys, {"max_steps": WATCHED_STEPS + 1}))
     lanes, compared = result.report["lanes"], result.report["compared"]
     spans, busy_s = lanes["spans"], lanes["busy_s"]

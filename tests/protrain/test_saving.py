@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides, same_bits
+from checked_device import CHECKED, CheckedDevice
 from peft import PeftModel
 from saving_jobs import (
     FAMILY,
@@ -41,7 +42,7 @@ from axolotl.integrations.protrain.core.checkpoint import (
     fault_of,
 )
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.types import Placement
@@ -93,7 +94,7 @@ EACH = {
 }
 """The plain run beside those that are interrupted keeps the weights of every step."""
 
-UNCHECKED = {"protrain_check_races": None}
+UNCHECKED = {CHECKED: None}
 """Of an interrupt between two of its notes the race checker makes a race."""
 
 INTERRUPTED = {
@@ -663,9 +664,7 @@ class Twins:
         layout = build_layout(self.paged)
         n_persist, n_buffer, n_checkpoint = knobs
         plan = make_plan(layout, n_persist, n_buffer, 0, n_checkpoint, False, outside)
-        self.session = Session(
-            self.paged, layout, plan, CpuDevice(), Options(poison=True)
-        )
+        self.session = Session(self.paged, layout, plan, CheckedDevice(CpuDevice()))
         self._plain_adamw = adamw(self.plain)
         self._paged_adamw = self.session.wrap_optimizer(adamw(self.paged))
 
@@ -853,7 +852,7 @@ def test_the_state_is_true_while_a_session_opens_and_closes(outside: Placement) 
     device = Onlooker(lambda: seen.append(difference(state(model), true)))
     layout = build_layout(model)
     plan = make_plan(layout, 0, 2, 0, 0, False, outside)
-    session = Session(model, layout, plan, device, Options(poison=True))
+    session = Session(model, layout, plan, device)
     session.close()
     assert len(seen) > 5
     assert set(seen) == {None}

@@ -99,7 +99,7 @@ def test_the_next_adapter_comes_while_one_computes(tmp_path: Path) -> None:
     """A place that is filled while it computes or leaves, an adapter that computes before
     it is there, a second place that the plan does not know, or one more each time."""
     # waits for slots would order copies of adapters, too
-    keys = {"protrain_check_races": True, **overrides(4, 0)}
+    keys = overrides(4, 0)
     path = call(service_jobs.config_of, tmp_path, keys, at=tmp_path)
     found = call(service_jobs.ahead, path, at=tmp_path)
     assert not found["differing"]

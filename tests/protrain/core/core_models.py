@@ -25,11 +25,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from checked_device import CheckedDevice
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout, check_slots
 from axolotl.integrations.protrain.core.types import (
@@ -172,7 +172,7 @@ def make_plan(
     """A plan from what is resident and which blocks recompute, swap, or both.
 
     `outside` is where the trainable weights outside blocks go, `inside` where the
-    chunks named in `resident` go; rows of what a layout lets the host look up come.
+    chunks named in `resident` go; the host looks up what a layout lets it.
     """
 
     def place(chunk: Chunk) -> Placement:
@@ -216,15 +216,14 @@ def open_session(
     keep: Collection[str] = (),
     fp32_master: bool = False,
     accumulates: bool = True,
-    poison: bool = True,
     device: Device | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
     **plan: Any,
 ) -> Session:
-    """A poisoned session on a checked device, the CPU's unless given; `plan` goes to
+    """A session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
     layout = build_layout(model, keep, rows=rows)
-    options = Options(poison, fp32_master, accumulates)
+    options = Options(fp32_master, accumulates)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 
@@ -249,7 +248,7 @@ def host_weight(session: Session, name: str) -> Tensor:
         for spec in chunk.tensors
         if spec.name == name
     )
-    return session.arena.tensor(chunk.index, spec)
+    return session.pool.tensor(chunk.index, spec)
 
 
 def wrapped(session: Session, **defaults: Any) -> torch.optim.Optimizer:

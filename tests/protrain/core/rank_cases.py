@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checked_device import CheckedDevice
 from core_models import (
     ALL,
     HOST_STATE,
@@ -39,7 +40,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.ranks import Ranks
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.errors import AccessError
@@ -174,7 +174,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     theirs, saved = _plain(replace(case, name="", plan=(), slow=False, absent=False))
     model = _model(case)
     keep = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    looked_up = case.mode != "A" and (case.trained or case.plan)
+    looked_up = case.mode != "A" and case.trained
     tables = {
         n: 1 for n in dict(model.named_parameters()) if looked_up and "embed" in n
     }
@@ -182,7 +182,7 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     shards = ranks.world.local_size if case.mode == "C" else 1
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
-    options = Options(poison=True)
+    options = Options()
     absent = _forget_some(model, ranks) if case.absent else ()
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)
@@ -321,7 +321,7 @@ def _look(
     """Note norms of weights and gradients, and change both; one rank is behind."""
     *_, last = model.parameters()
     behind = dist.get_rank() == dist.get_world_size() - 1
-    with session.weights() if session else nullcontext():
+    with session.full_params() if session else nullcontext():
         for param in model.parameters():
             if param is last and behind:
                 time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,9 +36,8 @@ from torch.optim.optimizer import (
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
-from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
+from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk, HostMemory
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
 from axolotl.integrations.protrain.core.engine.offloaded_grad import (
     GradPlaceholders,
     OffloadedGrad,
@@ -56,7 +56,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "head on the host": {"n_buffer": 2, "outside": HOST_STATE, "recompute": (0, 2)},
     "weights stay": {"resident": (0, 2, 5), "inside": HOST_STATE},
     "all weights stay": {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE},
-    "looked up": {"outside": HOST_STATE, "rows": {"embed.weight": 1}},
 }
 
 Act = Callable[[Any], Any]
@@ -232,7 +231,7 @@ def steps(
         if session is None:
             seen.append(acts[moment](model))
             return
-        with session.weights():
+        with session.full_params():
             seen.append(acts[moment](model))
 
     for step in range(2):
@@ -304,7 +303,7 @@ def test_a_master_keeps_its_low_bits_where_nobody_writes(plan: str) -> None:
         optimizer = wrapped(session, lr=1e-4)
         steps(model, optimizer, acts, session)
         up = model.layers[0].up.weight
-        with session.weights():
+        with session.full_params():
             up.data[0] = 3.0
         every = [p for group in optimizer.param_groups for p in group["params"]]
         (number,) = (n for n, param in enumerate(every) if param is up)
@@ -328,7 +327,7 @@ def test_what_is_written_into_a_frozen_base_is_fetched_again() -> None:
     for net in (model, plain):
         with torch.no_grad():
             net(batches(1)[0])
-            with session.weights():
+            with session.full_params():
                 decay(net)
             numbers.append(net(batches(1)[0]).item())
     assert numbers[0] == numbers[1]
@@ -393,7 +392,10 @@ def test_a_write_that_would_be_lost_is_an_error(act: str) -> None:
 def test_weights_change_in_value_only() -> None:
     model = stack()
     session = open_session(model)
-    with pytest.raises(AccessError, match="torch.float64 of shape"), session.weights():
+    with (
+        pytest.raises(AccessError, match="torch.float64 of shape"),
+        session.full_params(),
+    ):
         model.double()
     session.close()
 
@@ -425,7 +427,7 @@ def test_a_gradient_that_somebody_keeps_is_an_error() -> None:
     optimizer, kept = wrapped(session), []
     model(batches(1)[0]).backward()
     with pytest.raises(AccessError, match=r"layers\.1\.\S+: somebody keeps"):
-        with session.weights():
+        with session.full_params():
             kept.append(model.layers[1].up.weight.grad.view(-1))
     kept.clear()
     optimizer.step()
@@ -456,7 +458,7 @@ def test_nobody_looks_inside_a_pass() -> None:
     session = open_session(model)
 
     def look(*_: Any) -> None:
-        with session.weights():
+        with session.full_params():
             pass
 
     handle = model.layers[1].up.register_forward_hook(look)
@@ -565,7 +567,7 @@ def test_another_plan_while_something_is_shown() -> None:
         session.replan(plan)
         data = [batches(1)]
         assert train(model, optimizer, data, session) == train(plain, theirs, data)
-        with session.weights():
+        with session.full_params():
             session.replan(plan)
             assert every_norm(model) == every_norm(plain)
     session.close()
@@ -580,7 +582,7 @@ def test_gradients_are_clipped_where_they_are_shown(plan: str) -> None:
     wrapped(session)
     model(batches(1)[0]).backward()
     plain(batches(1)[0]).backward()
-    with session.weights():
+    with session.full_params():
         norm = session.clip_grad_norm(0.1)
         assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         assert gradient_norms(model) == gradient_norms(plain)
@@ -598,13 +600,13 @@ def test_a_stand_in_is_where_its_parameter_is() -> None:
     memory.add([chunk])
     shown = GradPlaceholders(HostChunk(chunk, dict(model.named_parameters()), memory))
     for index, (stand_in, param) in enumerate(
-        zip(shown.stand_ins, shown.host.params, strict=True)
+        zip(shown.placeholders, shown.host.params, strict=True)
     ):
-        shown.stand_ins[index] = OffloadedGrad(
+        shown.placeholders[index] = OffloadedGrad(
             stand_in.parameter_name, param.to("meta")
         )
         shown.put(index)
-        assert param.grad is shown.stand_ins[index]
+        assert param.grad is shown.placeholders[index]
 
 
 class Hooks:
@@ -686,7 +688,7 @@ def averaging(hooks: Hooks) -> None:
 
 def looking_explicitly(hooks: Hooks) -> None:
     def look(*_: Any) -> None:
-        with hooks.session.weights() if hooks.session else nullcontext():
+        with hooks.session.full_params() if hooks.session else nullcontext():
             hooks.look()
 
     hooks.plain.register_step_post_hook(look)
@@ -783,7 +785,7 @@ def test_who_looks_at_no_weights_costs_nothing() -> None:
         looks_at_weights = False
 
         def __call__(self, *_: Any) -> None:
-            assert session._viewer._shown is None
+            assert session._step.full_params._shown is None
 
     paged.register_step_pre_hook(Blind())
     paged.register_step_post_hook(Blind())
@@ -822,7 +824,7 @@ def sum_so_far(session: Session, paged: torch.optim.Optimizer) -> None:
 
 def inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
     def look(*_: Any) -> None:
-        with session.weights():
+        with session.full_params():
             pass
 
     session.model.get_submodule("layers.1.up").register_forward_hook(look)
@@ -892,7 +894,7 @@ def look_at_block(hooks: Hooks, block: Any) -> None:
     block.up.register_full_backward_hook(in_module)
 
 
-@pytest.mark.parametrize("plan", ("paged", "weights stay", "looked up"))
+@pytest.mark.parametrize("plan", ("paged", "weights stay", "all weights stay"))
 def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None:
     runs = []
     for paged in (True, False):
@@ -901,3 +903,59 @@ def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None
             look_at_block(run, layer)
         runs.append(run.train())
     assert runs[0] == runs[1] and len(runs[0]) > 100
+
+
+def trial_step(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """What the step would give, tried on copies."""
+    own, trial = copy.deepcopy((model, optimizer))
+    trial.step()
+    return [p.norm().item() for p in own.parameters()]
+
+
+def another_of_its_class(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    own = copy.deepcopy(model)
+    trial = type(optimizer)(own.parameters(), lr=0.1)
+    trial.step()
+    trial.zero_grad()
+    return [p.norm().item() for p in own.parameters()]
+
+
+def saved_whole(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    own = pickle.loads(pickle.dumps(optimizer))
+    assert type(own) is torch.optim.AdamW
+    params = [param for group in own.param_groups for param in group["params"]]
+    return [own.state[p]["exp_avg"].norm().item() for p in params if own.state.get(p)]
+
+
+APART = {f.__name__: f for f in (trial_step, another_of_its_class, saved_whole)}
+
+
+@pytest.mark.parametrize("plan", ("paged", "all weights stay", "resident"))
+@pytest.mark.parametrize("act", APART)
+@pytest.mark.parametrize("skips", (False, True))
+def test_another_optimizer_of_this_class_is_a_plain_one(
+    act: str, plan: str, skips: bool
+) -> None:
+    """Whoever has a copy of the run's steps that alone."""
+    runs = []
+    for paged in (True, False):
+        model = stack()
+        how = {"resident": ALL} if plan == "resident" else PLANS[plan]
+        session = open_session(model, **how) if paged else None
+        optimizer = wrapped(session) if session else adamw(model)
+        seen: list[Any] = []
+        for step in range(3):
+            model(batches(1, seed=step)[0]).backward()
+            norm = session.clip_grad_norm(0.5) if session else None
+            if norm is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            with session.full_params() if session else nullcontext():
+                seen.append(APART[act](model, optimizer))
+                if skips:
+                    model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session:
+            session.close()
+        runs.append([*seen, every_norm(model)])
+    assert runs[0] == runs[1]

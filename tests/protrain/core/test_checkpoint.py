@@ -598,32 +598,12 @@ def moment(edit: Callable[[Tensor], Any], key: str = "exp_avg") -> Edit:
     return act
 
 
-def with_value(value: float, at: int = -1) -> Callable[[Tensor], Tensor]:
-    def edit(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor.view(-1)[at] = value
-        return tensor
-
-    return edit
-
-
 STATES: dict[str, tuple[Edit, str]] = {
     "fewer rows": (moment(lambda m: m[:-1].clone()), "exp_avg has shape"),
     "transposed": (moment(lambda m: m.t().contiguous()), "exp_avg has shape"),
     "flat": (moment(Tensor.flatten, "exp_avg_sq"), "exp_avg_sq has shape"),
-    "strides": (moment(lambda m: m.t().contiguous().t()), "is not contiguous"),
-    "a number": (moment(lambda m: 0.0), "exp_avg has shape"),
-    "whole numbers": (moment(Tensor.long), "torch.int64"),
-    "complex": (moment(lambda m: m.to(torch.complex64)), "torch.complex64"),
-    "nan": (moment(with_value(float("nan"))), "exp_avg is not finite"),
-    "inf": (moment(with_value(float("inf")), "exp_avg_sq"), "exp_avg_sq is not finite"),
-    "negative": (moment(with_value(-1.0), "exp_avg_sq"), "below zero"),
-    "step nan": (moment(lambda m: m * float("nan"), "step"), "step is nan of 2"),
-    "step later": (moment(lambda m: m + 1, "step"), "step is 3 of 2"),
-    "step vector": (moment(lambda m: m.repeat(3), "step"), "step has shape (3,)"),
-    "no moment": (lambda s: s["state"][0].pop("exp_avg"), "exp_avg is missing"),
-    "no state": (lambda s: s["state"].clear(), "has no state after 2 steps"),
-    "another": (lambda s: s["state"].update({99: s["state"][0]}), "parameter 99"),
+    "a number": (moment(lambda m: 0.0), "another structure"),
+    "no moment": (lambda s: s["state"][0].pop("exp_avg"), "another structure"),
     "a group more": (
         lambda s: s["param_groups"].append({**s["param_groups"][0], "params": []}),
         "belongs to other parameters",
@@ -632,15 +612,12 @@ STATES: dict[str, tuple[Edit, str]] = {
         lambda s: s["param_groups"][0]["params"].pop(),
         "belongs to other parameters",
     ),
-    "rate": (lambda s: s["param_groups"][0].update(lr=float("nan")), "not finite"),
-    "no rate": (lambda s: s["param_groups"][0].pop("lr"), "another structure"),
     "no groups": (lambda s: s.pop("param_groups"), "another structure"),
 }
 
 
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "plain"])
 @pytest.mark.parametrize("edit", STATES)
-@pytest.mark.sampled(20)
 def test_a_state_that_does_not_fit_is_refused(
     trained: tuple[nn.Module, Path], newest: Path, edit: str, paged: bool
 ) -> None:
@@ -667,23 +644,14 @@ def test_a_state_that_does_not_fit_is_refused(
         session.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"last_epoch": 7}, "scheduler.pt is at step 7 of 2"),
-        ({"base_lrs": [1.0]}, "has 1 base_lrs for 2 parameter groups"),
-        ({"_last_lr": [1.0, float("inf")]}, "has _last_lr that are not finite"),
-    ],
-)
-def test_a_schedule_that_does_not_fit_is_refused(
-    trained: tuple[nn.Module, Path], newest: Path, change: dict[str, Any], words: str
+def test_a_schedule_of_other_groups_is_refused(
+    trained: tuple[nn.Module, Path], newest: Path
 ) -> None:
     schedule = torch.load(newest / "scheduler.pt")
-    torch.save({**schedule, **change}, newest / "scheduler.pt")
+    torch.save({**schedule, "base_lrs": [1.0]}, newest / "scheduler.pt")
     optimizer = adamw(twin(trained[0]))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="has 1 base_lrs for 2 parameter groups"):
         load_states(newest, optimizer, LambdaLR(optimizer, lambda step: 1.0))
-    assert words in str(caught.value)
 
 
 def test_bytes_that_are_no_state_are_named(
@@ -697,25 +665,6 @@ def test_bytes_that_are_no_state_are_named(
     optimizer = adamw(twin(trained[0]))
     with pytest.raises(CheckpointError, match="optimizer.pt cannot be read"):
         load_states(newest, optimizer, LambdaLR(optimizer, lambda step: 1.0))
-
-
-def test_other_optimizers_are_asked_for_finite_numbers(
-    trained: tuple[nn.Module, Path], newest: Path
-) -> None:
-    """Their state may have any shape; an infinite hyperparameter may be meant."""
-    model = twin(trained[0])
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
-    scheduler = LambdaLR(optimizer, lambda step: 1.0)
-    torch.save(scheduler.state_dict(), newest / "scheduler.pt")
-    state = optimizer.state_dict()
-    state["param_groups"][0]["growth_rate"] = float("inf")
-    state["state"][0]["rows"] = [torch.ones(3)]
-    torch.save(state, newest / "optimizer.pt")
-    load_states(newest, optimizer, scheduler)
-    state["state"][0]["rows"] = [torch.tensor([1.0, float("nan")])]
-    torch.save(state, newest / "optimizer.pt")
-    with pytest.raises(CheckpointError, match="rows is not finite"):
-        load_states(newest, optimizer, scheduler)
 
 
 @pytest.mark.parametrize("name", ["replaced", "old-replaced", "first"])

@@ -79,7 +79,7 @@ def forgotten() -> Iterator[None]:
 
 def compiled(model: nn.Module, keep: Any = (), how: Any = AOT, **plan: Any) -> Session:
     layout = build_layout(model, keep)
-    options = Options(poison=True, compiled=how)
+    options = Options(compiled=how)
     return Session(model, layout, make_plan(layout, **plan), checked(), options)
 
 
@@ -141,7 +141,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     model = Model()
     (tokens,) = batches(1)
     with closing(compiled(model)) as session:
-        with session.weights():
+        with session.full_params():
             copied = copy.deepcopy(model)
         with torch.no_grad():
             for param in copied.parameters():

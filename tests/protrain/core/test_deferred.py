@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 import io
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from types import FrameType
+from contextlib import nullcontext
 from typing import Any
 
 import bitsandbytes
@@ -34,7 +32,6 @@ from core_models import (
     stack,
     train,
     twin,
-    weights,
 )
 from simulated import DeferredDevice
 from torch import Tensor, nn
@@ -344,27 +341,13 @@ def reads_weights(run: Run) -> Any:
     return flat(run.model.state_dict())
 
 
-def reads_in_the_middle_of_a_forward(run: Run) -> Any:
-    found: list[Tensor] = []
-
-    def read(*_: Any) -> None:
-        found.extend(flat(run.model.state_dict()))
-        found.extend(flat(run.optimizer.state_dict()))
-
-    handle = run.model.layers[1].register_forward_hook(read)
-    with torch.no_grad():
-        run.model(DATA[4][0])
-    handle.remove()
-    return found
-
-
 def looks(run: Run) -> Any:
-    with run.session.weights() if run.session else nullcontext():
+    with run.session.full_params() if run.session else nullcontext():
         return [p.detach().clone() for p in run.model.parameters()]
 
 
 def writes(run: Run) -> Any:
-    with run.session.weights() if run.session else nullcontext(), torch.no_grad():
+    with run.session.full_params() if run.session else nullcontext(), torch.no_grad():
         for param in run.model.parameters():
             param.mul_(0.9)
 
@@ -429,7 +412,7 @@ def looks_at_used_gradients(run: Run) -> Any:
     """As a callback does in on_optimizer_step."""
     numbers = [*run.backward(4), run.clip(0.01)]
     run.optimizer.step()
-    with run.session.weights() if run.session else nullcontext():
+    with run.session.full_params() if run.session else nullcontext():
         found = [p.grad.clone() for p in run.model.parameters()]
     run.optimizer.zero_grad()
     return [*numbers, *found]
@@ -448,7 +431,7 @@ def regroups(run: Run) -> Any:
 
 
 def replaces_states(run: Run) -> Any:
-    with run.session.weights() if run.session else nullcontext():
+    with run.session.full_params() if run.session else nullcontext():
         for state in run.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):
@@ -492,7 +475,6 @@ ACTS = [
     edits_groups,
     reads_the_state,
     reads_weights,
-    reads_in_the_middle_of_a_forward,
     looks,
     writes,
     copies,
@@ -573,169 +555,6 @@ def test_any_order() -> None:
 def test_many_orders() -> None:
     for seed in range(12, 500):
         play_at_random(seed)
-
-
-# errors and interrupts
-
-
-class AtLine:
-    """Raises at a line of a deferred update, the `nth` that runs inside; counts them."""
-
-    FILES = (
-        "optim/chunk_update.py",
-        "optim/pending.py",
-        "optim/masters.py",
-        "optim/states.py",
-        "optim/noted.py",
-        "staging.py",
-    )
-
-    def __init__(
-        self, nth: int, error: type[BaseException], handle: Callable[[], object]
-    ) -> None:
-        self.lines: list[tuple[str, int]] = []
-        self._nth, self._error, self._handle = nth, error, handle
-
-    def __enter__(self) -> AtLine:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def _called(self, frame: FrameType, _event: str, _arg: Any) -> Any:
-        ours = frame.f_code.co_filename.endswith(self.FILES)
-        return self._at if ours else None
-
-    def _at(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event == "line":
-            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.lines) == self._nth:
-                # no line of it is counted: this is the tracer
-                self._handle()
-                raise self._error("on purpose")
-        return self._at
-
-
-class Interrupted:
-    """A paged run, whose updates are interrupted, and a plain one beside it; under
-    masters the other is one whose host updates them."""
-
-    def __init__(self, act: str, masters: bool = False) -> None:
-        dtype = torch.bfloat16 if masters else torch.float32
-        model = stack(num_layers=2, width=8, inner=8, dtype=dtype)
-        plan = {**MIXED, "resident": [1], "fp32_master": masters}
-        other = {**plan, "update": Update.HOST} if masters else None
-        self.plain = Run(twin(model), OPTIMIZERS["fused"], other)
-        self.ours = Run(model, OPTIMIZERS["fused"], plan)
-        self._act = {
-            "forward": lambda: model(DATA[5][0]),
-            "flush": lambda: self.ours.session.settle(),  # type: ignore[union-attr]
-        }[act]
-
-    def step(self, number: int) -> None:
-        losses = []
-        for run in (self.plain, self.ours):
-            loss = run.model(DATA[number][0])
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-
-    def interrupt(
-        self, nth: int, handle: Callable[[], object] = lambda: None
-    ) -> AtLine:
-        error = (KeyboardInterrupt, torch.OutOfMemoryError)[nth % 2]
-        with AtLine(nth, error, handle) as at, suppress(error):
-            self._act()
-        return at
-
-    def check(self) -> None:
-        theirs = self.plain.model.state_dict()
-        assert_same(self.ours.model.state_dict(), theirs)
-        runs = self.ours, self.plain
-        assert_same_content(*(r.optimizer.state_dict()["state"] for r in runs))
-
-    def close(self) -> None:
-        self.ours.close()
-        self.plain.close()
-
-
-def each_line(act: str, num_steps: int, masters: bool = False) -> list[int]:
-    """When each line of the updates after so many steps runs first, or runs last."""
-    run = Interrupted(act, masters)
-    for number in range(num_steps):
-        run.step(number)
-    lines = run.interrupt(-1).lines
-    run.close()
-    last = {line: n for n, line in enumerate(lines, 1)}
-    first = {line: n for n, line in reversed([*enumerate(lines, 1)])}
-    assert len(first) > 80
-    return sorted((first, last)[n % 2][line] for n, line in enumerate(first))
-
-
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
-@pytest.mark.parametrize("act", ["forward", "flush"])
-@pytest.mark.sampled(1)
-def test_interrupted_updates_are_made_once(act: str, masters: bool) -> None:
-    """One run goes on after an error at each line, of which each act has half."""
-    run = Interrupted(act, masters)
-    run.step(0)
-    run.step(1)
-    for nth in each_line(act, 2, masters)[act == "flush" :: 2]:
-        where = run.interrupt(nth).lines[-1]
-        try:
-            if nth % 3 == 0:
-                run.check()
-            run.step(nth % 4)
-        except Exception as found:
-            raise AssertionError(f"interrupted at line {nth}, {where}") from found
-    run.check()
-    run.close()
-
-
-@pytest.mark.parametrize("act", ["forward", "flush"])
-@pytest.mark.sampled(1)
-def test_closing_makes_an_interrupted_update(act: str) -> None:
-    """The first one, which makes its state."""
-    for nth in each_line(act, 1)[::8]:
-        run = Interrupted(act)
-        run.step(0)
-        where = run.interrupt(nth).lines[-1]
-        try:
-            run.ours.close()
-            run.check()
-        except Exception as found:
-            raise AssertionError(f"interrupted at line {nth}, {where}") from found
-
-
-@pytest.mark.parametrize("act", ["forward", "flush"])
-@pytest.mark.sampled(1)
-def test_a_handler_reads_the_truth_in_the_middle_of_an_update(act: str) -> None:
-    """As Axolotl's does at Ctrl-C, which saves the model and ends the process."""
-    run = Interrupted(act)
-    run.step(0)
-    run.step(1)
-
-    def read() -> None:
-        read_then.update(weights(run.ours.model))
-
-    for nth in each_line(act, 2)[::3]:
-        read_then: dict[str, Tensor] = {}
-        theirs = weights(run.plain.model)
-        where = run.interrupt(nth, read).lines[-1]
-        try:
-            assert_same(read_then, theirs)
-            run.step(nth % 4)
-        except Exception as found:
-            raise AssertionError(f"read at line {nth}, {where}") from found
-    run.check()
-    run.close()
-
-
-# memory
 
 
 def test_a_staging_buffer_that_is_too_small_goes_after_its_copy() -> None:

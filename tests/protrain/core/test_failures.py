@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, asked_bytes
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
@@ -271,9 +271,8 @@ SURVIVED = {
     "recompute": Failure(operator("gelu", no_memory, True), RECOMPUTED),
     "fetch": Failure(device("fetch", 2, no_memory), PAGED),
     "fetch-backward": Failure(device("fetch", 4, no_memory), PAGED),
-    "offload": Failure(device("offload", 9, no_memory), PAGED),
-    "staging": Failure(device("offload", 60, no_memory), PAGED),
-    "swap-out": Failure(device("offload", 3, no_memory), SWAPPED),
+    "offload": Failure(device("offload", 110, no_memory), PAGED),
+    "swap-out": Failure(device("offload", 40, no_memory), SWAPPED),
     "swap-in": Failure(operator("empty", no_memory, True), SWAPPED),
     "swapped-backward": Failure(operator("gelu_backward", no_memory, True), SWAPPED),
     "clipping": Failure(operator("_foreach_mul_", no_memory), PAGED),
@@ -291,7 +290,7 @@ FATAL = {
     ),
     "fetch": Failure(device("fetch", 2, broken), PAGED),
     "fetch-backward": Failure(device("fetch", 4, broken), PAGED),
-    "offload": Failure(device("offload", 9, broken), PAGED),
+    "offload": Failure(device("offload", 110, broken), PAGED),
     "forward-hook": Failure(forward_hook, PAGED),
     "gradient-hook": Failure(gradient_hook, RECOMPUTED),
     "loss": Failure(loss_function, PAGED),
@@ -299,10 +298,10 @@ FATAL = {
     "interrupt-backward": Failure(operator("gelu_backward", stopped, True), PAGED),
     "interrupt-recompute": Failure(operator("gelu", stopped, True), RECOMPUTED),
     "interrupt-fetch": Failure(device("fetch", 3, stopped), PAGED),
-    "interrupt-offload": Failure(device("offload", 9, stopped), PAGED),
-    "swap-out": Failure(device("offload", 3, broken), SWAPPED),
+    "interrupt-offload": Failure(device("offload", 110, stopped), PAGED),
+    "swap-out": Failure(device("offload", 40, broken), SWAPPED),
     "swap-in": Failure(operator("empty", broken, True), SWAPPED),
-    "interrupt-swap": Failure(device("offload", 3, stopped), SWAPPED),
+    "interrupt-swap": Failure(device("offload", 40, stopped), SWAPPED),
     "interrupt-swapped": Failure(operator("gelu", stopped), SWAPPED),
     "interrupt-deferred-update": Failure(operator("_fused_adamw_", stopped), PAGED),
     "interrupt-probe": Failure(device("probe", 1, stopped), PAGED),
@@ -387,7 +386,7 @@ class Census:
 def opened(failure: Failure, model: nn.Module, device: FaultyDevice) -> Run:
     layout = build_layout(model)
     plan = make_plan(layout, **failure.plan)
-    session = Session(model, layout, plan, device, Options(poison=True))
+    session = Session(model, layout, plan, device)
     optimizer = session.wrap_optimizer(adamw(model))
     return Run(model, device, session, optimizer, ExitStack())
 

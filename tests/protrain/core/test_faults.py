@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from checked_device import CheckedDevice
 from core_models import (
     ALL,
     HOST_STATE,
@@ -31,7 +32,6 @@ from torch import nn
 from torch.utils import _python_dispatch
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.types import Update
 
 

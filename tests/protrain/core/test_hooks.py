@@ -306,7 +306,7 @@ def test_a_hook_that_raises(policy: str, at: str) -> None:
     model = model_of()
     session = open_session(model, n_buffer=2, **how)
     assert steps(model, session) == plain
-    assert not session._pager.is_running()
+    assert not session._step.is_running
     session.close()
 
 

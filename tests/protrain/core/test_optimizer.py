@@ -466,8 +466,12 @@ LINEAR = (
     {"outside": Placement.OPTIMIZER_OFFLOADED, "swap": (0, 2)},
     {"update": Update.HOST},
 )
-WHOLE = {"noted.py make", "noted.py <listcomp>", "noted.py <dictcomp>"}
-"""A noted step has all parameters in its groups: their places there count."""
+WHOLE = {
+    "recorded_step.py replay",
+    "recorded_step.py <listcomp>",
+    "recorded_step.py <dictcomp>",
+}
+"""A recorded step has all parameters in its groups: their places there count."""
 
 
 @pytest.mark.parametrize("plan", LINEAR, ids=str)
@@ -479,4 +483,4 @@ def test_a_step_does_as_much_for_each_block(plan: dict[str, Any]) -> None:
         for name in many.keys() - WHOLE
     }
     assert not {n: by for n, by in grown.items() if by[1] > 2.5 * by[0] + 50}
-    assert many["pending.py fetch_ahead"] and many["pager.py open"] > 24
+    assert many["apply.py prefetch"] and many["step.py before_block"] > 24

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checked_device import CheckedDevice, RaceError
 from core_models import (
     ALL,
     HOST_STATE,
@@ -32,11 +33,9 @@ from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
-from axolotl.integrations.protrain.core.errors import RaceError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
 
@@ -71,7 +70,7 @@ class Rig:
         self.host, self.back = bytes_of(1), bytes_of(0)
         self.device.pin(self.host)
         self.device.pin(self.back)
-        self.slot = Slot(self.device.allocate(8), self.device, poison=False)
+        self.slot = Slot(self.device.allocate(8), self.device)
         self.slot.fetch(0, self.host)
         self.device.synchronize()
 
@@ -365,7 +364,7 @@ def test_sessions_have_no_race_and_equal_plain(
         knobs.update(resident=(1, 2, 4), inside=HOST_STATE, outside=HOST_STATE)
 
     def run(own: nn.Module, device: Any) -> list[float]:
-        options = Options(poison=True, fp32_master=masters)
+        options = Options(fp32_master=masters)
         session = Session(own, layout, make_plan(layout, **knobs), device, options)
         optimizer = session.wrap_optimizer(adamw(own))
 
@@ -406,7 +405,6 @@ def test_loading_while_weights_are_fetched_ahead() -> None:
         build_layout(model),
         make_plan(build_layout(model), n_buffer=4, recompute=ALL),
         CheckedDevice(DeferredDevice()),
-        Options(poison=True),
     )
     with closing(session), torch.no_grad():
         other = stack(seed=9)

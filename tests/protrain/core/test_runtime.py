@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from axolotl.integrations.protrain.core.engine.pager import Pager
 from core_models import checked, layouts
 from hypothesis import given, strategies as st
 from torch import Tensor
@@ -25,7 +26,6 @@ from axolotl.integrations.protrain.core.engine.device import (
     open_device,
 )
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
 from axolotl.integrations.protrain.core.errors import LayoutError
@@ -84,7 +84,7 @@ def build(
     ]
     device = checked()
     slots = [
-        Slot(device.allocate(max(sizes[n::num_slots], default=0)), device, poison=True)
+        Slot(device.allocate(max(sizes[n::num_slots], default=0)), device)
         for n in range(num_slots)
     ]
     schedule = Schedule(blocks, num_slots)

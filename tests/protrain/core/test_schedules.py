@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
+from axolotl.integrations.protrain.core.engine.pager import Pager
+from checked_device import CheckedDevice
 from simulated import DeferredDevice
 from torch import Tensor
 
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.host_tensors import HostMemory
-from axolotl.integrations.protrain.core.engine.pager import Pager
-from axolotl.integrations.protrain.core.engine.races import CheckedDevice
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.staging import Staging
 from axolotl.integrations.protrain.core.engine.swap import Swap
@@ -106,7 +106,6 @@ class Schedules:
             Slot(
                 self.device.allocate(max(c.nbytes for c in self.chunks[n::num_slots])),
                 self.device,
-                poison=draw.random() < 0.5,
             )
             for n in range(num_slots)
         ]
@@ -262,7 +261,7 @@ class Schedules:
                 sums = {name: self.sums.pop(name) for name in names}
                 for name, total in sums.items():
                     self.values[name] -= total
-                host.sums.present.clear()
+                host.main_grads.present.clear()
                 self.pager.close_any()
                 self.pager.forget(host.chunk.index)
                 self.worker.submit(
@@ -272,10 +271,10 @@ class Schedules:
     def _task(self, host: HostChunk, fetches: Any, sums: dict[str, float]) -> Any:
         def update() -> None:
             fetches.synchronize()
-            self.device.writes((host.weights.memory, host.sums.memory))
+            self.device.writes((host.weights.memory, host.main_grads.memory))
             for index, spec in enumerate(host.chunk.tensors):
                 if spec.name in sums:
-                    gradient, total = host.sums[index], sums[spec.name]
+                    gradient, total = host.main_grads[index], sums[spec.name]
                     if not bool((gradient == total).all()):
                         self.wrong.append(f"a sum of {gradient.tolist()}, not {total}")
                     self.arena.tensor(host.chunk.index, spec).sub_(gradient)

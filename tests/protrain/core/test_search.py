@@ -24,7 +24,7 @@ from core_models import (
 from hypothesis import given, strategies as st
 from search_cases import ALMOST, PLENTY, Case, Judged, cases, few, missing
 
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.layout import (
     build_layout,
@@ -501,7 +501,7 @@ def test_every_plan_of_the_search_runs(frozen: bool) -> None:
         plans.add((plan.n_persist, plan.n_buffer, plan.n_checkpoint))
         model = twin(trained.model)
         plan = replace(plan, update=Update.DEVICE)
-        session = Session(model, trained.layout, plan, checked(), Options(True))
+        session = Session(model, trained.layout, plan, checked())
         optimizer = session.wrap_optimizer(adamw(model))
         assert train(model, optimizer, trained.data, session) == trained.numbers
         assert session.measured().device_peak_bytes <= budget

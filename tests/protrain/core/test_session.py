@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checked_device import RaceError
 from core_models import (
     ALL,
     HOST_STATE,
@@ -35,9 +36,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
-from axolotl.integrations.protrain.core.engine.pager import Pager
 from axolotl.integrations.protrain.core.engine.session import Session
-from axolotl.integrations.protrain.core.errors import AccessError, RaceError
+from axolotl.integrations.protrain.core.engine.step import Step
+from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import (
     Direction,
     aligned,
@@ -214,15 +215,14 @@ def test_what_shares_bytes_goes_on_sharing_them(tie: str, outside: Placement) ->
     for net in (model, plain):
         TIES[tie](net)
     assert len(ties(model)) == 1
-    rows = {"embed.weight": 1} if outside is HOST_STATE else {}
-    session = open_session(model, outside=outside, rows=rows)
+    session = open_session(model, outside=outside)
     # predictions count shared bytes once
     assert session.measured().device_placed_bytes == placed_bytes(session)
     data = [batches(2, seed) for seed in range(3)]
     ours = train(model, wrapped(session), data, session, clip=0.5)
     assert ours == train(plain, adamw(plain), data, clip=0.5)
     assert_same(model.state_dict(), plain.state_dict())
-    with session.weights():
+    with session.full_params():
         model.embed.weight.data.mul_(0.5)
         model.layers[5].up.weight.data.mul_(0.5)
     session.close()
@@ -239,9 +239,6 @@ def placed_bytes(session: Session) -> int:
     pairs = [(c, plan.placements[c.index]) for c in layout.chunks]
     stay = (Placement.RESIDENT, HOST_STATE)
     fixed += sum(c.nbytes for c, placement in pairs if placement in stay)
-    fixed += sum(
-        c.tensors[0].dtype.itemsize for c, p in pairs if p is Placement.HOST_LOOKUP
-    )
     return fixed + sum(slot_bytes(layout, plan.placements, plan.n_buffer))
 
 
@@ -282,11 +279,13 @@ def test_the_number_of_fetches_is_the_closed_form() -> None:
         keep = freeze(model, ["extra"]) if frozen else ()
         session = open_session(model, keep, n_buffer=num_slots)
         train(model, wrapped(session), data, session)
+        # the last updates bring their chunks once more
+        num_fetches = session.counters.num_fetches
         session.settle()
         measured = session.measured()
         chunks = [c for c in session.layout.chunks if c.pageable]
         spare, sweeps = len(chunks) - num_slots, 2 * accumulate * steps
-        assert measured.num_fetches == len(chunks) + (sweeps - 1) * spare
+        assert num_fetches == len(chunks) + (sweeps - 1) * spare
         assert measured.num_misses == 1
         trained = [p for c in chunks for p in trained_params(model, c)]
         sums = 0 if frozen else sum(c.nbytes for c in chunks)
@@ -295,8 +294,6 @@ def test_the_number_of_fetches_is_the_closed_form() -> None:
         assert measured.fetched_bytes == (
             measured.num_fetches * chunks[0].nbytes
             + steps * sums
-            # what is settled last is updated beside the slots
-            + sums
             + (steps - 1) * state
             + steps * (accumulate - 1) * sums
         )
@@ -372,7 +369,6 @@ def test_a_read_outside_its_window_is_wrong_or_poison() -> None:
         assert torch.equal(params[f"layers.4.{name}"].data, truth[f"layers.4.{name}"])
         assert name == "norm.bias" or not torch.equal(stale, truth[f"layers.0.{name}"])
     assert torch.equal(params["layers.0.extra"].data, truth["layers.4.extra"])
-    assert params["layers.0.down.weight"].isnan().any()
     # while the truth, and what is saved, stays the truth
     assert_same(model.state_dict(), truth)
     session.close()
@@ -390,13 +386,13 @@ Break = Callable[[Stack, pytest.MonkeyPatch], None]
 
 def opening(patch: pytest.MonkeyPatch, backward: bool) -> None:
     """Windows open in backward alone, or in forwards alone."""
-    real = Pager.open
+    real = Step.before_block
 
-    def some(pager: Pager, block: int, direction: Direction) -> None:
+    def some(pager: Step, block: int, direction: Direction) -> None:
         if (direction is Direction.BACKWARD) == backward:
             real(pager, block, direction)
 
-    patch.setattr(Pager, "open", some)
+    patch.setattr(Step, "before_block", some)
 
 
 def without_forward_window(_model: Stack, patch: pytest.MonkeyPatch) -> None:

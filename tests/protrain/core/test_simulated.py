@@ -122,7 +122,7 @@ def test_memory_may_end_once_compute_waits_for_its_copy() -> None:
 
 def test_a_read_without_a_wait_finds_poison_and_one_with_a_wait_the_chunk() -> None:
     device = DeferredDevice()
-    slot, chunk = Slot(device.allocate(4), device, poison=True), bytes_of(5)
+    slot, chunk = Slot(device.allocate(4), device), bytes_of(5)
     slot.fetch(0, chunk)
     assert slot.buffer.tolist() == [255] * 4
     slot.begin_use()
@@ -233,7 +233,7 @@ def trained_on(
     model = stack(dtype=torch.bfloat16 if fp32_master else torch.float32)
     keep = freeze(model) if frozen else set()
     layout = build_layout(model, keep)
-    options = Options(poison=True, fp32_master=fp32_master)
+    options = Options(fp32_master=fp32_master)
     session = Session(model, layout, make_plan(layout, **plan), device, options)
     numbers = []
     try:

@@ -192,7 +192,7 @@ def load_others(run: Run) -> None:
 
 
 def write_shown(run: Run) -> None:
-    with run.session.weights():
+    with run.session.full_params():
         for param in run.model.parameters():
             param.data.add_(1)
 
@@ -204,7 +204,7 @@ def write_unannounced(run: Run) -> None:
         for tensor in filter(torch.is_tensor, state.values()):
             tensor.fill_(7)
     for chunk in run.session._on_host():
-        run.session.arena.chunk(chunk.index).fill_(7)
+        run.session.pool.chunk(chunk.index).fill_(7)
 
 
 def write_state(run: Run) -> None:

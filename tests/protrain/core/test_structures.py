@@ -11,7 +11,7 @@ from core_models import checked
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import LayoutError, TraceError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.planner.meta import meta_copy
@@ -144,7 +144,7 @@ def open_session(
 ) -> Session:
     layout = build_layout(model)
     plan = make_plan(layout, 0, n_buffer, 0, n_checkpoint, False)
-    return Session(model, layout, plan, checked(device), Options(poison=True))
+    return Session(model, layout, plan, checked(device))
 
 
 def steps(model: nn.Module, session: Session | None) -> list[float]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
+from axolotl.integrations.protrain.core.planner import trace as trace_module
 from axolotl.integrations.protrain.core.planner.emulation import (
     Emulation,
     autocast_on_meta,
@@ -30,7 +31,6 @@ from axolotl.integrations.protrain.core.planner.emulation import (
 from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.meta import MetaMode, meta_copy
 from axolotl.integrations.protrain.core.planner.operators import launch
-from axolotl.integrations.protrain.core.planner import trace as trace_module
 from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.planner.repeats import skipping_repeats
 from axolotl.integrations.protrain.core.planner.trace import TracedStep, trace_step

@@ -32,6 +32,11 @@ from .refusals import as_yaml, changes, refusals
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 OURS = re.compile("pro[-_]?train", re.IGNORECASE)
 """How keys begin that are meant for us."""
+DROPPED = {
+    "protrain_check_races": "the tests check accesses, a training does not",
+    "protrain_snapshot_bytes": "a save copies what has room",
+}
+"""Keys of earlier versions, each with why it is gone."""
 
 
 def _not_bool(value: object) -> object:
@@ -192,12 +197,6 @@ class ProTrainArgs(BaseModel):
         "write it while training goes on, where one process trains and nobody looks at "
         "weights in `on_save`. False: training waits.",
     )
-    protrain_check_races: Flag = Field(
-        default=False,
-        description="Fill a slot with NaN when its chunk leaves, and check every read "
-        "and write against the waits that should order it, even when timing is kind. "
-        "For doubts: tens of microseconds an operator.",
-    )
     protrain_cache_dir: Folder | None = Field(
         default=None,
         description="Folder for what is measured: rates, block times and peaks. Unset: the "
@@ -349,6 +348,8 @@ def bad_values(raw: Mapping[Any, object]) -> list[str]:
 
 
 def _correction(key: str, value: object) -> str:
+    if key in DROPPED:
+        return f"`{key}` is no key any more: {DROPPED[key]}. Remove it."
     if isinstance(value, Mapping) and value:
         inner = ", ".join(f"`{_nearest(f'protrain_{name}')}`" for name in value)
         return f"`{key}` is a block, but ProTrain's keys are flat: {inner}"

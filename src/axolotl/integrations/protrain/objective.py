@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from accelerate import Accelerator
 from axolotl.core.trainers.base import AxolotlTrainer
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 
+from .core.errors import FOREIGN_ERRORS
 from .core.planner.meta import meta_copy
 
 Collate = Callable[[list[dict[str, Any]]], Any]
@@ -47,11 +49,19 @@ class Objective:
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Of a batch, by a copy of the model on the meta device; changes nothing."""
         stand_in: Any = object.__new__(type(self._trainer))
+        models = {"model": model, "model_wrapped": model, **self.others}
+        # who holds the trainer or a model of its has the stand-ins
+        memo: dict[int, Any] = {id(self._trainer): stand_in}
         for name, value in vars(self._trainer).items():
-            setattr(stand_in, name, _own_containers(value))
+            if name in models:
+                memo[id(value)] = models[name]
+        for name, value in vars(self._trainer).items():
+            if name not in models:
+                setattr(stand_in, name, _own(value, memo))
+        # callbacks and the log see training alone
+        stand_in.log = _nothing
         accelerator = copy.copy(self._trainer.accelerator)
         accelerator.__class__ = _Alone
-        models = {"model": model, "model_wrapped": model, **self.others}
         vars(stand_in).update(models, accelerator=accelerator)
         moved = {
             key: value.to(_META) if isinstance(value, Tensor) else value
@@ -75,7 +85,9 @@ def objective_of(
         trainer.args, "sample_packing", False
     ):
         return None
-    batch = collate(_longest_rows(dataset, trainer.args.train_batch_size))
+    # it may count, or draw from a generator of its own
+    own_collate = _own(collate, {id(trainer): trainer})
+    batch = own_collate(_longest_rows(dataset, trainer.args.train_batch_size))
     for name, value in batch.items():
         if length is not None and isinstance(value, Tensor) and value.ndim == 2:
             times = math.ceil(length / value.shape[1])
@@ -106,13 +118,39 @@ def _longest_rows(dataset: Any, num_rows: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _own_containers(value: Any) -> Any:
-    """Metrics are appended to lists in mappings; what is in these is shared."""
+_SHARED = frozenset(
+    "accelerate axolotl datasets peft tokenizers transformers trl".split()
+)
+"""Packages whose objects a loss does not change, but for `TrainerState`."""
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what a loss may count in: containers, tensors, generators, objects of
+    somebody else's. What cannot be copied is shared."""
     if isinstance(value, dict):
         own = copy.copy(value)
-        own.update((key, _own_containers(item)) for key, item in value.items())
+        own.update((key, _own(item, memo)) for key, item in value.items())
         return own
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_own(item, memo) for item in value]
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    if isinstance(value, (type, FunctionType, nn.Module)) or (
+        package in _SHARED and not isinstance(value, TrainerState)
+    ):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except FOREIGN_ERRORS:
+        return value
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Stands for `log`."""
 
 
 class _Alone(Accelerator):

@@ -53,6 +53,7 @@ Rewind = Callable[[], object]
 
 MAX_REPEATS = 3
 """Of one step: what else uses the device may take more meanwhile."""
+_PLAIN = bool, int, float, str
 _REPEATED = "the step was under a smaller plan already"
 _STATELESS = frozenset(
     "accelerate axolotl bitsandbytes liger_kernel peft torch transformers trl".split()
@@ -61,6 +62,7 @@ _STATELESS = frozenset(
 _MODULE_HOOKS = (
     "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks".split()
 )
+_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -205,6 +207,7 @@ class Recovery(StepRecovery):
         self._changed = ""
         self._updated = False
         self._trained: list[bool] = []
+        self._set: list[Any] = []
         self._buffers: list[tuple[str, Tensor, int]] = []
         self._step = trainer.state.global_step + 1 if trainer else 0
         if trainer is not None:
@@ -223,7 +226,17 @@ class Recovery(StepRecovery):
                 self._buffers = [(name, b, b._version) for name, b in buffers]
             elif trained != self._trained:
                 self._changed = "which weights train was changed"
+            elif phase == "forward" and not self._changed:
+                now = _settings(model)
+                pairs = zip(self._set, now, strict=False)
+                other = next((new for old, new in pairs if old != new), None)
+                if other is not None:
+                    of = ".".join(str(part) for part in other[:3] if part != "")
+                    self._changed = f"{of} was changed"
             self._trained = trained
+            result = super().attempt(act, phase, counts)
+            self._set = _settings(model) if phase == "forward" else []
+            return result
         return super().attempt(act, phase, counts)
 
     @contextmanager
@@ -347,6 +360,8 @@ class Recovery(StepRecovery):
             why = f"a forward changed {changed[0]}"
         elif not why and hook:
             why = f"a hook ({hook}) may have changed something"
+        elif not why and (own := _foreign_loss(self._trainer)):
+            why = f"{own} may have changed something"
         return f"{why} in it, which is not done again or undone" if why else ""
 
     def _refuse(
@@ -399,19 +414,52 @@ def _digest(tensor: Tensor) -> int:
 def _foreign_hook(model: nn.Module) -> str:
     """Name of a hook of somebody else's that a forward or backward calls, if there is one."""
     for owner, kinds in (
+        (torch.nn.modules.module, _GLOBAL_HOOKS),
         *((module, _MODULE_HOOKS) for module in model.modules()),
         *((param, _TENSOR_HOOKS) for param in model.parameters()),
     ):
         for kind in kinds:
             for hook in (getattr(owner, kind) or {}).values():
-                act = hook
-                while isinstance(act, partial):
-                    act = act.func
-                home = getattr(act, "__module__", None) or type(act).__module__
-                if home.partition(".")[0] not in _STATELESS:
-                    name = getattr(act, "__qualname__", type(act).__qualname__)
-                    return f"{home}.{name}"
+                if name := _foreign(hook):
+                    return name
     return ""
+
+
+def _foreign_loss(trainer: Trainer | None) -> str:
+    """Name of what computes the loss, where that is somebody else's, if it is."""
+    if trainer is None:
+        return ""
+    acts: list[Any] = [trainer.training_step, trainer.compute_loss]
+    acts.append(trainer.compute_loss_func)
+    for kind in type(trainer).__mro__:
+        own = vars(kind)
+        acts += [own.get("training_step"), own.get("compute_loss")]
+    names = (_foreign(act) for act in acts if act is not None)
+    return next((name for name in names if name), "")
+
+
+def _foreign(act: Any) -> str:
+    """Name of code of a package that may keep something, if it is."""
+    while isinstance(act, partial):
+        act = act.func
+    home = getattr(act, "__module__", None) or type(act).__module__
+    if home.partition(".")[0] in _STATELESS:
+        return ""
+    return f"{home}.{getattr(act, '__qualname__', type(act).__qualname__)}"
+
+
+def _settings(model: nn.Module) -> list[Any]:
+    """What a forward may go by beside tensors: plain attributes of modules, and what is
+    plain in their mappings."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, dict):
+                items = value.items()
+                found += [(name, key, k, v) for k, v in items if isinstance(v, _PLAIN)]
+            elif isinstance(value, _PLAIN):
+                found.append((name, key, "", value))
+    return found
 
 
 def _rewinds(device: torch.device, trainer: Trainer | None) -> list[Rewind]:

@@ -29,7 +29,6 @@ from .core.checkpoint import (
     require_space,
 )
 from .core.engine.device import allocator_note, open_device
-from .core.engine.races import CheckedDevice
 from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
 from .core.engine.session import Options, Session
 from .core.errors import CheckpointError, ConfigError, ProTrainError
@@ -223,9 +222,8 @@ class TrainingRun:
             model,
             forecast.layout,
             forecast.plan,
-            CheckedDevice(opened) if args.protrain_check_races else opened,
+            opened,
             Options(
-                poison=args.protrain_check_races,
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
                 compiled=compile_keys(self._cfg),
@@ -293,14 +291,19 @@ class TrainingRun:
             self.log.error(str(error))
 
     @contextmanager
-    def weights(self, whom: str = "trainer.protrain.weights()") -> Iterator[None]:
-        """See `Session.weights`; does nothing outside a session. `whom` they are shown to
+    def full_params(
+        self, whom: str = "trainer.protrain.full_params()"
+    ) -> Iterator[None]:
+        """See `Session.full_params`; does nothing outside a session. `whom` they are shown to
         is named where a step cannot be repeated because of it."""
         if self.session is None:
             yield
             return
-        with self.session.weights(), self.recovery.showing(whom):
+        with self.session.full_params(), self.recovery.showing(whom):
             yield
+
+    # its name until 0.9, which trainers of users may call
+    weights = full_params
 
     def for_event(
         self, event: str, callbacks: Sequence[TrainerCallback]
@@ -322,7 +325,7 @@ class TrainingRun:
                     "before, on all ranks, so that they agree on when weights are shown."
                 )
             self._looked_at |= {event}
-        shown = self.weights(f"{event} of {', '.join(looks)}")
+        shown = self.full_params(f"{event} of {', '.join(looks)}")
         return shown if event in self._looked_at else nullcontext()
 
     def _hear(self, words: str) -> None:
@@ -364,12 +367,6 @@ class TrainingRun:
         has_gradients = any(param.grad is not None for param in params)
         self.recovery.begin(trainer, has_gradients)
         self._watch()
-        assert self.report is not None
-        if (
-            len(self.report.step_s) == self.report.watched_steps
-            and not self.args.protrain_check_races
-        ):
-            self.session.begin_timing()
         self._started = time.perf_counter()
 
     @contextmanager
@@ -394,8 +391,6 @@ class TrainingRun:
     def end_step(self) -> None:
         """It has ended."""
         assert self.session is not None and self.report is not None
-        if (lanes := self.session.end_timing()) is not None:
-            self.report.lanes = lanes
         seconds = time.perf_counter() - self._started
         self.note_peak()
         self._watching.close()
@@ -496,8 +491,7 @@ class TrainingRun:
 
     def _watch(self) -> None:
         assert self.session is not None and self.report is not None
-        watched = len(self.report.step_s) < self.report.watched_steps
-        if watched or self.args.protrain_check_races:
+        if len(self.report.step_s) < self.report.watched_steps:
             self._watching.enter_context(self.session.watch())
 
     def _compare(self, report: RunReport) -> None:

@@ -96,11 +96,15 @@ class ProTrainTrainerMixin(_Mixed):
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
         model: Any = self.model
+        modes = [(module, module.training) for module in model.modules()]
         # as each step does: what looked at a reference before may have left it in eval
         model.train()
         saves = self.args.save_strategy != "no" and not self.args.save_only_model
         objective = objective_of(cast(Any, self), loader.dataset, loader.collate_fn)
         self.protrain.open(model, self.args.device, saves, objective)
+        # callbacks find them as under the plain run, until the first step begins
+        for module, mode in modes:
+            module.training = mode
         with ExitStack() as undo:
             # accelerate must neither move the model nor the optimizer's host state
             undo.enter_context(
@@ -116,14 +120,14 @@ class ProTrainTrainerMixin(_Mixed):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         # some make their state at once, which belongs where the weights are
-        with self.protrain.weights():
+        with self.protrain.full_params():
             self.optimizer = super().create_optimizer(*args, **kwargs)
         self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         # it makes a first step at once
-        with self.protrain.weights():
+        with self.protrain.full_params():
             scheduler: Any = super().create_scheduler(*args, **kwargs)
         foreign = any(self.protrain.ranks.collect(_is_foreign(scheduler)))
         if foreign and not isinstance(scheduler, ShowingSchedulerMixin):
@@ -311,7 +315,7 @@ class ShowingSchedulerMixin(_MixedScheduler):
     protrain: ClassVar[TrainingRun]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        with self.protrain.weights():
+        with self.protrain.full_params():
             super().step(*args, **kwargs)
 
 
@@ -340,5 +344,7 @@ def _is_foreign(scheduler: Any) -> bool:
 
 
 def _saver(callback: TrainerCallback) -> str:
-    """Name of the class that says what a callback does at a save."""
+    """Name of the class that says what a callback does at a save; empty if it does."""
+    if "on_save" in vars(callback):
+        return ""
     return next(c.__name__ for c in type(callback).__mro__ if "on_save" in vars(c))

@@ -13,7 +13,7 @@
      +-- RequestError     the training service cannot answer a request
 
 Each message names what is at fault and the way out. A broken invariant of
-ProTrain itself is not in this tree: nobody should handle it. `RaceError` is one.
+ProTrain itself is not in this tree: nobody should handle it.
 """
 
 
@@ -74,10 +74,6 @@ class RequestError(ProTrainError):
     def __init__(self, message: str, status: int = 422) -> None:
         super().__init__(message)
         self.status = status
-
-
-class RaceError(RuntimeError):
-    """Two lanes use the same bytes and nothing orders them: a fault of ProTrain."""
 
 
 FOREIGN_ERRORS = (

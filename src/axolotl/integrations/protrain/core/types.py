@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2
 """Chunks of gradients between device and host: sent, staged or packed."""
 
-SPLIT_NUMEL = 1 << 22
-"""Masters are split and joined in pieces of so many elements; a multiple of 8."""
-
 STATE_ALIGNMENT_BYTES = 16
 """Tensors of optimizer state begin at multiples of it, as wide as the widest load of a
 kernel."""
@@ -50,7 +47,7 @@ class Placement(Enum):
     PARAM_OFFLOADED = "paged"
     """All of it on the host; the weights pass through a slot while a block computes."""
     HOST_LOOKUP = "rows"
-    """All of it on the host, which looks up the rows that a micro-batch asks for."""
+    """A frozen embedding on the host, which looks up what a micro-batch asks for."""
 
     @property
     def on_host(self) -> bool:
@@ -97,8 +94,8 @@ class Chunk:
     """Parameters laid out back to back that move together, in registration order; all
     of them trained, or none. `index` is the position in `Layout.chunks`, `block` None
     for weights outside blocks; `nbytes` has the alignment gaps in it. Those of an `adapter`
-    stay on the device. `rows_bytes` are those of the rows that a micro-batch takes of an
-    embedding which is only looked up, so that the host can do it; 0 for all others."""
+    stay on the device. `rows_bytes` are those of the rows that a micro-batch takes of a
+    frozen embedding which is only looked up, so that the host can do it; otherwise 0."""
 
     index: int
     block: int | None

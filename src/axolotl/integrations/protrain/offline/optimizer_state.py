@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
 from ..core.engine.recorded_step import require_separable
-from ..core.engine.state import leaves
+from ..core.engine.state import state_tensors
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner.meta import without_global_hooks
 
@@ -122,10 +122,10 @@ def _probed(
     seconds = [named[names[1]] for names in kinds if len(names) > 1]
     _taken(optimizer, firsts + seconds)
     own = {k: v for k, v in vars(optimizer).items() if k not in _OF_PARAMETERS}
-    shared = {id(leaf.tensor) for leaf in leaves(own)}
+    shared = {id(leaf.tensor) for leaf in state_tensors(own)}
     state_bytes, managed_bytes = {}, {}
     for names, param in zip(kinds, firsts, strict=True):
-        found = (leaf.tensor for leaf in leaves(optimizer.state.get(param, {})))
+        found = (leaf.tensor for leaf in state_tensors(optimizer.state.get(param, {})))
         # a step count that no kernel reads is a number of the host's
         tensors = [
             tensor

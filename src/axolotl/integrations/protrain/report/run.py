@@ -11,12 +11,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ..core.engine.lanes import LaneTimes
 from ..core.engine.session import Measured
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
-from .forecast import LANES, answer_dict, knobs_dict
+from .forecast import answer_dict, knobs_dict
 from .page import report_page
 from .text import forecast_table, report_text
 
@@ -39,7 +38,6 @@ class RunReport:
 
     Attributes:
         watched_steps: The first ones, and the first ones of the plan that runs.
-        lanes: Of the first step of the plan that runs which was not watched.
         evaluation_bytes: Of the device, at most in the first batches of an evaluation.
     """
 
@@ -52,7 +50,6 @@ class RunReport:
     watched_steps: int = WATCHED_STEPS
     notches: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    lanes: LaneTimes | None = None
     evaluation_bytes: int = 0
 
     def table(self) -> str:
@@ -66,7 +63,7 @@ class RunReport:
             for plan in (self.forecast.plan, forecast.plan)
         )
         self.notches.append({"step": step, **why, "from": before, "to": after})
-        self.forecast, self.lanes = forecast, None
+        self.forecast = forecast
 
     def summary(self, measured: Measured) -> str:
         """One line for the end of the run, without what did not happen."""
@@ -117,7 +114,7 @@ class RunReport:
                 "num_steps": len(self.step_s),
                 "step_s": self.median_step_s(),
             },
-            "lanes": asdict(self.lanes) if self.lanes else None,
+            "lanes": None,
             "ranks": self.ranks,
             "device": self.device,
             "notches": self.notches,
@@ -146,18 +143,6 @@ class RunReport:
         exposed_s = sum(s for lane, s in step.exposed_s.items() if lane != COMPUTE)
         waits = "waits of compute, seconds a step"
         timed = {waits: (exposed_s, seen.stall_s / steps)}
-        if self.lanes is not None:
-            # of one step, in which compute and its waits are all
-            busy_s, timed_s = self.lanes.busy_s, self.lanes.step_s
-            timed = {
-                f"{name}, seconds a step": (
-                    step.busy_s.get(lane, 0.0),
-                    busy_s.get(lane, 0.0),
-                )
-                for lane, name in LANES.items()
-            }
-            timed[waits] = exposed_s, timed_s - busy_s[COMPUTE]
-            timed["timed step, seconds"] = step.total_s, timed_s
         evaluated = {}
         if self.evaluation_bytes:
             predicted = device.phases.get("evaluation", 0)

@@ -24,13 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..host import memory_nodes, node_of, processors
 from ..layout.tensors import tensors_in
-from .lanes import COMPUTE, LaneClock
 
 BUSY_THREADS = 2
 """Of each rank: the one that queues work, and autograd's."""
 ALLOCATOR_KEYS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Of the environment, read when CUDA begins; the second is the older name."""
-STREAMS = COMPUTE, "fetch", "offload", "communicate"
 POISON_BYTE = 0xFF
 """Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
 
@@ -86,10 +84,7 @@ class Device:
         pageable_bytes: Of host memory that should be page-locked and is not: copies from
             and to it take several times as long and hide behind nothing.
         node: The host's memory node that it reaches fastest, None if all alike.
-        clock: Notes when lanes work, while there is one.
     """
-
-    clock: LaneClock | None = None
 
     torch_device: torch.device
     fetch: Stream
@@ -125,10 +120,6 @@ class Device:
     def mark(self) -> Event:
         """A point of the calling thread: who waits for it has seen its work so far."""
         return _DONE
-
-    def moment(self) -> Any:
-        """Now, on compute, for `clock`."""
-        return time.perf_counter()
 
     def wait_stalled(self, event: Event) -> None:
         """Let compute wait for a transfer and count what it loses as stall."""
@@ -167,7 +158,7 @@ class Device:
     def synchronize(self) -> None:
         """Wait until every stream is idle."""
 
-    # what the owners of memory say to `CheckedDevice`
+    # what the owners of memory say to a device that checks it
 
     def reads(self, memory: Iterable[Tensor], stream: Stream | None = None) -> None:
         """A stream, or else the calling thread, reads this memory now."""
@@ -188,8 +179,8 @@ class Device:
 class _ImmediateStream:
     """Runs work when it is queued; the time goes to the device as stall."""
 
-    def __init__(self, device: CpuDevice, lane: str = COMPUTE) -> None:
-        self._device, self._lane = device, lane
+    def __init__(self, device: CpuDevice) -> None:
+        self._device = device
 
     def wait(self, event: Event) -> None:
         event.synchronize()
@@ -206,10 +197,7 @@ class _ImmediateStream:
     def call(self, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
         start = time.perf_counter()
         work()
-        end = time.perf_counter()
-        self._device.stall_s += end - start
-        if (clock := self._device.clock) is not None and self._lane != COMPUTE:
-            clock.note(self._lane, start, end)
+        self._device.stall_s += time.perf_counter() - start
 
 
 def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
@@ -287,7 +275,7 @@ class CpuDevice(Device):
         self._ended: list[KeyedRef[int, torch.UntypedStorage]] = []
         self.torch_device = torch.device("cpu")
         self._compute, self.fetch, self.offload, self.communicate = (
-            _ImmediateStream(self, lane) for lane in STREAMS
+            _ImmediateStream(self) for _ in range(4)
         )
         self._used = self._peak = self._since = 0
 
@@ -358,10 +346,8 @@ class CpuDevice(Device):
 class _CudaStream:
     """A `torch.cuda.Stream`; operators queued here do not touch the current one."""
 
-    def __init__(
-        self, device: CudaDevice, stream: torch.cuda.Stream, lane: str = COMPUTE
-    ) -> None:
-        self._device, self._stream, self._lane = device, stream, lane
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
@@ -377,12 +363,8 @@ class _CudaStream:
         self.call(partial(target.fill_, byte))
 
     def call(self, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
-        clock = self._device.clock if self._lane != COMPUTE else None
-        begin = _timed(self._stream) if clock is not None else None
         with torch.cuda.stream(self._stream):
             work()
-        if clock is not None:
-            clock.note(self._lane, begin, _timed(self._stream))
 
 
 def _timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -397,8 +379,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self.fetch, self.offload, self.communicate = (
-            _CudaStream(self, torch.cuda.Stream(self.torch_device), lane)
-            for lane in STREAMS[1:]
+            _CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3)
         )
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # launchers set OMP_NUM_THREADS=1, which would make host updates crawl
@@ -415,10 +396,7 @@ class CudaDevice(Device):
     @property
     def compute(self) -> Stream:
         # never cached: the caller may run under another current stream each time
-        return _CudaStream(self, torch.cuda.current_stream(self.torch_device))
-
-    def moment(self) -> Any:
-        return _timed(torch.cuda.current_stream(self.torch_device))
+        return _CudaStream(torch.cuda.current_stream(self.torch_device))
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

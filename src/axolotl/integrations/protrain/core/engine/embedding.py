@@ -1,16 +1,14 @@
-"""Rows of an embedding whose weight is on the host alone.
+"""Look-ups in frozen embeddings whose weight is on the host alone.
 
 The host looks up what a micro-batch asks for, into page-locked memory, and compute's
 stream copies it to the device: the same bytes as a look-up there. The parameter itself
 shows one element of poison, expanded to its shape, so that whoever reads it otherwise
-gets no plausible numbers; a trace has seen that the model does not. Where it trains its
-gradient is a tensor like any other, and its update brings the weight and takes it home.
+gets no plausible numbers; a trace has seen that the model does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,65 +21,49 @@ from .device import Device, Event
 from .hooks import AroundCall
 from .host_pool import host_buffer
 
-_LookUp = Callable[[Tensor, "int | None"], Tensor]
-
 
 class LookUp(AroundCall):
-    """Lets `rows` answer what an embedding looks up in its weight: of indices of any
-    shape, and the one of padding, the rows, [*shape, width]. What else its forward does,
-    with another weight too, stays its own."""
+    """Answers what a frozen embedding looks up in its weight.
 
-    def __init__(self, embedding: nn.Module, rows: _LookUp) -> None:
+    What else the embedding's forward does, with another weight too, stays its own.
+
+    Args:
+        embedding: Its `weight` is the one.
+        answer: Gives the rows, [*shape, width], of indices of any shape.
+    """
+
+    def __init__(
+        self, embedding: nn.Module, answer: Callable[[Tensor], Tensor]
+    ) -> None:
         # not what a functional call has in its place
-        self._weight, self._rows = embedding.weight, rows
+        self._weight, self._answer = embedding.weight, answer
         super().__init__(embedding)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _Answering(self._weight, self._rows):
+        with _Answering(self._weight, self._answer):
             return call(*args, **kwargs)
 
 
 class _Answering(TorchFunctionMode):
-    def __init__(self, weight: Any, rows: _LookUp) -> None:
+    def __init__(self, weight: Any, answer: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._weight, self._rows = weight, rows
+        self._weight, self._answer = weight, answer
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is F.embedding and args[1] is self._weight:
-            other_gradient = kwargs["scale_grad_by_freq"] or kwargs["sparse"]
-            # a bound is one of the weight's own
-            if kwargs["max_norm"] is None and not other_gradient:
-                return self._rows(args[0], kwargs["padding_idx"])
+        # a bound is one of the weight's own
+        if (
+            func is F.embedding
+            and args[1] is self._weight
+            and kwargs["max_norm"] is None
+        ):
+            return self._answer(args[0])
         return func(*args, **(kwargs or {}))
 
 
-class _Rows(torch.autograd.Function):
-    """A look-up whose gradient is that of torch's, which does not read the weight."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        ids: Tensor,
-        padding_idx: int | None,
-        look_up: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.save_for_backward(ids)
-        size = weight.shape[0]
-        ctx.how = size, -1 if padding_idx is None else padding_idx % size
-        return look_up(ids)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        backward = torch.ops.aten.embedding_backward
-        return backward(*gradients, ids, *ctx.how, False, False), None, None, None
-
-
 class HostEmbedding(LookUp):
-    """The same from host memory. What trains has landed there before.
+    """Answers an embedding's look-ups from host memory.
 
     Args:
         embedding: Its weight is on the host alone.
@@ -96,15 +78,12 @@ class HostEmbedding(LookUp):
         self._table, self._device, self._counters = table, device, counters
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: Event | None = None
-        super().__init__(embedding, partial(self._asked, embedding.weight))
+        super().__init__(embedding, self._look_up)
 
     def remove(self) -> None:
         """Undo the binding and give the memory back. No copy may be in flight."""
         super().remove()
         self._take_room(0)
-
-    def _asked(self, weight: Any, ids: Tensor, padding_idx: int | None) -> Tensor:
-        return _Rows.apply(weight, ids, padding_idx, self._look_up)
 
     @torch.no_grad()
     def _look_up(self, ids: Tensor) -> Tensor:

@@ -1,24 +1,25 @@
-"""Shows weights and gradients of an open model where they can be read and written.
+"""Full parameters between two passes: weights and gradients as plain tensors.
 
 # Note [Who looks between two passes]
 
-`weights` shows weights (Note [Weights that are shown] in residence.py) and gradients. A
-parameter with a gradient on the host has a stand-in as its `.grad`, never None, so whoever
-computes with it elsewhere gets an error instead of a sum over half of the gradients. Shown,
-it is the sum on the host, clipped, or a copy of it where device or dtype differ. A forward
-or backward inside hides all of it, and shows it again when it ends. A copy of the model by
-`copy.deepcopy` is announced by the hooks of its root, which are copied before the
-parameters below: weights are shown from then until the next pass. Several ranks cannot
-settle together at a moment that only one of them has, so then only bytes are shown.
+`Session.full_params` shows weights (Note [Full parameters] in param_store.py) and
+gradients. A parameter with a gradient on the host has a placeholder as its `.grad`, never
+None, so a computation with it elsewhere is an error instead of a sum over half of the
+gradients. Inside, `.grad` is the sum on the host, clipped, or a copy of it where device or
+dtype differ. A forward or backward inside hides all of it, and shows it again when it ends.
+A copy of the model by `copy.deepcopy` is announced by the hooks of its root, which are
+copied before the parameters below: weights are shown from then until the next pass. Several
+ranks cannot settle together at a moment that only one of them has, so then only bytes are
+shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copyreg
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,14 +27,12 @@ from torch.optim import optimizer as torch_hooks
 from torch.utils import _python_dispatch
 
 from ..errors import AccessError, ConfigError
-from ..types import Plan
-from .gradients import Gradients
-from .pager import Pager
-from .param_store import ParamStore
-from .ranks import Ranks
 
-_not_counted = _python_dispatch._disable_current_modes
-"""What is copied to be shown is no work of the device."""
+if TYPE_CHECKING:
+    from .step import Step
+
+not_counted = _python_dispatch._disable_current_modes
+"""Copies that are shown are no work of the device."""
 MOMENTS = {
     "event of a callback": "Shown: weights, gradients and state are true, writes count. On "
     "several ranks state is refused outside of `gathered_state`.",
@@ -58,175 +57,147 @@ _BLIND = "torch.", __name__.partition(".core.")[0]
 """Modules whose hooks of an optimizer's step look at nothing."""
 
 
-@dataclass
 class FullParams:
-    """Shows weights and gradients between two passes, and hides them from a pass."""
+    """Binds parameters and gradients to their host tensors, and back.
 
-    params: Mapping[str, nn.Parameter]
-    store: ParamStore
-    ranks: Ranks
-    now: Callable[[], tuple[Plan, Pager, Gradients]]
-    """The plan, and what runs it."""
-    settle: Callable[[], None]
-    """Returns once no host update is pending, without other ranks."""
-    settle_all: Callable[[], None]
-    """The same of gradients and copies too, with all ranks."""
-    takes: bool = False
-    """Whether what is written now counts; parameters show the truth then."""
-    closed: bool = False
-    _shown: frozenset[int] | None = None
-    # how many look
-    _looking: int = 0
-    _outermost: nn.Module | None = None
-    # of the pass that runs, or ran last
-    _backward: int = -1
+    Args:
+        step: Settles before anything is shown.
+
+    Attributes:
+        shows_writes: Whether parameters are the truth now and writes to them count.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.shows_writes = False
+        self._shown: frozenset[int] | None = None
+        # how many contexts are open
+        self._num_inside = 0
 
     @contextmanager
-    def weights(self) -> Iterator[None]:
-        """See `Session.weights`."""
-        self._looking += 1
+    def inside(self) -> Iterator[None]:
+        """Show weights and gradients; see `Session.full_params`."""
+        self._num_inside += 1
         try:
             self._show()
             yield
         finally:
-            self._looking -= 1
-            if not self._looking:
+            self._num_inside -= 1
+            if not self._num_inside:
                 self.hide()
 
-    def for_hooks(
+    def inside_for_hooks(
         self, optimizer: torch.optim.Optimizer
     ) -> AbstractContextManager[None]:
-        """`weights`, where hooks of a step may look at them, on any rank."""
-        plan, *_ = self.now()
-        if plan.mode == "A":
+        """Show them where hooks of a step may look at them, on any rank."""
+        if self._step.plan.mode == "A":
             return nullcontext()
-        tables = (
-            torch_hooks._global_optimizer_pre_hooks,
-            torch_hooks._global_optimizer_post_hooks,
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-        )
-        look = any(map(_looks, chain.from_iterable(t.values() for t in tables)))
-        all_look = self.ranks.maximum(torch.tensor([look], dtype=torch.uint8)).any()
-        return self.weights() if all_look else nullcontext()
+        look = torch.tensor([hooks_look(optimizer)], dtype=torch.uint8)
+        return self.inside() if self._step.ranks.maximum(look).any() else nullcontext()
 
-    def hide(self) -> None:
-        """A pass begins, or nobody looks any longer."""
-        if self._shown is not None:
-            shown, self._shown = self._shown, None
-            takes, self.takes = self.takes, False
-            self._bind_back(shown, takes)
-
-    def show_again(self, *_: object) -> None:
-        """A forward has ended, or all updates of a step are queued."""
-        if self._looking and self._outermost is None:
+    def show_again(self) -> None:
+        """Show them again where a context is open: a pass has ended, or a step."""
+        if self._num_inside and not self._step.is_inside_forward:
             self._show()
 
-    def enter(self, module: nn.Module) -> None:
-        """A forward begins above the blocks."""
-        self.hide()
-        if self._outermost in (None, module):
-            self._outermost = module
-            self.store.verify()
+    def before_copy(self, module: nn.Module) -> None:
+        """Show weights to a copy of the model; refuse that of a module alone.
 
-    def left(self, module: nn.Module) -> None:
-        """A forward has ended."""
-        if module is self._outermost:
-            self._outermost = None
-            self.store.remember()
-            self.show_again()
-
-    def before_backward(self) -> None:
-        """Backward comes to a block."""
-        self.hide()
-        task = torch._C._current_graph_task_id()
-        # -1 outside of it, where what is left of a pass is opened
-        if task not in (self._backward, -1):
-            self._backward = task
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._after_backward)
-
-    def copying(self, module: nn.Module) -> None:
-        """A module is about to be copied, after its own parameters."""
-        if self.closed or self._shown is not None:
+        Raises:
+            AccessError: The module has offloaded weights of its own.
+        """
+        if self._shown is not None:
             return
+        step = self._step
         own = {id(param) for param in module.parameters(recurse=False)}
-        on_host = self.store.on_host.values()
+        on_host = step.store.on_host.values()
         kept = {spec.name for chunk in on_host for spec in chunk.tensors}
-        for name, param in self.params.items():
+        for name, param in step.params.items():
             if id(param) in own and name in kept:
                 raise AccessError(
                     f"{name}: this weight is paged out, and its module cannot be copied "
                     "alone. Copy the whole model, or do it inside `with "
-                    "trainer.protrain.weights():`."
+                    "trainer.protrain.full_params():`."
                 )
-        self._show(together=self.ranks.world.size == 1)
+        self._show(together=step.ranks.world.size == 1)
 
-    @_not_counted()
+    @not_counted()
     def _show(self, together: bool = True) -> None:
-        """Not `together`, other ranks do not come to what all have to do."""
-        if self.closed or self.takes:
+        """Bind to host tensors; not `together`, other ranks do not come to what all do."""
+        step = self._step
+        if step.closed or self.shows_writes:
             return
         self.hide()
-        plan, pager, gradients = self.now()
-        if pager.is_running():
+        if step.is_running:
             raise AccessError(
                 "weights and gradients can be looked at between two passes through the "
                 "model, not inside of one"
             )
-        shown = frozenset(plan.away)
+        shown = frozenset(step.plan.away)
         if together:
-            self.settle_all()
+            step.settle_all()
         else:
-            pager.close_any()
-            self.settle()
-            if plan.shards > 1:
+            step.slots.end_use()
+            step.settle()
+            if step.plan.shards > 1:
                 # what stays on the device is gathered by all ranks or by none
-                shown |= self.store.on_host.keys()
-        self._shown, self.takes = shown, together
-        self.store.show(shown, own=together)
+                shown |= step.store.on_host.keys()
+        self._shown, self.shows_writes = shown, together
+        step.store.show(shown, own=together)
         if together:
-            for gradient in gradients.shown:
-                gradient.show()
+            for host in step.hosts:
+                host.grads.show()
 
-    @_not_counted()
-    def _bind_back(self, shown: frozenset[int], takes: bool) -> None:
-        _, pager, gradients = self.now()
-        if takes:
+    @not_counted()
+    def hide(self) -> None:
+        """Bind parameters and gradients as a pass needs them, and take over writes."""
+        if self._shown is None:
+            return
+        step = self._step
+        shown, self._shown = self._shown, None
+        writes, self.shows_writes = self.shows_writes, False
+        if writes:
             # nobody of the node looks any longer
-            self.ranks.node_sum(torch.zeros(1))
-            for gradient in gradients.shown:
-                gradient.keep_replaced()
-        self.store.hide(shown, takes)
-        if takes:
-            # a stand-in is where its parameter is
-            for gradient in gradients.shown:
-                gradient.hide()
+            step.ranks.node_sum(torch.zeros(1))
+            for host in step.hosts:
+                host.grads.keep_replaced()
+        step.store.hide(shown, writes)
+        if writes:
+            # a placeholder is where its parameter is
+            for host in step.hosts:
+                host.grads.hide()
             # each rank has taken its part of what all have written
-            self.ranks.node_sum(torch.zeros(1))
-            pager.forget_all()
-
-    def _after_backward(self) -> None:
-        self.store.remember()
-        self.show_again()
+            step.ranks.node_sum(torch.zeros(1))
+            for host in step.hosts:
+                host.renew_masters(host.span)
+            step.slots.forget_all()
 
 
 class ShowingOptimizer(torch.optim.Optimizer):
-    """Put in front of an optimizer's class: hooks of its steps are shown all there is."""
+    """An optimizer whose step hooks find full parameters; put in front of its class."""
 
-    full_params: ClassVar[FullParams]
+    session_step: ClassVar[Step]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # another one of this class is somebody else's, and pages nothing
+        return plain_class(cls)(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # nor does a copy, of whatever kind; pickle takes no other class after `__newobj__`
+        made = copyreg._reconstructor  # type: ignore[attr-defined]
+        return made, (plain_class(type(self)), object, None), self.__getstate__()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         # a scheduler asks for it
         self._opt_called = True
-        with self.full_params.for_hooks(self):
+        with self.session_step.full_params.inside_for_hooks(self):
             return super().step(*args, **kwargs)
 
     # neither torch nor its schedulers are to wrap this one
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def show_to_hooks(optimizer: torch.optim.Optimizer, full_params: FullParams) -> None:
+def show_to_hooks(optimizer: torch.optim.Optimizer, step: Step) -> None:
     """Put `ShowingOptimizer` in front of the class of an optimizer.
 
     Raises:
@@ -241,7 +212,24 @@ def show_to_hooks(optimizer: torch.optim.Optimizer, full_params: FullParams) -> 
         )
     kind = type(optimizer)
     bases = ShowingOptimizer, kind
-    optimizer.__class__ = type(kind.__name__, bases, {"viewer": full_params})
+    optimizer.__class__ = type(kind.__name__, bases, {"session_step": step})
+
+
+def plain_class(kind: type) -> type:
+    """The class of an optimizer, without those that this package puts in front of it."""
+    package = __name__.partition(".core.")[0]
+    return next(k for k in kind.__mro__ if not k.__module__.startswith(package))
+
+
+def hooks_look(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of somebody else's may look at weights, gradients or state."""
+    tables = (
+        torch_hooks._global_optimizer_pre_hooks,
+        torch_hooks._global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )
+    return any(map(_looks, chain.from_iterable(t.values() for t in tables)))
 
 
 def _looks(hook: Any) -> bool:

@@ -22,19 +22,13 @@ until the last micro-batch, in which they are averaged (`GradientReduction`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import AccessError
 from ..types import GRAD_PIECE_BYTES, IN_FLIGHT, Counters
 from .device import Device, Event
-from .hooks import Removable
-from .host_chunks import HostChunk
-from .host_tensors import MainGrads
-from .offloaded_grad import GradPlaceholders
+from .host_chunks import HostChunk, MainGrads
 from .staging import Source, Staging
 
 
@@ -43,10 +37,7 @@ class Gradients:
     see Note [Sums of micro-batches].
 
     Args:
-        staging: Through which sums come back.
-
-    Attributes:
-        shown: What `.grad` of the parameters is, by chunk.
+        staging: Brings sums back.
     """
 
     host_bytes = 0
@@ -55,9 +46,6 @@ class Gradients:
     def __init__(
         self, device: Device, staging: Staging, counters: Counters | None = None
     ) -> None:
-        self.arrives: Callable[[int], None] = lambda chunk: None
-        """Called before a gradient of a chunk is there, or the sum so far is fetched."""
-        self.shown: list[GradPlaceholders] = []
         self._device, self._staging = device, staging
         self._counters = counters or Counters()
         self._expected: list[MainGrads] = []
@@ -65,27 +53,30 @@ class Gradients:
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._synchronises = True
 
-    def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
-        """Hook every parameter of the chunks, whose state is on the host."""
+    def attach(self, chunks: Sequence[HostChunk]) -> None:
+        """Expect gradients of these chunks, whose state is on the host."""
         for host in chunks:
             self._expect(host.main_grads)
-        return [handle for host in chunks for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A forward begins; with `synchronises` it is the last one of a step."""
         self._synchronises = synchronises
 
-    def reach(self, block: int) -> None:
-        """Backward has come to a block, whose window is not open yet."""
-        self._ahead(block)
-        self._ahead(block - 1)
+    def sums_of(self, block: int) -> list[MainGrads]:
+        """Gradients of a block's chunks to which another micro-batch will add."""
+        return [grads for grads in self._of_block.get(block, ()) if grads.present]
 
-    def left(self, block: int) -> None:
-        """Backward has come past a block, and the next one's window is open."""
-        # what has not arrived of it never will
-        for main_grads in self._of_block.get(block, ()):
-            self._send(main_grads)
-        self._ahead(block - 2)
+    def fetch_sum(self, grads: MainGrads) -> None:
+        """Bring a sum back ahead of the gradient that is added to it."""
+        self._staging.fetch(_key(grads), [_source(grads)])
+
+    def reach(self, block: int) -> None:
+        """Note that backward has come to a block, which is not in use yet."""
+
+    def send_rest(self, block: int) -> None:
+        """Send what a block has, whose backward is over: nothing else will arrive."""
+        for grads in self._of_block.get(block, ()):
+            self._send(grads)
 
     def retire(self) -> None:
         """Let go of what has arrived on the host; waits for nothing."""
@@ -94,13 +85,13 @@ class Gradients:
 
     def settle(self) -> None:
         """Return once every gradient produced so far is where the update reads it."""
-        self._settle_own()
+        self.settle_own()
 
     def discard(self) -> None:
         """Forget what has not been sent; return once nothing is on its way."""
         for main_grads in self._expected:
             main_grads.arrived.clear()
-        self._settle_own()
+        self.settle_own()
 
     def close(self) -> None:
         """Release gradients and memory; no copy may be in flight."""
@@ -108,58 +99,18 @@ class Gradients:
         for main_grads in self._expected:
             main_grads.arrived.clear()
 
-    def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
-        """A gradient of a micro-batch is there."""
-        self._add(host.main_grads, index, gradient)
+    def take(self, host: HostChunk, index: int) -> None:
+        """Take the gradient of a parameter that autograd has accumulated."""
+        gradient = host.grads.arrived(index)
+        if gradient is not None:
+            self._take(host, index, gradient)
 
-    def _drop(self, host: HostChunk, index: int) -> None:
+    def drop(self, host: HostChunk, index: int) -> None:
         """Forget the sum of a parameter so far, if there is one."""
         self._forget(host.main_grads, index)
 
-    def _hook(self, host: HostChunk) -> list[Removable]:
-        """Take each gradient of a chunk as soon as autograd has accumulated it.
-
-        If the parameter has none before, somebody set it to None, and the sum is dropped;
-        if somebody set it to a tensor, that replaces what is on its way.
-        """
-        shown = GradPlaceholders(host)
-        self.shown.append(shown)
-        for spec, param in zip(host.chunk.tensors, host.params, strict=True):
-            if param._post_accumulate_grad_hooks:
-                raise AccessError(
-                    f"{spec.name}: a post-accumulate hook of somebody else's is there, "
-                    "but the sum of this gradient is on the host. Use "
-                    "`register_hook`, which sees each micro-batch, or an event of a "
-                    "callback (on_pre_optimizer_step)."
-                )
-
-        backward, accumulates = -1, True
-
-        def before(index: int, param: nn.Parameter, _gradient: Tensor) -> None:
-            nonlocal backward, accumulates
-            if backward != torch._C._current_graph_task_id():
-                backward = torch._C._current_graph_task_id()
-                accumulates = _accumulates(param)
-            if accumulates:
-                self.arrives(host.chunk.index)
-                # a hook that looks at `.grad` finds it as it is before the pass
-                is_last = next(reversed(param._backward_hooks or {})) == own[index].id
-                drop = partial(self._drop, host)
-                shown.make_room(index, self._settle_own, drop, is_last)
-
-        def after(index: int, _param: Tensor) -> None:
-            gradient = shown.arrived(index)
-            if gradient is not None:
-                self._take(host, index, gradient)
-
-        own = [
-            p.register_hook(partial(before, i, p)) for i, p in enumerate(host.params)
-        ]
-        taking = (
-            param.register_post_accumulate_grad_hook(partial(after, index))
-            for index, param in enumerate(host.params)
-        )
-        return [*own, *taking]
+    def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
+        self._add(host.main_grads, index, gradient)
 
     def _expect(self, main_grads: MainGrads) -> None:
         """Gradients of a chunk will come."""
@@ -171,7 +122,7 @@ class Gradients:
         for main_grads in self._expected:
             self._send(main_grads)
 
-    def _settle_own(self) -> None:
+    def settle_own(self) -> None:
         """Return once what this rank has is on its host."""
         self._send_all()
         while self._in_flight:
@@ -192,7 +143,7 @@ class Gradients:
 
     def _forget(self, main_grads: MainGrads, index: int) -> None:
         if index in main_grads.present or index in main_grads.arrived:
-            self._settle_own()
+            self.settle_own()
             main_grads.present.discard(index)
 
     def _added(self, main_grads: MainGrads, index: int, gradient: Tensor) -> Tensor:
@@ -249,12 +200,6 @@ class Gradients:
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._leaves(main_grads, list(gradients.values()))
 
-    def _ahead(self, block: int) -> None:
-        for main_grads in self._of_block.get(block, ()):
-            if main_grads.present:
-                self.arrives(main_grads.chunk.index)
-                self._staging.fetch(_key(main_grads), [_source(main_grads)])
-
     def _make_room(self) -> None:
         """Return once another chunk may be on its way."""
         while len(self._in_flight) >= IN_FLIGHT:
@@ -269,17 +214,6 @@ class Gradients:
     def _retire(self) -> None:
         event, _gradients = self._in_flight.popleft()
         event.synchronize()
-
-
-def _accumulates(param: Tensor) -> bool:
-    """Whether the backward pass that runs ends in `.grad`; `torch.autograd.grad` calls
-    the hooks of a leaf, too."""
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # so it answers for a leaf whose gradient is the result
-        return False
 
 
 def _key(main_grads: MainGrads) -> tuple[str, int]:

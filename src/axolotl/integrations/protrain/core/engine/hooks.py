@@ -1,41 +1,42 @@
-"""Tie the pager to a model: around the calls of its blocks, and with torch's hooks.
+"""Translate torch's hooks into calls of `Step`, which knows what has to happen.
 
-Forward: a block's window is open while it is called, hooks of others included. Backward:
-a hook on the nodes of the block's outputs opens it, the next block's opening closes it
-(Note [The end of a window in backward] in pager.py); only on nodes younger than the
-block's forward, because a tensor that it merely hands on belongs to the backward of its
-producer. Under recompute the block is called again inside the backward pass and finds the
-window open.
+Forward: `AroundBlock` surrounds the call of a block, hooks of others included. Backward: a
+hook on the nodes of the block's outputs says that backward has reached it; only on nodes
+younger than the block's forward, because a tensor that it merely hands on belongs to the
+backward of its producer. A recomputation calls the block again inside the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
 from ..layout import Direction
-from ..layout.tensors import tensors_in
+from ..layout.tensors import Binding, tensors_in
 from ..types import Chunk, Layout
-from .pager import Pager
+from .host_chunks import HostChunk
+
+if TYPE_CHECKING:
+    from .step import Step
 
 
 class Removable(Protocol):
-    """What undoes a binding, as torch's hook handles do."""
+    """A binding that can be undone, as torch's hook handles are."""
 
     def remove(self) -> None:
-        """Undo it."""
+        """Undo the binding."""
 
 
 class Hook:
     """A module's hook, which a copy of the module does not take along.
 
-    `copying` is called before: the parameters of the module's children are not copied
-    yet, its own are.
+    `copying` is called before a copy: the parameters of the module's children are not
+    copied yet, its own are.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Hook:
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """What is left of a hook in a copy."""
+    """Do nothing: the hook of a copied module."""
 
 
 class AroundCall:
@@ -76,7 +77,7 @@ class AroundCall:
         raise NotImplementedError
 
     def require_bound(self) -> None:
-        """Raises: AccessError: `compile` of a module has taken the place since."""
+        """Raise AccessError if `compile` of a module has taken the place since."""
         outer = self._module._compiled_call_impl
         while outer is not self:
             if not isinstance(outer, AroundCall):
@@ -100,90 +101,125 @@ class AroundCall:
             del self._module._compiled_call_impl
 
 
-class Window(AroundCall):
-    """Opens a block's window for its forward and backward.
-
-    `left` is called when backward has come past a block, with that block's number, and
-    `ended` after a forward.
-    """
+class AroundBlock(AroundCall):
+    """Tells `Step` of each forward, backward and recomputation of a block."""
 
     def __init__(
-        self,
-        block: nn.Module,
-        index: int,
-        pager: Pager,
-        left: Callable[[int], None],
-        ended: Callable[[], None],
+        self, block: nn.Module, index: int, step: Step, recomputes: bool
     ) -> None:
-        self._index, self._pager = index, pager
-        self._left, self._ended = left, ended
+        self._index, self._step, self._recomputes = index, step, recomputes
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        index, pager = self._index, self._pager
-        if _inside_backward():
-            # a recomputation; the next block's opening closes the window
-            pager.open(index, Direction.BACKWARD)
-            return call(*args, **kwargs)
+        index, step = self._index, self._step
         trains = torch.is_grad_enabled()
+        if inside_backward():
+            with step.block_inside_backward(index, stays=trains):
+                entered = torch.autograd._get_sequence_nr()
+                output = call(*args, **kwargs)
+            if trains:
+                # a reentrant checkpoint goes backward through what it has made
+                self._await_backward(output, entered)
+            return output
         direction = Direction.FORWARD if trains else Direction.INFERENCE
         try:
-            pager.open(index, direction)
+            step.before_block(index, direction)
             entered = torch.autograd._get_sequence_nr()
             output = call(*args, **kwargs)
         finally:
-            pager.close(index, direction)
-            self._ended()
-        if not trains:
-            return output
-        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
-            node = tensor.grad_fn
-            # an older node is not this block's: it only hands the tensor on
-            if node is not None and node._sequence_nr() >= entered:
-                # a node's hook costs half of a tensor's and runs at the same time
-                node.register_prehook(self._open_backward)
+            step.after_block(index, direction)
+        if trains and not self._await_backward(output, entered):
+            self._require_no_graph(entered)
         return output
 
-    def _open_backward(self, _gradients: Any) -> None:
-        _require_first_order(self._index, self._pager)
-        before = self._pager.window
-        if before != self._index:
-            self._pager.open(self._index, Direction.BACKWARD)
-            if before is not None:
-                self._left(before)
+    def _await_backward(self, output: Any, entered: int) -> bool:
+        """Hook the nodes of a block's output; returns whether there are any."""
+        found = False
+        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
+            # a view that is changed in place afterwards has another node, of its base
+            every = (tensor, tensor._base) if tensor._is_view() else (tensor,)
+            for own in every:
+                node = own.grad_fn if own is not None else None
+                # an older node is not this block's: it only hands the tensor on
+                if node is not None and node._sequence_nr() >= entered:
+                    # a node's hook costs half of a tensor's and runs at the same time
+                    node.register_prehook(self._backward_reaches)
+                    found = True
+        return found
+
+    def _require_no_graph(self, entered: int) -> None:
+        made = torch.autograd._get_sequence_nr() > entered
+        # a recomputation says by itself that backward has come
+        if made and not self._recomputes and self._step.slots.is_paged(self._index):
+            raise AccessError(
+                f"block {self._index} is paged, and nothing that it returns comes from "
+                "its own computation with gradients. Return tensors, in tuples, lists, "
+                "mappings or dataclasses, not through an argument or attribute, or use "
+                "protrain_force_all_persistent: true."
+            )
+
+    def _backward_reaches(self, _gradients: Any) -> None:
+        self._step.backward_reaches(self._index)
 
 
-def announce_copies(module: nn.Module, copying: Callable[[], None]) -> Removable:
-    """Call `copying` when a module is about to be copied."""
-    # a table that no forward reads
-    return module.register_state_dict_pre_hook(Hook(_nothing, copying))
+class GradientHooks:
+    """Tells `Step` of each gradient of a chunk, before and after autograd adds it."""
+
+    def __init__(self, host: HostChunk, step: Step) -> None:
+        self._host, self._step = host, step
+        self._backward, self._accumulates = -1, True
+        for spec, param in zip(host.chunk.tensors, host.params, strict=True):
+            if param._post_accumulate_grad_hooks:
+                raise AccessError(
+                    f"{spec.name}: a post-accumulate hook of somebody else's is there, "
+                    "but the sum of this gradient is on the host. Use "
+                    "`register_hook`, which sees each micro-batch, or an event of a "
+                    "callback (on_pre_optimizer_step)."
+                )
+        pairs = list(enumerate(host.params))
+        self._before = [p.register_hook(partial(self._arrives, i, p)) for i, p in pairs]
+        self._after = [
+            param.register_post_accumulate_grad_hook(partial(self._is_ready, index))
+            for index, param in pairs
+        ]
+
+    def remove(self) -> None:
+        """Undo the binding."""
+        for handle in (*self._before, *self._after):
+            handle.remove()
+
+    def _arrives(self, index: int, param: nn.Parameter, _gradient: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward:
+            self._backward, self._accumulates = backward, _accumulates(param)
+        if self._accumulates:
+            # a hook that looks at `.grad` finds it as it is before the pass
+            last = next(reversed(param._backward_hooks or {}))
+            is_last = last == self._before[index].id
+            self._step.gradient_arrives(self._host, index, is_last)
+
+    def _is_ready(self, index: int, _param: Tensor) -> None:
+        self._step.gradient_ready(self._host, index)
 
 
-def _require_first_order(index: int, pager: Pager) -> None:
-    # with gradients enabled this backward pass has a graph of its own
-    if torch.is_grad_enabled() and pager.pages(index):
-        raise AccessError(
-            f"block {index} is paged, and `create_graph=True` would let a second "
-            "backward pass read its weights when they have left. Use "
-            "protrain_force_all_persistent: true."
-        )
+def _accumulates(param: Tensor) -> bool:
+    """Whether the backward pass that runs ends in `.grad`; `torch.autograd.grad` calls
+    the hooks of a leaf, too."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # so it answers for a leaf whose gradient is the result
+        return False
 
 
-def attach_entry(
-    model: nn.Module,
-    layout: Layout,
-    enter: Callable[[nn.Module], None],
-    leave: Callable[[nn.Module], None],
-    copying: Callable[[nn.Module], None],
-) -> list[Removable]:
-    """Call `enter` before any module through which a forward can reach the weights, and
-    `leave` after it; `copying` before such a module is copied.
+def attach_entry(model: nn.Module, layout: Layout, step: Step) -> list[Removable]:
+    """Tell `step` of each forward of a module through which weights can be reached.
 
-    Ancestors of the blocks, because a fused loss reads the head without calling it, and
-    the owners of weights outside blocks, for direct calls. Nothing inside a block, where
-    a window is open: its weights may be tied to others outside.
+    Those are ancestors of the blocks, because a fused loss reads the head without calling
+    it, and the owners of weights outside blocks, for direct calls. Nothing inside a block
+    is among them: its weights may be tied to others outside.
     """
-
     inside = tuple(f"{block.name}." for block in layout.blocks)
     names: list[str] = []
     for block in layout.blocks:
@@ -195,71 +231,106 @@ def attach_entry(
             names += (o for o in owners if not f"{o}.".startswith(inside))
     handles: list[Removable] = []
     for module in map(model.get_submodule, dict.fromkeys(names)):
-        hook = Hook(lambda module, *_: enter(module), partial(copying, module))
+        hook = Hook(
+            lambda module, *_: step.forward_begins(module),
+            partial(step.copying, module),
+        )
         handles.append(module.register_forward_pre_hook(hook))
-        hook = Hook(lambda module, *_: leave(module))
+        hook = Hook(lambda module, *_: step.forward_ended(module))
         handles.append(module.register_forward_hook(hook, always_call=True))
     return handles
 
 
-class StateAccess(NamedTuple):
-    """What is called around reads and loads of the state of host-kept chunks.
+def announce_copies(module: nn.Module, step: Step) -> Removable:
+    """Tell `step` when a module is about to be copied."""
+    # a table that no forward reads
+    hook = Hook(_nothing, partial(step.copying, module))
+    return module.register_state_dict_pre_hook(hook)
 
-    Attributes:
-        before_read: With the host tensors that will be read.
-        before_load: With those that a load will change.
-        loaded: With their chunk, after a load, which has also written through the
-            parameters into whatever slot they point at.
-        is_shown: Whether the parameters themselves show the truth now.
-        copying: With a module whose parameters have been copied as they are.
+
+class StateHooks:
+    """Lets reads and loads of a module's state reach the host copies of a chunk.
+
+    Tensors of quantised weights' state are no parameters: bitsandbytes turns them into
+    entries while it reads the module, so it must find the host copies bound then. A load
+    must find a weight bound of which the device has one element only.
+
+    Args:
+        owner: The module that registers the parameters.
+        chunk: In host memory.
+        host: Its tensors there, by parameter name relative to `owner`.
+        side: What is bound to the host while a library reads, with its host copy.
+        step: Settles before a read or a load.
     """
 
-    before_read: Callable[[Collection[Tensor]], None]
-    before_load: Callable[[Collection[Tensor]], None]
-    loaded: Callable[[Chunk], None]
-    is_shown: Callable[[], bool]
-    copying: Callable[[nn.Module], None]
-
-
-def attach_state_dict(
-    owner: nn.Module, chunk: Chunk, host: Mapping[str, Tensor], access: StateAccess
-) -> list[Removable]:
-    """Let reads and writes of a module's state reach the host copies of a chunk.
-
-    `host` has them by parameter name relative to `owner`.
-    """
-
-    def hidden() -> Mapping[str, Tensor]:
-        return {} if access.is_shown() else host
-
-    def settle(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        access.before_read(host.values())
-
-    def read(
-        _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    def __init__(
+        self,
+        owner: nn.Module,
+        chunk: Chunk,
+        host: Mapping[str, Tensor],
+        side: list[tuple[Binding, Tensor]],
+        step: Step,
     ) -> None:
-        for name, tensor in hidden().items():
-            if prefix + name in state:
-                state[prefix + name] = tensor
+        self._chunk, self._host, self._side, self._step = chunk, host, side, step
+        # a stack: a read may run inside a read
+        self._bound: list[list[tuple[Binding, Tensor]]] = []
+        copying = partial(step.copying, owner)
+        self._handles: list[Removable] = []
+        looked_up = bool(chunk.rows_bytes)
+        if side and not looked_up:
+            self._handles += (
+                owner.register_state_dict_pre_hook(Hook(self._bind_host)),
+                owner.register_state_dict_post_hook(Hook(self._bind_device, copying)),
+            )
+        if side and looked_up:
+            self._handles += (
+                owner.register_load_state_dict_pre_hook(Hook(self._bind_host)),
+                owner.register_load_state_dict_post_hook(Hook(self._bind_device)),
+            )
+        self._handles += (
+            owner.register_state_dict_pre_hook(Hook(self._before_read)),
+            owner.register_state_dict_post_hook(Hook(self._read, copying)),
+            owner.register_load_state_dict_pre_hook(Hook(self._load)),
+            owner.register_load_state_dict_post_hook(Hook(self._after_load)),
+        )
+
+    def remove(self) -> None:
+        """Undo the binding."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _bind_host(self, *_: Any) -> None:
+        self._bound.append([(binding, binding.tensor) for binding, _ in self._side])
+        for binding, host in self._side:
+            binding.bind(host)
+
+    def _bind_device(self, *_: Any) -> None:
+        for binding, tensor in self._bound.pop():
+            binding.bind(tensor)
+
+    def _before_read(self, _module: nn.Module, _prefix: str, _keep: bool) -> None:
+        self._step.before_read(self._host.values())
+
+    def _read(
+        self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        if not self._step.shows_writes:
+            for name, tensor in self._host.items():
+                if prefix + name in state:
+                    state[prefix + name] = tensor
 
     @torch.no_grad()
-    def write(
-        _module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: Any
+    def _load(
+        self, _module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: Any
     ) -> None:
-        access.before_load(host.values())
-        for name, tensor in hidden().items():
-            if prefix + name in state:
-                tensor.copy_(state[prefix + name])
+        self._step.before_load(self._host.values())
+        if not self._step.shows_writes:
+            for name, tensor in self._host.items():
+                if prefix + name in state:
+                    tensor.copy_(state[prefix + name])
 
-    def after_write(_module: nn.Module, _incompatible: Any) -> None:
-        access.loaded(chunk)
-
-    return [
-        owner.register_state_dict_pre_hook(Hook(settle)),
-        owner.register_state_dict_post_hook(Hook(read, partial(access.copying, owner))),
-        owner.register_load_state_dict_pre_hook(Hook(write)),
-        owner.register_load_state_dict_post_hook(Hook(after_write)),
-    ]
+    def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
+        self._step.after_load(self._chunk)
 
 
 def drop_ended_backward(device: torch.device) -> None:
@@ -276,6 +347,6 @@ def drop_ended_backward(device: torch.device) -> None:
         end.backward(end.detach())
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
     """True on a thread that the autograd engine is running (as in torch.utils.checkpoint)."""
     return torch._C._current_graph_task_id() != -1

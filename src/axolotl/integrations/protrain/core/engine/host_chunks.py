@@ -1,4 +1,4 @@
-"""The host side of trainable chunks: weights, gradients and what masters have beyond them.
+"""The host side of trainable chunks: weights, gradients and fp32 master weights.
 
 # Note [Who updates what]
 
@@ -10,17 +10,144 @@ one of them has updated all of them fetch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from ..layout import main_chunk, master_chunk, span_bytes, spans
 from ..types import Chunk
-from .host_tensors import HostMemory, HostTensors, MainGrads
-from .masters import Masters
+from .device import Device, Event
+from .host_pool import HostPool
+from .offloaded_grad import GradPlaceholders
+from .ranks import Alone, Ranks
 
 MASTER_KEY = "master"
-"""Key of the fp32 master weight beside what the optimizer keeps."""
+"""Key of the fp32 master weight beside the optimizer's own in a state dict."""
+
+
+@dataclass
+class HostMemory:
+    """Host memory of trainable chunks: `weights` lie in the pool of all chunks, gradients
+    and masters in pools of their own.
+
+    The `ranks` of a node share it. With `has_masters` 16-bit weights have fp32 masters,
+    and with `main_grads_fp32` their gradients add up in fp32.
+    """
+
+    weights: HostPool
+    device: Device
+    ranks: Ranks = field(default_factory=Alone)
+    has_masters: bool = False
+    main_grads_fp32: bool = False
+    spans: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    """For each chunk the indices of the tensors that each rank of the node updates."""
+
+    def __post_init__(self) -> None:
+        self.masters = HostPool(ranks=self.ranks)
+        self.gradients = HostPool(ranks=self.ranks)
+
+    def add(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Take memory for further chunks; returns the regions to be page-locked."""
+        every = spans(chunks, self.ranks.world.local_size)
+        self.spans.update((c.index, own) for c, own in zip(chunks, every, strict=True))
+        regions = (
+            self.masters.add([master_chunk(c, self.has_masters) for c in chunks]),
+            self.gradients.add([main_chunk(c, self.main_grads_fp32) for c in chunks]),
+        )
+        return [region for region in regions if region is not None]
+
+
+class HostTensors:
+    """One host tensor for each parameter of a chunk.
+
+    Args:
+        laid: The chunk as its tensors lie in `pool`.
+        span: Parameters that this rank updates.
+
+    Attributes:
+        within_chunk: Where those of the span lie in the bytes of the chunk.
+        memory: uint8, these bytes.
+    """
+
+    def __init__(self, laid: Chunk, pool: HostPool, span: range) -> None:
+        self._laid = laid
+        # on storages of their own, that live as long as copies of them
+        self._tensors = {
+            number: pool.tensor(laid.index, spec)
+            for number, spec in enumerate(laid.tensors)
+            if spec.numel
+        }
+        self.within_chunk = span_bytes(laid, span)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if laid.nbytes:
+            self.memory = pool.chunk(laid.index)[self.within_chunk]
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._tensors
+
+    def __getitem__(self, index: int) -> Tensor:
+        """The tensor of a parameter, which any rank may update."""
+        return self._tensors[index]
+
+    def within(self, buffer: Tensor, index: int) -> Tensor:
+        """The tensor of a parameter in a copy of `memory`."""
+        spec = self._laid.tensors[index]
+        start = spec.offset - self.within_chunk.start
+        return buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+
+
+class MainGrads(HostTensors):
+    """Gradients of a chunk on the host, summed over micro-batches (Megatron's main_grad).
+
+    Args:
+        chunk: Whose gradients they are.
+        pool: Has them.
+        memory: Says in which dtype they add up. Under masters norms of 16-bit ones are
+            taken in fp32, as they are used.
+        span: Parameters of which this rank brings sums to the device.
+
+    Attributes:
+        present: Indices of parameters that have a sum.
+        arrived: Gradients that autograd has produced but nobody has sent, by index.
+        norms: Norms of sums, on the device, as far as they are known.
+        sent: The event after the last copy into `memory`.
+    """
+
+    def __init__(
+        self, chunk: Chunk, pool: HostPool, memory: HostMemory, span: range
+    ) -> None:
+        super().__init__(main_chunk(chunk, memory.main_grads_fp32), pool, span)
+        self.chunk = chunk
+        self.present: set[int] = set()
+        self.arrived: dict[int, Tensor] = {}
+        self.norms: dict[int, Tensor] = {}
+        self.sent: Event | None = None
+        self._device, self._norms_fp32 = memory.device, memory.has_masters
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """The 2-norm of one gradient, by the kernel that the plain run takes."""
+        if self._norms_fp32 and gradient.dtype is not torch.float32:
+            return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return torch.nn.utils.get_total_norm([gradient])
+
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """Overwrite the sum of a parameter."""
+        self[index].copy_(gradient)
+        self.norms.pop(index, None)
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add a host gradient to the sum of a parameter."""
+        total = self[index]
+        self._device.reads((gradient,))
+        self._device.writes((total,))
+        self.norms.pop(index, None)
+        if index in self.present:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
+            self.present.add(index)
 
 
 class HostChunk:
@@ -33,10 +160,11 @@ class HostChunk:
     Attributes:
         owners: For each rank of the node the indices of the tensors that it updates, and
             as `span` those of this one.
-        weights: In the arena.
-        sums: Gradients of all ranks, of all micro-batches; the update reads them there.
-        earlier: Of one of several ranks, those of micro-batches before the last.
-        masters: What masters have beyond the weights.
+        weights: In the pool of all chunks.
+        main_grads: Sums over ranks and micro-batches, which the update reads.
+        earlier: One of several ranks' own sums of micro-batches before the last.
+        masters: fp32, of 16-bit weights; empty without masters.
+        grads: What `.grad` of the parameters is.
         shared: Several ranks write here.
     """
 
@@ -46,18 +174,47 @@ class HostChunk:
         self, chunk: Chunk, params: Mapping[str, nn.Parameter], memory: HostMemory
     ) -> None:
         ranks = memory.ranks
-        self.chunk, self.shared = chunk, ranks.world.size > 1
+        self.chunk, self.shared, self._device = (
+            chunk,
+            ranks.world.size > 1,
+            memory.device,
+        )
         self.params = [params[spec.name] for spec in chunk.tensors]
         self.owners = memory.spans[chunk.index]
         self.span = self.owners[ranks.local_rank]
         self.weights = HostTensors(chunk, memory.weights, self.span)
         self.main_grads = MainGrads(chunk, memory.gradients, memory, self.span)
-        self.masters = Masters(chunk, memory, self.weights, self.span)
+        masters = master_chunk(chunk, memory.has_masters)
+        self.masters = HostTensors(masters, memory.masters, self.span)
+        self.grads = GradPlaceholders(self)
+        self.renew_masters(self.span)
 
     def main_dtype(self, index: int) -> torch.dtype:
-        """In which a parameter is updated."""
+        """The dtype in which a parameter is updated."""
         own = self.chunk.tensors[index].dtype
         return torch.float32 if index in self.masters else own
+
+    def renew_masters(self, indices: Iterable[int]) -> None:
+        """Set masters to weights that somebody wrote: where a weight is not its master
+        rounded, the weight counts."""
+        for index in indices:
+            if index not in self.masters:
+                continue
+            weight, master = self.weights[index], self.masters[index]
+            self._device.reads((weight,))
+            self._device.writes((master,))
+            rounded = master.to(weight.dtype)
+            # as bits: a NaN is equal to itself
+            same = rounded.view(torch.int16) == weight.view(torch.int16)
+            if not same.all():
+                master.copy_(torch.where(same, master, weight.float()))
+
+    def load_master(self, index: int, master: Tensor) -> None:
+        """Overwrite a master, and with it the weight."""
+        weight, own = self.weights[index], self.masters[index]
+        self._device.writes((weight, own))
+        own.copy_(master)
+        weight.copy_(own)
 
     @property
     def waiting(self) -> set[int]:
@@ -75,7 +232,7 @@ class HostChunk:
         return total.clone() if self.shared else total
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        """Overwrite a parameter's gradient; that of all ranks is its owner's."""
+        """Overwrite a parameter's gradient; the sum over all ranks is its owner's."""
         if self.earlier is not None and index in self.earlier.present:
             self.earlier.replace(index, gradient)
             return

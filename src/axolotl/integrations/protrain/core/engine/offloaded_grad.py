@@ -1,6 +1,6 @@
-"""What `.grad` of a parameter is while its gradient is on the host.
+"""Placeholders in `.grad` of parameters whose gradients are in host memory.
 
-See Note [Who looks between two passes] in viewing.py.
+See Note [Who looks between two passes] in full_params.py.
 """
 
 from __future__ import annotations
@@ -8,19 +8,21 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import AccessError
 from ..layout.tensors import tensors_in
-from .host_chunks import HostChunk
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+    from .host_chunks import HostChunk
 
 
 class OffloadedGrad(Tensor):
-    """Is the `.grad` of a parameter whose gradient is on the host: not None, no bytes.
+    """A tensor without memory, `.grad` of a parameter whose gradient is on the host.
 
     Raises:
         AccessError: Somebody computes with it.
@@ -61,12 +63,12 @@ class OffloadedGrad(Tensor):
         raise AccessError(
             f"{name}: the gradient of this weight is on the host. Read or change "
             "gradients in an event of a callback (on_pre_optimizer_step), or inside "
-            "`with trainer.protrain.weights():`."
+            "`with trainer.protrain.full_params():`."
         )
 
 
 class GradPlaceholders:
-    """The `.grad` of a chunk's parameters: placeholders, or for a while the gradients.
+    """Keeps the `.grad` of a chunk's parameters: placeholders, or for a while gradients.
 
     A parameter without a gradient has None, as without paging; who sets `.grad` to None
     or to a tensor is taken at their word.
@@ -85,8 +87,8 @@ class GradPlaceholders:
         self._shown: dict[int, Tensor] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
 
-    def placeholder(self) -> None:
-        """All ranks have agreed on which parameters have a gradient."""
+    def put_agreed(self) -> None:
+        """Put placeholders where all ranks have agreed that there is a gradient."""
         for index in self.host.main_grads.present:
             if self.host.params[index].grad is None:
                 self._spent.discard(index)
@@ -102,22 +104,20 @@ class GradPlaceholders:
             )
         param.grad = self.placeholders[index]
 
-    def make_room(
-        self,
-        index: int,
-        settle: Callable[[], None],
-        drop: Callable[[int], None],
-        is_last: bool,
-    ) -> None:
+    def make_room(self, index: int, gradients: Gradients, is_last: bool) -> None:
         """Let `.grad` be None, or autograd would add to what stands there; where hooks
-        of others come before it does, a placeholder that takes what is added."""
+        of others come before it does, a placeholder that takes what is added.
+
+        A gradient that somebody has set replaces what `gradients` has sent, and None
+        drops it.
+        """
         param = self.host.params[index]
         if param.grad is not self.placeholders[index]:
             if param.grad is not None:
-                settle()
+                gradients.settle_own()
             self.hide_one(index)
             if param.grad is None:
-                drop(index)
+                gradients.drop(self.host, index)
         self.require_unspent(index)
         if param.grad is None or is_last:
             param.grad = None
@@ -133,13 +133,19 @@ class GradPlaceholders:
         self.put(index)
         return gradient
 
-    def take_back(self, wait: Callable[[], None]) -> None:
-        """Take over what `.grad` was set to, None included; `wait` returns once the last
-        update has landed."""
+    @property
+    def is_replaced(self) -> bool:
+        """Whether some `.grad` is a tensor that somebody has set."""
+        return any(
+            param.grad is not None and param.grad is not placeholder
+            for param, placeholder in zip(
+                self.host.params, self.placeholders, strict=True
+            )
+        )
+
+    def take_back(self) -> None:
+        """Take over what `.grad` was set to, None included; no update reads the sums."""
         for index, param in enumerate(self.host.params):
-            if param.grad is not None and param.grad is not self.placeholders[index]:
-                # the sum, whose place it takes, is being read
-                wait()
             self.hide_one(index)
             if param.grad is None:
                 self.host.main_grads.present.discard(index)

@@ -2,34 +2,34 @@
 
 # Note [Who reads the state]
 
-Ctrl-C saves the model at any moment, so at every moment a reader of the state has to find
-the truth. A chunk's `state_dict` hooks are there before its parameters point at a slot, and
-go after they are back. They wait for host updates and answer with arena tensors that have
-storages of their own, so that `save_pretrained` neither clones them nor takes them for
-shared; a load waits for copies as well, writes the arena, and through the parameters into
-whatever slot they point at, which is stale then. Frozen bytes only move host to device.
+At every moment between two steps a reader of the state has to find the truth. The
+`state_dict` hooks of a chunk (`StateHooks`) are there before its parameters point at a
+slot, and go after they are back. They have updates applied first and answer with host
+tensors that have storages of their own, so that `save_pretrained` neither clones them nor
+takes them for shared; a load waits for copies as well, writes the host tensors, and through
+the parameters into whatever slot they point at, which is stale then. Frozen bytes only move
+host to device.
 
-# Note [Weights that are shown]
+# Note [Full parameters]
 
-Between two passes a slot holds the bytes of some block, so who reads a parameter then, or
-writes through `param.data`, which no version counter notices, must find it elsewhere.
-While weights are shown, paged parameters are bound to their host copies, and a pass binds
-them to their slots again. What was written in between counts: it is in the arena already,
-or in a tensor that somebody put in a parameter's place, or on the device where weights stay
-there. Several ranks run the same callback on one host copy: each sees a copy-on-write
-mapping of it, and of what was written there takes its share of the chunks over.
-At other times nothing but a load writes parameters: a pass that finds another address or
-version than it left refuses to go on.
+Between two passes a slot holds the bytes of some block, so a reader of a parameter, or a
+writer through `param.data`, which no version counter notices, must find it elsewhere.
+Inside `Session.full_params` (compare FSDP's `summon_full_params`) offloaded parameters are
+bound to their host tensors, and a pass binds them to their slots again. Whatever was shown
+counts as written. Several ranks run the same callback on one host copy: each sees a
+copy-on-write mapping of it, or an in-place change would happen once per rank, and takes its
+share of the changed chunks over. At other times nothing but a load writes parameters: a
+pass that finds another address or version than it left refuses to go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -43,33 +43,31 @@ from ..layout.tensors import (
     placed_together,
     shared_bytes,
 )
-from ..types import Chunk, Counters, TensorSpec
+from ..types import Chunk, TensorSpec
 from .device import Device
-from .hooks import Hook, Removable, StateAccess, attach_state_dict
+from .hooks import StateHooks
 from .host_pool import HostPool, copy_together, host_buffer, return_freed_memory
-from .pager import Ring
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from .step import Step
 
 _COPIERS, _ROOM_BYTES = 4, 64 << 20
 
 
 class ParamStore:
-    """Moves a model into arena, slots and device, and out again.
+    """Moves a model into host memory, slots and device, and out again.
 
     Args:
         model: Its parameters keep their identity; only `.data` is bound anew, and the
             tensors in the quant state of quantised ones.
-        arena: Holds the bytes of host-kept chunks.
+        pool: Holds the bytes of chunks in host memory.
         device: Everything else moves there.
-        access: Called around reads and loads of the state of host-kept chunks.
-        ranks: Fill a shared arena together, each its part.
+        ranks: Fill a shared pool together, each its part.
         absent: Names of frozen parameters that this rank has in name only.
-        counters: Refreshed bytes are counted here.
-        written: Called with a chunk on the host where what was shown of it has been
-            written, bool by the names of its parameters.
 
     Attributes:
-        on_host: The host-kept chunks, by index.
+        on_host: The chunks in host memory, by index.
     """
 
     def __init__(
@@ -77,47 +75,54 @@ class ParamStore:
         model: nn.Module,
         pool: HostPool,
         device: Device,
-        access: StateAccess,
         ranks: Ranks,
         absent: Collection[str],
-        counters: Counters,
-        written: Callable[[Chunk, Mapping[str, Tensor]], None],
     ) -> None:
-        self._ranks, self._written = ranks, written
+        self._ranks = ranks
         # local rank that has a parameter's bytes, where not every rank does
         self._holders = ranks.holders(absent)
         self._model = model
         self._bindings = model_bindings(model)
         self._pool = pool
         self._device = device
-        self._access = access
-        self._counters = counters
         self.on_host: dict[int, Chunk] = {}
-        # where a plan binds what is on the host, and what is known of it then
+        # where a plan binds what is on the host, and address and version since then
         self._places: dict[str, Tensor] = {}
         self._known: dict[str, tuple[nn.Parameter, int, int]] = {}
         self._shown: HostPool | None = None
         self._held: ExitStack | None = None
-        self._state_handles: list[Removable] = []
+        self._state_hooks: list[StateHooks] = []
 
     def move_in(
-        self, chunks: Sequence[Chunk], buffer_of: Callable[[Chunk], Tensor]
+        self, chunks: Sequence[Chunk], buffer_for: Callable[[Chunk], Tensor], step: Step
     ) -> None:
         """Bind every parameter to its place, one chunk at a time.
 
         Args:
-            chunks: The host-kept chunks; a later call names those that move again.
-            buffer_of: Gives the device buffer (uint8) that the parameters of a chunk
+            chunks: Those in host memory; a later call names those that move again.
+            buffer_for: Gives the device buffer (uint8) that the parameters of a chunk
                 become views of: a slot, or memory of its own.
+            step: Told of reads and loads of the chunks' state from here on.
         """
         if self._held is None:
             self._held = hold_quantised(self._model)
             self._place_others({s.name for chunk in chunks for s in chunk.tensors})
         for chunk in chunks:
-            self._move_chunk(chunk, buffer_of)
+            buffer = buffer_for(chunk)
+            if chunk.index not in self.on_host:
+                self._copy_to_host(chunk)
+                # see Note [Who reads the state]
+                self._attach_state(chunk, step)
+                self.on_host[chunk.index] = chunk
+            for spec in chunk.tensors:
+                # frees the original
+                self._places[spec.name] = _view(buffer, spec)
+                self._bindings[spec.name].bind(self._places[spec.name])
+            self._remember(chunk)
+            return_freed_memory()
 
     def unload(self, chunks: Iterable[int]) -> None:
-        """Bind host-kept chunks to the arena, so that their buffers may go."""
+        """Bind chunks to their host tensors, so that their buffers may go."""
         for index in chunks:
             for spec in self.on_host[index].tensors:
                 self._bindings[spec.name].bind(self._pool.tensor(index, spec))
@@ -125,10 +130,10 @@ class ParamStore:
                 self._places.pop(spec.name, None)
 
     def show(self, chunks: Iterable[int], own: bool) -> None:
-        """Bind chunks to their host copies; see Note [Weights that are shown].
+        """Bind chunks to their host tensors; see Note [Full parameters].
 
-        Nothing may be using or changing them. With `own`, what this rank writes there
-        is not seen by others until `hide`.
+        Nothing may be using or changing them. With `own`, other ranks do not see what
+        this one writes there until `hide`.
         """
         self._shown = self._pool.copy_on_write() if own else self._pool
         for index in chunks:
@@ -192,7 +197,7 @@ class ParamStore:
                 raise AccessError(
                     f"{name}: somebody changed this weight while it was paged out, "
                     "where training would lose it. Change weights in an event of a "
-                    "callback, or inside `with trainer.protrain.weights():`."
+                    "callback, or inside `with trainer.protrain.full_params():`."
                 )
 
     def remember(self) -> None:
@@ -213,7 +218,6 @@ class ParamStore:
         """Bring what was written into a chunk, in `memory` or on the device, home."""
         if memory is self._pool:
             return
-        written: dict[str, Tensor] = {}
         for spec in chunk.tensors:
             if memory is None:
                 now = self._places[spec.name].cpu()
@@ -222,12 +226,8 @@ class ParamStore:
             home = self._pool.tensor(chunk.index, spec)
             # not even with equal bytes: that would touch every page
             if not torch.equal(_as_bytes(now), _as_bytes(home)):
-                if spec.is_16_bit:
-                    written[spec.name] = now.view(torch.int16) != home.view(torch.int16)
                 self._device.writes((home,))
                 home.copy_(now)
-        if written:
-            self._written(chunk, written)
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
@@ -282,24 +282,15 @@ class ParamStore:
 
     def detach_state(self) -> None:
         """Readers of the state find it without being told: everything has moved out."""
-        while self._state_handles:
-            self._state_handles.pop().remove()
+        while self._state_hooks:
+            self._state_hooks.pop().remove()
 
     def buffer_of(self, chunk: Chunk) -> Tensor:
         """The device memory that a chunk's parameters are views of, uint8."""
         return _bytes_of(self._places[chunk.tensors[0].name].untyped_storage())
 
-    def refresh(self, chunk: Chunk, ring: Ring) -> None:
-        """Queue the transfer of a chunk's host weights into its own buffer, on compute."""
-        source, compute = self._pool.share(chunk), self._device.compute
-        compute.wait(ring.fetch(compute, self.buffer_of(chunk), source))
-        self._counters.fetched_bytes += source.nbytes
-
-    def _attach_state(self, chunk: Chunk) -> None:
-        """Let `state_dict` and `load_state_dict` reach a chunk's host copy.
-
-        Bound to the modules that register its parameters, tied names included.
-        """
+    def _attach_state(self, chunk: Chunk, step: Step) -> None:
+        """Hook the modules that register the parameters of a chunk, tied names too."""
         host = {id(self._bindings[spec.name].owner): spec for spec in chunk.tensors}
         for module in self._model.modules():
             own = {
@@ -310,52 +301,21 @@ class ParamStore:
             if not own:
                 continue
             tensors = {n: self._pool.tensor(chunk.index, s) for n, s in own.items()}
-            self._state_handles += [
-                *self._attach_side_state(module, chunk, own.values()),
-                *attach_state_dict(module, chunk, tensors, self._access),
+            prefixes = tuple(f"{spec.name}." for spec in own.values())
+            side = [
+                (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
+                for spec in chunk.tensors
+                if spec.name.startswith(prefixes) or chunk.rows_bytes
             ]
+            self._state_hooks.append(StateHooks(module, chunk, tensors, side, step))
 
-    def _attach_side_state(
-        self, owner: nn.Module, chunk: Chunk, own: Collection[TensorSpec]
-    ) -> list[Removable]:
-        """Let `state_dict` read the quant state of a module's `own` weights on the host.
-
-        Its tensors are not parameters: bitsandbytes turns them into entries, some into
-        plain numbers, while it reads the module. So it must see the host copies then; and
-        so must a load of a weight of which rows alone come, for the one element that is
-        there cannot be written.
-        """
-        prefixes = tuple(f"{spec.name}." for spec in own)
-        side = [
-            (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
-            for spec in chunk.tensors
-            if spec.name.startswith(prefixes) or chunk.rows_bytes
+    def _copy_to_host(self, chunk: Chunk) -> None:
+        pairs = [
+            (self._pool.tensor(chunk.index, spec), self._bindings[spec.name].tensor)
+            for number, spec in enumerate(chunk.tensors)
+            if self._fills(chunk, number)
         ]
-        if not side:
-            return []
-        # a stack: an interrupt may read the state in the middle of a read
-        bound: list[list[tuple[Binding, Tensor]]] = []
-
-        def show_host(*_: Any) -> None:
-            bound.append([(binding, binding.tensor) for binding, _ in side])
-            for binding, host in side:
-                binding.bind(host)
-
-        def show_device(*_: Any) -> None:
-            for binding, tensor in bound.pop():
-                binding.bind(tensor)
-
-        if chunk.rows_bytes:
-            return [
-                owner.register_load_state_dict_pre_hook(Hook(show_host)),
-                owner.register_load_state_dict_post_hook(Hook(show_device)),
-            ]
-        return [
-            owner.register_state_dict_pre_hook(Hook(show_host)),
-            owner.register_state_dict_post_hook(
-                Hook(show_device, partial(self._access.copying, owner))
-            ),
-        ]
+        copy_together(pairs)
 
     def _fills(self, chunk: Chunk, number: int) -> bool:
         filler = self._holder(chunk.tensors[number].name)
@@ -390,29 +350,6 @@ class ParamStore:
 
     def _buffers(self) -> list[Binding]:
         return [Binding(n, buffer, "data") for n, buffer in self._model.named_buffers()]
-
-    def _move_chunk(self, chunk: Chunk, buffer_of: Callable[[Chunk], Tensor]) -> None:
-        buffer = buffer_of(chunk)
-        if chunk.index not in self.on_host:
-            copy_together(
-                [
-                    (
-                        self._pool.tensor(chunk.index, spec),
-                        self._bindings[spec.name].tensor,
-                    )
-                    for number, spec in enumerate(chunk.tensors)
-                    if self._fills(chunk, number)
-                ]
-            )
-            # see Note [Who reads the state]
-            self._attach_state(chunk)
-            self.on_host[chunk.index] = chunk
-        for spec in chunk.tensors:
-            # frees the original
-            self._places[spec.name] = _view(buffer, spec)
-            self._bindings[spec.name].bind(self._places[spec.name])
-        self._remember(chunk)
-        return_freed_memory()
 
 
 def _view(buffer: Tensor, spec: TensorSpec) -> Tensor:

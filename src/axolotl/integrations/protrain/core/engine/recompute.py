@@ -8,7 +8,6 @@ the same inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..layout import CACHES
 from .hooks import AroundCall
+from .swap import Swap
 
 
 class Recompute(AroundCall):
@@ -27,15 +27,17 @@ class Recompute(AroundCall):
 
     Args:
         block: The module.
-        saving: Context in which its inputs are saved; None keeps them as they are.
+        index: Its number.
+        swap: Sends its inputs to the host; None keeps them as they are.
     """
 
     def __init__(
         self,
         block: nn.Module,
-        saving: Callable[[], AbstractContextManager[Any]] | None = None,
+        index: int,
+        swap: Swap | None = None,
     ) -> None:
-        self._saving = saving
+        self._index, self._swap = index, swap
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -47,8 +49,8 @@ class Recompute(AroundCall):
         if getattr(self._module, "_can_checkpoint_with_cache", False):
             caches = []
         run = partial(call, **{**kwargs, **dict.fromkeys(caches)})
-        if self._saving is not None:
-            with self._saving():
+        if self._swap is not None:
+            with self._swap.saving(self._index):
                 saved = _SavedArguments(args)
             run, args = partial(saved.passed_to, run), (saved.on_device,)
         return checkpoint(run, *args, use_reentrant=False)

@@ -112,7 +112,7 @@ class RecordedStep:
             self._absent[p]: non_tensor_state(states.get(p, {})) for p in every
         }
 
-    def make(
+    def replay(
         self,
         plain: torch.optim.Optimizer,
         master_params: Mapping[nn.Parameter, nn.Parameter],

@@ -36,10 +36,8 @@ from ..errors import AccessError
 from ..layout import main_chunk
 from ..types import Counters
 from .gradients import Gradients
-from .hooks import Removable
-from .host_chunks import HostChunk
+from .host_chunks import HostChunk, HostMemory, MainGrads
 from .host_pool import HostPool
-from .host_tensors import HostMemory, MainGrads
 from .staging import Staging
 from .worker import HostWorker
 
@@ -76,12 +74,11 @@ class GradientReduction(Gradients):
         # who is reduced next
         self._next = 0
 
-    def attach(self, chunks: Sequence[HostChunk]) -> list[Removable]:
+    def attach(self, chunks: Sequence[HostChunk]) -> None:
         self._hosts = sorted(chunks, key=self._turn)
         self._used = [set() for _ in self._hosts]
         for number, host in reversed([*enumerate(self._hosts)]):
             self._first_of[host.chunk.block] = self._number[host] = number
-        return [handle for host in self._hosts for handle in self._hook(host)]
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         super().begin_micro_batch(synchronises)
@@ -91,7 +88,6 @@ class GradientReduction(Gradients):
             self._due, self._ends, self._next = bool(self._hosts), False, 0
 
     def reach(self, block: int) -> None:
-        super().reach(block)
         # what follows the block in forward is done
         if not self._due:
             return
@@ -108,7 +104,7 @@ class GradientReduction(Gradients):
         if reduces:
             self._launch_until(len(self._hosts))
             self._due = False
-        self._settle_own()
+        self.settle_own()
         if not reduces:
             return
         width = max(len(host.params) for host in self._hosts)
@@ -124,8 +120,8 @@ class GradientReduction(Gradients):
             host.main_grads.present.update(
                 i for i, was_used in enumerate(row) if was_used
             )
-        for shown in self.shown:
-            shown.placeholder()
+        for host in self._hosts:
+            host.grads.put_agreed()
 
     def discard(self) -> None:
         self._due = False
@@ -179,7 +175,7 @@ class GradientReduction(Gradients):
         assert host.earlier is not None
         self._add(host.earlier, index, gradient)
 
-    def _drop(self, host: HostChunk, index: int) -> None:
+    def drop(self, host: HostChunk, index: int) -> None:
         if host.earlier is not None:
             self._forget(host.earlier, index)
 

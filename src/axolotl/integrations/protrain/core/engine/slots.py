@@ -1,40 +1,71 @@
-"""A slot: a device buffer at a fixed address, and the only owner of copy events.
+"""Slots: device buffers at fixed addresses, through which offloaded chunks pass.
 
 # Note [Stable addresses]
 
-A paged parameter's `.data` is a view into its slot in every pass, always at the same
-address: what autograd, a custom function or a quantised matmul holds on to is valid again
-when the chunk is back, and it is back before the block's backward. So there are no
-placeholder tensors. Between two passes it may show its host copy for a while
-(`Session.weights`), and between two attempts at a step, when no graph is alive,
+The `.data` of an offloaded parameter is a view into its slot in every pass, always at the
+same address: what autograd, a custom function or a quantised matmul holds on to is valid
+again when the chunk is back, and it is back before the block's backward. So there are no
+placeholder weights. Between two passes a parameter may show its host copy for a while
+(`Session.full_params`), and between two attempts at a step, when no graph is alive,
 `Session.replan` may change addresses.
 
 # Note [Slot protocol]
 
-Only `Slot` knows events, and prefetch, miss, evaluation, generation, recomputation and
-loading all go through its five calls:
+Only `Slot` knows events. A miss, a prefetch, an evaluation, generation and a recomputation
+all go through its calls:
 
-* `fetch` lets the copy wait for the last use of the buffer (`_last_use`) and for the way
-  home of what was changed there (`_sent`), then queues it;
+* `fetch` lets the H2D copy wait for the last use of the buffer (`_last_use`) and for the
+  write-back of what an update changed there (`_written_back`), then queues it;
 * `begin_use` lets compute wait for that copy (`_arrival`) before anybody reads;
-* `send_back` lets a copy to the host wait for compute, which has changed the weights;
+* `write_back` lets a D2H copy wait for compute, which has changed the weights;
 * `end_use` records the last use, after the last kernel that reads was queued;
 * `overwritten` stands for kernels that wrote through the parameters: a last use, too.
 
-What `holds` says is a promise of what the buffer will contain once the copy is through;
-the events are the proof. The first `_last_use` is the fill in the constructor, and where
-poison is asked for each fetch fills the buffer first, on the stream of the copy.
+`holds` promises a content once the copy is through; the events are the proof. The first
+`_last_use` is the fill in the constructor.
+
+# Note [States of a chunk]
+
+`ChunkState` says where the weights of an offloaded chunk can be read, and `TRANSITIONS`
+which state may follow; every other change is an error. A recorded optimizer step is no
+state: it is applied on the way into `IN_USE`, or makes the chunk `UPDATING`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 
 from torch import Tensor
 
+from ..errors import LayoutError
+from ..layout import Direction, Schedule, padded_bytes, slot_bytes
+from ..types import Chunk, Counters, Layout, Plan
 from .device import POISON_BYTE, Device, Event, Stream
+from .host_pool import HostPool
 from .ranks import Alone, Ranks
+
+
+class ChunkState(Enum):
+    """Where the weights of a chunk in host memory can be read."""
+
+    ON_HOST = "its slot does not hold it"
+    FETCHING = "an H2D copy into its slot is queued"
+    IN_USE = "a block computes with it"
+    ON_DEVICE = "its slot holds it, and no block uses it"
+    UPDATING = "a queued update is about to change the host copy"
+
+
+TRANSITIONS = {
+    ChunkState.ON_HOST: {ChunkState.FETCHING, ChunkState.UPDATING},
+    ChunkState.FETCHING: {ChunkState.IN_USE, ChunkState.ON_HOST, ChunkState.UPDATING},
+    ChunkState.IN_USE: {ChunkState.ON_DEVICE, ChunkState.ON_HOST},
+    ChunkState.ON_DEVICE: {ChunkState.IN_USE, ChunkState.ON_HOST, ChunkState.UPDATING},
+    ChunkState.UPDATING: {ChunkState.ON_HOST, ChunkState.UPDATING},
+}
+"""The states that may follow a state; see Note [States of a chunk]."""
 
 
 class Transport:
@@ -85,32 +116,26 @@ class Transport:
 
 
 class Slot:
-    """One device buffer that paged chunks share in turn; see Note [Slot protocol].
+    """One device buffer that offloaded chunks share in turn; see Note [Slot protocol].
 
     Args:
         buffer: uint8 device tensor; its address never changes.
         device: Where the copies run.
-        poison: Fill the buffer with NaN bytes when its chunk leaves.
         transport: Brings the chunks; by default copies them whole.
 
     Attributes:
-        holds: The chunk that is in it or on its way; None: all must be fetched again.
+        holds: Index of the chunk that is in it or on its way, None for no chunk.
     """
 
     def __init__(
-        self,
-        buffer: Tensor,
-        device: Device,
-        poison: bool,
-        transport: Transport | None = None,
+        self, buffer: Tensor, device: Device, transport: Transport | None = None
     ) -> None:
         self.buffer = buffer
         self.holds: int | None = None
         self._device = device
-        self._poison = poison
         self._transport = transport or Transport(device)
         self._arrival: Event | None = None
-        self._sent: Event | None = None
+        self._written_back: Event | None = None
         # a block that is read without being called must not find plausible bytes
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
@@ -119,19 +144,10 @@ class Slot:
         """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
         stream = self._device.fetch
         stream.wait(self._last_use)
-        if self._sent is not None:
-            stream.wait(self._sent)
-        if self._poison:
-            stream.fill(self.buffer, POISON_BYTE)
+        if self._written_back is not None:
+            stream.wait(self._written_back)
         self._arrival = self._transport.fetch(stream, self.buffer, source)
         self.holds = chunk
-
-    def release(self) -> None:
-        """Let go of the device memory; the slot cannot be used again."""
-        self._device.free(self.buffer)
-        self._transport.forget_buffers()
-        self.holds = None
-        self.buffer = self.buffer.new_empty(0)
 
     def begin_use(self) -> None:
         """Order the reads that follow after the copy."""
@@ -144,68 +160,209 @@ class Slot:
         self._device.end_use(self.buffer)
         self._last_use = self._device.compute.record()
 
-    def send_back(self, home: Tensor) -> Event:
-        """Queue the way home of what compute has changed: uint8, on the host."""
-        self._sent = send_home(self._device, home, self.buffer)
-        return self._sent
-
     def changed(self) -> None:
-        """Compute has written into an open window."""
+        """Note that compute has written while a block uses the slot."""
         self._device.end_use(self.buffer)
         self._device.writes([self.buffer], self._device.compute)
         self._device.begin_use(self.buffer)
 
-    def forget(self) -> None:
-        """The host has another copy."""
-        self.holds = None
+    def write_back_ends(self, event: Event) -> None:
+        """Order the next `fetch` after the D2H copy of what an update changed."""
+        self._written_back = event
 
     def overwritten(self) -> None:
-        """Compute has written through the parameters; order the next `fetch` after."""
+        """Forget the content, which compute has written through the parameters."""
         self._device.writes([self.buffer], self._device.compute)
         self._last_use = self._device.compute.record()
         self.holds = None
 
+    def release(self) -> None:
+        """Let go of the device memory; the slot cannot be used again."""
+        self._device.free(self.buffer)
+        self.holds = None
+        self.buffer = self.buffer.new_empty(0)
 
-class InBuffer:
-    """Weights of a chunk on the device, uint8, to be updated there; `renew` brings the
-    host's copy back."""
+
+class Slots:
+    """The slots of a plan, the chunks that pass through them and the block in use.
+
+    Args:
+        layout: All chunks.
+        plan: Places them.
+        pool: Holds the bytes of those in host memory.
+        device: Has the slots.
+        ranks: Who trains; under a plan with shards each fetches one shard of a chunk.
+        counters: Fetches and misses are counted here.
+
+    Attributes:
+        block: The block whose weights may be read now.
+        chunks: Indices of the chunks that pass through slots, in the order of use.
+    """
 
     def __init__(
-        self, device: Device, buffer: Tensor, home: Tensor, renew: Callable[[], None]
+        self,
+        layout: Layout,
+        plan: Plan,
+        pool: HostPool,
+        device: Device,
+        ranks: Ranks,
+        counters: Counters,
     ) -> None:
-        self._device, self.buffer, self._home = device, buffer, home
-        self._renew = renew
+        self.block: int | None = None
+        self.chunks = plan.paged
+        self._device, self._pool, self._counters = device, pool, counters
+        self._transport = Transport(device, ranks if plan.shards > 1 else None)
+        self._shards = plan.shards
+        numbers = {index: number for number, index in enumerate(self.chunks)}
+        self._sizes = slot_bytes(layout, plan.placements, plan.n_buffer, plan.shards)
+        self._all: list[Slot] = []
+        self._slots: dict[int, Slot] = {}
+        self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
+        self._layout = layout
+        schedule = Schedule(
+            [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
+            plan.n_buffer,
+        )
+        blocks = range(schedule.num_blocks)
+        self._needed = [self._of(schedule.needed(block)) for block in blocks]
+        self._ahead = {
+            way: [self._of(schedule.ahead(block, way)) for block in blocks]
+            for way in Direction
+        }
 
-    def changed(self) -> None:
-        """Compute has written them."""
-        self._device.writes([self.buffer], self._device.compute)
+    def allocate(self) -> None:
+        """Take the device memory of all slots."""
+        device, transport = self._device, self._transport
+        self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
+        pairs = enumerate(self.chunks)
+        self._slots = {index: self._all[n % len(self._all)] for n, index in pairs}
 
-    def send_back(self) -> Event:
-        """Queue the way home of what compute has changed."""
-        return send_home(self._device, self._home, self.buffer)
+    def _of(self, numbers: Iterable[int]) -> list[int]:
+        return [self.chunks[number] for number in numbers]
 
-    def spoilt(self) -> None:
-        """They are not to be used: compute has changed some of them."""
-        self.changed()
-        self._renew()
+    def state(self, chunk: int) -> ChunkState:
+        """The state of a chunk that passes through a slot."""
+        return self._states[chunk]
 
+    def slot_of(self, chunk: int) -> Slot | None:
+        """The slot through which a chunk passes, None for other chunks."""
+        return self._slots.get(chunk)
 
-class InSlot(InBuffer):
-    """The same in a slot whose window is open."""
+    def is_paged(self, block: int) -> bool:
+        """Whether weights of a block pass through slots."""
+        return bool(self._needed[block])
 
-    def __init__(self, device: Device, slot: Slot, home: Tensor) -> None:
-        super().__init__(device, slot.buffer, home, slot.forget)
-        self._slot = slot
+    def buffer_for(self, chunk: Chunk) -> Tensor:
+        """Device memory, uint8, that the parameters of a chunk become views of: its
+        slot, or a new buffer of its own."""
+        slot = self._slots.get(chunk.index)
+        if slot is not None:
+            return slot.buffer
+        return self._device.allocate(padded_bytes(chunk, self._shards))
 
-    def changed(self) -> None:
-        self._slot.changed()
+    def missing(self, block: int) -> list[int]:
+        """Chunks that a block needs and its slots do not hold."""
+        return [c for c in self._needed[block] if self._slots[c].holds != c]
 
-    def send_back(self) -> Event:
-        return self._slot.send_back(self._home)
+    def ahead(self, block: int, direction: Direction) -> list[int]:
+        """Chunks to prefetch while a block computes, the soonest needed first."""
+        wanted = self._ahead[direction][block]
+        return [c for c in wanted if self._slots[c].holds != c]
 
+    def fetch(self, chunk: int) -> None:
+        """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
+        slot = self._slots[chunk]
+        source = self._pool.share(self._layout.chunks[chunk])
+        if slot.holds is not None:
+            if self._states[slot.holds] is ChunkState.IN_USE:
+                raise LayoutError(
+                    f"chunk {chunk} into the slot of {slot.holds}, in use"
+                )
+            self._becomes(slot.holds, ChunkState.ON_HOST)
+        self._becomes(chunk, ChunkState.FETCHING)
+        slot.fetch(chunk, source)
+        self._counters.fetched_bytes += source.nbytes
+        self._counters.num_fetches += 1
 
-def send_home(device: Device, home: Tensor, buffer: Tensor) -> Event:
-    """Copy a changed chunk to its host memory, after what compute has queued."""
-    device.offload.wait(device.compute.record())
-    device.offload.copy(home, buffer[: home.numel()])
-    return device.offload.record()
+    def begin_use(self, block: int) -> None:
+        """Make the weights of a block readable, whose chunks are all there or coming."""
+        for chunk in self._needed[block]:
+            self._slots[chunk].begin_use()
+            self._becomes(chunk, ChunkState.IN_USE)
+        self.block = block
+
+    def end_use(self) -> None:
+        """Mark the last use of the weights of the block in use, if there is one."""
+        if self.block is None:
+            return
+        for chunk in self._needed[self.block]:
+            slot = self._slots[chunk]
+            slot.end_use()
+            if self._states[chunk] is ChunkState.IN_USE:
+                self._becomes(chunk, ChunkState.ON_DEVICE)
+        self.block = None
+
+    @contextmanager
+    def using(self, chunk: int) -> Iterator[None]:
+        """Use one chunk while no block is in use; it is fetched where that is needed."""
+        slot = self._slots[chunk]
+        if slot.holds != chunk:
+            self.fetch(chunk)
+        slot.begin_use()
+        self._becomes(chunk, ChunkState.IN_USE)
+        try:
+            yield
+        finally:
+            slot.end_use()
+            if self._states[chunk] is ChunkState.IN_USE:
+                self._becomes(chunk, ChunkState.ON_DEVICE)
+
+    def begin_update(self, chunk: int) -> None:
+        """Forget what the slot of a chunk holds: a queued update changes the host copy."""
+        if chunk in self._slots:
+            self.forget(chunk)
+            self._becomes(chunk, ChunkState.UPDATING)
+
+    def end_update(self, chunk: int) -> None:
+        """Note that the host copy of a chunk has its last update."""
+        if self._states.get(chunk) is ChunkState.UPDATING:
+            self._becomes(chunk, ChunkState.ON_HOST)
+
+    def is_updating(self, chunk: int) -> bool:
+        """Whether a queued update has not been noted as ended."""
+        return self._states.get(chunk) is ChunkState.UPDATING
+
+    def forget(self, chunk: int) -> None:
+        """Forget what the slot of a chunk holds of it: the host has another copy."""
+        slot = self._slots[chunk]
+        if slot.holds == chunk:
+            slot.holds = None
+            self._becomes(chunk, ChunkState.ON_HOST)
+
+    def forget_all(self) -> None:
+        """Forget the content of all slots: somebody wrote through the parameters."""
+        self.end_use()
+        for slot in self._all:
+            if slot.holds is not None:
+                self._becomes(slot.holds, ChunkState.ON_HOST)
+            slot.overwritten()
+
+    def refresh(self, chunk: Chunk, buffer: Tensor) -> None:
+        """Queue the H2D copy of a chunk into a buffer of its own, on compute's stream."""
+        source, compute = self._pool.share(chunk), self._device.compute
+        # a transport of its own: the slots' one keeps views, and this buffer may go
+        sharing = Transport(self._device, self._transport._ranks)
+        compute.wait(sharing.fetch(compute, buffer, source))
+        self._counters.fetched_bytes += source.nbytes
+
+    def release(self) -> None:
+        """Let go of the device memory of all slots."""
+        for slot in self._all:
+            slot.release()
+        self._transport.forget_buffers()
+
+    def _becomes(self, chunk: int, state: ChunkState) -> None:
+        before = self._states[chunk]
+        if state not in TRANSITIONS[before]:
+            raise LayoutError(f"chunk {chunk} went from {before.name} to {state.name}")
+        self._states[chunk] = state

@@ -33,7 +33,7 @@ _OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
 """Objects that are no state."""
 
 
-class Leaf(NamedTuple):
+class StateTensor(NamedTuple):
     """One tensor of a state: an item of `holder`, or an attribute of it."""
 
     path: Path
@@ -58,7 +58,9 @@ class Leaf(NamedTuple):
             self.holder[self.key] = tensor
 
 
-def leaves(value: Any, path: Path = (), within: tuple[int, ...] = ()) -> Iterator[Leaf]:
+def state_tensors(
+    value: Any, path: Path = (), within: tuple[int, ...] = ()
+) -> Iterator[StateTensor]:
     """Every plain tensor in a state, in the order of its structure; no parameters."""
     # an object may lead back to what it is in
     within = *within, id(value)
@@ -67,9 +69,9 @@ def leaves(value: Any, path: Path = (), within: tuple[int, ...] = ()) -> Iterato
         if isinstance(item, nn.Parameter) or id(item) in within:
             continue
         if isinstance(item, Tensor) and not hasattr(item, "__tensor_flatten__"):
-            yield Leaf(inside, value, key, is_attribute)
+            yield StateTensor(inside, value, key, is_attribute)
         else:
-            yield from leaves(item, inside, within)
+            yield from state_tensors(item, inside, within)
 
 
 def _members(value: Any) -> list[tuple[Any, Any, bool]]:
@@ -105,7 +107,7 @@ def structure(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class _Rest(NamedTuple):
+class _Placed(NamedTuple):
     """A region of host memory, uint8, and what lies where in it."""
 
     places: dict[Path, Place]
@@ -120,7 +122,7 @@ class Change(NamedTuple):
         copies: What brings it there, as target and source.
     """
 
-    rest: _Rest
+    placed: _Placed
     copies: list[tuple[Tensor, Tensor]]
 
 
@@ -143,17 +145,17 @@ class OffloadedState:
     ) -> None:
         self._optimizer, self._params = optimizer, params
         self._torch_device, self._memory = torch_device, memory
-        self._rest = _Rest({}, torch.empty(0, dtype=torch.uint8))
+        self._placed = _Placed({}, torch.empty(0, dtype=torch.uint8))
         self._left: list[Tensor] = []
 
     @property
     def region(self) -> Tensor:
         """uint8; everything that travels, its leaves `STATE_ALIGNMENT_BYTES` apart."""
-        return self._rest.region
+        return self._placed.region
 
-    def adopt(self, stays: Callable[[Leaf], bool]) -> None:
+    def adopt(self, stays: Callable[[StateTensor], bool]) -> None:
         """Take over a state that was made or loaded elsewhere; but what `stays`."""
-        found = [leaf for leaf in self._leaves() if not stays(leaf)]
+        found = [leaf for leaf in self._state_tensors() if not stays(leaf)]
         change = self._moved(found)
         for target, source in change.copies:
             target.copy_(source)
@@ -161,9 +163,9 @@ class OffloadedState:
 
     def to_device(self, buffer: Tensor) -> None:
         """Bind what travels to its copy in a device buffer."""
-        for leaf, place in self._at_rest():
+        for leaf, place in self._on_host():
             here = place.within(buffer)
-            if not self.is_at_rest(leaf.tensor):
+            if not self.is_on_host(leaf.tensor):
                 # somebody has put it there since
                 here.copy_(leaf.tensor)
             leaf.bind(here)
@@ -174,29 +176,29 @@ class OffloadedState:
         What it has made, or made larger, gets another region.
         """
         here = self._torch_device
-        found = [x for x in self._leaves() if x.tensor.device == here]
+        found = [x for x in self._state_tensors() if x.tensor.device == here]
         if {leaf.path: form_of(leaf.tensor) for leaf in found} != {
-            path: place[1:] for path, place in self._rest.places.items()
+            path: place[1:] for path, place in self._placed.places.items()
         }:
             return self._moved(found)
         for leaf in found:
-            view = self._rest.places[leaf.path].within(buffer)
+            view = self._placed.places[leaf.path].within(buffer)
             if leaf.tensor.data_ptr() != view.data_ptr():
                 view.copy_(leaf.tensor)
         whole = [(self.region, buffer[: self.region.numel()])] if found else []
-        return Change(self._rest, whole)
+        return Change(self._placed, whole)
 
     # updates are made in an evaluation, too
     @torch.inference_mode(False)
     def take(self, change: Change) -> None:
         """Bind everything to where it will rest; its copies are queued next."""
-        if change.rest is not self._rest:
+        if change.placed is not self._placed:
             self._left.append(self.region)
-            self._rest = change.rest
-        for leaf, place in self._at_rest():
+            self._placed = change.placed
+        for leaf, place in self._on_host():
             leaf.bind(place.on_host(self.region))
 
-    def is_at_rest(self, tensor: Tensor) -> bool:
+    def is_on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the region."""
         start = self.region.data_ptr()
         return start <= tensor.data_ptr() < start + self.region.numel()
@@ -204,28 +206,34 @@ class OffloadedState:
     def release(self) -> None:
         """Unlock all memory, which goes with its last reader; no copy may be in flight."""
         regions = [region for region in (*self._left, self.region) if region.numel()]
-        self._left, self._rest = [], _Rest({}, torch.empty(0, dtype=torch.uint8))
+        self._left, self._placed = [], _Placed({}, torch.empty(0, dtype=torch.uint8))
         with ExitStack() as rest:
             for region in regions:
                 rest.callback(self._memory.release, region)
 
-    def _leaves(self) -> list[Leaf]:
+    def _state_tensors(self) -> list[StateTensor]:
         # not what all parameters share with the optimizer
         apart = {"state", "param_groups", "defaults"}
         common = {k: v for k, v in vars(self._optimizer).items() if k not in apart}
-        shared = {x.tensor.data_ptr() for x in leaves(common) if x.tensor.numel()}
-        return [x for x in leaves(self._own()) if x.tensor.data_ptr() not in shared]
+        shared = {
+            x.tensor.data_ptr() for x in state_tensors(common) if x.tensor.numel()
+        }
+        return [
+            x for x in state_tensors(self._own()) if x.tensor.data_ptr() not in shared
+        ]
 
     def _own(self) -> dict[int, Any]:
         states, pairs = vars(self._optimizer)["state"], enumerate(self._params)
         return {n: states[p] for n, p in pairs if p in states}
 
-    def _at_rest(self) -> Iterator[tuple[Leaf, Place]]:
+    def _on_host(self) -> Iterator[tuple[StateTensor, Place]]:
         """What travels, and where it lies in the region."""
-        places = self._rest.places
-        return ((x, places[x.path]) for x in leaves(self._own()) if x.path in places)
+        places = self._placed.places
+        return (
+            (x, places[x.path]) for x in state_tensors(self._own()) if x.path in places
+        )
 
-    def _moved(self, found: Sequence[Leaf]) -> Change:
+    def _moved(self, found: Sequence[StateTensor]) -> Change:
         places, end = {}, 0
         for leaf in found:
             places[leaf.path] = place = Place(end, *form_of(leaf.tensor))
@@ -241,9 +249,9 @@ class OffloadedState:
             for leaf in found
             if leaf.tensor.numel()
         ]
-        return Change(_Rest(places, region), copies)
+        return Change(_Placed(places, region), copies)
 
 
 def state_bytes(states: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in states."""
-    return sum(leaf.tensor.nbytes for leaf in leaves(states))
+    return sum(leaf.tensor.nbytes for leaf in state_tensors(states))

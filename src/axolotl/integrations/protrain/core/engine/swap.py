@@ -295,13 +295,13 @@ class SwapBlock(AroundCall):
     """Swaps what one block saves, hooks included."""
 
     def __init__(self, block: nn.Module, index: int, swap: Swap) -> None:
-        self._context = partial(swap.saving, index)
+        self._swap, self._index = swap, index
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        with self._context():
+        with self._swap.saving(self._index):
             return call(*args, **kwargs)
 
 

@@ -2,7 +2,14 @@
 
 from .blocks import CACHES, find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
-from .shards import main_chunk, padded_bytes, rest_chunk, shard_bytes, span_bytes, spans
+from .shards import (
+    main_chunk,
+    master_chunk,
+    padded_bytes,
+    shard_bytes,
+    span_bytes,
+    spans,
+)
 from .slots import (
     Direction,
     Schedule,

@@ -39,7 +39,7 @@ def build_layout(
     A block gives one chunk for its frozen parameters, one for its trainable ones and one
     for its `adapters`, whose state may leave the device. A trainable parameter outside
     the blocks is a chunk of its own, so that its gradient leaves as soon as it is there,
-    and so is an embedding of which `rows` says how many bytes a micro-batch looks up.
+    and so is a frozen embedding of which `rows` says how many bytes a micro-batch looks up.
     Other frozen parameters outside the blocks, those that several blocks or a block and
     the rest share, or that share bytes with another parameter or a buffer, empty or
     strided ones, biases of quantised weights and those named in `keep_resident` never
@@ -97,7 +97,7 @@ def build_layout(
         if id(p) in chunked:
             continue
         own = held[id(p)]
-        rows_bytes = rows.get(own[0].name, 0)
+        rows_bytes = 0 if p.requires_grad else rows.get(own[0].name, 0)
         rows_bytes *= rows_bytes < p.nbytes
         if (p.requires_grad or rows_bytes) and id(p) not in kept:
             chunk = _pack(len(chunks), None, p.requires_grad, own)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from ..types import Chunk, TensorSpec
+from ..types import Chunk
 from .chunks import back_to_back
 
 PAGE_BYTES = 4096
@@ -41,19 +41,14 @@ def main_chunk(chunk: Chunk, fp32_master: bool) -> Chunk:
     return replace(chunk, tensors=tensors, nbytes=nbytes)
 
 
-def rest_chunk(chunk: Chunk, fp32_master: bool = True) -> Chunk:
-    """What fp32 masters have beyond the weights of a chunk, uint8; see masters.py.
-
-    Of a bf16 weight 17 bits, of an fp16 one, which says less, the whole master.
-    """
-
-    def rest(spec: TensorSpec) -> TensorSpec:
-        nbytes = 4 * spec.numel if fp32_master and spec.is_16_bit else 0
-        if nbytes and spec.dtype is torch.bfloat16:
-            nbytes = 2 * spec.numel + -(-spec.numel // 8)
-        return replace(spec, shape=(nbytes,), dtype=torch.uint8)
-
-    tensors, nbytes = back_to_back(map(rest, chunk.tensors))
+def master_chunk(chunk: Chunk, has_masters: bool = True) -> Chunk:
+    """The fp32 masters of the 16-bit tensors of a chunk; other tensors are empty."""
+    tensors, nbytes = back_to_back(
+        replace(spec, dtype=torch.float32)
+        if has_masters and spec.is_16_bit
+        else replace(spec, shape=(0,))
+        for spec in chunk.tensors
+    )
     return replace(chunk, tensors=tensors, nbytes=nbytes)
 
 

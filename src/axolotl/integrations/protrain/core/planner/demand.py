@@ -55,7 +55,7 @@ class TrainedWork(NamedTuple):
         weight_bytes: Go home after it; so do `state_bytes`.
         update_s: Of the device, or of the host.
         renew_bytes: Come after it, where weights stay on the device, and are gathered in
-            `gather_s`; 0 where the host looks up rows, once the weights are at home.
+            `gather_s`.
     """
 
     chunk: int
@@ -85,16 +85,16 @@ def trained_work(
     workload, index = trained.workload, chunk.index
     ranks, several = workload.world.local_size, workload.world.size > 1
     main, own = trained.sums[index], chunk.payload_bytes
-    state = trained.region[index] + trained.rests[index]
-    read = trained.state[index] + trained.rests[index]
+    state = trained.region[index] + trained.masters[index]
+    read = trained.state[index] + trained.masters[index]
     operands, returned, back = main.nbytes + state, chunk.nbytes, state
     if several and number is not None or not renew_bytes:
         operands += chunk.nbytes
     update_s = update_seconds(own, read, hardware)
     if workload.update is Update.HOST:
-        # masters are made of two halves and halved again, clipping reads and writes
-        updated = own + workload.fp32_master * chunk.payload_16_bit_bytes
-        moved = (ADAM_MOVED_BYTES + 2) * updated + 4 * trained.rests[index]
+        # clipping reads and writes gradients; weights are written beside their masters
+        rounded = workload.fp32_master * chunk.payload_16_bit_bytes
+        moved = (ADAM_MOVED_BYTES + 2) * (own + rounded) + rounded
         update_s = moved / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
         operands = returned = back = 0
     return TrainedWork(
@@ -220,8 +220,6 @@ class Demand:
                 on_device[at] += chunk.payload_bytes
                 continue
             fetched = shard_bytes(chunk, plan.shards), self._gather_s(chunk)
-            if plan.placements[chunk.index] is Placement.HOST_LOOKUP:
-                fetched = 0, 0.0
             number = numbers.get(chunk.index)
             works[at].append(trained_work(chunk, number, trained, hardware, *fetched))
         # of DDP, when each block's backward is done

@@ -449,9 +449,7 @@ class MemoryModel:
                 continue
             nbytes = trained.update[chunk.index]
             if chunk.block is None:
-                # weights that are not there come, too
-                weights = chunk.nbytes * (placement is Placement.HOST_LOOKUP)
-                outside.append(nbytes + trained.operands[chunk.index] + weights)
+                outside.append(nbytes + trained.operands[chunk.index])
                 continue
             # the first update makes the state beside the staging, where that of the
             # chunks before it has not yet left

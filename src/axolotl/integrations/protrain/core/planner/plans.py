@@ -77,21 +77,20 @@ def place(
     n_host_state: int = 0,
 ) -> tuple[Placement, ...]:
     """Where each chunk sits when `n_persist` of the pageable ones stay, spread over the
-    blocks, `n_host_state` of them without the state of what trains there; `outside` is
-    for the state of adapters and of trainable weights outside the blocks, and with it for
-    embeddings that the host can look up; ROWS for those of them alone that are frozen."""
+    blocks, `n_host_state` of them without the state of what trains there. `outside` is
+    for the state of adapters and of trainable weights outside the blocks; if it is not
+    RESIDENT, the host looks up the frozen embeddings that it can."""
     # pageable chunks come first in a layout
     order = spread_order(len(layout.pageable))[:n_persist]
     staying, whole = set(order), set(order[: n_persist - n_host_state])
     paged, state_on_host = Placement.PARAM_OFFLOADED, Placement.OPTIMIZER_OFFLOADED
-    resident, rows = Placement.RESIDENT, Placement.HOST_LOOKUP
+    resident, on_host = Placement.RESIDENT, outside is state_on_host
 
     def where(chunk: Chunk) -> Placement:
         if chunk.pageable and chunk.index not in staying:
             return paged
-        on_host = outside is state_on_host
-        if chunk.rows_bytes and (on_host or outside is rows and not chunk.trainable):
-            return rows
+        if chunk.rows_bytes and outside is not resident:
+            return Placement.HOST_LOOKUP
         # masters live on the host, so the state of what trains does too
         if chunk.trainable and chunk.has_masters(fp32_master):
             return state_on_host

@@ -115,10 +115,9 @@ class Search:
         masters = memory.workload.fp32_master
         outside = [chunk for chunk in layout.chunks if not chunk.pageable]
         self._outside = [Placement.RESIDENT]
-        if any(c.rows_bytes and not c.trainable for c in outside):
+        if any(c.rows_bytes for c in outside):
             self._outside.append(Placement.HOST_LOOKUP)
-        beside = [c for c in outside if c.trainable]
-        if any(c.rows_bytes or not c.has_masters(masters) for c in beside):
+        if any(c.trainable and not c.has_masters(masters) for c in outside):
             self._outside.append(Placement.OPTIMIZER_OFFLOADED)
         self._hosts_state = memory.workload.update is Update.DEVICE and any(
             chunk.trainable and not chunk.has_masters(masters)

@@ -59,8 +59,8 @@ class TracedStep:
     `uncounted` names operators that take weights and may multiply them, and of which
     nobody knows how many operations they do: they count as the bytes they move.
     `drew` says that the model read values that depend on weights: Note [Values].
-    `rows` has the embeddings outside blocks that were only looked up, with the bytes of
-    the rows.
+    `rows` has the frozen embeddings outside blocks that were only looked up, with the
+    bytes of the rows.
     """
 
     trace: Trace
@@ -374,12 +374,10 @@ class _Recorder(MetaMode):
                 self._without_graph[key] for key in given & self._without_graph.keys()
             }
 
-    def _look_up(
-        self, name: str, weight: Tensor, ids: Tensor, padding_idx: int | None
-    ) -> Tensor:
+    def _look_up(self, name: str, weight: Tensor, ids: Tensor) -> Tensor:
         self._rows[name] += ids.numel() * weight.shape[1] * weight.itemsize
         self._looked_up = weight.untyped_storage()._cdata
-        rows = F.embedding(ids, weight, padding_idx)
+        rows = F.embedding(ids, weight)
         self._looked_up = None
         return rows
 
@@ -571,13 +569,13 @@ class _Recorder(MetaMode):
 def _tables(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
 ) -> Iterator[tuple[str, nn.Embedding]]:
-    """Embeddings outside of blocks whose weights have no other owner."""
+    """Frozen embeddings outside of blocks whose weights have no other owner."""
     inside = tuple(f"{name}." for name, _ in blocks)
     every = model.named_parameters(remove_duplicate=False)
     owners = Counter(id(param) for _, param in every)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and not f"{name}.".startswith(inside):
-            if owners[id(module.weight)] == 1:
+            if owners[id(module.weight)] == 1 and not module.weight.requires_grad:
                 yield name, module
 
 

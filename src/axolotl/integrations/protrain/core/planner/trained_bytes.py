@@ -12,8 +12,8 @@ from functools import cached_property
 from ..layout import (
     aligned,
     main_chunk,
+    master_chunk,
     padded_bytes,
-    rest_chunk,
     slot_bytes,
     span_bytes,
     spans,
@@ -22,7 +22,6 @@ from ..layout.shards import PAGE_BYTES
 from ..types import (
     GRAD_PIECE_BYTES,
     IN_FLIGHT,
-    SPLIT_NUMEL,
     STATE_ALIGNMENT_BYTES,
     Chunk,
     Layout,
@@ -102,10 +101,10 @@ class TrainedBytes:
         return everything - sum(self.state) + sum(self.managed)
 
     @cached_property
-    def rests(self) -> list[int]:
-        """What masters have beyond their weights."""
+    def masters(self) -> list[int]:
+        """fp32 masters of its 16-bit weights."""
         return [
-            rest_chunk(chunk).nbytes
+            master_chunk(chunk).nbytes
             if chunk.trainable and self.workload.fp32_master
             else 0
             for chunk in self.layout.chunks
@@ -133,7 +132,7 @@ class TrainedBytes:
         region = sum(_region_bytes(states[index]) for index in span)
         parts = [span_bytes(sums, span)]
         if w.fp32_master:
-            parts.append(span_bytes(rest_chunk(chunk), span))
+            parts.append(span_bytes(master_chunk(chunk), span))
         if w.world.size > 1 and chunk.pageable:
             parts.append(span_bytes(chunk, span))
         return aligned(region) + sum(aligned(p.stop - p.start) for p in parts)
@@ -150,15 +149,14 @@ class TrainedBytes:
         w = self.workload
         if w.update is Update.HOST:
             return 0
-        single = max(t.nbytes for t in main_chunk(chunk, w.fp32_master).tensors)
-        if not w.fp32_master:
-            whole = w.update_copies * chunk.payload_bytes
-            return round(whole + w.update_parameter_copies * single)
-        # master by master, with its gradient in fp32 until it is split
-        copies = (
-            (not self.main_grads_fp32) + w.update_copies + w.update_parameter_copies
-        )
-        return single + max(round(copies * single), min(single, 4 * SPLIT_NUMEL))
+        main = [tensor.nbytes for tensor in main_chunk(chunk, w.fp32_master).tensors]
+        single = max(main)
+        if w.fp32_master and not self.main_grads_fp32:
+            # one after the other, with its gradient in fp32
+            copies = 1 + w.update_copies + w.update_parameter_copies
+            return round(copies * single)
+        whole = w.update_copies * sum(main)
+        return round(whole + w.update_parameter_copies * single)
 
 
 def _region_bytes(tensors: tuple[int, ...]) -> int:
@@ -216,7 +214,7 @@ def state_bytes(
         if placement is Placement.HOST_LOOKUP:
             # one element stands for all
             fixed += chunk.tensors[0].dtype.itemsize
-        elif placement is on_device and chunk.rows_bytes and not chunk.trainable:
+        elif placement is on_device and chunk.rows_bytes:
             fixed += chunk.payload_bytes
         elif placement is on_device:
             # tensor by tensor; only what has a host copy lies there in one piece
@@ -296,7 +294,7 @@ def host_state_bytes(
     return HostBytes(
         arena=sum(aligned(padded_bytes(c, shards), PAGE_BYTES) for c in kept),
         gradients=gradients,
-        masters=sum(held.rests[chunk.index] for chunk in trained),
+        masters=sum(held.masters[chunk.index] for chunk in trained),
         moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,
         loader=ranks * workload.loader_bytes,
         rows=ranks * sum(chunk.rows_bytes for chunk in kept),

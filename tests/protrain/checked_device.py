@@ -35,6 +35,8 @@ caller's, who waits for them.
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right, insort
@@ -49,9 +51,36 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from ..errors import RaceError
-from ..layout.tensors import tensors_in
-from .device import Device, Event, OperatorMode, Stream, call_operator
+from axolotl.integrations.protrain.core.engine.device import (
+    POISON_BYTE,
+    Device,
+    Event,
+    OperatorMode,
+    Stream,
+    call_operator,
+    open_device,
+)
+from axolotl.integrations.protrain.core.layout.tensors import tensors_in
+
+
+class RaceError(RuntimeError):
+    """Two lanes use the same bytes and nothing orders them: a fault of ProTrain."""
+
+
+CHECKED = "tests_check_accesses"
+"""A key that `SeedingPlugin` alone knows: the run is on a `CheckedDevice`."""
+_RUN = "axolotl.integrations.protrain.run"
+
+
+def check_runs(on: bool) -> None:
+    """Let runs of this process open their device checked from now on, or as it is."""
+    if on or _RUN in sys.modules:
+        run = importlib.import_module(_RUN)
+        run.open_device = _open_checked if on else open_device
+
+
+def _open_checked(torch_device: torch.device) -> CheckedDevice:
+    return CheckedDevice(open_device(torch_device))
 
 
 class _Lane:
@@ -130,31 +159,14 @@ class _Memory:
 _start = attrgetter("start")
 
 
-def _unchecked(name: str) -> Any:
-    """What the device inside is or does by that name."""
-    return property(lambda checked: getattr(checked._device, name))
-
-
 class CheckedDevice(Device):
     """Another device with every access checked. Costs microseconds a call.
+
+    Each copy into a buffer that has windows finds it full of NaN bytes.
 
     Raises:
         RaceError: From any method, and from those of its streams.
     """
-
-    torch_device = _unchecked("torch_device")
-    host_threads = _unchecked("host_threads")
-    stall_s = _unchecked("stall_s")
-    pageable_bytes = _unchecked("pageable_bytes")
-    node = _unchecked("node")
-    unplaced = _unchecked("unplaced")
-    place = _unchecked("place")
-    near = _unchecked("near")
-    probe = _unchecked("probe")
-    used_bytes = _unchecked("used_bytes")
-    peak_bytes = _unchecked("peak_bytes")
-    restart_peak = _unchecked("restart_peak")
-    peak_since = _unchecked("peak_since")
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -288,11 +300,13 @@ class CheckedDevice(Device):
                 part.read[lane] = time
         return memory
 
-    def is_shut(self, tensor: Tensor) -> bool:
-        """True for memory that has windows, none of them open now."""
+    def has_windows(self, tensor: Tensor, closed: bool = False) -> bool:
+        """True for memory that has windows; with `closed` if none is open now."""
         with self.lock:
             memory = self._at(*_span(tensor))
-            return memory is not None and memory.has_windows and not memory.in_use
+            if memory is None or (closed and memory.in_use):
+                return False
+            return memory.has_windows
 
     def _declared(
         self, memory: Iterable[Tensor], stream: Stream | None, writes: bool
@@ -366,6 +380,18 @@ class CheckedDevice(Device):
         return f"{kind} buffer {self._num_buffers - 1}"
 
 
+def _of_inner(name: str) -> property:
+    return property(
+        lambda checked: getattr(checked._device, name),
+        lambda checked, value: setattr(checked._device, name, value),
+    )
+
+
+for _name in {*vars(Device), *Device.__annotations__} - {*vars(CheckedDevice)}:
+    if not _name.startswith("__") and _name not in ("fetch", "offload", "communicate"):
+        setattr(CheckedDevice, _name, _of_inner(_name))
+
+
 @dataclass
 class _CheckedStream:
     device: CheckedDevice
@@ -387,6 +413,10 @@ class _CheckedStream:
         if target.numel():
             to_device = self.lane.name != "offload"
             self._access(source, False, not to_device)
+            if self.lane.name == "fetch" and self.device.has_windows(target):
+                # a stale read finds neither this chunk nor the one before
+                buffer = torch.empty(0, dtype=torch.uint8, device=target.device)
+                self.fill(buffer.set_(target.untyped_storage()), POISON_BYTE)
             self._access(target, True, to_device)
             self._queue(self.inner.copy, target, source)
 
@@ -438,7 +468,7 @@ class _Operators(OperatorMode):
     ) -> Any:
         if not func.is_view:
             for tensor in tensors_in((args, kwargs)):
-                if self._device.is_shut(tensor):
+                if self._device.has_windows(tensor, closed=True):
                     raise RaceError(f"{func} touches a buffer outside its window")
         return call_operator(func, args, kwargs)
 

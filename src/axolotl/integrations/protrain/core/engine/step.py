@@ -1,0 +1,631 @@
+"""One training step, top to bottom: the only file that knows the order.
+
+hooks.py calls `Step` where torch comes past: before and after a block, when backward
+reaches a block, when a gradient is there. The optimizer calls it at its step. Each method
+calls passive parts in the order in which things happen:
+
+    Slots       weights of blocks in device buffers         slots.py
+    Gradients   gradients on their way to the host          gradients.py, reduction.py
+    Updates     recorded optimizer steps, applied           apply.py
+    Swap        saved activations on the host               swap.py
+    FullParams  weights and gradients for others to see     full_params.py
+    HostWorker  updates that are queued                     worker.py
+
+# Note [The deferred update]
+
+`optimizer.step()` updates parameters whose state is on the device; for every other chunk
+the step is only recorded (recorded_step.py). A rank alone applies it when the chunk is used
+next: gradient and state come beside the weights, the optimizer's own code runs, and weights
+and state go back. A reader of the host copy has it applied first (`apply_all`). There is
+room for one gradient a chunk, so the next step applies what is recorded first, and refuses
+a gradient that has come meanwhile.
+
+Every number is that of the run without paging: the same kernels with the same arguments on
+the same device, one use later. Gradients, sums and norms never pass through another
+processor.
+
+# Note [Updates beside the next forward]
+
+Where ranks share the weights on the host, each updates its span of every chunk, and where
+the plan says so updates happen on the host. Both are queued at the step, chunk by chunk in
+the order in which the next forward needs them. A slot that holds the chunk is stale from
+then on. A fetch waits for the update of that very chunk and of no other; for weights that
+stay on the device `refresh_stale` does. An update has ended when all ranks of the node have
+made theirs: each then enters a barrier, asynchronously, on the host thread, and a fetch
+waits for that one too. It cannot be deferred: a reader of a weight would need the others.
+
+# Note [The end of a block in backward]
+
+Nothing marks the end of a block's backward: module backward hooks fire before the gradients
+of leaves are accumulated, which still may read weights. Autograd runs ready nodes in
+reverse order of creation, so once the output gradient of block b-1 is ready, block b is
+done, and a gradient of b that has not arrived never will. So the next block's beginning
+ends b, and the gradients of b go then (`_backward_left`). After the first block's backward
+it stays in use until the optimizer's step or the next forward.
+
+# Note [From forward to backward]
+
+No prefetch is issued from the last block in training: the slots hold the chunks that
+backward begins with, and after backward the first chunks are in their slots again. Without
+gradients the ring wraps to the first chunk. A chunk that a queued update is about to change
+is not prefetched; the prefetch is retried after the forward of the block that issued it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from ..errors import AccessError, LayoutError
+from ..layout import Direction
+from ..types import Chunk, Counters, Layout, Plan
+from .apply import ChunkUpdate, Updates
+from .device import Device
+from .full_params import FullParams
+from .gradients import Gradients
+from .hooks import AroundCall, Removable, drop_ended_backward, inside_backward
+from .host_chunks import HostChunk, HostMemory
+from .optimizer import SavedState
+from .param_store import ParamStore
+from .pass_order import PassOrder
+from .ranks import Ranks
+from .slots import Slots
+from .staging import Staging
+from .swap import Swap
+from .worker import HostWorker
+
+
+class Step:
+    """Calls the parts of an open model in the order of a training step.
+
+    `Session` makes it, and gives it the parts of a plan (`plan` to `handles`).
+
+    Attributes:
+        hosts: Chunks that train in host memory, in the order of their updates.
+        handles: Bindings to the model.
+        closed: Nothing is shown any more.
+    """
+
+    plan: Plan
+    slots: Slots
+    gradients: Gradients
+    swap: Swap | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: Device,
+        memory: HostMemory,
+        store: ParamStore,
+        updates: Updates,
+        staging: Staging,
+        worker: HostWorker,
+        counters: Counters,
+    ) -> None:
+        self.layout, self.device, self.counters = layout, device, counters
+        self.ranks: Ranks = memory.ranks
+        self.store, self.updates = store, updates
+        self.staging, self.worker = staging, worker
+        self.params = dict(model.named_parameters())
+        self.saved_state = SavedState(updates, memory)
+        self.full_params = FullParams(self)
+        self.hosts: list[HostChunk] = []
+        self.handles: list[Removable] = []
+        self.closed = False
+        self._outside = [chunk for chunk in layout.chunks if chunk.block is None]
+        # chunks on the device that are older than their host copies
+        self._stale: set[int] = set()
+        self._forward_runs = self._prefetch_held = False
+        self._order: PassOrder | None = None
+        self._outermost: nn.Module | None = None
+        # graph task of the backward that runs, or ran last
+        self._backward = -1
+
+    def take_plan(self, plan: Plan, slots: Slots) -> None:
+        """Run another plan from here on, of which nothing is in use."""
+        self.plan, self.slots, self._order = plan, slots, None
+        self._forward_runs = self._prefetch_held = False
+        if plan.shards > 1:
+            self._order = PassOrder(len(self.layout.blocks), self.ranks)
+
+    # forward
+
+    def begin_micro_batch(self, synchronises: bool) -> None:
+        """A micro-batch begins, the last one of a step if it `synchronises`."""
+        if self._order is not None:
+            self._complete_pass()
+            self._order.begin(Direction.FORWARD)
+        self.gradients.begin_micro_batch(synchronises)
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """A forward begins in a module above the blocks."""
+        self.full_params.hide()
+        if self._outermost in (None, module):
+            self._outermost = module
+            self.store.verify()
+        for handle in self.handles:
+            if isinstance(handle, AroundCall):
+                handle.require_bound()
+        if not self.is_running and not inside_backward():
+            # else it is called inside a block, which goes on to read its weights
+            self.slots.end_use()
+        self.updates.prefetch(0)
+        for chunk in self._outside:
+            self._update_in_use(chunk.index)
+        # or gradients would stay on the device until backward sends the next ones
+        self.gradients.retire()
+        self.refresh_stale()
+
+    def forward_ended(self, module: nn.Module) -> None:
+        """A forward of a module above the blocks has ended, or failed."""
+        if module is self._outermost:
+            self._outermost = None
+            self.store.remember()
+            self.full_params.show_again()
+
+    def before_block(self, block: int, direction: Direction) -> None:
+        """Make the weights of a block readable; does nothing if they are.
+
+        Raises:
+            LayoutError: The forward of another block is still running.
+        """
+        if self.slots.block == block:
+            return
+        if self._order is not None:
+            direction = self._keep_order(block, direction)
+        self._use(block, direction)
+
+    def after_block(self, block: int, direction: Direction) -> None:
+        """The forward of a block has ended, or failed."""
+        if self.slots.block == block:
+            self.slots.end_use()
+            if self._prefetch_held:
+                self._prefetch(block, direction)
+        self.full_params.show_again()
+
+    def _use(self, block: int, direction: Direction) -> None:
+        backward = direction is Direction.BACKWARD
+        self.full_params.hide()
+        if backward:
+            self._backward_begins()
+            for ahead in (block, block - 1):
+                self._fetch_sums(ahead)
+            self.gradients.reach(block)
+        if self.slots.block is not None:
+            if self._forward_runs and not backward:
+                raise LayoutError(
+                    f"block {block} is called inside block {self.slots.block}: one of "
+                    "them is not a repeated layer, so this model cannot be paged. Set "
+                    "protrain_auto_memory: false."
+                )
+            # see Note [The end of a block in backward]
+            self.slots.end_use()
+        for chunk in self.slots.missing(block):
+            self.counters.num_misses += 1
+            self._wait_update(chunk)
+            self._fetch(chunk)
+        self.slots.begin_use(block)
+        self._forward_runs = not backward
+        if not backward:
+            for chunk in self.layout.blocks[block].chunks:
+                self._update_in_use(chunk)
+            self.updates.prefetch(block + 1)
+        elif self.swap is not None:
+            self.swap.open_backward(block)
+        self._prefetch(block, direction)
+
+    def _prefetch(self, block: int, direction: Direction) -> None:
+        """Fetch chunks ahead of a block; see Note [From forward to backward]."""
+        self._prefetch_held = False
+        for chunk in self.slots.ahead(block, direction):
+            if self.slots.is_updating(chunk):
+                if self.worker.pending(chunk):
+                    # waiting here would keep the block itself from being queued
+                    self._prefetch_held = True
+                    return
+                self.slots.end_update(chunk)
+            self._fetch(chunk)
+
+    def _fetch(self, chunk: int) -> None:
+        with record_function("protrain::fetch"):
+            self.slots.fetch(chunk)
+
+    def _wait_update(self, chunk: int) -> None:
+        self.worker.wait(chunk)
+        self.slots.end_update(chunk)
+
+    def _keep_order(self, block: int, direction: Direction) -> Direction:
+        """Use blocks that this rank leaves out; see Note [Fetches that all ranks make]."""
+        order = self._order
+        assert order is not None
+        if order.begins(block, direction):
+            self._complete_pass()
+            order.begin(direction)
+            if order.goes_down:
+                # called once all of backward has run
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._complete_pass)
+        for skipped in order.skipped(block):
+            self._use(skipped, order.direction)
+            self.slots.end_use()
+        return order.direction
+
+    def _complete_pass(self) -> None:
+        assert self._order is not None
+        for block in self._order.rest():
+            self._use(block, self._order.direction)
+            self.slots.end_use()
+        self.slots.end_use()
+
+    # backward
+
+    def backward_reaches(self, block: int) -> None:
+        """The gradient of a block's output is ready: its backward begins.
+
+        Raises:
+            AccessError: This backward pass has a graph of its own.
+        """
+        if torch.is_grad_enabled() and self.slots.is_paged(block):
+            raise AccessError(
+                f"block {block} is paged, and `create_graph=True` would let a second "
+                "backward pass read its weights when they have left. Use "
+                "protrain_force_all_persistent: true."
+            )
+        before = self.slots.block
+        if before != block:
+            if self.is_running:
+                raise LayoutError(
+                    f"backward comes to block {block} inside the forward of block "
+                    f"{before}, whose weights would leave. Call it between two blocks, "
+                    "or use protrain_force_all_persistent: true."
+                )
+            self.before_block(block, Direction.BACKWARD)
+            if before is not None:
+                self._backward_left(before)
+
+    @contextmanager
+    def block_inside_backward(self, block: int, stays: bool) -> Iterator[None]:
+        """Around a call of a block inside backward: a recomputation, after which the block
+        `stays` in use, or a call by a hook, whose own block goes on to read its weights."""
+        before = self.slots.block
+        self.before_block(block, Direction.BACKWARD)
+        try:
+            yield
+        finally:
+            if before is not None and not stays:
+                self.before_block(before, Direction.BACKWARD)
+
+    def _backward_left(self, block: int) -> None:
+        """Backward has come past a block: see Note [The end of a block in backward]."""
+        self.gradients.send_rest(block)
+        self._fetch_sums(block - 2)
+
+    def _fetch_sums(self, block: int) -> None:
+        for grads in self.gradients.sums_of(block):
+            self._require_updated(grads.chunk)
+            self.updates.scale()
+            self.gradients.fetch_sum(grads)
+
+    def _backward_begins(self) -> None:
+        task = torch._C._current_graph_task_id()
+        # -1 outside of backward, where the rest of a pass is used
+        if task not in (self._backward, -1):
+            self._backward = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self.store.remember()
+        self.full_params.show_again()
+
+    def gradient_arrives(self, host: HostChunk, index: int, is_last: bool) -> None:
+        """Autograd is about to add a gradient to `.grad`; `is_last` of its hooks is ours."""
+        self._require_updated(host.chunk)
+        # it finds the sum so far as the plain run has it
+        self.updates.scale()
+        host.grads.make_room(index, self.gradients, is_last)
+
+    def gradient_ready(self, host: HostChunk, index: int) -> None:
+        """Autograd has added a gradient to `.grad`: take it away."""
+        with record_function("protrain::gradient"):
+            self.gradients.take(host, index)
+
+    def _require_updated(self, chunk: Chunk) -> None:
+        own = self.updates.of_chunk.get(chunk.index)
+        if own is None:
+            return
+        deferred = self.updates.defers and own.recorded is not None
+        queued = self.worker.pending(chunk.index) or chunk.index in self._stale
+        if deferred or queued:
+            raise AccessError(
+                f"{chunk.tensors[0].name}: this weight has a gradient, but it has been "
+                "used since the last step without a forward of the model that would have "
+                "updated it. Call the model, not functions of its weights."
+            )
+
+    # the optimizer
+
+    def clip_grad_norm(
+        self, params: Sequence[nn.Parameter], max_norm: float
+    ) -> Tensor | None:
+        """Clip the 2-norm of all gradients and return it; None if the plain way sees all.
+
+        `params` come in the order of the plain run.
+        """
+        self.full_params.hide()
+        self.slots.end_use()
+        norm = None
+        if self.updates.all:
+            if self.updates.clips:
+                # once more without a step: it sees what the first one has scaled
+                self.settle_gradients()
+            self._take_gradients_back()
+            norm = self.updates.clip_grad_norm(params, max_norm)
+        self.full_params.show_again()
+        return norm
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Around the plain step, which updates only parameters with state on the device."""
+        # what is shown would be taken for what somebody has written after it
+        self.full_params.hide()
+        self.slots.end_use()
+        self._take_gradients_back()
+        self.apply_all()
+        with self.updates.recording():
+            yield
+        if self.updates.defers:
+            self.updates.prefetch(0)
+        else:
+            self._queue_updates()
+        self.full_params.show_again()
+
+    def switch_optimizer(self, method: str) -> None:
+        """Call `train` or `eval` of a schedule-free optimizer, wherever weights are."""
+        self.settle_gradients()
+        updates = self.updates
+        with updates.recording_call(method):
+            getattr(updates.kind, method)(updates.plain)
+        self.apply_all()
+
+    def _update_in_use(self, chunk: int) -> None:
+        """Apply the recorded step of a chunk that is about to be used: see Note [The
+        deferred update]."""
+        own = self.updates.of_chunk.get(chunk)
+        if own is not None and own.recorded is not None and self.updates.defers:
+            self._apply_on_device(own)
+
+    def _apply_on_device(self, own: ChunkUpdate) -> None:
+        """Apply a recorded step to weights in a slot in use, or on the device for good."""
+        chunk = own.host.chunk
+        slot = self.slots.slot_of(chunk.index)
+        buffer = self.store.buffer_of(chunk) if slot is None else slot.buffer
+        weights = buffer[own.host.weights.within_chunk]
+        try:
+            with record_function("protrain::update"):
+                self.updates.apply(own, weights, slot)
+        except BaseException:
+            # compute has changed some of the weights; raised again as it is
+            if slot is not None:
+                slot.changed()
+                self.slots.forget(chunk.index)
+            else:
+                self.device.writes([weights], self.device.compute)
+                if self.ranks.world.size == 1:
+                    self.slots.refresh(chunk, buffer)
+            raise
+
+    def apply_all(self) -> None:
+        """Apply all recorded steps: the host copies are the truth then."""
+        for own in self.updates.all:
+            self._apply_now(own)
+        self.updates.settle()
+
+    def _apply_now(self, own: ChunkUpdate) -> None:
+        index = own.host.chunk.index
+        self._wait_update(index)
+        if own.recorded is None:
+            return
+        if not self.updates.defers:
+            self._queue_update(own)
+            self._wait_update(index)
+            return
+        if self.slots.slot_of(index) is None:
+            self._apply_on_device(own)
+            return
+        self._require_between_passes()
+        with self.slots.using(index):
+            self._apply_on_device(own)
+
+    def _require_between_passes(self) -> None:
+        """End the use of a block that backward came to last; inside of a pass nobody looks."""
+        if self.is_running or inside_backward():
+            raise AccessError(
+                "weights, gradients and optimizer state can be read between two passes "
+                "through the model, not inside of one"
+            )
+        self.slots.end_use()
+
+    def _queue_updates(self) -> None:
+        """Queue the recorded step of all chunks: see Note [Updates beside the next
+        forward]."""
+        updates, staging = self.updates, self.staging
+        waiting = [own for own in updates.all if own.recorded is not None]
+        # what lies outside of blocks is larger than a buffer, and gets memory of its own
+        ahead = deque(
+            own
+            for own in waiting
+            if own.block >= 0
+            and own.changes()
+            and own.host.chunk.index in self.plan.away
+        )
+        for own in waiting:
+            while ahead and not updates.on_host:
+                if not staging.fetch(ahead[0].key, ahead[0].operands(weights=True)):
+                    break
+                ahead.popleft()
+            self._queue_update(own)
+
+    def _queue_update(self, own: ChunkUpdate) -> None:
+        chunk = own.host.chunk
+        self.worker.wait(chunk.index)
+        if self.slots.slot_of(chunk.index) is not None:
+            self.slots.begin_update(chunk.index)
+        else:
+            self._stale.add(chunk.index)
+        fetched, event = self.device.fetch.record(), None
+        on_host = self.updates.on_host
+        if not on_host:
+            weights = None
+            if chunk.index not in self.plan.away:
+                buffer = self.store.buffer_of(chunk)
+                weights = buffer[own.host.weights.within_chunk]
+            with record_function("protrain::update"):
+                event = self.updates.apply(own, weights)
+
+        def end() -> Any:
+            if on_host:
+                # an earlier fetch may be reading the weights
+                fetched.synchronize()
+                self.updates.apply(own)
+            elif event is not None:
+                event.synchronize()
+            return self.ranks.updated()
+
+        self.worker.submit(end, changes=chunk.index)
+
+    # between two passes
+
+    @property
+    def is_inside_forward(self) -> bool:
+        """Whether a forward of a module above the blocks has begun and not ended."""
+        return self._outermost is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a block's forward has begun and not ended."""
+        return self.slots.block is not None and self._forward_runs
+
+    def refresh_stale(self) -> None:
+        """Make weights that stay on the device current after a queued update."""
+        for index in sorted(self._stale):
+            self.worker.wait(index)
+            chunk = self.layout.chunks[index]
+            self.slots.refresh(chunk, self.store.buffer_of(chunk))
+            self._stale.discard(index)
+
+    def settle(self) -> None:
+        """Return once no update is pending, without other ranks."""
+        self.worker.drain()
+        self.apply_all()
+        if self.plan.shards == 1:
+            # a gather waits for the ranks that do not ask now
+            self.refresh_stale()
+
+    def settle_all(self) -> None:
+        """Return once weights and gradients are as the plain run has them, with all ranks."""
+        self.gradients.settle()
+        self.slots.end_use()
+        self.worker.drain()
+        self.settle_gradients()
+        self.refresh_stale()
+        # copies to slots read what may be written now
+        self.device.synchronize()
+
+    def settle_gradients(self) -> None:
+        """Return once every gradient is where it is read, and clipped."""
+        if not self.updates.all:
+            return
+        self.apply_all()
+        self._take_gradients_back()
+        self.updates.scale()
+        self.updates.scale_used()
+        # what other ranks have scaled is read next
+        self.ranks.node_sum(torch.zeros(1))
+
+    def _take_gradients_back(self) -> None:
+        """Return once gradients are in host memory, those that somebody has set too."""
+        self.gradients.settle()
+        for own in self.updates.all:
+            if own.host.grads.is_replaced:
+                # an update may be reading the sum, whose place it takes, and the clip is
+                # not for it
+                self._apply_now(own)
+                self.updates.settle()
+                self.updates.scale()
+            own.host.grads.take_back()
+
+    def forget_gradients(self) -> None:
+        """Undo the forward and backward passes since the last optimizer step."""
+        drop_ended_backward(self.device.torch_device)
+        if self.swap is not None:
+            # a copy for backward keeps its memory until then
+            self.swap.settle()
+        self.slots.end_use()
+        self.gradients.discard()
+        self.worker.drain()
+        self.staging.forget()
+        self.updates.forget_gradients()
+        for param in self.params.values():
+            param.grad = None
+
+    # readers and writers of the state
+
+    @property
+    def shows_writes(self) -> bool:
+        """Whether the parameters themselves are the truth now."""
+        return self.full_params.shows_writes
+
+    def before_read(self, host: Collection[Tensor]) -> None:
+        """Somebody is about to read these host tensors of the model's state."""
+        self.settle()
+        self.device.reads(host)
+
+    def before_load(self, host: Collection[Tensor]) -> None:
+        """Somebody is about to write these host tensors of the model's state."""
+        self.settle()
+        self.device.synchronize()
+        self.device.writes(host)
+
+    def after_load(self, chunk: Chunk) -> None:
+        """A load wrote the host tensors of a chunk, and through its slot views."""
+        self.store.remember()
+        for host in self.hosts:
+            if host.chunk is chunk:
+                host.renew_masters(range(len(host.params)))
+        self.slots.forget_all()
+
+    def before_state_access(self) -> None:
+        """Somebody is about to read or write optimizer state."""
+        if not self.updates.own_code:
+            self.apply_all()
+            self.saved_state.require_gathered()
+            self.saved_state.order_new()
+
+    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
+        """Overwrite fp32 masters, and weights with them."""
+        self.full_params.hide()
+        self.slots.end_use()
+        for param in saved:
+            own, _ = self.updates.place_of(param)
+            if own is None:
+                continue
+            index = own.host.chunk.index
+            if self.slots.slot_of(index) is not None:
+                self.slots.forget(index)
+            else:
+                self._stale.add(index)
+        self.saved_state.load_masters(saved)
+        self.full_params.show_again()
+
+    def copying(self, module: nn.Module) -> None:
+        """A module is about to be copied, after its own parameters."""
+        if not self.closed:
+            self.full_params.before_copy(module)
