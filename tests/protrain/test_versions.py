@@ -51,7 +51,7 @@ ELSEWHERE = {
 OURS = {"_evicted", "_incomplete", "_last", "_lock", "_replaced", "_value"}
 """Strings that name files and attributes of this package."""
 PARTS = set(
-    "_bytes _file _gib _global_ _hooks _kernel _optimizer_ _override _sq".split()
+    "_bytes _file _gib _global _global_ _hooks _kernel _optimizer_ _override _sq".split()
 )
 """Beginnings and ends of names."""
 

@@ -1,4 +1,4 @@
-"""What is used of other packages beyond what they promise, and where versions differ.
+"""Tables of what is used of other packages beyond what they promise, and where they differ.
 
 `doctor` looks for all of it. A version that has moved something is refused before anything
 is loaded, and only by what uses it: training as the plugin is registered, a dry run as it
@@ -26,7 +26,8 @@ from .core.errors import ConfigError
 
 NAMES = {
     "torch": "_fused_sdp_choice",
-    "torch:Tensor": "_backward_hooks _base _make_subclass _make_wrapper_subclass "
+    "copyreg": "_reconstructor",
+    "torch:Tensor": "_backward_hooks _base _is_view _make_subclass _make_wrapper_subclass "
     "_post_accumulate_grad_hooks _version",
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
@@ -55,7 +56,7 @@ NAMES = {
     "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
     "transformers.modeling_utils": "safe_save_file split_torch_state_dict_into_shards",
 }
-"""What must be there, by its owner. What Axolotl imports later is not asked for."""
+"""Names that must be there, by their owner. What Axolotl imports later is not asked for."""
 
 PARAMETERS = {
     "torch.nn.utils.parametrize:_inject_new_class": "module",
@@ -82,7 +83,7 @@ PARAMETERS = {
     "transformers.trainer_utils:rotate_checkpoints": "output_dir save_total_limit "
     "best_model_checkpoint use_mtime",
 }
-"""What is called or overridden, with its first parameters in their order."""
+"""Functions that are called or overridden, with their first parameters in order."""
 
 DRY_RUN_NAMES = {
     "axolotl.integrations.base:PluginManager": "_cfg",
@@ -102,13 +103,13 @@ DRY_RUN_PARAMETERS = {
     "axolotl.loaders.model:ModelLoader._load_model_from_pretrained": "self "
     "model_loader_class",
 }
-"""What a dry run uses and training does not."""
+"""Names and functions that a dry run uses and training does not."""
 
 COUNTERS = (
     *("tokens", "_tkps_trainable_acc", "_tkps_total_acc"),
     *("_metrics", "_stored_metrics", "_total_train_tokens"),
 )
-"""What Axolotl and TRL count as they compute losses: in the state, or beside it."""
+"""Counters of Axolotl and TRL as they compute losses: in the state, or beside it."""
 
 
 _NOTHING = object()
@@ -118,7 +119,7 @@ DRAWS_BY_NAME = hasattr(adapter, "reinit_lora_from_seed")
 
 
 def seed_of_layer(seed: int, name: str) -> int:
-    """What `reinit_lora_from_seed` gives the generator of a layer's ``default`` adapter."""
+    """Return the seed that `reinit_lora_from_seed` gives a layer's ``default`` adapter."""
     digest = hashlib.sha256(f"{name}.default".encode()).digest()
     return (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
 
@@ -182,7 +183,7 @@ def _missing(tabled: dict[str, str], parameters: dict[str, str]) -> Iterator[str
 
 
 def _found(path: str) -> Any:
-    """What is at ``module:attribute.attribute``; `_NOTHING` if nothing is."""
+    """Return what is at ``module:attribute.attribute``, or `_NOTHING`."""
     module, _, attributes = path.partition(":")
     try:
         return attrgetter(attributes)(importlib.import_module(module))

@@ -104,7 +104,7 @@ class Planner(Search):
         return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
 
     def forecast(self, plan: Plan) -> Forecast:
-        """What `plan` will cost."""
+        """Predict what a plan will cost."""
         memory = self.memory
         moved = memory.activations(plan.policies).moved
         order = gradient_order(memory.layout, memory.trace)
