@@ -1123,7 +1123,7 @@ MUTANTS = (
     ),
     Mutant(
         "what training does not need is taken from evaluations too",
-        "cost/memory.py",
+        "planner/memory.py",
         "return activations + self.hardware.unneeded_bytes",
         "return activations",
         ("test_planner.py::test_an_evaluation_keeps_what_training_did_not_need",),

@@ -202,7 +202,7 @@ def _unhooked(
 
 
 class _End(weakref.ref):
-    """Of a followed storage, or of the stand-in that `holder` saves for it."""
+    """The end of a followed storage, or of the stand-in that `holder` saves for it."""
 
     key: int | None = None
     record: _Record
@@ -516,7 +516,7 @@ class _Recorder(MetaMode):
     # the result
 
     def result(self) -> TracedStep:
-        """What was recorded, blocks numbered in the order of first use."""
+        """Return what was recorded, blocks numbered in the order of first use."""
         self._settle()
         order = list(dict.fromkeys((*self._samples, *range(len(self._blocks)))))
         number: dict[int | None, int] = {old: new for new, old in enumerate(order)}
@@ -636,7 +636,7 @@ def _fate(
 
 
 def _detached(value: Any) -> Any:
-    """The same structure without autograd's graph; keeps `requires_grad`."""
+    """Detach a structure of tensors from autograd's graph; keeps `requires_grad`."""
 
     def detached(tensor: Tensor) -> Tensor:
         # positions and masks decide what a kernel does: zeros are packed rows of one token
