@@ -306,7 +306,7 @@ class ScalesInWindow(Scales):
     @staticmethod
     def scale(t: Any) -> None:
         run = getattr(t, "protrain", None)
-        with run.weights() if run is not None else nullcontext():
+        with run.full_params() if run is not None else nullcontext():
             _mul(t)
 
 
@@ -327,7 +327,7 @@ TRAINERS: dict[str, type] = {
     "a trainer that runs each micro-batch twice": Twice,
     "a trainer that clips gradients by value": Clips,
     "a trainer that writes weights": Scales,
-    "a trainer that writes in trainer.protrain.weights()": ScalesInWindow,
+    "a trainer that writes in trainer.protrain.full_params()": ScalesInWindow,
     "a trainer whose schedule reads weights": Schedules,
 }
 

@@ -213,7 +213,7 @@ def peaks(step: Step) -> Peaks:
         for name, p in model.named_parameters()
         if p.requires_grad and step.method != "full"
     }
-    traced = trace(model, batch, autocast_dtype(step), step.compiled)
+    traced = trace(model, batch, autocast_dtype(step))
     layout = build_layout(model, adapters, traced.trace.blocks, rows=traced.rows)
     plan = make_plan(
         layout,
@@ -277,7 +277,6 @@ def trace(
     model: nn.Module,
     batch: dict[str, Tensor],
     autocast: torch.dtype | None = None,
-    compiled: bool = False,
 ) -> TracedStep:
     """Trace one micro-batch of a model of transformers, as for the CPU."""
     copied = meta_copy(model)
@@ -290,7 +289,7 @@ def trace(
         return outputs["loss"]
 
     with fake_kernels("cpu", copied):
-        return trace_step(copied, find_blocks(copied), loss_of, compiled)
+        return trace_step(copied, find_blocks(copied), loss_of)
 
 
 def autocast_dtype(step: Step) -> torch.dtype | None:

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -539,15 +538,14 @@ def test_a_misspelt_class_is_refused_with_all_else(plugin: str, tmp_path: Path) 
     ("interactive", "shown"),
     [
         (True, "\r\x1b[Kone\r\x1b[Ktwo\r\x1b[Kthree\r\x1b[K"),
-        (False, "two\n"),
+        (False, ""),
     ],
 )
 def test_a_long_command_says_how_far_it_is(
     interactive: bool, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, clock = io.StringIO(), iter([0.0, 1.0, 11.0, 12.0])
+    stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: interactive)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with (say := _Progress(stream)):
         for text in ("one", "two", "three"):
             say(text)

@@ -20,7 +20,7 @@ from tiny_models import build_inputs, build_model, model_path
 from axolotl.integrations.protrain.cli.migrate import with_keys
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.sizes import parse_bytes
-from axolotl.integrations.protrain.levers import OPTIONS
+from axolotl.integrations.protrain.options import OPTIONS
 
 ROWS = {
     "micro_batch_size": 4,
@@ -122,7 +122,7 @@ def test_no_lever_for_what_a_yaml_has() -> None:
     def groups(on_cuda: bool = True, **keys: Any) -> set[str]:
         rows = {"micro_batch_size": 1, "sequence_len": 512, "optimizer": "adamw_torch"}
         cfg = DictDefault(rows | keys)
-        return {lever.group for lever in OPTIONS if lever.settings(cfg, on_cuda)}
+        return {option.group for option in OPTIONS if option.settings(cfg, on_cuda)}
 
     assert groups() == {"loss", "optimizer", "packing"}
     assert "loss" not in groups(on_cuda=False)
@@ -139,7 +139,7 @@ def test_no_lever_for_what_a_yaml_has() -> None:
 
 def test_a_halved_adapter_keeps_its_scale() -> None:
     cfg = DictDefault({"adapter": "lora", "lora_r": 16, "lora_alpha": 32})
-    (halved,) = (lever for lever in OPTIONS if lever.group == "adapter")
+    (halved,) = (option for option in OPTIONS if option.group == "adapter")
     assert halved.settings(cfg, True) == [
         {"lora_r": 8, "lora_alpha": 16},
         {"lora_r": 4, "lora_alpha": 8},

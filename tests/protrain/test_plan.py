@@ -374,6 +374,17 @@ SCHEMA: dict[Any, Any] = {
     ],
     "avoidable": object,
     "assumptions": [str],
+    "about": {str: object},
+    "timeline": [{"label": str, "phase": str, "bytes": {str: int}}],
+    "blocks": [
+        {
+            "name": str,
+            "policy": str,
+            "chunks": [{"bytes": int, "placement": str}],
+            "forward_s": float,
+            "backward_s": float,
+        }
+    ],
 }
 
 
@@ -438,6 +449,8 @@ def test_the_page_has_the_cards_and_loads_nothing(plans: Plans) -> None:
     for card in plans["two_cards"].json:
         assert card["hardware"]["name"] in page
     assert not re.search(r"https?://(?!www\.w3\.org)|<link|@import|src=", page)
+    # nothing is drawn that the object does not say
+    assert page == plan_page(plans["two_cards"].json)
 
 
 def test_the_text_says_what_the_json_says(plans: Plans) -> None:

@@ -91,8 +91,8 @@ class Tree(HTMLParser):
         self.open[-1].children.append(data)
 
 
-def page_of(*forecasts: dict[str, Any], config_name: str = "lora.yaml") -> Node:
-    return Tree(plan_page(forecasts, config_name)).root
+def page_of(*forecasts: dict[str, Any]) -> Node:
+    return Tree(plan_page(forecasts)).root
 
 
 def figure(root: Node, title: str) -> Node:
@@ -115,6 +115,16 @@ def pieces(bar: Node) -> float:
         assert float(piece.attrs["x"]) == pytest.approx(end, abs=0.05)
         end += piece.width
     return end
+
+
+ABOUT = {
+    "model": "meta-llama/Meta-Llama-3-8B",
+    "adapter": "qlora, rank 16",
+    "rows": "2 x 2048 tokens, accumulation 4",
+    "optimizer": "adamw_bnb_8bit",
+    "versions": {"torch": "2.9.1"},
+    "date": "2026-11-23T05:00:00+00:00",
+}
 
 
 def forecast(
@@ -259,6 +269,7 @@ def forecast(
             "attention saves its output and log-sum-exp, as flash attention does",
             "pinned copies reach 85 % of the link's data sheet rate",
         ],
+        "about": ABOUT,
         "timeline": timeline,
         "blocks": [
             {
@@ -339,7 +350,7 @@ PAGES = {
 
 @pytest.mark.parametrize("forecasts", PAGES.values(), ids=PAGES)
 def test_page_is_balanced_and_loads_nothing(forecasts: list[dict[str, Any]]) -> None:
-    page = plan_page(forecasts, "lora.yaml")
+    page = plan_page(forecasts)
     nodes = list(Tree(page).root.walk())
     ids = [node.attrs["id"] for node in nodes if "id" in node.attrs]
     assert len(ids) == len(set(ids))
@@ -353,10 +364,12 @@ def test_page_is_balanced_and_loads_nothing(forecasts: list[dict[str, Any]]) -> 
 
 def test_texts_are_escaped() -> None:
     harmless = page_of(*four())
-    root = page_of(*hostile(four()), config_name=HOSTILE)
+    root = page_of(*hostile(four()))
     assert [n.tag for n in root.walk()] == [n.tag for n in harmless.walk()]
     assert (
-        root.one("h1").text == root.one("title").text == f"ProTrain plan for {HOSTILE}"
+        root.one("h1").text
+        == root.one("title").text
+        == f"ProTrain plan for {HOSTILE}{ABOUT['model']}"
     )
     for style in ("name", "reason", "assume", "options", "terms", "phases", "band"):
         for node in root.all(style=style):
@@ -579,7 +592,7 @@ def test_terms_keep_their_colour_and_many_stay_distinct() -> None:
 
 def test_no_forecast_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one forecast"):
-        plan_page([], "lora.yaml")
+        plan_page([])
 
 
 def test_the_text_takes_no_name_for_markup() -> None:
@@ -663,16 +676,6 @@ def test_text_of_the_longest_labels(
     assert max(map(len, text.splitlines())) <= int(columns or 100)
     shown = Path(__file__).parent / "shown" / f"plan-{columns or 'piped'}.txt"
     assert text + "\n" == shown.read_text("utf-8")
-
-
-ABOUT = {
-    "model": "meta-llama/Meta-Llama-3-8B",
-    "adapter": "qlora, rank 16",
-    "rows": "2 x 2048 tokens, accumulation 4",
-    "optimizer": "adamw_bnb_8bit",
-    "versions": {"torch": "2.9.1"},
-    "date": "2026-11-23T05:00:00+00:00",
-}
 
 
 def finished(loss: float) -> dict[str, Any]:

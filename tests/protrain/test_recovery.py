@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from axolotl_jobs import (
@@ -228,6 +230,13 @@ def test_what_cannot_be_repeated_is_an_error(run: Run, plugin: str) -> None:
     assert len(result.report["notches"]) == num_notches
 
 
+def measured_in(folder: Path) -> dict[str, Any]:
+    """Values by what was measured; the last one of each."""
+    (file,) = folder.glob("*.json")
+    measured = json.loads(file.read_text())["measured"]
+    return {name.split()[0]: value for name, value in measured.items()}
+
+
 def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
     """Upward, where it took what no trace sees, and back once it does not."""
     keys = {"protrain_learn_peak": True, "protrain_cache_dir": "lessons"}
@@ -245,15 +254,10 @@ def test_a_run_plans_with_the_peak_of_an_earlier_one(run: Run) -> None:
     plans = [r.report["plan"]["block_policies"] for r in (first, second, last)]
     assert plans[0] == plans[2] != plans[1]
     assert_equal(third, run(job("llama", long, {"max_steps": 5})))
-    (faster,) = third.report["notches"]
-    assert faster["step"] == 5 and faster["unneeded_bytes"] == UNSEEN_BYTES
-    assert faster["from"]["placements"] == faster["to"]["placements"]
-    assert faster["from"]["n_checkpoint"] > faster["to"]["n_checkpoint"]
-    assert plans[0] == third.report["plan"]["block_policies"]
-    assert third.report["plan"]["origin"] == "measured"
-    assert third.report["measured"]["device_peak_bytes"] == peaks[2]["measured"]
+    assert not third.report["notches"]
+    # the lesson of the second is the plan of the third
+    assert plans[1] == third.report["plan"]["block_policies"]
     notes = [" ".join(r.report["notes"]) for r in (first, second, third)]
-    assert "goes on under a faster plan" in notes[2]
     assert "protrain_learn_peak" not in notes[0] and "1.0 MiB" in notes[1]
     assert "The next run of this model and these rows plans with it." in notes[2]
 
@@ -267,9 +271,8 @@ def test_an_evaluation_to_come_is_no_room_to_spare(run: Run) -> None:
     phases = result.report["device_bytes"]["phases"]
     assert phases["evaluation"] > 1.2 * phases["backward"]
     assert not result.report["notches"]
-    kept = (result.folder.parents[1] / "evaluations").glob("*.json")
-    measured = {json.loads(file.read_text())["key"]["measures"] for file in kept}
-    assert "hardware" in measured and "peak" not in measured
+    kept = measured_in(result.folder.parents[1] / "evaluations")
+    assert "hardware" in kept and "peak" not in kept
 
 
 def test_a_shortage_is_a_lesson_and_one_that_nothing_fits_beside_is_none(
@@ -283,10 +286,6 @@ def test_a_shortage_is_a_lesson_and_one_that_nothing_fits_beside_is_none(
     )
     assert "DeviceMemoryError" in refused.error
     assert not after.error and not after.report["notches"]
-    (file,) = (
-        file
-        for file in (after.folder.parents[1] / "shortages").glob("*.json")
-        if json.loads(file.read_text())["key"]["measures"] == "peak"
-    )
-    learned = json.loads(file.read_text())["value"]["beyond_bytes"]
+    kept = measured_in(after.folder.parents[1] / "shortages")
+    learned = kept["peak"]["beyond_bytes"]
     assert UNSEEN_BYTES <= learned < 2 * UNSEEN_BYTES

@@ -894,7 +894,7 @@ def look_at_block(hooks: Hooks, block: Any) -> None:
     block.up.register_full_backward_hook(in_module)
 
 
-@pytest.mark.parametrize("plan", ("paged", "weights stay"))
+@pytest.mark.parametrize("plan", ("paged", "weights stay", "all weights stay"))
 def test_hooks_in_a_pass_see_their_block_and_change_gradients(plan: str) -> None:
     runs = []
     for paged in (True, False):

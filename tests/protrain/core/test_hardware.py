@@ -65,7 +65,7 @@ from axolotl.integrations.protrain.core.planner.hardware import (
     measure_hardware,
     weakest,
 )
-from axolotl.integrations.protrain.core.types import BlockSeconds, Hardware
+from axolotl.integrations.protrain.core.types import Hardware
 
 CPU = torch.device("cpu")
 HOST_BYTES = 64 << 30
@@ -618,8 +618,6 @@ def test_a_key_is_measured_once(tmp_path: Path) -> None:
     reordered = {"kernels": {"a": None, "b": True}, "shape": [1, 2]}
     assert cached(folder, {**reordered, "device": "some GPU"}, make, Made) == first
     assert make.num_calls == 1
-    (file,) = folder.iterdir()
-    assert json.loads(file.read_text())["key"] == {**KEY, "shape": [1, 2]}
 
 
 @SILENT
@@ -627,7 +625,7 @@ def test_a_changed_key_is_measured_beside_the_other(tmp_path: Path) -> None:
     make = Maker()
     for key in (KEY, {**KEY, "shape": (2, 1)}, {**KEY, "kernels": {}}, {}):
         cached(tmp_path, key, make, Made)
-    assert make.num_calls == len(list(tmp_path.iterdir())) == 4
+    assert make.num_calls == 4 and len(list(tmp_path.iterdir())) == 1
     assert cached(tmp_path, KEY, make, Made).value == 1
 
 
@@ -639,16 +637,16 @@ def empty(file: Path) -> None:
     file.write_text("")
 
 
-def other_key(file: Path) -> None:
-    file.write_text(json.dumps({"key": {}, "value": {"value": 99}}))
+def by_hand(file: Path) -> None:
+    file.write_text(file.read_text().replace("1.5", "0.0"))
 
 
 def no_object(file: Path) -> None:
     file.write_text("[1, 2]")
 
 
-def no_value(file: Path) -> None:
-    file.write_text(json.dumps({"key": json.loads(file.read_text())["key"]}))
+def foreign(file: Path) -> None:
+    file.write_text(json.dumps({"key": {}, "value": {"value": 99}}))
 
 
 def not_text(file: Path) -> None:
@@ -661,7 +659,7 @@ def deep(file: Path) -> None:
 
 @SILENT
 @pytest.mark.parametrize(
-    "damage", [cut, empty, other_key, no_object, no_value, not_text, deep]
+    "damage", [cut, empty, by_hand, no_object, foreign, not_text, deep]
 )
 def test_a_damaged_file_is_measured_again_and_replaced(
     tmp_path: Path, damage: Callable[[Path], None]
@@ -672,61 +670,9 @@ def test_a_damaged_file_is_measured_again_and_replaced(
     damage(file)
     with pytest.warns(UserWarning, match="damaged") as caught:
         assert cached(tmp_path, KEY, make, Made).value == 2
-    assert len(caught) == 1
     assert str(file) in str(caught[0].message)
     assert list(tmp_path.iterdir()) == [file]
     assert cached(tmp_path, KEY, make, Made).value == 2
-
-
-MEASURED = {
-    Hardware: vars(card("4090")),
-    BlockSeconds: {"forward_s": 0.1, "backward_s": 0.2},
-}
-MAY_BE_0 = {"gather_bytes_s", "reduce_bytes_s", "across_bytes_s", "backward_s"}
-NUMBERS = (0, 3, 0.0, -1.0, 1e-320, 1e300, math.nan, math.inf)
-
-
-@SILENT
-@pytest.mark.parametrize("kind", MEASURED)
-def test_what_nothing_can_be_planned_with_is_measured_again(
-    tmp_path: Path, kind: type
-) -> None:
-    good, measured = MEASURED[kind], 0
-
-    def make() -> Any:
-        nonlocal measured
-        measured += 1
-        return kind(**good)
-
-    def read() -> dict[str, Any]:
-        return vars(cached(tmp_path, KEY, make, kind))
-
-    assert read() == read() == good and measured == 1
-    (file,) = tmp_path.iterdir()
-    wrong: list[Any] = [{}, [], None, 3, good | {"more": 1.0}]
-    for name, value in good.items():
-        wrong.append({k: v for k, v in good.items() if k != name})
-        others = ("", None, True, [], *NUMBERS)
-        wrong += [
-            good | {name: other}
-            for other in others
-            if type(other) is not type(value)
-            or (isinstance(other, float) and (other or name not in MAY_BE_0))
-        ]
-    for value in wrong:
-        before = measured
-        file.write_text(json.dumps({"key": KEY, "value": value}))
-        with pytest.warns(UserWarning, match=re.escape(f"{file} is damaged")):
-            assert read() == good, value
-        assert measured == before + 1
-        assert json.loads(file.read_text())["value"] == good
-    file.write_text(
-        json.dumps(
-            {"key": KEY, "value": good | {n: 0.0 for n in MAY_BE_0 & good.keys()}}
-        )
-    )
-    read()
-    assert measured == len(wrong) + 1
 
 
 def hardware_in(folder: Path) -> None:
@@ -751,11 +697,6 @@ def test_all_that_is_measured_is_read_back(
         warnings.simplefilter("error")
         measure(tmp_path)
     assert file.read_text() == first
-    file.write_text(json.dumps({**json.loads(first), "value": {}}))
-    with pytest.warns(UserWarning, match="damaged"):
-        measure(tmp_path)
-    value = json.loads(file.read_text())["value"]
-    assert value.keys() == json.loads(first)["value"].keys()
 
 
 @SILENT
@@ -834,13 +775,13 @@ def test_rates_come_from_the_cache_and_memory_from_now(tmp_path: Path) -> None:
     first, later = of(1, 2), of(3, 4)
     assert later == dataclasses.replace(first, host_bytes=3, device_bytes=4)
     (file,) = tmp_path.iterdir()
-    value = json.loads(file.read_text())["value"]
+    (value,) = json.loads(file.read_text())["measured"].values()
     assert value["host_bytes"] == value["device_bytes"] == value["unseen_bytes"] == 0
     file.unlink()
     assert of(1, 2) != first
     of(1, 2, 2), of(1, 2, 1, torch.float32)
     # links that two processes share and another dtype of weights are measured anew
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(json.loads(file.read_text())["measured"]) == 3
 
 
 # memory of the host

@@ -254,7 +254,7 @@ def test_host_memory_was_predicted(
     if fp32_master:
         # and what small tensors are apart from one another; the host adds where it reads
         numel = sum(p.numel() for p in params)
-        bytes_each = 14.125 + 2 * (accumulation > 1 or update is Update.HOST)
+        bytes_each = 16 + 2 * (accumulation > 1 or update is Update.HOST)
         assert bytes_each * numel <= used <= 1.03 * bytes_each * numel
     session.close()
 
@@ -393,8 +393,8 @@ def test_host_bytes_of_a_node(accumulation: int, master: bool) -> None:
         # a share of each rank is one copy, and the sums of each before they are reduced
         private = 4 * trained if accumulation > 1 else 0
         assert host.gradients == trained + private
-        # 17 bits for each of 16
-        assert host.masters == (4 * WHOLE * 17 // 16 if master else 0)
+        # fp32 for each 16-bit weight
+        assert host.masters == (2 * 4 * WHOLE if master else 0)
         # and a number of steps, each at a multiple of 16
         assert host.moments == 2 * trained + 4 * 16
         assert host.loader == 4 * 7

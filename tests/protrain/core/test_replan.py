@@ -38,7 +38,7 @@ NOTCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"resident": [1], "inside": HOST_STATE, "outside": HOST_STATE},
     ),
     "slots": ({"n_buffer": 4}, {"n_buffer": 2}),
-    "faster": (
+    "state back": (
         {"n_buffer": 2, "recompute": ALL, "resident": [1], "inside": HOST_STATE},
         {"n_buffer": 3, "recompute": [0], "resident": [0, 1], "inside": HOST_STATE},
     ),
@@ -86,7 +86,7 @@ def test_training_goes_on_under_another_plan(
     assert_same(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("notch", ["all", "state", "faster"])
+@pytest.mark.parametrize("notch", ["all", "state", "state back"])
 def test_updates_may_be_due(notch: str) -> None:
     """Between two steps those of paged weights have not been made yet."""
     before, after = NOTCHES[notch]

@@ -199,7 +199,7 @@ class ProTrainArgs(BaseModel):
     )
     protrain_cache_dir: Folder | None = Field(
         default=None,
-        description="Folder for measured hardware, block times and peaks. Unset: the "
+        description="Folder for what is measured: rates, block times and peaks. Unset: the "
         "platform's cache folder.",
     )
     protrain_learn_peak: Flag = Field(

@@ -1,18 +1,11 @@
-"""Refuses before anything is loaded what no plan fits once it is.
+"""Refuse before anything is loaded what no plan fits once it is.
 
-A dry run of the YAML with this machine's memory, in a process of its own: building a
-model without weights patches libraries, and nothing of that may be left when the true one
-is built. A fork could not: it may neither touch the GPU that Axolotl has looked at nor
-the threads of OpenMP.
+A `Worker` plans the YAML with this machine's memory: building a model without weights
+patches libraries, and nothing of that may be left when the true one is built.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle  # nosec B403
-import subprocess  # nosec B404
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +24,8 @@ from .core.planner.hardware import measured_unseen_bytes
 from .core.planner.memory import MemoryModel
 from .core.planner.seconds import block_times
 from .core.types import Hardware, World
-from .levers import smaller
+from .offline.worker import Worker, WorkerError
+from .options import smaller
 from .planning import TracedJob, device_budget, plan_for, traced_job
 
 SLOWEST_S = 120
@@ -39,9 +33,6 @@ SLOWEST_S = 120
 
 AT_ONCE_BYTES = 256 << 20
 """A base this small is loaded before a dry run has begun."""
-_LAUNCHERS = (
-    "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-).split()
 
 Answer = tuple[bool, str]
 """Whether it is certain that no plan fits, and why; or else why that is not known."""
@@ -80,7 +71,12 @@ def require_plan(cfg: Any, device: torch.device, log: Any, ranks: Ranks) -> None
         if ranks.local_rank or _loads_at_once(Path(cfg.base_model)):
             return
         log.info("ProTrain looks for a plan that fits before anything is loaded.")
-        is_refused, reason = _in_child(cfg, _unmeasured(cfg, device), ranks.world)
+        asked = cfg, _unmeasured(cfg, device), ranks.world
+        try:
+            with Worker(f"{__name__}:dry_run") as worker:
+                ((is_refused, reason),) = worker.ask([asked], SLOWEST_S)
+        except WorkerError as error:
+            is_refused, reason = False, str(error)
         if is_refused:
             raise BudgetError(reason)
         if reason:
@@ -110,39 +106,10 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
     )
 
 
-def _in_child(cfg: Any, hardware: Hardware, world: World) -> Answer:
-    code = f"from {__name__} import answer; answer()"
-    try:
-        child = subprocess.run(  # nosec B603
-            [sys.executable, "-c", code],
-            input=pickle.dumps((cfg, hardware, world)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=SLOWEST_S,
-            # a dry run needs no GPU and joins nobody
-            env={k: v for k, v in os.environ.items() if k not in _LAUNCHERS}
-            | {"CUDA_VISIBLE_DEVICES": ""},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"the dry run took more than {SLOWEST_S} s"
-    if child.returncode:
-        return False, "the dry run ended without an answer"
-    is_refused, reason = json.loads(child.stdout)
-    return is_refused, reason
-
-
-def answer() -> None:
-    """Read what is asked from standard input, write the answer to standard output."""
-    with os.fdopen(os.dup(1), "w") as answers, open(os.devnull, "wb") as nothing:
-        # libraries print
-        os.dup2(nothing.fileno(), 1)
-        asked = pickle.load(sys.stdin.buffer)  # nosec B301 - from the process above
-        json.dump(_dry_run(*asked), answers)
-
-
-def _dry_run(cfg: Any, hardware: Hardware, world: World) -> Answer:
-    # as above
+def dry_run(asked: tuple[Any, Hardware, World]) -> Answer:
+    """Plan a configuration for a machine without its weights, in a fork of a `Worker`."""
+    cfg, hardware, world = asked
+    # imported here: the plugin has this module
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.config import prepare_plugins
 

@@ -16,8 +16,11 @@ from transformers import core_model_loading
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
-from .core.layout.tensors import bindings, own_quant_states
-from .offline.fake_kernels import quantisation_tables_apart
+from .core.layout.tensors import (
+    bindings,
+    own_quant_states,
+    quantisation_tables_apart,
+)
 
 LARGE_BYTES = 1 << 20
 """Of a weight in 4 bits: what worked on it is worth returning to the system."""

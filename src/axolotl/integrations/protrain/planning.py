@@ -301,21 +301,7 @@ def _traced(
         )
         models = model, *others.values()
         loss = partial(_loss, models, device_type, autocast_dtype(cfg), loss_of)
-        traced = partial(trace_step, model, find_blocks(model), loss)
-        if compile_keys(cfg) is None:
-            return traced()
-        try:
-            step = traced(compiled=True)
-        except TraceError:
-            step, saved = traced(), "blocks that are not compiled would save them"
-        else:
-            saved = "their graphs save them"
-        assumptions.append(
-            "torch_compile: blocks are compiled one by one, nothing else is; bytes as "
-            f"{saved}, seconds as blocks that are not compiled take them until measured"
-            + (", no CUDA graphs" if cfg.torch_compile_mode in WITHOUT_GRAPHS else "")
-        )
-        return step
+        return trace_step(model, find_blocks(model), loss)
 
     text = {name: value for name, value in batch.items() if name not in _IMAGES}
     headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
@@ -338,6 +324,13 @@ def _traced(
         assumptions.append(f"{name}: {format_bytes(nbytes)} that stay on the device")
         # without a limit the device was asked what it has left
         headroom += nbytes if args.protrain_capacity_bytes is not None else 0
+    if cfg.torch_compile:
+        assumptions.append(
+            "torch_compile: blocks are compiled one by one, nothing else is; bytes are "
+            "those of blocks that are not compiled, which save more (a half at most was "
+            "seen), and so are seconds until blocks are measured"
+            + (", no CUDA graphs" if cfg.torch_compile_mode in WITHOUT_GRAPHS else "")
+        )
     _note_unknowns(traced, assumptions)
     return traced, headroom
 

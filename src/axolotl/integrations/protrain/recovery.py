@@ -1,5 +1,4 @@
-"""A step that ran out of device memory is taken again from its start, under a smaller plan;
-one that leaves much of it goes on under a faster one.
+"""Repeat a step that ran out of device memory from its start, under a smaller plan.
 
 All that a step does runs through `StepRecovery.attempt`, which remembers it: a smaller plan
 is taken, and each part of the step is done again, with the random numbers it began with.
@@ -30,7 +29,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -39,16 +38,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 from xxhash import xxh3_64_intdigest
 
+from .args import ProTrainArgs
 from .core.engine.device import asked_bytes, is_shortage
+from .core.engine.ranks import Alarm, Ranks
+from .core.engine.session import Session
 from .core.errors import BudgetError, DeviceMemoryError
-from .core.planner.planner import Planner
+from .core.planner.planner import Forecast, Planner
 from .core.sizes import format_bytes
-from .report.forecast import format_seconds
 from .report.run import RunReport
 from .versions import COUNTERS
-
-if TYPE_CHECKING:
-    from .run import TrainingRun
 
 Result = TypeVar("Result")
 Rewind = Callable[[], object]
@@ -57,8 +55,6 @@ MAX_REPEATS = 3
 """Of one step: what else uses the device may take more meanwhile."""
 _PLAIN = bool, int, float, str
 _REPEATED = "the step was under a smaller plan already"
-FASTER = 0.02
-"""Of a step's seconds, that are worth another plan while a run is under way."""
 _STATELESS = frozenset(
     "accelerate axolotl bitsandbytes liger_kernel peft torch transformers trl".split()
 )
@@ -102,6 +98,19 @@ class Shortage:
             f"in use and {format_bytes(self.asked_bytes)} asked for, "
             f"{format_bytes(self.predicted_bytes)} predicted at most; {why}"
         )
+
+
+class Run(Protocol):
+    """A training run, as far as a recovery asks it."""
+
+    args: ProTrainArgs
+    log: Any
+    session: Session | None
+    ranks: Ranks
+    alarm: Alarm | None
+
+    def replan(self, forecast: Forecast) -> None:
+        """Go on with the step under another plan."""
 
 
 class StepRecovery:
@@ -165,7 +174,7 @@ class StepRecovery:
 
 
 class Recovery(StepRecovery):
-    """What a run does about a device that has no room, or more than was planned with.
+    """What a run does about a device that has no room.
 
     Args:
         run: Whose session goes on under a smaller plan.
@@ -181,7 +190,7 @@ class Recovery(StepRecovery):
 
     def __init__(
         self,
-        run: TrainingRun,
+        run: Run,
         report: RunReport,
         device: torch.device,
         planner: Planner | None,
@@ -203,43 +212,6 @@ class Recovery(StepRecovery):
         self._step = trainer.state.global_step + 1 if trainer else 0
         if trainer is not None:
             self._repeats = 0
-
-    def use_room(self, unseen_bytes: int) -> None:
-        """Between steps, with no gradients: go on under a faster plan, if there is one for
-        a device that takes that much beside what is traced.
-
-        Only with what a search chose, and alone: other ranks may need their memory.
-        """
-        session, before = self._run.session, self._report.forecast
-        searched = before.plan.origin == "search"
-        if not searched or self._planner is None or self._run.ranks.world.size > 1:
-            return
-        assert session is not None
-        try:
-            planner, after = self._planner.faster(before.plan, unseen_bytes)
-            if after.step.total_s > (1 - FASTER) * before.step.total_s:
-                return
-            grows = after.device.states.weights - before.device.states.weights
-            session.device.probe(max(grows, 0))
-        except BudgetError:
-            return
-        except RuntimeError as error:
-            if not is_shortage(error):
-                raise
-            return
-        self._planner = planner
-        self._run.replan(after)
-        freed = before.hardware.unseen_bytes - unseen_bytes
-        why = {"phase": "between steps", "unneeded_bytes": freed}
-        self._report.replanned(self._step, why, after)
-        seconds = (format_seconds(f.step.total_s) for f in (before, after))
-        line = (
-            f"Step {self._step}: the device needs {format_bytes(freed)} less than was "
-            f"planned with. The run goes on under a faster plan: {' -> '.join(seconds)} "
-            "a step."
-        )
-        self._run.log.info(f"{line}\n{self._report.table()}")
-        self._report.notes.append(line)
 
     def attempt(
         self, act: Callable[[], Result], phase: str, counts: bool = True

@@ -142,7 +142,6 @@ class TrainingRun:
         self._said: set[str] = set()
         self._told = 0.0
         self._most_tokens = 0
-        self._unseen_bytes: int | None = None
         self._counts_evaluation, self._num_evaluated = False, 0
         self._watching = ExitStack()
         self._undo = ExitStack()
@@ -292,14 +291,19 @@ class TrainingRun:
             self.log.error(str(error))
 
     @contextmanager
-    def weights(self, whom: str = "trainer.protrain.weights()") -> Iterator[None]:
-        """See `Session.weights`; does nothing outside a session. `whom` they are shown to
+    def full_params(
+        self, whom: str = "trainer.protrain.full_params()"
+    ) -> Iterator[None]:
+        """See `Session.full_params`; does nothing outside a session. `whom` they are shown to
         is named where a step cannot be repeated because of it."""
         if self.session is None:
             yield
             return
         with self.session.full_params(), self.recovery.showing(whom):
             yield
+
+    # its name until 0.9, which trainers of users may call
+    weights = full_params
 
     def for_event(
         self, event: str, callbacks: Sequence[TrainerCallback]
@@ -321,7 +325,7 @@ class TrainingRun:
                     "before, on all ranks, so that they agree on when weights are shown."
                 )
             self._looked_at |= {event}
-        shown = self.weights(f"{event} of {', '.join(looks)}")
+        shown = self.full_params(f"{event} of {', '.join(looks)}")
         return shown if event in self._looked_at else nullcontext()
 
     def _hear(self, words: str) -> None:
@@ -363,10 +367,6 @@ class TrainingRun:
         has_gradients = any(param.grad is not None for param in params)
         self.recovery.begin(trainer, has_gradients)
         self._watch()
-        free = not self.saves_beside and not has_gradients
-        if self._unseen_bytes is not None and free:
-            unseen_bytes, self._unseen_bytes = self._unseen_bytes, None
-            self.recovery.use_room(unseen_bytes)
         self._started = time.perf_counter()
 
     @contextmanager
@@ -510,8 +510,7 @@ class TrainingRun:
             advice = "Lower protrain_capacity_bytes by that much if a step runs out."
             if peak < planned:
                 advice = "Training is safe."
-            if learned is not None:
-                self._unseen_bytes = _unseen_bytes(report) + learned
+            if learned:
                 advice = "The next run of this model and these rows plans with it."
             lines.append(
                 f"device peak: {format_bytes(planned)} predicted, {format_bytes(peak)} "
@@ -532,9 +531,9 @@ class TrainingRun:
             report.notes.append(line)
             self.log.warning(f"ProTrain's prediction is off: {line}")
 
-    def _learn(self, report: RunReport, peaks: Sequence[int]) -> int | None:
+    def _learn(self, report: RunReport, peaks: Sequence[int]) -> bool:
         """Let later runs plan with the peak of these ranks, where it is far from its
-        prediction: bytes beyond the trace, None where they do not."""
+        prediction; says whether they will."""
         forecast, device = report.forecast, torch.device(report.device)
         beyond, apart = self.recovery.unplanned_bytes, 0.0
         if not beyond:
@@ -545,30 +544,30 @@ class TrainingRun:
                 or UNCOUNTED in report.notes
                 or not self._is_first
             ):
-                return None
+                return False
             counted = self._predicted_bytes(forecast) - _unseen_bytes(report)
             apart = BYTES_APART * counted
             traced = self._predicted_bytes(forecast) - forecast.hardware.unseen_bytes
             beyond = max(peaks) - traced
             if self._counts_evaluation and beyond <= apart:
                 # whose peak it is does not show
-                return None
+                return False
         seen = peak_seen(self.args, device, forecast.layout, forecast.trace)
         known = seen.beyond_bytes if seen else 0
         short = self._most_tokens < forecast.workload.tokens
         if short and beyond < max(known, 0):
-            return None
+            return False
         if beyond < 0:
             # another plan may need it
             beyond //= 2
         if abs(beyond - known) <= apart or not self.args.protrain_learn_peak:
-            return None
+            return False
         try:
             keep_peak(self.args, device, forecast, beyond)
         except ConfigError as error:
             self.log.warning(str(error))
-            return None
-        return beyond
+            return False
+        return True
 
     def _predicted_bytes(self, forecast: Forecast) -> int:
         """The predicted peak of what has run."""

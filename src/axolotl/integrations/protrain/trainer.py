@@ -120,14 +120,14 @@ class ProTrainTrainerMixin(_Mixed):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         # some make their state at once, which belongs where the weights are
-        with self.protrain.weights():
+        with self.protrain.full_params():
             self.optimizer = super().create_optimizer(*args, **kwargs)
         self.optimizer = self.protrain.wrap_optimizer(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         # it makes a first step at once
-        with self.protrain.weights():
+        with self.protrain.full_params():
             scheduler: Any = super().create_scheduler(*args, **kwargs)
         foreign = any(self.protrain.ranks.collect(_is_foreign(scheduler)))
         if foreign and not isinstance(scheduler, ShowingSchedulerMixin):
@@ -315,7 +315,7 @@ class ShowingSchedulerMixin(_MixedScheduler):
     protrain: ClassVar[TrainingRun]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        with self.protrain.weights():
+        with self.protrain.full_params():
             super().step(*args, **kwargs)
 
 

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.machinery
-import importlib.util
 import io
 import json
 import logging
@@ -272,6 +270,7 @@ def _plan(
     not fit one; 3: it cannot be planned.
     """
     from ..checks import checked_yaml
+    from ..offline.worker import Worker, lean_imports
 
     try:
         # what can be said before a minute of work
@@ -279,39 +278,42 @@ def _plan(
         _check_options(html, write, largest, levers, len(gpus))
         raw = checked_yaml(config, here=True, download=download)
         _check_cards(raw, gpus, num_gpus, link)
-        question = (config, gpus, num_gpus, ram_gib, link)
+        asked = (gpus, num_gpus, ram_gib, link)
         say = _Progress(sys.stderr)
         # libraries warn of what a plan does not use; the answer alone is printed
         with say, _silence(), lean_imports(), ExitStack() as undo:
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
-            fitting = None
             if levers:
-                from .fitting import Fitting
-
                 # imports meanwhile what is imported here too
-                fitting = undo.enter_context(Fitting(*question, say=say))
-            from ..report.forecast import DRAWN, FITS
+                worker = undo.enter_context(Worker(f"{__package__}.fitting:price"))
+            from ..report.forecast import FITS
             from ..report.text import largest_text, plan_text
+            from .fitting import Fitting
             from .plan import DryRun
 
+            fitting = Fitting(worker, config, say) if levers else None
             say(f"planning {config.name}")
-            ask = DryRun(*question)
-            answers = ask.largest(largest) if largest else ask.forecasts(fitting, write)
+            ask = DryRun(config, *asked)
+            if largest:
+                answers = ask.largest(largest)
+            else:
+                answers = ask.forecasts(changes_keys=fitting is None)
+            if fitting is not None:
+                fitting.add_to(answers[0], ask, asked, write)
         if html is not None:
             from ..report.page import plan_page
 
-            html.write_text(plan_page(answers, config.name), "utf-8")
+            html.write_text(plan_page(answers), "utf-8")
     except (ProTrainError, OSError) as error:
         if as_json:
             why = {"verdict": "unsupported", "reason": _Unplanned(str(error)).message}
             _print_json([{**why, "hardware": {"name": gpu}} for gpu in gpus or [""]])
         raise
-    shown = [{k: v for k, v in a.items() if k not in DRAWN} for a in answers]
     if as_json:
-        _print_json(shown)
+        _print_json(answers)
     else:
-        text = largest_text(shown) if largest else plan_text(shown, explain)
+        text = largest_text(answers) if largest else plan_text(answers, explain)
         click.echo(printable(text))
     fits = (answer["verdict"] == FITS or answer.get("fixed") for answer in answers)
     sys.exit(0 if all(fits) else 2)
@@ -322,31 +324,22 @@ def _print_json(answers: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Progress:
-    """Says on a stream that is not silenced how far a long command is: on a terminal in
-    one line that is gone afterwards, else a line now and then."""
-
-    EVERY_S = 10
+    """Says on a terminal how far a long command is, in one line that is gone afterwards."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._last = stream, time.monotonic()
-        self._rewrites = stream.isatty()
+        # one that is not silenced
+        self._stream, self._shows = stream, stream.isatty()
 
     def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if self._rewrites:
+        if self._shows:
             self._stream.write(f"\r\x1b[K{text}")
-        elif now - self._last >= self.EVERY_S:
-            self._stream.write(f"{text}\n")
-            self._last = now
-        self._stream.flush()
+            self._stream.flush()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_exception: object) -> None:
-        if self._rewrites:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        self("")
 
 
 @contextmanager
@@ -365,42 +358,6 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def lean_imports() -> Iterator[None]:
-    """Leave out what libraries prepare while they are imported and a plan never runs.
-
-    bitsandbytes compiles functions, which imports a compiler, transformers looks for
-    sklearn, and Axolotl's callbacks evaluate and report: for seconds each.
-    """
-    from unittest.mock import patch
-
-    import torch
-    from transformers import utils
-
-    empty = {
-        # with a spec: found by whoever asks whether it is installed
-        name: importlib.util.module_from_spec(
-            importlib.machinery.ModuleSpec(name, None)
-        )
-        for name in {"evaluate", "wandb"} - sys.modules.keys()
-        if importlib.util.find_spec(name) is not None
-    }
-
-    def uncompiled(function: Any = None, **_options: Any) -> Any:
-        return function if function is not None else uncompiled
-
-    sys.modules.update(empty)
-    try:
-        with (
-            patch.object(torch, "compile", uncompiled),
-            patch.object(utils, "is_sklearn_available", lambda: False),
-        ):
-            yield
-    finally:
-        for name in empty:
-            del sys.modules[name]
 
 
 @protrain.command("report", cls=_AnswerCommand)

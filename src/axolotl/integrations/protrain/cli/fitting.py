@@ -1,90 +1,72 @@
-"""Prices the levers of a YAML, and puts those together under which it fits.
-
-What Axolotl patches for one YAML stays in its process. So another process imports it,
-and each YAML is built, traced and planned in a fork of that one, beside others.
-"""
+"""`plan --levers` and `--write`: every option of a YAML with its price, and those together
+under which it fits."""
 
 from __future__ import annotations
 
-import gc
-import os
-import pickle  # nosec B403
-import subprocess  # nosec B404
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from ..core.errors import ConfigError, ProTrainError
-from ..core.host import processors
-from ..core.types import Hardware
-from ..levers import NUMBERS, OPTIONS, Keys, Option
+from ..offline.worker import Worker, WorkerError
+from ..options import NUMBERS, OPTIONS, Keys, Option, named
 from ..report import forecast as report
 from .migrate import migrate_file, with_keys
+from .plan import DryRun
 
 SLOWEST_S = 600
-"""All that is priced beside each other; a fork that was killed would not answer."""
+"""Of all that is priced beside each other."""
 
 Priced = dict[str, Any]
-
-
 Row = tuple[Option, list[Keys]]
-"""A lever, and what it sets for a YAML."""
+"""An option, and what it sets for a YAML."""
 
 
 class Fitting:
-    """The levers of one YAML on one card.
+    """The options of one YAML on one card.
 
     Args:
+        worker: Answers `price`.
         config: The YAML.
-        asked: The arguments of `DryRun` beside it.
         say: Shows how far it is.
 
     Raises:
         ConfigError: The file cannot be edited; names it.
     """
 
-    def __init__(self, config: Path, *asked: Any, say: Callable[[str], None]) -> None:
-        self._say, self._done = say, 0
+    def __init__(
+        self, worker: Worker, config: Path, say: Callable[[str], None]
+    ) -> None:
+        self._worker, self._config, self._say, self._done = worker, config, say, 0
         self._migration = migrate_file(config, write=False)
-        self._config, self._asked = config, asked
-        code = f"from {__name__} import serve; serve()"
-        self._child = subprocess.Popen(  # nosec B603
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # forks may not touch a GPU
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        )
 
-    def __enter__(self) -> Fitting:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._child.kill()
-        self._child.communicate()
-
-    def levers(self, cfg: Any, card: Hardware, device_type: str) -> list[Priced]:
-        """Each lever with its price: the fastest that fits first, then who lacks least.
+    def add_to(
+        self, answer: Priced, dry_run: DryRun, asked: tuple[Any, ...], file: Path | None
+    ) -> None:
+        """Add the priced `levers` and, with a `file`, what is `fixed` there.
 
         Args:
-            cfg: Axolotl's validated configuration.
-            card: Where to train.
-            device_type: "cuda" or "cpu".
+            answer: Of the one card.
+            dry_run: Has made it.
+            asked: The arguments of `DryRun` beside the YAML.
+            file: Where to write a YAML that fits, if this one does not.
         """
-        self._given = (*self._asked, card, device_type)
+        (card,) = dry_run.cards
+        self._given = (*asked, card, dry_run.device_type)
+        if answer["verdict"] != report.UNSUPPORTED:
+            answer["levers"] = self._levers(dry_run.cfg, dry_run.device_type == "cuda")
+        if file is not None:
+            wanted = answer["verdict"] == report.DOES_NOT_FIT
+            answer["fixed"] = self._write(file) if wanted else None
+
+    def _levers(self, cfg: Any, on_cuda: bool) -> list[Priced]:
+        """Each option with its price: the fastest that fits first, then who lacks least."""
         rows = [
-            (lever, found)
-            for lever in OPTIONS
-            if (found := lever.settings(cfg, device_type == "cuda"))
+            (option, found)
+            for option in OPTIONS
+            if (found := option.settings(cfg, on_cuda))
         ]
         self._as_it_is, *priced = self._priced([[], *([row] for row in rows)])
         self._singles = [
@@ -92,9 +74,9 @@ class Fitting:
             for row, one in zip(rows, priced, strict=True)
             if one["verdict"] != report.UNSUPPORTED
         ]
-        for (lever, _), one in self._singles:
-            one["change"] = _named(one["keys"], cfg)
-            one["note"] = lever.hint
+        for (option, _), one in self._singles:
+            one["change"] = named(one["keys"], cfg)
+            one["note"] = option.hint
             one["lowers"] = {
                 f"{where} {term}": [nbytes, one["least"][where].get(term, 0)]
                 for where, terms in self._as_it_is["least"].items()
@@ -105,13 +87,9 @@ class Fitting:
         helping = (one for _, one in self._singles if one["lacks"] <= 0.99 * lacks)
         return [_shown(one) for one in sorted(helping, key=_rank)]
 
-    def write(self, file: Path) -> Priced | None:
-        """Write the YAML that fits by the least change, after `levers`.
-
-        Returns:
-            The change with its price and the `difference`; None if all levers together
-            are not enough.
-        """
+    def _write(self, file: Path) -> Priced | None:
+        """Write the YAML that fits by the least change; None if all options together are
+        not enough."""
         found, migration = self._least_change(), self._migration
         if found is None:
             return None
@@ -123,7 +101,7 @@ class Fitting:
         return {**_shown(found), "difference": difference, "file": str(file)}
 
     def _least_change(self) -> Priced | None:
-        """What changes the numbers least: one lever, or several in the table's order."""
+        """What changes the numbers least: one option, or several in the table's order."""
         lacks = self._as_it_is["lacks"]
         helping = [
             (row, one)
@@ -163,38 +141,34 @@ class Fitting:
     def _priced(self, ways: Sequence[Sequence[Row]]) -> list[Priced]:
         """What a YAML costs under rows together, for each of these ways."""
         after, asked = self._migration.after, [_together(way) for way in ways]
-        questions = [(with_keys(after, keys), quick) for keys, quick in asked]
-        stdin, stdout = self._child.stdin, self._child.stdout
-        assert stdin is not None and stdout is not None  # nosec B101
+        questions = [
+            (with_keys(after, keys), self._given, quick) for keys, quick in asked
+        ]
+        answers: list[Priced] = []
         try:
-            pickle.dump((self._given, questions), stdin)
-            stdin.flush()
-            answers: list[Priced] = []
-            while len(answers) < len(questions):
+            for answer in self._worker.ask(questions, SLOWEST_S):
+                answers.append(answer)
+                self._done += 1
                 left = len(questions) - len(answers)
                 self._say(f"{self._done} settings priced, {left} to go")
-                # in their order, each as soon as it is there
-                answers.append(pickle.load(stdout))  # nosec B301 - as above
-                self._done += 1
-        except (EOFError, BrokenPipeError) as error:
+        except WorkerError as error:
             raise ConfigError(
-                "--levers: the process that prices them ended without an answer; is "
-                "there host memory for it? Plan without."
+                f"--levers: {error}; is there host memory for it? Plan without."
             ) from error
         for way, (keys, _), answer in zip(ways, asked, answers, strict=True):
             answer["keys"] = {**keys, **answer.pop("change", {})}
-            numbers = (lever.numbers for lever, _ in way)
+            numbers = (option.numbers for option, _ in way)
             answer["numbers"] = max(numbers, key=NUMBERS.index, default=None)
         return answers
 
 
 def _together(way: Sequence[Row]) -> tuple[Keys, Sequence[Keys]]:
     """Keys to build with, and quick ones, of which the first that fit are taken: those
-    of a lever come after the most that the ones before it can do."""
+    of an option come after the most that the ones before it can do."""
     keys: dict[str, Any] = {}
     quick: list[Keys] = [{}]
-    for lever, settings in way:
-        if lever.is_quick:
+    for option, settings in way:
+        if option.is_quick:
             quick = [{**quick[-1], **more} for more in settings]
             continue
         plugins = [*keys.get("plugins", ()), *settings[0].get("plugins", ())]
@@ -210,54 +184,12 @@ def _rank(one: Priced) -> tuple[float, int]:
     return -(one["tokens_per_s"] or 0), one["lacks"]
 
 
-def _named(keys: Keys, cfg: Any) -> str:
-    """`sequence_len 8192 -> 1024`, of the key that says most."""
-    key = next(key for key in keys if key != "plugins")
-    value, before = keys[key], getattr(cfg[key], "value", cfg[key])
-    if value is True:
-        return ", ".join(key for key in keys if keys[key] is True)
-    return f"{key} {before} -> {value}"
+def price(question: tuple[str, tuple[Any, ...], Sequence[Keys]]) -> Priced:
+    """Price a YAML under the first of some quick settings that fits, or the last.
 
-
-# ------------------------------------------------------------- the other process
-
-
-def serve() -> None:
-    """Read questions from standard input, write answers to standard output."""
-    # imported here: the command reads this module before it silences libraries
-    from . import lean_imports
-
-    torch.set_num_threads(1)
-    with os.fdopen(os.dup(1), "wb") as answers, open(os.devnull, "wb") as nothing:
-        # libraries print
-        os.dup2(nothing.fileno(), 1)
-        with lean_imports():
-            from . import plan  # noqa: F401
-        # forks share what none of them writes to
-        gc.disable()
-        gc.freeze()
-        pool = get_context("fork").Pool(min(processors(), 8), maxtasksperchild=1)
-        for given, questions in _asked():
-            ends = time.monotonic() + SLOWEST_S
-            priced = pool.imap(partial(_answer, given), questions)
-            for _ in questions:
-                pickle.dump(priced.next(max(ends - time.monotonic(), 0)), answers)
-                answers.flush()
-
-
-def _asked() -> Iterator[Any]:
-    while True:
-        try:
-            yield pickle.load(sys.stdin.buffer)  # nosec B301 - from the process above
-        except EOFError:
-            return
-
-
-def _answer(given: tuple[Any, ...], question: tuple[str, Sequence[Keys]]) -> Priced:
-    # imported by `serve`
-    from .plan import DryRun
-
-    text, quick = question
+    Called in a fork of a `Worker`.
+    """
+    text, given, quick = question
     with TemporaryDirectory() as folder:
         file = Path(folder, "levers.yaml")
         file.write_text(text, "utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,10 +18,24 @@ from ..core.planner.cards import GPUS, gpu_hardware
 from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
-from ..levers import FUSED_LOSS, has_plain_loss, largest_part
 from ..loading import is_of_experts
 from ..offline.fake_kernels import without_logits
 from ..offline.meta_model import load_meta_model
+from ..options import (
+    BATCH,
+    FUSED_LOSS,
+    LENGTH,
+    OPTIONS,
+    QUICK,
+    RANK,
+    Keys,
+    Number,
+    Option,
+    batch_note,
+    has_plain_loss,
+    largest_part,
+    named,
+)
 from ..planning import (
     TracedJob,
     about,
@@ -33,19 +46,10 @@ from ..planning import (
 )
 from ..refusals import cautions
 from ..report import forecast as report
-from .fitting import Fitting
 
 DEFAULT_RAM_GIB = 64
 """Of a machine that is not here; the most common box beside one or two 24 GB cards."""
 
-_SETTINGS = {
-    "batch": ("micro_batch_size", 1, 1),
-    "rank": ("lora_r", 8, 4),
-    "seq": ("sequence_len", 64, 512),
-}
-"""Numbers of the YAML that alternatives and `--max` change, by their name there, what
-changes the training least first. `--max` answers in multiples of the second; what is
-less than the third is no way to make something fit."""
 _MOST_TOKENS = 1 << 20
 """`--max` tries no larger micro-batch: a trace knows the values of as many ids."""
 _MOST_RANK = 4096
@@ -63,6 +67,11 @@ class DryRun:
         ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
         link: Between host and card; None for each card's fastest.
         card: Known already, with the device to trace for.
+
+    Attributes:
+        cfg: Axolotl's validated configuration.
+        cards: What it plans for.
+        device_type: "cuda" or "cpu".
 
     Raises:
         ConfigError: A key, an option or a file is at fault.
@@ -82,37 +91,27 @@ class DryRun:
     ) -> None:
         self._is_here, self._num_gpus, self._ram_gib = not gpus, num_gpus, ram_gib
         has_gpu = gpus or torch.cuda.is_available()
-        self._device_type = device_type or ("cuda" if has_gpu else "cpu")
+        self.device_type = device_type or ("cuda" if has_gpu else "cpu")
         host_bytes = int((ram_gib or DEFAULT_RAM_GIB) * 2**30)
         named = partial(_card, link=link, host_bytes=host_bytes, num_gpus=num_gpus)
-        self._meta = load_meta_model(config, self._device_type)
-        self._cfg = self._meta.cfg
-        self._args = args_from(self._cfg)
-        self._cards = [named(gpu, tf32=self._cfg.tf32 is True) for gpu in gpus]
+        self._meta = load_meta_model(config, self.device_type)
+        self.cfg = self._meta.cfg
+        self._args = args_from(self.cfg)
+        self.cards = [named(gpu, tf32=self.cfg.tf32 is True) for gpu in gpus]
         if card is not None:
-            self._cards = [card]
+            self.cards = [card]
         elif not gpus:
             host_bytes = host_memory() if ram_gib is None else host_bytes
-            device = torch.device(self._device_type)
-            self._cards = [this_machine(self._args, device, host_bytes)]
+            device = torch.device(self.device_type)
+            self.cards = [this_machine(self._args, device, host_bytes)]
         self._subject = cache(self._traced)
 
-    def forecasts(
-        self, fitting: Fitting | None = None, file: Path | None = None
-    ) -> list[dict[str, Any]]:
+    def forecasts(self, changes_keys: bool = True) -> list[dict[str, Any]]:
         """One object for each card, as `--json` prints it, and what the page shows.
 
-        With `fitting` the first one has all levers in place of other settings and, with
-        a `file`, what was written there if the YAML does not fit.
+        Unless it `changes_keys` no other keys are priced beside the YAML's.
         """
-        answers = [self._answer(card, fitting is None) for card in self._cards]
-        if fitting is not None and answers[0]["verdict"] != report.UNSUPPORTED:
-            given = self._cfg, self._cards[0], self._device_type
-            answers[0]["levers"] = fitting.levers(*given)
-        if fitting is not None and file is not None:
-            wanted = answers[0]["verdict"] == report.DOES_NOT_FIT
-            answers[0]["fixed"] = fitting.write(file) if wanted else None
-        return answers
+        return [self._answer(card, changes_keys) for card in self.cards]
 
     def first_fitting(self, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The price of the first of `changes` that fits the first card, or of the last.
@@ -120,7 +119,7 @@ class DryRun:
         Beside its price: the bytes that it `lacks`, the terms of the plan that takes the
         `least`, and seconds a row.
         """
-        (card,) = self._cards
+        (card,) = self.cards
         for change in changes:
             forecast = self._forecast(card, **change)
             if report.lack(forecast) is None:
@@ -132,7 +131,7 @@ class DryRun:
             forecast.device.peak_bytes - budget.usable_bytes,
             forecast.host.peak_bytes - budget.host_bytes,
         )
-        rows = change.get("micro_batch_size", self._cfg.micro_batch_size)
+        rows = change.get("micro_batch_size", self.cfg.micro_batch_size)
         samples = rows * forecast.workload.accumulation * self._num_gpus
         price = report.price_dict(forecast if fits else None)
         return {
@@ -152,66 +151,57 @@ class DryRun:
         Raises:
             ConfigError: The YAML has no such number to raise.
         """
-        key = _SETTINGS[what][0]
-        if not self._is_set(key):
-            raise ConfigError(f"--max {what}: the YAML sets no {key} to raise.")
-        return [self._largest(card, what) for card in self._cards]
+        number = QUICK[what]
+        if not number.is_set(self.cfg):
+            raise ConfigError(f"--max {what}: the YAML sets no {number.key} to raise.")
+        return [self._largest(card, number) for card in self.cards]
 
-    def _is_set(self, key: str) -> bool:
-        return bool(self._cfg[key]) and (key != "lora_r" or bool(self._cfg.adapter))
-
-    def _largest(self, card: Hardware, what: str) -> dict[str, Any]:
-        key, stride, _ = _SETTINGS[what]
-        most = _MOST_RANK
-        if what != "rank":
-            other = "sequence_len" if what == "batch" else "micro_batch_size"
-            most = _MOST_TOKENS // self._cfg[other]
+    def _largest(self, card: Hardware, number: Number) -> dict[str, Any]:
+        key, most = number.key, _MOST_RANK
+        if number is not RANK:
+            other = LENGTH if number is BATCH else BATCH
+            most = _MOST_TOKENS // self.cfg[other.key]
         found: dict[int, Forecast] = {}
-        lacking = uncomputed(self._cfg, card)
 
-        def is_too_large(count: int) -> bool:
-            found[count] = self._forecast(card, **{key: count * stride})
-            return report.lack(found[count]) is not None
+        def fits(value: int) -> bool:
+            found[value] = self._forecast(card, **{key: value})
+            return report.lack(found[value]) is None
 
-        high = 1
-        while not lacking and high <= most // stride and not is_too_large(high):
-            high *= 2
-        best = high // 2
-        untried = range(best + 1, min(high, most // stride + 1))
-        best += 0 if lacking else bisect_left(untried, True, key=is_too_large)
-        value, notes = best * stride, [lacking] if lacking else []
+        lacking = uncomputed(self.cfg, card)
+        value = 0 if lacking else number.largest(most, fits)
+        notes = [lacking] if lacking else []
         config: Any = self._meta.model.config
         known = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if what == "seq" and known and value > known:
+        if number is LENGTH and known and value > known:
             notes.append(f"config.json says max_position_embeddings {known}")
-        if value + stride > most:
+        if value + number.stride > most:
             notes.append("more was not tried")
         verdict = report.UNSUPPORTED if lacking else report.DOES_NOT_FIT
         return {
-            "verdict": report.FITS if best else verdict,
+            "verdict": report.FITS if value else verdict,
             "hardware": report.hardware_dict(card),
             "max": {
                 "key": key,
                 "value": value or None,
-                "now": self._cfg[key],
+                "now": self.cfg[key],
                 "note": "; ".join(notes) or None,
             },
-            **report.price_dict(found.get(best)),
+            **report.price_dict(found.get(value)),
         }
 
     # one card
 
     def _answer(self, card: Hardware, changes_keys: bool) -> dict[str, Any]:
         forecast, planner = self._plan(card)
-        lacking = uncomputed(self._cfg, card)
+        lacking = uncomputed(self.cfg, card)
         answer = report.answer_dict(forecast, lacking)
-        answer["about"] = about(self._cfg)
+        answer["about"] = about(self.cfg)
         others = self._alternatives(card, planner, forecast, changes_keys)
         if lacking:
             others = self._larger_machine(card, forecast)
         answer["alternatives"] = list(others)
-        on_cuda = self._device_type == "cuda"
-        answer["avoidable"] = largest_part(self._cfg, forecast, on_cuda)
+        on_cuda = self.device_type == "cuda"
+        answer["avoidable"] = largest_part(self.cfg, forecast, on_cuda)
         answer["assumptions"] = [
             *self._meta.assumptions,
             *self._subject().assumptions,
@@ -230,7 +220,7 @@ class DryRun:
         )
         config = model.config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        return cautions(self._cfg, experts, tied)
+        return cautions(self.cfg, experts, tied)
 
     def _unknowns(self, card: Hardware, forecast: Forecast) -> Iterator[str]:
         args, name = self._args, card.name
@@ -281,14 +271,16 @@ class DryRun:
         self, card: Hardware, planner: Planner, forecast: Forecast, changes_keys: bool
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
-        settings = _SETTINGS.values() if changes_keys else ()
-        keys = [setting for setting in settings if self._is_set(setting[0])]
+        rows = [row for row in OPTIONS if row.is_quick] if changes_keys else []
         if report.lack(forecast) is None:
-            for key, *_ in keys:
-                yield self._other(card, key, 2 * self._cfg[key])
+            for number in (row.number for row in rows if row.number):
+                if number.is_set(self.cfg):
+                    yield self._other(
+                        card, number.at(2 * self.cfg[number.key], self.cfg)
+                    )
         else:
             others = [*self._whole_card(card), *self._fused(card, forecast)]
-            others += [o for key, _, n in keys for o in self._halved(card, key, n)]
+            others += [other for row in rows for other in self._lowered(card, row)]
             others += self._larger_machine(card, forecast)
             # what changes least comes first, of those that help
             yield from sorted(others, key=lambda other: other["verdict"] != report.FITS)
@@ -319,8 +311,8 @@ class DryRun:
 
     def _fused(self, card: Hardware, lacking: Forecast) -> Iterator[dict[str, Any]]:
         """A loss without logits, where these are in the way."""
-        on_cuda = self._device_type == "cuda"
-        if lacking.device.peak.in_loss and has_plain_loss(self._cfg, on_cuda):
+        on_cuda = self.device_type == "cuda"
+        if lacking.device.peak.in_loss and has_plain_loss(self.cfg, on_cuda):
             other = _alternative(
                 f"{FUSED_LOSS}: true",
                 partial(self._forecast, card, **{FUSED_LOSS: True}),
@@ -330,30 +322,18 @@ class DryRun:
             if other["verdict"] != report.UNSUPPORTED:
                 yield other
 
-    def _halved(self, card: Hardware, key: str, least: int) -> Iterator[dict[str, Any]]:
-        """The largest half, quarter, … that fits, or the smallest, which does not."""
-        value = self._cfg[key] // 2
-        while value >= least:
-            other = self._other(card, key, value)
-            value //= 2
-            if other["verdict"] == report.FITS or value < least:
-                yield other
-                return
+    def _lowered(self, card: Hardware, row: Option) -> list[dict[str, Any]]:
+        """The first setting of a quick row that fits, or the last, which does not."""
+        priced: list[dict[str, Any]] = []
+        for keys in row.settings(self.cfg, self.device_type == "cuda"):
+            priced = [self._other(card, keys)]
+            if priced[0]["verdict"] == report.FITS:
+                break
+        return priced
 
-    def _other(self, card: Hardware, key: str, value: int) -> dict[str, Any]:
-        cfg = self._cfg
-        change, note = {key: value}, None
-        if key == "micro_batch_size":
-            # the same effective batch, so that training stays the same
-            before = cfg.gradient_accumulation_steps or 1
-            steps, rest = divmod(before * cfg[key], value)
-            if rest or not steps:
-                note = f"the effective batch becomes {before * value}"
-            else:
-                change["gradient_accumulation_steps"] = steps
-                note = f"accumulation {before} -> {steps}"
-        text = f"{key} {cfg[key]} -> {value}"
-        return _alternative(text, partial(self._forecast, card, **change), note)
+    def _other(self, card: Hardware, keys: Keys) -> dict[str, Any]:
+        plan = partial(self._forecast, card, **keys)
+        return _alternative(named(keys, self.cfg), plan, batch_note(keys, self.cfg))
 
     def _whole_card(self, card: Hardware) -> Iterator[dict[str, Any]]:
         if card.desktop_bytes:
@@ -371,7 +351,7 @@ class DryRun:
         """The least host memory, and the smallest card, that would do."""
         if self._is_here:
             return
-        refused = uncomputed(self._cfg, card)
+        refused = uncomputed(self.cfg, card)
         if not refused and self._args.protrain_cpu_capacity_bytes is None:
             yield from self._more_host_memory(card)
         if refused or lacking.device.peak_bytes > lacking.budget.usable_bytes:
@@ -380,7 +360,7 @@ class DryRun:
                     continue
                 ranks = self._num_gpus
                 larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
-                if refused and (uncomputed(self._cfg, larger) or not gpu.capability):
+                if refused and (uncomputed(self.cfg, larger) or not gpu.capability):
                     continue
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
@@ -405,10 +385,10 @@ class DryRun:
 
     # plans; `change`: keys of the YAML that are others
 
-    def _forecast(self, card: Hardware, **change: int) -> Forecast:
+    def _forecast(self, card: Hardware, **change: Any) -> Forecast:
         return self._plan(card, **change)[0]
 
-    def _plan(self, card: Hardware, **change: int) -> tuple[Forecast, Planner]:
+    def _plan(self, card: Hardware, **change: Any) -> tuple[Forecast, Planner]:
         """The one that lacks the least where none fits."""
         return plan_for(self._args_on(card), self._subject(**change), card, anyway=True)
 
@@ -423,20 +403,20 @@ class DryRun:
         lower = {key: min(n, has[key]) for key, n in limits.items() if n is not None}
         return self._args.model_copy(update=lower)
 
-    def _traced(self, **change: int) -> TracedJob:
+    def _traced(self, **change: Any) -> TracedJob:
         world = World(self._num_gpus, self._num_gpus)
         with ExitStack() as undo:
             undo.enter_context(self._meta.changed(change))
             if FUSED_LOSS in change:
                 undo.enter_context(without_logits(self._meta.model))
             subject = traced_job(
-                self._cfg,
+                self.cfg,
                 self._meta.model,
-                self._device_type,
+                self.device_type,
                 world,
                 objective=self._meta.objective(),
             )
-        packed = self._cfg.load_in_4bit or self._cfg.load_in_8bit
+        packed = self.cfg.load_in_4bit or self.cfg.load_in_8bit
         if change and packed and "lora_r" not in change:
             # bitsandbytes casts biases while they run: one model, one layout
             rows = {c.tensors[0].name: c.rows_bytes for c in subject.layout.chunks}

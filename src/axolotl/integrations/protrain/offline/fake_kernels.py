@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -452,11 +452,6 @@ def _matmul_on_cpu(
 ) -> Tensor:
     """What `bitsandbytes.matmul` chooses by the device of the rows, in training."""
     return MatMul8bitFp.apply(rows, weight, out, bias, state)
-
-
-def quantisation_tables_apart() -> AbstractContextManager[Any]:
-    """Keep what bitsandbytes caches on the device where it is first asked for."""
-    return patch.dict(bnb.functional.name2qmap, clear=True)
 
 
 def make_experts_traceable(

@@ -60,6 +60,7 @@ from transformers.training_args import OptimizerNames
 from ..args import PLUGIN, lists_plugin
 from ..checks import checked_yaml
 from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..core.layout.tensors import quantisation_tables_apart
 from ..core.planner.meta import meta_copy
 from ..core.sizes import format_bytes
 from ..loading import is_of_experts, quantise_experts
@@ -72,7 +73,6 @@ from .fake_kernels import (
     attention_kernels,
     fake_cut_cross_entropy,
     make_experts_traceable,
-    quantisation_tables_apart,
 )
 
 if TYPE_CHECKING:

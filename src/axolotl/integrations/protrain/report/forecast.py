@@ -46,7 +46,6 @@ POLICIES = {
     "swap": "activations go to the host and come back",
     "swap-input": "inputs go to the host, the rest is computed again",
 }
-POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"}
 HOST_PHASES = {
     "load": "while the model is loaded, when all of it is on the host",
     "train": "while it trains",
@@ -62,8 +61,6 @@ POINT_TERMS = {
     "working": "working set",
 }
 """Fields of a point of the timeline, and their names."""
-DRAWN = ("timeline", "blocks", "about")
-"""Keys of `answer_dict` that only the page shows."""
 
 
 def forecast_dict(forecast: Forecast) -> dict[str, Any]:
@@ -122,10 +119,10 @@ def knobs_dict(plan: Plan) -> dict[str, int]:
 
 
 def answer_dict(forecast: Forecast, uncomputed: str | None = None) -> dict[str, Any]:
-    """One card of `plan --json`, and under the keys of `DRAWN` what the page draws.
+    """What `plan --json` says of one card.
 
-    `uncomputed` says what the card cannot compute. `alternatives`, `avoidable` and
-    `assumptions` are for the caller to add.
+    `uncomputed` says what the card cannot compute. `about`, `alternatives`, `avoidable`
+    and `assumptions` are for the caller to add.
     """
     plan, times, layout = forecast.plan, forecast.times, forecast.layout
     fits = lack(forecast) is None

@@ -1,4 +1,4 @@
-"""The answers of `axolotl protrain plan` as one HTML page, nothing loaded from outside.
+"""What `axolotl protrain plan --json` prints as one HTML page, nothing loaded from outside.
 
 Here is computed what is drawn; `page.html` draws it and has every tag. Bars and areas are
 SVG stretched to their box; texts stay HTML, as large on a phone as on paper.
@@ -16,8 +16,25 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from ..core.sizes import format_bytes
-from . import forecast
-from .forecast import FITS, LANES, format_seconds
+from .forecast import (
+    FITS,
+    LANES,
+    MODES,
+    PLACEMENTS,
+    POLICIES,
+    UPDATES,
+    VERDICTS,
+    compared_rows,
+    format_about,
+    format_keys,
+    format_limiter,
+    format_losses,
+    format_lowers,
+    format_pace,
+    format_seconds,
+    format_speed,
+    highest_phase,
+)
 
 Values = Mapping[str, Any]
 """Of one card: its answer, its step, its device's bytes."""
@@ -33,23 +50,22 @@ WIDTH, HEIGHT, NUM_COLOURS = 1000, 400, 8
 """Units of a drawing: bars are `WIDTH` wide, the timeline is `HEIGHT` high as well."""
 
 
-def plan_page(answers: Sequence[Values], config_name: str) -> str:
-    """The page that compares the cards and shows each one's plan.
+def plan_page(answers: Sequence[Values]) -> str:
+    """Draw the page that compares the cards and shows each one's plan.
 
     Args:
-        answers: An `answer_dict` for each card, with alternatives and assumptions.
-        config_name: What was planned, for the heading.
+        answers: The objects of `plan --json`.
 
     Raises:
         ValueError: There is no answer.
     """
     if not answers:
         raise ValueError("a plan page needs at least one forecast")
-    return _page(f"ProTrain plan for {config_name}", answers)
+    return _page(f"ProTrain plan for {answers[0]['about']['model']}", answers)
 
 
 def report_page(reports: Mapping[str, Values]) -> str:
-    """The page of finished runs: their plans, and what was measured of each."""
+    """Draw the page of finished runs, from each one's report.json by its name."""
     answers = [
         {
             **r,
@@ -97,13 +113,32 @@ def _speed(answer: Values) -> float:
 
 @cache
 def _template() -> Template:
-    """Of page.html, which finds every word of `forecast` by its name."""
     page = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    units = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "NUM_COLOURS": NUM_COLOURS}
     text = files(__package__).joinpath("page.html").read_text("utf-8")
-    return page.from_string(text, globals=vars(forecast) | units)
+    return page.from_string(text, globals=_WORDS)
+
+
+_POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"}
+_FORMS = (
+    *(compared_rows, format_about, format_bytes, format_keys, format_limiter),
+    *(format_losses, format_lowers, format_pace, format_seconds),
+    *(format_speed, highest_phase),
+)
+_WORDS: dict[str, Any] = {form.__name__: form for form in _FORMS} | {
+    "FITS": FITS,
+    "HEIGHT": HEIGHT,
+    "MODES": MODES,
+    "NUM_COLOURS": NUM_COLOURS,
+    "PLACEMENTS": PLACEMENTS,
+    "POLICIES": POLICIES,
+    "POLICY_LETTERS": _POLICY_LETTERS,
+    "UPDATES": UPDATES,
+    "VERDICTS": VERDICTS,
+    "WIDTH": WIDTH,
+}
+"""All that page.html asks for by name, beside what it draws."""
 
 
 def _fit(answers: Sequence[Values], colours: Colours) -> Values | None:

@@ -10,10 +10,10 @@ several. *Where* is a value, the device or the host. *Whose* tensors is a span o
 
 # Note [An update that fails]
 
-Nothing on the host changes before all of an update has been queued without an error. An
-error before that, a shortage of memory for example, restores the structure of the state,
-which an optimizer changes as it goes; the caller gives the weights on the device up, and
-the step stays recorded.
+Nothing on the host changes before an update has been made without an error. An error
+before that, a shortage of memory for example, restores the structure of the state, which
+an optimizer changes as it goes; the caller gives the weights on the device up, and the step
+stays recorded. Copies to the host take no memory; where one fails the run ends.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ProTrainError
 from ..types import IN_FLIGHT, Update
 from .device import Event
 from .host_chunks import HostChunk, HostMemory, MainGrads
@@ -408,10 +409,20 @@ class Updates:
         copies = [(host.weights.memory, weights), *change.copies]
         if masters.numel():
             copies.append((host.masters.memory, masters))
-        offload.wait(self._device.compute.record())
-        for target, source in copies:
-            offload.copy(target, source)
-        own.written_back = own.main_grads.sent = event = offload.record()
+        try:
+            offload.wait(self._device.compute.record())
+            for target, source in copies:
+                offload.copy(target, source)
+            own.written_back = own.main_grads.sent = event = offload.record()
+        except BaseException as error:
+            # not a shortage of memory, after which the step would be repeated
+            own.recorded = None
+            self._staging.give_back(own.key)
+            name = host.chunk.tensors[0].name
+            raise ProTrainError(
+                f"{name}: its update could not be copied to the host ({error}), where "
+                "some of it is old now. Resume from the last checkpoint."
+            ) from error
         self._staging.counters.offloaded_bytes += sum(t.nbytes for t, _ in copies)
         self._staging.give_back(own.key, [event])
         # what an update has made stays until it has been copied

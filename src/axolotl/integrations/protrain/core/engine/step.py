@@ -159,9 +159,6 @@ class Step:
         self.updates.prefetch(0)
         for chunk in self._outside:
             self._update_in_use(chunk.index)
-            if chunk.index in self.plan.away:
-                # the host looks rows up
-                self.worker.wait(chunk.index)
         # or gradients would stay on the device until backward sends the next ones
         self.gradients.retire()
         self.refresh_stale()
@@ -409,12 +406,6 @@ class Step:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
         chunk = own.host.chunk
         slot = self.slots.slot_of(chunk.index)
-        if slot is None and chunk.index in self.plan.away:
-            event = self.updates.apply(own)
-            if event is not None:
-                # the host looks rows up
-                event.synchronize()
-            return
         buffer = self.store.buffer_of(chunk) if slot is None else slot.buffer
         weights = buffer[own.host.weights.within_chunk]
         try:
@@ -487,7 +478,7 @@ class Step:
         self.worker.wait(chunk.index)
         if self.slots.slot_of(chunk.index) is not None:
             self.slots.begin_update(chunk.index)
-        elif chunk.index not in self.plan.away:
+        else:
             self._stale.add(chunk.index)
         fetched, event = self.device.fetch.record(), None
         on_host = self.updates.on_host

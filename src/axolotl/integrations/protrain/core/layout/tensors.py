@@ -16,10 +16,12 @@ place that knows the structure.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, is_dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +82,15 @@ def own_quant_states(model: nn.Module) -> None:
         if layer.weight.CB is not None:
             layer.init_8bit_state()
         setattr(layer.weight, _STATE, layer.state)
+
+
+def quantisation_tables_apart() -> AbstractContextManager[Any]:
+    """Keep what bitsandbytes caches on the device where it is first asked for.
+
+    Its caller has imported bitsandbytes.
+    """
+    cached = sys.modules["bitsandbytes.functional"].name2qmap
+    return patch.dict(cached, clear=True)
 
 
 def _in_8_bits(model: nn.Module) -> list[Any]:

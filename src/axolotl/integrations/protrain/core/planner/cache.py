@@ -1,7 +1,8 @@
-"""Measurements kept on disk: one small JSON file for each thing that was measured.
+"""Measurements kept on disk: one JSON file for each machine.
 
-A file's name is the hash of its key, and the key names everything that changes the
-figures. Memory that is free changes by the hour and is in neither.
+Each value has the hash of its key, which names everything that changes the figures.
+Memory that is free changes by the hour and is in neither. Processes that write at once may
+lose what the other has measured, which is then measured again.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, Union, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union
 
 import psutil
 import torch
@@ -35,11 +37,8 @@ JSON: TypeAlias = Union[
     None, bool, int, float, str, Sequence["JSON"], Mapping[str, "JSON"]
 ]
 
-FORMAT = 3
+FORMAT = 4
 """In every key; to be raised when a measurement changes its meaning."""
-
-PLAUSIBLE = (1e-12, 1e18)
-"""Any time in seconds and any rate per second lies between these."""
 
 Kept = TypeVar("Kept")
 
@@ -69,17 +68,13 @@ def cached(
     make: Callable[[], Kept],
     kind: type[Kept],
 ) -> Kept:
-    """What `make` returned for this key, now or at an earlier time.
-
-    A file that is damaged, or that holds anything but such values, is warned about and
-    replaced.
+    """Return what `make` returned for this key, now or at an earlier time.
 
     Args:
-        folder: None for `default_folder`.
+        folder: Holds the file of this machine; None for `default_folder`.
         key: Names everything that the value depends on.
         make: Measures it.
-        kind: A dataclass of str, bool, int and float. A float without a default is
-            `PLAUSIBLE`; one of which 0 is the default may be that too.
+        kind: A dataclass of str, bool, int and float.
 
     Raises:
         ConfigError: The folder cannot be made or written.
@@ -87,7 +82,7 @@ def cached(
     value = recall(folder, key, kind)
     if value is None:
         # before the time for measuring is spent
-        parent = _file(folder, key).parent
+        parent = _file(folder).parent
         with _writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
         value = make()
@@ -98,20 +93,9 @@ def cached(
 def recall(
     folder: str | Path | None, key: Mapping[str, JSON], kind: type[Kept]
 ) -> Kept | None:
-    """The value kept under this key; None, with a warning if damaged, without."""
-    file = _file(folder, key)
-    fault = "it does not hold what its name says"
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        if isinstance(content, dict) and content.get("key") == json.loads(_text(key)):
-            return _checked(content.get("value"), kind)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    # the last is how json ends with what is nested deeply
-    except (OSError, ValueError, RecursionError) as error:
-        fault = str(error)
-    warnings.warn(f"{file} is damaged and measured again: {fault}", stacklevel=2)
-    return None
+    """Return the value kept under this key, or None."""
+    value = _read(_file(folder)).get(_name(key))
+    return None if value is None else kind(**value)
 
 
 def keep(folder: str | Path | None, key: Mapping[str, JSON], value: Any) -> None:
@@ -120,20 +104,42 @@ def keep(folder: str | Path | None, key: Mapping[str, JSON], value: Any) -> None
     Raises:
         ConfigError: As for `cached`.
     """
-    file = _file(folder, key)
-    entry = {"key": key, "value": dataclasses.asdict(value)}
-    content = json.dumps(entry, indent=1, allow_nan=False)
+    file = _file(folder)
+    measured = {**_read(file), _name(key): dataclasses.asdict(value)}
+    content = {"hash": _hash(measured), "measured": measured}
     with _writing(file.parent):
-        _write(file, content)
+        _write(file, json.dumps(content, indent=1, allow_nan=False))
 
 
-def _file(folder: str | Path | None, key: Mapping[str, JSON]) -> Path:
+def _file(folder: str | Path | None) -> Path:
     folder = default_folder() if folder is None else Path(folder)
-    return folder / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
+    return folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', cpu_name()).strip('-')}.json"
 
 
-def _text(key: Mapping[str, JSON]) -> str:
-    return json.dumps(key, sort_keys=True, allow_nan=False)
+def _name(key: Mapping[str, JSON]) -> str:
+    return f"{key.get('measures')} {_hash(key)}"
+
+
+def _hash(content: Mapping[str, JSON]) -> str:
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return what was measured; nothing, with a warning, of a file that is not as `keep`
+    wrote it."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        if content["hash"] == _hash(content["measured"]):
+            return dict(content["measured"])
+        fault = "it is not as it was written"
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    # the last is how json ends with what is nested deeply
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        fault = str(error) or type(error).__name__
+    warnings.warn(f"{file} is damaged and measured again: {fault}", stacklevel=2)
+    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,24 +208,6 @@ def cached_hardware(
         device_bytes=device_bytes,
         unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
     )
-
-
-def _checked(value: Any, kind: type[Kept]) -> Kept:
-    """Raise ValueError unless these are the fields of a `kind`; see `cached`."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(value, dict) or value.keys() != fields.keys():
-        raise ValueError(f"its value has not the fields {', '.join(fields)}")
-    types, (least, most) = get_type_hints(kind), PLAUSIBLE
-    for name, field in fields.items():
-        found = value[name]
-        # not isinstance, for which True is 1
-        fits = type(found) is types[name]
-        if fits and types[name] is float:
-            # false for nan too
-            fits = least <= found <= most or found == field.default == 0
-        if not fits:
-            raise ValueError(f"{name} cannot be {found!r:.40}")
-    return kind(**value)
 
 
 def _write(file: Path, content: str) -> None:

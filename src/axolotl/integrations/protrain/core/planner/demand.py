@@ -92,9 +92,9 @@ def trained_work(
         operands += chunk.nbytes
     update_s = update_seconds(own, read, hardware)
     if workload.update is Update.HOST:
-        # masters are made of two halves and halved again, clipping reads and writes
-        updated = own + workload.fp32_master * chunk.payload_16_bit_bytes
-        moved = (ADAM_MOVED_BYTES + 2) * updated + 4 * trained.masters[index]
+        # clipping reads and writes gradients; weights are written beside their masters
+        rounded = workload.fp32_master * chunk.payload_16_bit_bytes
+        moved = (ADAM_MOVED_BYTES + 2) * (own + rounded) + rounded
         update_s = moved / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
         operands = returned = back = 0
     return TrainedWork(

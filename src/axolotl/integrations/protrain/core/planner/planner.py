@@ -21,7 +21,7 @@ from ..types import (
     Trace,
     Workload,
 )
-from .memory import DeviceEstimate, HostEstimate, MemoryModel
+from .memory import DeviceEstimate, HostEstimate
 from .search import Search
 from .seconds import StepTime
 
@@ -88,32 +88,6 @@ class Planner(Search):
         else:
             lower = fastest(peak - 1)
         return self.forecast(replace(lower, origin="notch"))
-
-    def faster(self, plan: Plan, unseen_bytes: int) -> tuple[Planner, Forecast]:
-        """The fastest plan that has on the host what `plan` has there, and its planner.
-
-        Args:
-            plan: What ran.
-            unseen_bytes: What training showed that the device takes beside what is
-                traced; an evaluation keeps the room it has.
-
-        Raises:
-            BudgetError: None fits.
-        """
-        memory = self.memory
-        known = memory.hardware
-        hardware = replace(
-            known,
-            unseen_bytes=unseen_bytes,
-            unneeded_bytes=known.unneeded_bytes
-            + max(known.unseen_bytes - unseen_bytes, 0),
-        )
-        taught = MemoryModel(memory.layout, memory.trace, memory.workload, hardware)
-        planner = Planner(
-            taught, self._times, self._budget, redone_if_paged=self._redone_if_paged
-        )
-        reached = planner._reached(plan, self._budget, frozenset())
-        return planner, planner.forecast(replace(reached, origin="measured"))
 
     def _reached(self, plan: Plan, budget: Budget, movable: Set[int]) -> Plan:
         """The fastest plan to which a session of `plan` can go on."""

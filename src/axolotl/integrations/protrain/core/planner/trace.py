@@ -47,7 +47,6 @@ from ..layout.tensors import hold_quantised, map_tensors, tensors_in
 from ..types import SMALLEST_SWAP_BYTES, Lifetime, Save, Segment, Trace, Work
 from .block_times import BlockSample
 from .emulation import autocast_on_meta
-from .graphs import as_graphs
 from .meta import MetaMode, empty_like, value_of, without_global_hooks
 from .operators import may_multiply, qualified_name, work_of, workspace_bytes
 from .repeats import skipping_repeats
@@ -75,14 +74,9 @@ def trace_step(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     loss_of: Callable[[], Tensor],
-    compiled: bool = False,
 ) -> TracedStep:
     """Run `loss_of` and its backward on a model without weights; draws no random number
     that training would have drawn.
-
-    Of blocks that are `compiled` the graphs say what they save. Inside a graph memory
-    rises as it does operator by operator, those of the block or of the graph, whichever
-    rises less: inductor has kernels for several of either.
 
     Args:
         model: On the meta device, `requires_grad` final, nothing recomputed.
@@ -90,33 +84,8 @@ def trace_step(
         loss_of: Runs the forward and returns the loss.
 
     Raises:
-        TraceError: It does what the meta device cannot, or a graph.
+        TraceError: It does what the meta device cannot.
     """
-    traced = _recorded(model, blocks, loss_of)
-    if not compiled:
-        return traced
-    with as_graphs(block for _, block in blocks):
-        graphs = _recorded(model, blocks, loss_of).trace
-    pairs = zip(traced.trace.segments, graphs.segments, strict=True)
-    segments = tuple(_lower(*pair) for pair in pairs)
-    return replace(traced, trace=replace(graphs, segments=segments))
-
-
-def _lower(segment: Segment, other: Segment) -> Segment:
-    """`segment` with the lower of both rises."""
-    rises = {
-        name: min(getattr(segment, name), getattr(other, name))
-        for name in vars(segment)
-        if name.endswith("peak_bytes")
-    }
-    return replace(segment, **rises)
-
-
-def _recorded(
-    model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    loss_of: Callable[[], Tensor],
-) -> TracedStep:
     recorder = _Recorder(model, blocks)
     try:
         with torch.random.fork_rng(devices=[]):

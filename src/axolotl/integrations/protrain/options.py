@@ -1,12 +1,14 @@
 """What a YAML of Axolotl can change to take less memory or time, as a table.
 
-`axolotl protrain plan --levers` prices each row that is one for a YAML; `cli/fitting.py`
-puts them together. What Axolotl or a model refuses falls out when it is priced.
+`axolotl protrain plan` always prices quick rows, and the others with `--levers`. `--max`,
+`--write` and the refusal before a base is loaded search over the table. What Axolotl or a
+model refuses falls out when it is priced.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,22 +25,74 @@ NUMBERS = (ROUNDING, UPDATES, TRAINING)
 Keys = Mapping[str, Any]
 Settings = Callable[[Any, bool], list[Keys]]
 """Of a validated configuration and whether it is for CUDA: keys and values, the least
-change first; none where that is no lever."""
+change first; none where that is no option."""
+
+
+class Number(NamedTuple):
+    """A number of the YAML under which a model that is built stays the same.
+
+    `asked` is its name for `--max`, which answers in multiples of `stride`. What is less
+    than `least` is no way to make something fit.
+    """
+
+    asked: str
+    key: str
+    stride: int
+    least: int
+
+    def is_set(self, cfg: Any) -> bool:
+        """Whether a YAML has such a number to change."""
+        return bool(cfg[self.key]) and (self.key != "lora_r" or bool(cfg.adapter))
+
+    def at(self, value: int, cfg: Any) -> dict[str, Any]:
+        """Keys for another value: where they can, the effective batch and the scale of an
+        adapter stay."""
+        now, beside, kept, rest = cfg[self.key] or 1, "", 0, 0
+        if self.key == "micro_batch_size":
+            beside = "gradient_accumulation_steps"
+            kept, rest = divmod((cfg[beside] or 1) * now, value)
+        elif self.key == "lora_r":
+            beside = "lora_alpha"
+            kept, rest = divmod((cfg[beside] or 0) * value, now)
+        return {self.key: value, **({beside: kept} if kept and not rest else {})}
+
+    def largest(self, most: int, fits: Callable[[int], bool]) -> int:
+        """The largest multiple of `stride`, up to `most`, that fits; 0 if none does."""
+
+        def is_too_large(count: int) -> bool:
+            return not fits(count * self.stride)
+
+        high, end = 1, most // self.stride
+        while high <= end and not is_too_large(high):
+            high *= 2
+        best = high // 2
+        untried = range(best + 1, min(high, end + 1))
+        return (best + bisect_left(untried, True, key=is_too_large)) * self.stride
+
+
+BATCH = Number("batch", "micro_batch_size", 1, 1)
+RANK = Number("rank", "lora_r", 8, 4)
+LENGTH = Number("seq", "sequence_len", 64, 512)
 
 
 class Option(NamedTuple):
-    """A row. Of rows of one ``group`` a YAML has one at most.
+    """A row. A YAML has one at most of the rows of one `group`.
 
-    ``is_quick``: takes less, by numbers under which a model that is built stays the
-    same. ``package``: what Axolotl does not bring along.
+    A quick row has a `number`, which its settings lower. `package` is what Axolotl does
+    not bring along.
     """
 
     group: str
     numbers: str
     settings: Settings
-    is_quick: bool = False
+    number: Number | None = None
     package: str | None = None
     note: str | None = None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is priced without another model."""
+        return self.number is not None
 
     @property
     def is_here(self) -> bool:
@@ -56,8 +110,6 @@ _LOSSES = (
     "liger_fused_linear_cross_entropy"
 ).split()
 _KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
-_LEAST = {"sequence_len": 512, "lora_r": 4}
-
 
 FUSED_LOSS = "cut_cross_entropy"
 """Takes the least of those that are priced."""
@@ -87,28 +139,33 @@ def _optimizer(name: str, cfg: Any, _on_cuda: bool) -> list[Keys]:
     return [{"optimizer": name}] if is_other else []
 
 
-def _rows(more: int, less: int, cfg: Any, _on_cuda: bool) -> list[Keys]:
-    """The same effective batch in other micro-batches, further and further away."""
-    rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
-    found: list[Keys] = []
-    while rows % less == 0 and steps % more == 0:
-        rows, steps = rows * more // less, steps * less // more
-        keys = {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
-        found.append(keys)
-    return found
+def _halved(number: Number, cfg: Any, _on_cuda: bool) -> list[Keys]:
+    values = (cfg[number.key] >> n for n in range(1, 32)) if number.is_set(cfg) else ()
+    ways = (number.at(value, cfg) for value in values if value >= number.least)
+    # of micro-batches those of the same effective batch
+    return [keys for keys in ways if number is not BATCH or len(keys) > 1]
 
 
-def _halved(key: str, cfg: Any, _on_cuda: bool) -> list[Keys]:
-    if not cfg[key] or (key == "lora_r" and not cfg.adapter):
-        return []
-    values = (cfg[key] >> n for n in range(1, 32))
-    return [{key: n, **_scale(cfg, key, n)} for n in values if n >= _LEAST[key]]
+def _larger_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
+    ways = (BATCH.at((cfg[BATCH.key] or 1) << n, cfg) for n in range(1, 32))
+    return [keys for keys in ways if len(keys) > 1]
 
 
-def _scale(cfg: Any, key: str, value: int) -> Keys:
-    """`lora_alpha` over `lora_r` stays."""
-    alpha, rest = divmod((cfg.lora_alpha or 0) * value, cfg[key])
-    return {"lora_alpha": alpha} if key == "lora_r" and alpha and not rest else {}
+def named(keys: Keys, cfg: Any) -> str:
+    """`sequence_len 8192 -> 1024`, of the key that says most."""
+    key = next(key for key in keys if key != "plugins")
+    value, before = keys[key], getattr(cfg[key], "value", cfg[key])
+    if value is True:
+        return ", ".join(key for key in keys if keys[key] is True)
+    return f"{key} {before} -> {value}"
+
+
+def batch_note(keys: Keys, cfg: Any) -> str | None:
+    """What becomes of the effective batch under another micro-batch."""
+    before, key = cfg.gradient_accumulation_steps or 1, "gradient_accumulation_steps"
+    if BATCH.key not in keys or key in keys:
+        return f"accumulation {before} -> {keys[key]}" if key in keys else None
+    return f"the effective batch becomes {before * keys[BATCH.key]}"
 
 
 def _in_4_bits(cfg: Any, _on_cuda: bool) -> list[Keys]:
@@ -161,10 +218,10 @@ def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] 
 def smaller(cfg: Any) -> Iterator[Keys]:
     """Quick ways to take less: first those under which the training stays the same."""
     least: Keys = {}
-    for lever in OPTIONS:
-        settings = lever.settings(cfg, True) if lever.is_quick else []
+    for option in OPTIONS:
+        settings = option.settings(cfg, True) if option.is_quick else []
         yield from ({**least, **keys} for keys in settings)
-        least = settings[-1] if settings and lever.numbers == ROUNDING else least
+        least = settings[-1] if settings and option.numbers == ROUNDING else least
 
 
 _LIGER, _CUT = "liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin"
@@ -180,18 +237,19 @@ OPTIONS = (
         package="cut_cross_entropy",
     ),
     Option("kernels", ROUNDING, _kernels),
-    Option("rows", ROUNDING, partial(_rows, 1, 2), is_quick=True),
-    Option("rows", ROUNDING, partial(_rows, 2, 1)),
+    Option("rows", ROUNDING, partial(_halved, BATCH), BATCH),
+    Option("rows", ROUNDING, _larger_rows),
     Option("optimizer", UPDATES, partial(_optimizer, "adamw_bnb_8bit")),
     Option("optimizer", UPDATES, partial(_optimizer, "adafactor")),
     Option("base", TRAINING, _in_4_bits),
-    Option("adapter", TRAINING, partial(_halved, "lora_r"), is_quick=True),
+    Option("adapter", TRAINING, partial(_halved, RANK), RANK),
     Option(
         "packing",
         TRAINING,
         _packed,
         note="how many samples a row then holds is a matter of the data",
     ),
-    Option("row", TRAINING, partial(_halved, "sequence_len"), is_quick=True),
+    Option("row", TRAINING, partial(_halved, LENGTH), LENGTH),
 )
 """The least change first; of one group, what takes less later."""
+QUICK = {o.number.asked: o.number for o in OPTIONS if o.number}
