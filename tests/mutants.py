@@ -27,6 +27,9 @@ PACKAGE = Path("src/axolotl/integrations/protrain")
 SLOWEST_S = 120
 """A test that takes longer hangs, which somebody would notice too."""
 
+IMPORTED = ("hypothesis", "torch", "torch._dynamo", "transformers", "peft")
+"""What all tests import, so that no fork has to."""
+
 ORDERING = frozenset(
     "apply_all begin_use changed discard end_use flush forget forget_all hide record "
     "refresh_stale release settle settle_own show_again synchronize unwind wait "
@@ -204,28 +207,29 @@ def start(file: str, text: str, groups: list[list[str]], folder: Path) -> int:
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", "-rfE"]
     options += ["--tb=no", "-p", "no:cacheprovider", "-o", f"timeout={SLOWEST_S}"]
     options += ["-x"] if file else []
-    codes = (pytest.main([*options, *group]) for group in groups if group)
-    if file:
-        next((code for code in codes if code), 0)
-    else:
-        list(codes)
+    codes = (pytest.main([*options, *group]) for group in groups)
+    code = next((int(code) for code in codes if code), 0)
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
 
 
-def failures(folder: Path) -> list[str]:
+def failures(folder: Path, status: int) -> list[str]:
     """Names of tests that have failed, or of files that cannot be imported."""
     output = (folder / "output.txt").read_text("utf-8", "replace")
+    if os.waitstatus_to_exitcode(status) < 0:
+        return ["tests/ends its process"]
     lines = [line.partition(" ") for line in output.splitlines()]
     ends = [end for word, _, end in lines if word in ("FAILED", "ERROR") and "/" in end]
+    if status and not ends:
+        raise SystemExit(f"pytest did not run:\n{output}")
     return [end[end.index("tests/") :].split(" - ")[0] for end in ends]
 
 
 def baseline(tests: list[str]) -> set[str]:
     """Tests and files that fail without any mutant, each said."""
     with tempfile.TemporaryDirectory() as folder:
-        os.waitpid(start("", "", [tests], Path(folder)), 0)
-        broken = set(failures(Path(folder)))
+        _, status = os.waitpid(start("", "", [tests], Path(folder)), 0)
+        broken = set(failures(Path(folder), status))
     for name in sorted(broken):
         print(f"fails without a mutant: {name}", flush=True)
     return broken
@@ -240,34 +244,20 @@ def run(
     while left or running:
         while left and len(running) < jobs:
             mutant, folder = left.pop(), Path(tempfile.mkdtemp())
-            groups = [
-                [*without, *tests]
-                for group in mutant.groups
-                if (tests := [t for t in group if not t.endswith(tuple(broken))])
-            ]
+            fit = (
+                [t for t in g if not t.endswith(tuple(broken))] for g in mutant.groups
+            )
+            groups = [[*without, *tests] for tests in fit if tests]
             process_id = start(mutant.file, mutant.text, groups, folder)
             running[process_id] = mutant, folder, time.perf_counter()
         process_id, status = os.wait()
         if process_id not in running:
             continue
         mutant, folder, began = running.pop(process_id)
-        found = failures(folder) or ["/ends its process"] * bool(status)
+        found = failures(folder, status)
         shutil.rmtree(folder, ignore_errors=True)
         caught = found[0].rpartition("/")[2] if found else ""
         yield mutant, caught, time.perf_counter() - began
-
-
-def import_libraries() -> None:
-    """Import what all tests import, so that each fork has it."""
-    for name in (
-        "hypothesis",
-        "numpy",
-        "torch",
-        "torch._dynamo",
-        "transformers",
-        "peft",
-    ):
-        importlib.import_module(name)
 
 
 def main() -> int:
@@ -286,7 +276,8 @@ def main() -> int:
     if given.list:
         print("\n".join(mutant.name for mutant in chosen))
         return 0
-    import_libraries()
+    for name in IMPORTED:
+        importlib.import_module(name)
     every_test = (t for mutant in chosen for group in mutant.groups for t in group)
     broken = baseline([*dict.fromkeys(every_test)])
     survivors = []
