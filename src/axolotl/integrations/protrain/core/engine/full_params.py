@@ -42,11 +42,12 @@ MOMENTS = {
     "hook of an optimizer's state": "Refused where the host has state: those of "
     "`state_dict` and `load_state_dict`.",
     "hook of a tensor": "Sees and may change the gradient of a micro-batch, and sees its "
-    "block's weights. Whoever computes with `.grad`, the sum so far, is refused.",
+    "block's weights, unless the tensor is what the block returns. A computation with "
+    "`.grad`, the sum so far, is refused.",
     "hook of an accumulated gradient": "Refused, at opening or where it computes.",
     "hook of a module, forward or backward": "Sees the weights of its block and those "
-    "outside of blocks. `full_params` is refused, and so is a write to a paged weight; weights "
-    "of other blocks are not there, which nobody notices.",
+    "outside of blocks. `full_params` is refused, and so is a write to a paged weight; "
+    "weights of other blocks are not there, which nobody notices.",
     "any other code between passes": "Has to enter `full_params`. A write outside is an "
     "error in the next pass, a read is not noticed.",
 }

@@ -186,9 +186,7 @@ class Step:
     def after_block(self, block: int, direction: Direction) -> None:
         """The forward of a block has ended, or failed."""
         if self.slots.block == block:
-            for chunk in self.layout.blocks[block].chunks:
-                if self.slots.slot_of(chunk) is not None:
-                    self.store.require_unwritten(self.layout.chunks[chunk])
+            self._require_unwritten()
             self.slots.end_use()
             if self._prefetch_held:
                 self._prefetch(block, direction)
@@ -210,6 +208,7 @@ class Step:
                     "protrain_auto_memory: false."
                 )
             # see Note [The end of a block in backward]
+            self._require_unwritten()
             self.slots.end_use()
         for chunk in self.slots.missing(block):
             self.counters.num_misses += 1
@@ -226,6 +225,13 @@ class Step:
         elif self.swap is not None:
             self.swap.open_backward(block)
         self._prefetch(block, direction)
+
+    def _require_unwritten(self) -> None:
+        """Refuse writes to the weights of the block in use, which its slots would lose."""
+        if self.slots.block is not None:
+            for chunk in self.layout.blocks[self.slots.block].chunks:
+                if self.slots.slot_of(chunk) is not None:
+                    self.store.require_unwritten(self.layout.chunks[chunk])
 
     def _prefetch(self, block: int, direction: Direction) -> None:
         """Fetch chunks ahead of a block; see Note [From forward to backward]."""
@@ -328,6 +334,7 @@ class Step:
             engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
+        self._require_unwritten()
         self.store.remember()
         self.full_params.show_again()
 
