@@ -831,6 +831,11 @@ def inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
     session.model(batches(1)[0])
 
 
+def state_inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
+    session.model.layers[1].register_forward_hook(lambda *_: paged.state_dict())
+    session.model(batches(1)[0])
+
+
 def between_passes(session: Session, paged: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         session.model.get_parameter("layers.2.up.weight").mul_(0.5)
@@ -857,6 +862,11 @@ REFUSED: dict[str, Any] = {
     ),
     "in a pass": (
         inside_a_pass,
+        "hook of a module, forward or backward",
+        "between two",
+    ),
+    "state in a pass": (
+        state_inside_a_pass,
         "hook of a module, forward or backward",
         "between two",
     ),

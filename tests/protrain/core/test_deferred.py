@@ -1,7 +1,6 @@
 """Updates on the device, as late as the weights are used: what the plain run computes.
 
-Every optimizer, what may happen between a step and its updates, and errors and interrupts
-at each of their lines.
+Every optimizer, and what may happen between a step and its updates.
 """
 
 from __future__ import annotations
@@ -341,20 +340,6 @@ def reads_weights(run: Run) -> Any:
     return flat(run.model.state_dict())
 
 
-def reads_in_the_middle_of_a_forward(run: Run) -> Any:
-    found: list[Tensor] = []
-
-    def read(*_: Any) -> None:
-        found.extend(flat(run.model.state_dict()))
-        found.extend(flat(run.optimizer.state_dict()))
-
-    handle = run.model.layers[1].register_forward_hook(read)
-    with torch.no_grad():
-        run.model(DATA[4][0])
-    handle.remove()
-    return found
-
-
 def looks(run: Run) -> Any:
     with run.session.full_params() if run.session else nullcontext():
         return [p.detach().clone() for p in run.model.parameters()]
@@ -489,7 +474,6 @@ ACTS = [
     edits_groups,
     reads_the_state,
     reads_weights,
-    reads_in_the_middle_of_a_forward,
     looks,
     writes,
     copies,
