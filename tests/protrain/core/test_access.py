@@ -969,3 +969,38 @@ def test_another_optimizer_of_this_class_is_a_plain_one(
             session.close()
         runs.append([*seen, every_norm(model)])
     assert runs[0] == runs[1]
+
+
+class GivesNone(torch.autograd.Function):
+    """Takes a weight and gives no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("earlier", (False, True))
+def test_a_weight_whose_node_gives_no_gradient_keeps_what_it_has(earlier: bool) -> None:
+    model = stack()
+    session = open_session(model)
+    optimizer = wrapped(session)
+    train(model, optimizer, [batches(1)], session)
+    layer = model.layers[1]
+    if earlier:
+        model(batches(1)[0]).backward()
+        with session.full_params():
+            before = layer.extra.grad.clone()
+    layer.use_extra = False
+    layer.register_forward_hook(lambda *args: GivesNone.apply(args[2], layer.extra))
+    model(batches(1)[0]).backward()
+    with session.full_params():
+        assert (
+            torch.equal(layer.extra.grad, before)
+            if earlier
+            else (layer.extra.grad is None)
+        )
+    session.close()

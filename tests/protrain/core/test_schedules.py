@@ -88,7 +88,8 @@ class Reads(torch.autograd.Function):
         given: list[Tensor | None] = []
         for number, (name, param) in enumerate(layer.named):
             given.append(None)
-            if ctx.needs_input_grad[2 + number]:
+            # a node may give none
+            if ctx.needs_input_grad[2 + number] and name not in layer.truth.absent:
                 given[-1] = torch.full(param.shape, float("nan"))
                 layer.truth.fill(given[-1], value)
                 sums = layer.truth.sums
@@ -115,8 +116,7 @@ class Layer(nn.Module):
         return float(len(self.named) + len(self.truth.values))
 
     def forward(self, x: Tensor) -> Tensor:
-        arrives = {n for n, _ in self.named if self.adds and n not in self.truth.absent}
-        weights = [p if n in arrives else p.detach() for n, p in self.named]
+        weights = [p if self.adds else p.detach() for _, p in self.named]
         return Reads.apply(x, self, *weights)
 
 
@@ -202,7 +202,6 @@ class Schedules(RuleBasedStateMachine):
         adds = not (self.queued and (self.truth.sums or self.losses))
         for layer in self.model.layers:
             layer.adds = adds
-        # what the loss does not depend on has no gradient
         names = st.sets(st.sampled_from([*self.truth.values]), max_size=2)
         self.truth.absent = self.draw(st.just(set()) | names)
         self.losses.append(self.model(self.orders()))
