@@ -81,12 +81,10 @@ def stepped(cfg: Any) -> dict[str, tuple[int, ...]]:
         optimizer.step()
     apart = ("state", "param_groups")
     own = {k: v for k, v in vars(optimizer).items() if k not in apart}
-    shared = {leaf.tensor.data_ptr() for leaf in state_tensors(own)}
+    shared = {place.tensor.data_ptr() for place in state_tensors(own)}
     found = {}
     for name, param in named.items():
-        tensors = (
-            leaf.tensor for leaf in state_tensors(optimizer.state.get(param, {}))
-        )
+        tensors = (p.tensor for p in state_tensors(optimizer.state.get(param, {})))
         found[name] = tuple(t.nbytes for t in tensors if t.data_ptr() not in shared)
     return found
 

@@ -831,6 +831,11 @@ def inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
     session.model(batches(1)[0])
 
 
+def state_inside_a_pass(session: Session, paged: torch.optim.Optimizer) -> None:
+    session.model.layers[1].register_forward_hook(lambda *_: paged.state_dict())
+    session.model(batches(1)[0])
+
+
 def between_passes(session: Session, paged: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         session.model.get_parameter("layers.2.up.weight").mul_(0.5)
@@ -857,6 +862,11 @@ REFUSED: dict[str, Any] = {
     ),
     "in a pass": (
         inside_a_pass,
+        "hook of a module, forward or backward",
+        "between two",
+    ),
+    "state in a pass": (
+        state_inside_a_pass,
         "hook of a module, forward or backward",
         "between two",
     ),
@@ -959,3 +969,38 @@ def test_another_optimizer_of_this_class_is_a_plain_one(
             session.close()
         runs.append([*seen, every_norm(model)])
     assert runs[0] == runs[1]
+
+
+class GivesNone(torch.autograd.Function):
+    """Takes a weight and gives no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("earlier", (False, True))
+def test_a_weight_whose_node_gives_no_gradient_keeps_what_it_has(earlier: bool) -> None:
+    model = stack()
+    session = open_session(model)
+    optimizer = wrapped(session)
+    train(model, optimizer, [batches(1)], session)
+    layer = model.layers[1]
+    if earlier:
+        model(batches(1)[0]).backward()
+        with session.full_params():
+            before = layer.extra.grad.clone()
+    layer.use_extra = False
+    layer.register_forward_hook(lambda *args: GivesNone.apply(args[2], layer.extra))
+    model(batches(1)[0]).backward()
+    with session.full_params():
+        assert (
+            torch.equal(layer.extra.grad, before)
+            if earlier
+            else (layer.extra.grad is None)
+        )
+    session.close()

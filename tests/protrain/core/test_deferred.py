@@ -1,7 +1,6 @@
 """Updates on the device, as late as the weights are used: what the plain run computes.
 
-Every optimizer, what may happen between a step and its updates, and errors and interrupts
-at each of their lines.
+Every optimizer, and what may happen between a step and its updates.
 """
 
 from __future__ import annotations

@@ -35,10 +35,14 @@ from core_models import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axolotl.integrations.protrain.core.engine.device import CpuDevice, asked_bytes
+from axolotl.integrations.protrain.core.engine.device import (
+    CpuDevice,
+    asked_bytes,
+    is_shortage,
+)
 from axolotl.integrations.protrain.core.engine.gradients import Gradients
 from axolotl.integrations.protrain.core.engine.session import Session
-from axolotl.integrations.protrain.core.errors import CheckpointError
+from axolotl.integrations.protrain.core.errors import CheckpointError, ProTrainError
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
 from axolotl.integrations.protrain.recovery import Shortage, StepRecovery
@@ -452,6 +456,28 @@ def test_an_update_ends_half_done(failure: Failure) -> None:
             caught(run.session.close),
         ]
     assert len([name for name in raised if name]) == 1
+    session = weakref.ref(run.session)
+    del run
+    census.check(faulty, session)
+
+
+@pytest.mark.parametrize("error", [broken, no_memory])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_an_update_that_does_not_come_home_ends_the_run(nth: int, error: Any) -> None:
+    """No step is repeated; some of the chunk is old on the host, so its name is said."""
+    model, faulty = stack(width=WIDTH), FaultyDevice()
+    census = Census(model)
+    failure = Failure(device("offload", nth, error), PAGED)
+    run = opened(failure, model, faulty)
+    run.step(DATA[0], iter(()))
+    failure.arm(run)
+    says = r"embed\.weight: its update could not be copied to the host .* Resume from"
+    with pytest.raises(ProTrainError, match=says) as raised:
+        run.step(DATA[1], iter([NOTCHED]))
+    assert not is_shortage(raised.value)
+    del raised
+    run.model.zero_grad()
+    assert caught(run.session.close) == ""
     session = weakref.ref(run.session)
     del run
     census.check(faulty, session)

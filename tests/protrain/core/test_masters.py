@@ -224,18 +224,18 @@ def test_a_state_with_masters_needs_them_and_the_reverse() -> None:
 
 
 def test_masters_of_weights_that_are_loaded_are_these() -> None:
+    """Where a weight is loaded as it was, its master stays, too."""
     for update in Update:
         session = opened(update)
         optimizer = wrapped(session, lr=1e-4)
         train(session.model, optimizer, [batches(1)], session)
+        own = copy.deepcopy(optimizer.state_dict())["state"]
         loaded = weights(stack(seed=3, dtype=torch.bfloat16))
-        before = copy.deepcopy(optimizer.state_dict()["state"])
         session.model.load_state_dict(loaded)
         saved = optimizer.state_dict()["state"]
         for number, weight in enumerate(adamw_order(session)):
-            # a master is kept where its weight is what it was
-            old, new = before[number]["master"], loaded[weight]
-            expected = torch.where(old.bfloat16() == new, old, new.float())
+            before, now = own[number]["master"], loaded[weight]
+            expected = torch.where(before.bfloat16() == now, before, now.float())
             assert torch.equal(saved[number]["master"], expected)
         session.close()
 

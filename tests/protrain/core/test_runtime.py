@@ -1,4 +1,4 @@
-"""Slots, pager, arena and the host thread on the CPU device, nothing mocked."""
+"""The host thread, the pool of host memory and devices, nothing mocked."""
 
 from __future__ import annotations
 
@@ -7,95 +7,27 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
-from axolotl.integrations.protrain.core.engine.pager import Pager
 from core_models import checked, layouts
-from hypothesis import given, strategies as st
-from torch import Tensor
+from hypothesis import given
 
 from axolotl.integrations.protrain.core.engine.device import (
     CpuDevice,
     CudaDevice,
-    Device,
     allocator_note,
     asked_bytes,
     expand_segments,
     open_device,
 )
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
-from axolotl.integrations.protrain.core.errors import LayoutError
-from axolotl.integrations.protrain.core.layout import (
-    Direction,
-    Schedule,
-)
 from axolotl.integrations.protrain.core.layout.shards import PAGE_BYTES
 from axolotl.integrations.protrain.core.types import Chunk, Layout, TensorSpec
 
 WAIT_S = 20.0
 """Longer than anything here takes: what would hang fails instead."""
-
-
-class Rig(NamedTuple):
-    """A pager with everything that it needs."""
-
-    device: Device
-    pager: Pager
-    schedule: Schedule
-    slots: list[Slot]
-    sources: list[Tensor]
-    num_blocks: int
-
-    def reads(self, chunk: int) -> Tensor:
-        """What a kernel would read now."""
-        slot = self.slots[self.schedule.slot_of(chunk)]
-        return slot.buffer[: self.sources[chunk].numel()]
-
-    def holds(self, chunk: int) -> bool:
-        return self.slots[self.schedule.slot_of(chunk)].holds == chunk
-
-    def nests(self, block: int, direction: Direction, forward_runs: bool) -> bool:
-        """Whether a forward would begin inside that of another block."""
-        other = self.pager.window not in (None, block)
-        return other and forward_runs and direction is not Direction.BACKWARD
-
-    def assert_readable(self, block: int) -> None:
-        for chunk in self.schedule.needed(block):
-            assert torch.equal(self.reads(chunk), self.sources[chunk])
-
-
-def build(
-    chunks: list[int],
-    num_slots: int,
-    sizes: list[int] | None = None,
-    worker: HostWorker | None = None,
-) -> Rig:
-    """Chunk n is bytes of n + 1, which is nobody's poison."""
-    ends = [sum(chunks[: n + 1]) for n in range(len(chunks))]
-    blocks = [range(end - own, end) for end, own in zip(ends, chunks, strict=True)]
-    sizes = sizes or [16] * sum(chunks)
-    sources = [
-        torch.full((size,), number + 1, dtype=torch.uint8)
-        for number, size in enumerate(sizes)
-    ]
-    device = checked()
-    slots = [
-        Slot(device.allocate(max(sizes[n::num_slots], default=0)), device)
-        for n in range(num_slots)
-    ]
-    schedule = Schedule(blocks, num_slots)
-    pager = Pager(
-        schedule,
-        slots,
-        sources,
-        wait_update=worker.wait if worker else lambda chunk: None,
-        update_pending=worker.pending if worker else lambda chunk: False,
-    )
-    return Rig(device, pager, schedule, slots, sources, len(chunks))
 
 
 class Broken(Exception):
@@ -111,192 +43,6 @@ def worker() -> Iterator[HostWorker]:
     worker = HostWorker(checked())
     yield worker
     worker.close()
-
-
-@st.composite
-def rigs(draw: st.DrawFn) -> Rig:
-    chunks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any))
-    num_slots = draw(st.integers(max(chunks), sum(chunks)))
-    size = st.integers(1, 30)
-    sizes = draw(st.lists(size, min_size=sum(chunks), max_size=sum(chunks)))
-    return build(chunks, num_slots, sizes)
-
-
-@given(rigs(), st.data())
-def test_an_open_window_holds_its_bytes(rig: Rig, data: st.DataObject) -> None:
-    """Any order of blocks and directions, windows left open, writes on the host.
-
-    Only a forward inside another block's forward is refused: that window must stay.
-    """
-    addresses = [slot.buffer.data_ptr() for slot in rig.slots]
-    forward_runs = False
-    block = st.integers(0, rig.num_blocks - 1)
-    chunk = st.integers(0, rig.schedule.num_chunks - 1)
-    actions = st.sampled_from(["open", "close", "close, look ahead", "write", "load"])
-    for action in data.draw(st.lists(actions, max_size=25)):
-        direction = data.draw(st.sampled_from(Direction))
-        if action == "open":
-            opened, before = data.draw(block), rig.pager.window
-            if rig.nests(opened, direction, forward_runs):
-                with pytest.raises(LayoutError, match="called inside block"):
-                    rig.pager.open(opened, direction)
-                assert rig.pager.window == before
-            else:
-                rig.pager.open(opened, direction)
-                assert rig.pager.window == opened
-                if before != opened:
-                    forward_runs = direction is not Direction.BACKWARD
-        elif action == "close":
-            rig.pager.close(data.draw(block))
-        elif action == "close, look ahead":
-            rig.pager.close(data.draw(block), direction)
-        elif action == "write":
-            written = data.draw(chunk)
-            rig.pager.close_any()
-            rig.sources[written].random_(0, 255)
-            rig.pager.forget(written)
-        else:
-            rig.device.synchronize()
-            for source in rig.sources:
-                source.random_(0, 255)
-            rig.pager.forget_all()
-        if rig.pager.window is not None:
-            rig.assert_readable(rig.pager.window)
-    assert [slot.buffer.data_ptr() for slot in rig.slots] == addresses
-
-
-@given(rigs(), st.data())
-def test_counters(rig: Rig, data: st.DataObject) -> None:
-    """Fetches, their bytes and misses, against slots that are a dict."""
-    held: dict[int, int] = {}
-    window, fetched, misses = None, [], 0
-    visit = st.tuples(
-        st.integers(0, rig.num_blocks - 1), st.sampled_from(Direction), st.booleans()
-    )
-
-    def fetch(chunk: int) -> bool:
-        slot = rig.schedule.slot_of(chunk)
-        if held.get(slot) == chunk:
-            return False
-        held[slot] = chunk
-        fetched.append(chunk)
-        return True
-
-    for block, direction, close in data.draw(st.lists(visit, max_size=15)):
-        if window != block:
-            rig.pager.close_any()
-            misses += sum(fetch(chunk) for chunk in rig.schedule.needed(block))
-            for chunk in rig.schedule.ahead(block, direction):
-                fetch(chunk)
-        rig.pager.open(block, direction)
-        window = block
-        if close:
-            rig.pager.close(block)
-            window = None
-        assert rig.pager.window == window
-    assert rig.pager.counters.num_fetches == len(fetched)
-    assert rig.pager.counters.fetched_bytes == sum(
-        rig.sources[c].numel() for c in fetched
-    )
-    assert rig.pager.counters.num_misses == misses
-
-
-def test_a_sweep_misses_only_once() -> None:
-    """One slot more than a block needs hides every fetch but the first."""
-    rig = build([1] * 6, num_slots=2)
-    for _ in range(3):
-        for block in range(6):
-            rig.pager.open(block, Direction.FORWARD)
-            rig.pager.close(block, Direction.FORWARD)
-        for block in reversed(range(6)):
-            rig.pager.open(block, Direction.BACKWARD)
-    assert rig.pager.counters.num_misses == 1
-    assert rig.pager.counters.num_fetches == 6 + 5 * 4
-
-
-def test_close_is_idempotent() -> None:
-    rig = build([1, 1, 1], num_slots=2)
-    rig.pager.close_any()
-    rig.pager.close(1)
-    rig.pager.open(1, Direction.FORWARD)
-    rig.pager.close(0)
-    assert rig.pager.window == 1
-    rig.pager.close(1)
-    fetches = rig.pager.counters.num_fetches
-    rig.pager.close(1, Direction.BACKWARD)
-    rig.pager.close_any()
-    assert rig.pager.window is None
-    assert rig.pager.counters.num_fetches == fetches
-
-
-def test_a_closed_window_reads_another_chunk_or_poison() -> None:
-    """Why nothing may read outside a window, and how a test would notice."""
-    rig = build([1, 1, 1], num_slots=1, sizes=[8, 8, 4])
-    assert rig.reads(0).view(torch.float32).isnan().all()
-    rig.pager.open(0, Direction.BACKWARD)
-    rig.pager.open(1, Direction.BACKWARD)
-    assert torch.equal(rig.reads(0), rig.sources[1])
-    rig.pager.open(2, Direction.BACKWARD)
-    assert torch.equal(rig.reads(0)[:4], rig.sources[2])
-    assert rig.reads(0)[4:].view(torch.float32).isnan().all()
-
-
-class Gate:
-    """A host task that waits to be let through, then writes."""
-
-    def __init__(self, target: Tensor, value: int) -> None:
-        self.open = threading.Event()
-        self.started = threading.Event()
-        self._target, self._value = target, value
-
-    def __call__(self) -> None:
-        self.started.set()
-        assert self.open.wait(WAIT_S)
-        self._target.fill_(self._value)
-
-
-def test_what_is_being_updated_is_not_fetched_ahead(worker: HostWorker) -> None:
-    rig = build([1] * 4, num_slots=3, worker=worker)
-    gate = Gate(rig.sources[1], 77)
-    worker.submit(gate, changes=1)
-    rig.pager.open(0, Direction.FORWARD)
-    assert gate.started.wait(WAIT_S)
-    # nor anything after it: the copies would overtake each other
-    assert [rig.holds(chunk) for chunk in range(4)] == [True, False, False, False]
-
-    gate.open.set()
-    worker.drain()
-    rig.pager.close(0, Direction.FORWARD)
-    assert rig.holds(1) and rig.holds(2)
-    assert rig.pager.counters.num_misses == 1
-    assert torch.equal(rig.reads(1), torch.full((16,), 77, dtype=torch.uint8))
-
-
-def test_a_fetch_waits_for_the_update(worker: HostWorker) -> None:
-    rig = build([1, 1], num_slots=1, worker=worker)
-    gate = Gate(rig.sources[1], 77)
-    worker.submit(gate, changes=1)
-    timer = threading.Timer(0.05, gate.open.set)
-    timer.start()
-    rig.pager.open(1, Direction.FORWARD)
-    assert gate.open.is_set()
-    rig.assert_readable(1)
-    assert rig.reads(1)[0] == 77
-    assert worker.waited_s > 0
-    assert not worker.pending(1)
-    timer.join()
-
-
-def test_a_failed_update_does_not_leave_a_window_open(worker: HostWorker) -> None:
-    rig = build([1, 1], num_slots=1, worker=worker)
-    rig.pager.open(0, Direction.FORWARD)
-    rig.pager.close(0)
-    worker.submit(broken, changes=1)
-    with pytest.raises(Broken):
-        rig.pager.open(1, Direction.FORWARD)
-    assert rig.pager.window is None
-    rig.pager.open(1, Direction.FORWARD)
-    rig.assert_readable(1)
 
 
 # host worker
@@ -378,35 +124,35 @@ def test_close_finishes_the_queue_and_ends_the_thread() -> None:
         worker.submit(lambda: None)
 
 
-# arena, device
+# pool, device
 
 
 @given(layouts())
-def test_arena_keeps_chunks_apart(layout: Layout) -> None:
-    arena = HostPool()
-    arena.add(layout.chunks)
+def test_a_pool_keeps_chunks_apart(layout: Layout) -> None:
+    pool = HostPool()
+    pool.add(layout.chunks)
     for chunk in layout.chunks:
-        arena.chunk(chunk.index).fill_(chunk.index + 1)
+        pool.chunk(chunk.index).fill_(chunk.index + 1)
     for chunk in layout.chunks:
-        whole = arena.chunk(chunk.index)
+        whole = pool.chunk(chunk.index)
         assert whole.numel() == chunk.nbytes
         assert (whole == chunk.index + 1).all()
         for spec in chunk.tensors:
-            tensor = arena.tensor(chunk.index, spec)
+            tensor = pool.tensor(chunk.index, spec)
             assert tensor.shape == spec.shape and tensor.dtype == spec.dtype
             assert tensor.data_ptr() == whole.data_ptr() + spec.offset
             assert tensor.untyped_storage().nbytes() == spec.nbytes
-    gaps = arena.nbytes - sum(c.nbytes for c in layout.chunks)
+    gaps = pool.nbytes - sum(c.nbytes for c in layout.chunks)
     assert 0 <= gaps <= PAGE_BYTES * len(layout.chunks)
 
 
-def test_an_arena_lives_as_long_as_its_tensors() -> None:
+def test_a_pool_lives_as_long_as_its_tensors() -> None:
     spec = TensorSpec("weight", (1 << 16,), torch.float32, 0)
     chunk = Chunk(0, 0, False, (spec,), spec.nbytes)
-    arena = HostPool()
-    arena.add([chunk])
-    tensor = arena.tensor(0, spec).fill_(3.0)
-    del arena
+    pool = HostPool()
+    pool.add([chunk])
+    tensor = pool.tensor(0, spec).fill_(3.0)
+    del pool
     assert (tensor == 3.0).all()
 
 

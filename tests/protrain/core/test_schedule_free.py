@@ -10,6 +10,8 @@ import torch
 from core_models import Stack, batches, open_session, stack, train, twin
 from test_optimizer import PLANS, assert_same_state
 
+from axolotl.integrations.protrain.core.types import Update
+
 KINDS = {
     "AdamW": (schedulefree.AdamWScheduleFree, {"warmup_steps": 3}),
     "AdamW, one by one": (schedulefree.AdamWScheduleFree, {"foreach": False}),
@@ -68,10 +70,11 @@ def test_evaluation_sees_the_mean_and_training_goes_on(kind: str, plan: str) -> 
         assert torch.equal(mine, other)
 
 
-def test_sums_between_two_micro_batches_outlast_an_evaluation() -> None:
+@pytest.mark.parametrize("update", Update)
+def test_sums_between_two_micro_batches_outlast_an_evaluation(update: Update) -> None:
     model = stack()
     plain = twin(model)
-    session = open_session(model, **PLANS["all paged"])
+    session = open_session(model, update=update, **PLANS["all paged"])
     ours = session.wrap_optimizer(schedulefree.SGDScheduleFree(model.parameters()))
     theirs = schedulefree.SGDScheduleFree(plain.parameters())
     for trained, optimizer in ((model, ours), (plain, theirs)):

@@ -84,6 +84,8 @@ class GradPlaceholders:
             for spec, param in zip(host.chunk.tensors, host.params, strict=True)
         ]
         self._spent: set[int] = set()
+        # where a placeholder made room
+        self._emptied: set[int] = set()
         self._shown: dict[int, Tensor] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
 
@@ -119,18 +121,22 @@ class GradPlaceholders:
             if param.grad is None:
                 gradients.drop(self.host, index)
         self.require_unspent(index)
-        if param.grad is None or is_last:
+        self._emptied.discard(index)
+        if param.grad is not None and is_last:
+            self._emptied.add(index)
             param.grad = None
-        else:
+        elif param.grad is not None:
             self.placeholders[index].awaited_by = torch._C._current_graph_task_id()
 
     def arrived(self, index: int) -> Tensor | None:
-        """The gradient that autograd has made."""
+        """The gradient that autograd has made, None where a node gave none."""
         gradient, placeholder = self.host.params[index].grad, self.placeholders[index]
         if gradient is placeholder:
             gradient, placeholder.arrived = placeholder.arrived, None
             placeholder.awaited_by = -1
-        self.put(index)
+            return gradient
+        if gradient is not None or index in self._emptied:
+            self.put(index)
         return gradient
 
     @property

@@ -142,6 +142,8 @@ class Slot:
 
     def fetch(self, chunk: int, source: Tensor) -> None:
         """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
+        # an error in the middle leaves it empty
+        self.holds = None
         stream = self._device.fetch
         stream.wait(self._last_use)
         if self._written_back is not None:
@@ -273,22 +275,26 @@ class Slots:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
         source = self._pool.share(self._layout.chunks[chunk])
-        if slot.holds is not None:
-            if self._states[slot.holds] is ChunkState.IN_USE:
-                raise LayoutError(
-                    f"chunk {chunk} into the slot of {slot.holds}, in use"
-                )
-            self._becomes(slot.holds, ChunkState.ON_HOST)
+        other = slot.holds
+        if other is not None and self._states[other] is ChunkState.IN_USE:
+            raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")
         self._becomes(chunk, ChunkState.FETCHING)
-        slot.fetch(chunk, source)
+        if other is not None:
+            self._becomes(other, ChunkState.ON_HOST)
+        try:
+            slot.fetch(chunk, source)
+        except BaseException:
+            # raised again as it is
+            self._becomes(chunk, ChunkState.ON_HOST)
+            raise
         self._counters.fetched_bytes += source.nbytes
         self._counters.num_fetches += 1
 
     def begin_use(self, block: int) -> None:
         """Make the weights of a block readable, whose chunks are all there or coming."""
         for chunk in self._needed[block]:
-            self._slots[chunk].begin_use()
             self._becomes(chunk, ChunkState.IN_USE)
+            self._slots[chunk].begin_use()
         self.block = block
 
     def end_use(self) -> None:
@@ -308,8 +314,8 @@ class Slots:
         slot = self._slots[chunk]
         if slot.holds != chunk:
             self.fetch(chunk)
-        slot.begin_use()
         self._becomes(chunk, ChunkState.IN_USE)
+        slot.begin_use()
         try:
             yield
         finally:
@@ -319,9 +325,11 @@ class Slots:
 
     def begin_update(self, chunk: int) -> None:
         """Forget what the slot of a chunk holds: a queued update changes the host copy."""
-        if chunk in self._slots:
-            self.forget(chunk)
+        slot = self._slots.get(chunk)
+        if slot is not None:
             self._becomes(chunk, ChunkState.UPDATING)
+            if slot.holds == chunk:
+                slot.holds = None
 
     def end_update(self, chunk: int) -> None:
         """Note that the host copy of a chunk has its last update."""

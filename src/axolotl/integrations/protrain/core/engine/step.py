@@ -465,6 +465,7 @@ class Step:
         if own.recorded is None:
             return
         if not self.updates.defers:
+            self._require_between_passes()
             self._queue_update(own)
             self._wait_update(index)
             return
