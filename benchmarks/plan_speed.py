@@ -1,8 +1,9 @@
 """How long the search and `axolotl protrain plan` take, and in how much memory.
 
-Limits: searches of an 80-block model take 1 s (median) and 3 s (longest); 15 s and 3 GB
-for a plan from the command line, imports included. Nothing is downloaded: the models are configurations
-written here. Exits with 1 when a limit does not hold.
+Limits: searches of an 80-block model take 1 s (median) and 3 s (longest); a plan with its
+alternatives from the command line takes 8 s of the processor beside Axolotl's imports, and
+3 GB. Nothing is downloaded: the models are configurations written here. Exits with 1 when a
+limit does not hold.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import operator
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from axolotl.integrations.protrain.core.types import Budget, Update, Workload, W
 
 SEARCH_LIMITS_S = 1.0, 3.0
 """Of the median and of the longest."""
-PLAN_LIMIT_S, PLAN_LIMIT_BYTES = 15.0, 3e9
+PLAN_LIMIT_S, PLAN_LIMIT_BYTES = 8.0, 3e9
 HOST_BYTES = 2048 << 30
 # also where the package is on the path and not installed, so without entry points
 AXOLOTL = """
@@ -177,12 +179,13 @@ def plan(path: Path, gpu: str) -> tuple[float, float, int, dict[str, Any]]:
 
 
 def import_seconds() -> float:
-    """Of a process that only imports Axolotl."""
-    start = time.perf_counter()
+    """Seconds of the processor of a process that only imports Axolotl."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", IMPORTS]
     subprocess.run(command, check=True, capture_output=True, env=environment)
-    return time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def search_times(full: bool, ranks: int, rounds: int) -> list[float]:
@@ -260,19 +263,20 @@ def main() -> None:
             f"longest of {len(seconds)} {found[1]:.3f} s",
             flush=True,
         )
-    print(f"importing Axolotl alone: {import_seconds():.1f} s")
+    imports = import_seconds()
+    print(f"importing Axolotl alone: {imports:.1f} s of the processor")
     for name, (config, settings) in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
             wall, busy, peak, answer = plan(
                 yaml_of(Path(folder), config, settings), options.gpu
             )
-        late |= wall > PLAN_LIMIT_S or peak > PLAN_LIMIT_BYTES
+        late |= busy - imports > PLAN_LIMIT_S or peak > PLAN_LIMIT_BYTES
         print(
-            f"{name:20} {wall:5.1f} s ({busy:.1f} s busy) {peak / 1e9:5.2f} GB  "
+            f"{name:20} {wall:5.1f} s ({busy:.1f} s of the processor) {peak / 1e9:5.2f} GB  "
             f"{answer['verdict']}  {answer.get('reason') or ''}"[:110]
         )
     print(
-        f"limits: {SEARCH_LIMITS_S} s; {PLAN_LIMIT_S:.0f} s, "
+        f"limits: {SEARCH_LIMITS_S} s; {PLAN_LIMIT_S:.0f} s beside imports, "
         f"{PLAN_LIMIT_BYTES / 1e9:.0f} GB"
     )
     sys.exit(late)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,6 +104,27 @@ def test_the_direction_has_no_cycle() -> None:
             targets |= {far for near in targets for far in reachable[near]}
     cyclic = {part for part, targets in reachable.items() if part in targets}
     assert not cyclic - {"session"}
+
+
+def test_modules_around_core_import_in_no_circle() -> None:
+    """Neither in functions nor for types."""
+    root = CORE.parent
+    modules = {
+        path.relative_to(root).with_suffix("").parts: path
+        for path in root.rglob("*.py")
+        if CORE not in path.parents
+    }
+    graph = {}
+    for name, path in modules.items():
+        targets = graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                above = name[: len(name) - node.level]
+                above += tuple(node.module.split(".")) if node.module else ()
+                # a name may be a module's own, or a module
+                found = {above, *((*above, alias.name) for alias in node.names)}
+                targets |= (found & modules.keys()) - {name}
+    TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("room", ["planning.py", "offline", "cli"])

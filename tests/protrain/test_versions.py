@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from axolotl.loaders.model import ModelLoader
 from axolotl.utils.dict import DictDefault
 from torch import nn
 from transformers import Trainer
 
 from axolotl.integrations.protrain import versions
+from axolotl.integrations.protrain.cli import doctor
 from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.plugin import ProTrainPlugin
 
@@ -22,16 +25,35 @@ SRC = Path(versions.__file__).parent
 LISTED = {"plugins": ["axolotl.integrations.protrain.ProTrainPlugin"]}
 
 ELSEWHERE = {
+    # read where it is, by DDP and by a model's own blocks
+    "_can_checkpoint_with_cache",
+    "_ddp_params_and_buffers_to_ignore",
+    "_model_mapping",
+    "_schedulers",
+    "_wrapped_by_lr_sched",
     # imported after all plugins are registered, whose arguments are merged in
     "_set_base_training_args",
     # of instances
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
     "_parameters",
     "_untyped_storage",
-    # public, of os
+    # public, of os and of tuples with names
     "_exit",
+    "_fields",
+    # keys of files of others
+    "_last_lr",
+    "_name_or_path",
 }
+OURS = {"_evicted", "_incomplete", "_last", "_lock", "_replaced", "_value"}
+"""Strings that name files and attributes of this package."""
+PARTS = set(
+    "_bytes _file _gib _global _global_ _hooks _kernel _optimizer_ _override _sq".split()
+)
+"""Beginnings and ends of names."""
 
 
 @pytest.mark.parametrize(
@@ -64,6 +86,17 @@ def test_what_is_missing_is_named_when_the_plugin_is_registered(
     ProTrainPlugin().register(DictDefault({}))
 
 
+def test_training_is_not_refused_over_what_a_dry_run_alone_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(ModelLoader, "_build_model")
+    versions.require_internals()
+    with pytest.raises(ConfigError, match=r"ModelLoader\._build_model\. It works with"):
+        versions.require_internals(dry_run=True)
+    line = next(doctor.findings(torch.device("cpu")))
+    assert line.level == "poor" and "ModelLoader._build_model" in line.advice
+
+
 def test_other_parameters_are_named_but_wrappers_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,6 +122,14 @@ def private_names_of_others() -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not node.level:
             yield from (alias.name for alias in node.names)
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Import):
+            yield from (part for a in node.names for part in a.name.split("."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = node.value.split()
+            # all of a list of names, no sentence
+            if all(re.fullmatch(r"_[A-Za-z]\w+", word) for word in words):
+                yield from words
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             # operators are torch's own language
@@ -101,7 +142,12 @@ def private_names_of_others() -> Iterator[str]:
 def test_all_that_is_used_is_looked_for() -> None:
     known = {
         part
-        for table in (versions.NAMES, versions.PARAMETERS)
+        for table in (
+            versions.NAMES,
+            versions.PARAMETERS,
+            versions.DRY_RUN_NAMES,
+            versions.DRY_RUN_PARAMETERS,
+        )
         for row in table.items()
         for text in row
         for part in text.replace(":", ".").replace(".", " ").split()
@@ -109,4 +155,4 @@ def test_all_that_is_used_is_looked_for() -> None:
     used = set(private_names_of_others())
     private = {name for name in used if name[0] == "_" and name[:2] != "__"}
     assert private
-    assert private - known == ELSEWHERE
+    assert private - known - OURS - PARTS - {*versions.COUNTERS} == ELSEWHERE

@@ -23,7 +23,7 @@ from .core.layout.tensors import (
 )
 
 LARGE_BYTES = 1 << 20
-"""Of a weight in 4 bits: what worked on it is worth returning to the system."""
+"""Size of a 4-bit weight from which freed memory is worth returning to the system."""
 
 
 class LoadShare:
@@ -144,7 +144,7 @@ def quantise_experts(model: nn.Module, name: str) -> Any:
 
 
 def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:
-    """The same 4-bit weight, from the meta device to pages that nobody has touched."""
+    """Move a 4-bit weight from the meta device to pages that nobody has touched."""
 
     def untouched(tensor: torch.Tensor) -> torch.Tensor:
         return host_buffer(tensor.nbytes).view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""What a YAML of Axolotl can change to take less memory or time, as a table.
+"""Options by which a YAML of Axolotl takes less memory or time, as a table.
 
 `axolotl protrain plan` always prices quick rows, and the others with `--levers`. `--max`,
 `--write` and the refusal before a base is loaded search over the table. What Axolotl or a
@@ -20,12 +20,12 @@ ROUNDING = "the same training, rounded otherwise"
 UPDATES = "other updates"
 TRAINING = "another training"
 NUMBERS = (ROUNDING, UPDATES, TRAINING)
-"""What becomes of the numbers, the least change first."""
+"""Changes of the numbers, the least first."""
 
 Keys = Mapping[str, Any]
 Settings = Callable[[Any, bool], list[Keys]]
-"""Of a validated configuration and whether it is for CUDA: keys and values, the least
-change first; none where that is no option."""
+"""Takes a validated configuration and whether it is for CUDA. Returns keys and values, the
+least change first; none where that is no option."""
 
 
 class Number(NamedTuple):
@@ -56,30 +56,34 @@ class Number(NamedTuple):
             kept, rest = divmod((cfg[beside] or 0) * value, now)
         return {self.key: value, **({beside: kept} if kept and not rest else {})}
 
+    def lowered(self, cfg: Any, _on_cuda: bool = True) -> list[Keys]:
+        """Settings that take less and less: a half, a quarter, and so on."""
+        values = (cfg[self.key] >> n for n in range(1, 32)) if self.is_set(cfg) else ()
+        ways = (self.at(value, cfg) for value in values if value >= self.least)
+        # of micro-batches those of the same effective batch
+        return [keys for keys in ways if self is not BATCH or len(keys) > 1]
+
     def largest(self, most: int, fits: Callable[[int], bool]) -> int:
         """The largest multiple of `stride`, up to `most`, that fits; 0 if none does."""
-
-        def is_too_large(count: int) -> bool:
-            return not fits(count * self.stride)
-
         high, end = 1, most // self.stride
-        while high <= end and not is_too_large(high):
+        while high <= end and fits(high * self.stride):
             high *= 2
-        best = high // 2
-        untried = range(best + 1, min(high, end + 1))
-        return (best + bisect_left(untried, True, key=is_too_large)) * self.stride
+        untried = range(high // 2 + 1, min(high, end + 1))
+        more = bisect_left(untried, True, key=lambda n: not fits(n * self.stride))
+        return (high // 2 + more) * self.stride
 
 
 BATCH = Number("batch", "micro_batch_size", 1, 1)
 RANK = Number("rank", "lora_r", 8, 4)
 LENGTH = Number("seq", "sequence_len", 64, 512)
+QUICK = {number.asked: number for number in (BATCH, RANK, LENGTH)}
 
 
 class Option(NamedTuple):
     """A row. A YAML has one at most of the rows of one `group`.
 
-    A quick row has a `number`, which its settings lower. `package` is what Axolotl does
-    not bring along.
+    Only a quick row has a `number`, which its settings lower: it is priced without
+    another model. Axolotl does not bring the `package` along.
     """
 
     group: str
@@ -90,18 +94,13 @@ class Option(NamedTuple):
     note: str | None = None
 
     @property
-    def is_quick(self) -> bool:
-        """Whether it is priced without another model."""
-        return self.number is not None
-
-    @property
     def is_here(self) -> bool:
         """Whether what it needs is installed."""
         return not self.package or importlib.util.find_spec(self.package) is not None
 
     @property
     def hint(self) -> str | None:
-        """What a person has to know of it."""
+        """A note for people."""
         return self.note if self.is_here else f"{self.package} is to be installed first"
 
 
@@ -139,13 +138,6 @@ def _optimizer(name: str, cfg: Any, _on_cuda: bool) -> list[Keys]:
     return [{"optimizer": name}] if is_other else []
 
 
-def _halved(number: Number, cfg: Any, _on_cuda: bool) -> list[Keys]:
-    values = (cfg[number.key] >> n for n in range(1, 32)) if number.is_set(cfg) else ()
-    ways = (number.at(value, cfg) for value in values if value >= number.least)
-    # of micro-batches those of the same effective batch
-    return [keys for keys in ways if number is not BATCH or len(keys) > 1]
-
-
 def _larger_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
     ways = (BATCH.at((cfg[BATCH.key] or 1) << n, cfg) for n in range(1, 32))
     return [keys for keys in ways if len(keys) > 1]
@@ -161,7 +153,7 @@ def named(keys: Keys, cfg: Any) -> str:
 
 
 def batch_note(keys: Keys, cfg: Any) -> str | None:
-    """What becomes of the effective batch under another micro-batch."""
+    """Say how accumulation, or else the effective batch, follows the micro-batch."""
     before, key = cfg.gradient_accumulation_steps or 1, "gradient_accumulation_steps"
     if BATCH.key not in keys or key in keys:
         return f"accumulation {before} -> {keys[key]}" if key in keys else None
@@ -179,12 +171,12 @@ def _packed(cfg: Any, _on_cuda: bool) -> list[Keys]:
 
 
 NOTEWORTHY = 0.05
-"""Share of the device's peak from which an avoidable part of it is worth a line."""
+"""A share of the device's peak from which an avoidable part of it is worth a line."""
 
 
 def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] | None:
-    """What most can be avoided of the device's peak or, where that is little, of the
-    host: what it is, the option, how many bytes that avoids, and where."""
+    """Find the largest avoidable part of the device's peak or, where that is little, of
+    the host: what it is, the option, how many bytes that avoids, and where."""
     device, host, states = forecast.device, forecast.host, forecast.device.states
     peak, on_host = device.peak, host.states
     # what it is, the option, which share of it goes, bytes of it on device and host
@@ -215,11 +207,21 @@ def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] 
     return {"part": part, "option": option, "bytes": nbytes, "where": where}
 
 
+def first_fitting(count: int, fits: Callable[[int], bool]) -> int:
+    """Find the first that fits, by its number, of settings that take less and less; the
+    last one where none does.
+
+    Each asked takes a trace: the last tells whether any fits.
+    """
+    last = count - 1
+    return bisect_left(range(last), True, key=fits) if fits(last) else last
+
+
 def smaller(cfg: Any) -> Iterator[Keys]:
     """Quick ways to take less: first those under which the training stays the same."""
     least: Keys = {}
     for option in OPTIONS:
-        settings = option.settings(cfg, True) if option.is_quick else []
+        settings = option.settings(cfg, True) if option.number else []
         yield from ({**least, **keys} for keys in settings)
         least = settings[-1] if settings and option.numbers == ROUNDING else least
 
@@ -237,19 +239,18 @@ OPTIONS = (
         package="cut_cross_entropy",
     ),
     Option("kernels", ROUNDING, _kernels),
-    Option("rows", ROUNDING, partial(_halved, BATCH), BATCH),
+    Option("rows", ROUNDING, BATCH.lowered, BATCH),
     Option("rows", ROUNDING, _larger_rows),
     Option("optimizer", UPDATES, partial(_optimizer, "adamw_bnb_8bit")),
     Option("optimizer", UPDATES, partial(_optimizer, "adafactor")),
     Option("base", TRAINING, _in_4_bits),
-    Option("adapter", TRAINING, partial(_halved, RANK), RANK),
+    Option("adapter", TRAINING, RANK.lowered, RANK),
     Option(
         "packing",
         TRAINING,
         _packed,
         note="how many samples a row then holds is a matter of the data",
     ),
-    Option("row", TRAINING, partial(_halved, LENGTH), LENGTH),
+    Option("row", TRAINING, LENGTH.lowered, LENGTH),
 )
 """The least change first; of one group, what takes less later."""
-QUICK = {o.number.asked: o.number for o in OPTIONS if o.number}

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TracedJob:
-    """What a plan is for: one micro-batch run without weights, the rest of a step.
+    """A training to plan: one micro-batch traced without weights, and the rest of a step.
 
     Attributes:
         batch: Of the model's own loss; None where a trainer's was traced.
@@ -83,7 +83,7 @@ class TracedJob:
     assumptions: tuple[str, ...]
 
     def loaded_with(self, mapped_bytes: int) -> TracedJob:
-        """The same with so many bytes of weights that are pages of their files."""
+        """Return a copy with so many bytes of weights that are pages of their files."""
         return replace(self, workload=replace(self.workload, mapped_bytes=mapped_bytes))
 
 
@@ -148,9 +148,13 @@ def traced_job(
             # those of 16 bits would get masters
             narrow = 2 if args.protrain_fp32_master else 0
             waiting = frozenset(n for n in adapters if named[n].itemsize != narrow)
-    layout = build_layout(
-        laid_out, adapters - waiting, traced.trace.blocks, waiting, traced.rows
-    )
+    if traced.read_outside:
+        assumptions.append(
+            f"{len(traced.read_outside)} weights of blocks, {min(traced.read_outside)} for "
+            "example, are read outside of their blocks' forward: they stay on the device"
+        )
+    stay = adapters - waiting | traced.read_outside
+    layout = build_layout(laid_out, stay, traced.trace.blocks, waiting, traced.rows)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
         # Axolotl sets `forward` on the block's `mlp` itself where the kernel is used
@@ -174,7 +178,7 @@ def traced_job(
 
 
 class _Need(NamedTuple):
-    """What the YAML asks of a card's arithmetic, from which compute capability a card has
+    """Arithmetic that a YAML asks of a card, the compute capability from which cards have
     it, and the key under which it is not asked for."""
 
     what: str
@@ -211,7 +215,7 @@ _NEEDS = (
 
 
 def uncomputed(cfg: Any, card: Hardware) -> str | None:
-    """What the YAML asks for that a card cannot compute, with the way out; None if it
+    """Say what a YAML asks for that a card cannot compute, with the way out; None if it
     computes all, or nobody knows.
 
     `bf16: auto` is bf16 there too: torch says that it is supported where it is emulated.
@@ -255,7 +259,7 @@ def _require_training(cfg: Any, model: nn.Module) -> None:
 
 
 def autocast_dtype(cfg: Any) -> torch.dtype | None:
-    """What accelerate wraps the forward in; `bf16: full` asks for none."""
+    """Return the dtype of accelerate's autocast; `bf16: full` asks for none."""
     if cfg.bf16 == "full":
         return None
     if cfg.bf16 or cfg.bfloat16:
@@ -271,7 +275,7 @@ WITHOUT_GRAPHS = {
 
 
 def compile_keys(cfg: Any) -> dict[str, Any] | None:
-    """What `torch.compile` is told; None if nothing is compiled."""
+    """Return the arguments of `torch.compile`; None if nothing is compiled."""
     if not cfg.torch_compile:
         return None
     # `torch_compile_options` Axolotl sets itself, for the whole process
@@ -363,7 +367,7 @@ def _loss(
     dtype: torch.dtype | None,
     loss_of: Callable[[], Tensor],
 ) -> Tensor:
-    """What a loss asks of its models, which run as accelerate prepares them."""
+    """Run a loss whose models run as accelerate prepares them."""
     emulation = Emulation(device_type)
     try:
         with emulation, ExitStack() as undo:
@@ -379,7 +383,7 @@ def _loss(
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:
-    """What PEFT has added, without its copies of whole modules, which are large."""
+    """Names of weights that PEFT has added, without its copies of whole modules."""
     if getattr(model, "peft_config", None) is None:
         return frozenset()
     return frozenset(
@@ -396,7 +400,7 @@ def _workload(
     batch: Mapping[str, Any],
     world: World,
 ) -> Workload:
-    """What a step of this configuration asks beside the trace of its model."""
+    """Read what a step of this configuration asks beside the trace of its model."""
     on_host = args.protrain_cpu_optimizer is not None
     evaluates = bool(cfg.val_set_size or cfg.test_datasets)
     tensors = {k: value for k, value in batch.items() if isinstance(value, Tensor)}
@@ -419,7 +423,7 @@ def _workload(
 
 
 def _eval_ratio(cfg: Any) -> float:
-    """Of rows and of their lengths, to which Axolotl cuts both kinds of data."""
+    """Tokens of an evaluation's batch, relative to a micro-batch's: Axolotl cuts rows of both."""
     rows, length = cfg.micro_batch_size or 1, cfg.sequence_len or 1
     longer = (cfg.eval_sequence_len or length) / length
     if cfg.pad_to_sequence_len:
@@ -506,7 +510,7 @@ def _worthwhile(planner: Planner, modes: frozenset[str]) -> Forecast:
 
 
 def _modes(args: ProTrainArgs, world: World) -> tuple[frozenset[str], str | None]:
-    """Those that the keys leave, and the key that leaves only one."""
+    """Modes that the keys leave, and the key that leaves only one."""
     if args.protrain_zero3_shard and world.local_size == 1:
         raise ConfigError(
             "`protrain_zero3_shard: true` shares chunks between the ranks of a node, "
@@ -647,9 +651,9 @@ def plan_here(
     forecast, notes = ranks.from_first(plan)
     order = tuple(block.name for block in forecast.layout.blocks)
     rows = {c.tensors[0].name: c.rows_bytes for c in forecast.layout.chunks}
-    own = ranks.together(
-        lambda: build_layout(model, adapter_names(model), order, rows=rows)
-    )
+    laid_out = forecast.layout.chunk_of
+    stay = frozenset(n for n, _ in model.named_parameters() if n not in laid_out)
+    own = ranks.together(lambda: build_layout(model, stay, order, rows=rows))
     ranks.together(partial(require_same, own, forecast.layout))
     same = hashlib.sha256(repr((forecast.plan, own)).encode()).hexdigest()[:12]
     notes.append(f"{world.size} ranks, {world.local_size} a node, run plan {same}.")
@@ -663,7 +667,7 @@ def larger_rows(
     measured: Mapping[int | None, BlockSeconds],
     forecast: Forecast,
 ) -> list[str]:
-    """What fewer, larger micro-batches of the same step would gain, where weights are
+    """Say what fewer, larger micro-batches of a step would gain, where weights are
     fetched for each of them and compute waits for that."""
     rows, steps = cfg.micro_batch_size or 1, cfg.gradient_accumulation_steps or 1
     waits = forecast.plan.paged and forecast.step.limiter in ("fetch", COMMUNICATE)
@@ -693,7 +697,7 @@ def larger_rows(
 def peak_seen(
     args: ProTrainArgs, device: torch.device, layout: Layout, trace: Trace
 ) -> PeakSeen | None:
-    """What an earlier run of this step on this device showed of its peak, if any did."""
+    """Recall what an earlier run of this step on this device showed of its peak."""
     if not args.protrain_learn_peak:
         return None
     key = _peak_key(device, layout, trace)
@@ -721,7 +725,7 @@ def _peak_key(device: torch.device, layout: Layout, trace: Trace) -> dict[str, A
 def this_machine(
     args: ProTrainArgs, device: torch.device, host_bytes: int, together: int = 1
 ) -> Hardware:
-    """What it gives, its rates from the cache if they are known.
+    """Measure this machine, or take its rates from the cache.
 
     `host_bytes` may be used, and `together` processes measure at once on its links.
 
@@ -834,7 +838,7 @@ def _measured(
 
 
 def about(cfg: Any) -> dict[str, Any]:
-    """What is trained, with what and when: the head of a page and of report.json."""
+    """Describe what is trained, with what and when: the head of a page and of report.json."""
     optimizer = getattr(cfg.optimizer, "value", cfg.optimizer)
     rank = f", rank {cfg.lora_r}" if cfg.adapter and cfg.lora_r else ""
     packages = {"axolotl-protrain": _own_version(), "torch": torch.__version__}
@@ -858,6 +862,6 @@ def _own_version() -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of what takes part in a measurement beside torch."""
+    """Versions of what takes part in a measurement beside torch."""
     packages = ("transformers", "peft", "bitsandbytes", "axolotl")
     return {"python": platform.python_version()} | {p: version(p) for p in packages}

@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 Rewind = Callable[[], object]
 
 MAX_REPEATS = 3
-"""Of one step: what else uses the device may take more meanwhile."""
+"""Repeats of one step: what else uses the device may take more meanwhile."""
 _PLAIN = bool, int, float, str
 _REPEATED = "the step was under a smaller plan already"
 _STATELESS = frozenset(
@@ -68,7 +68,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True)
 class Shortage:
-    """What the device had no room for in forward, backward, update or outside a step.
+    """A device that had no room in forward, backward, update or outside a step.
 
     Attributes:
         in_use_bytes: Allocated at that moment, as a prediction counts it.
@@ -174,7 +174,7 @@ class StepRecovery:
 
 
 class Recovery(StepRecovery):
-    """What a run does about a device that has no room.
+    """Repeats a step of a run whose device had no room, or says why not.
 
     Args:
         run: Whose session goes on under a smaller plan.
@@ -303,7 +303,7 @@ class Recovery(StepRecovery):
         session.device.probe(max(update.moments - made, 0) + update.working)
 
     def _shortage(self, error: RuntimeError, phase: str) -> Shortage:
-        """What an error says; `forward` may have been backward too."""
+        """Read what an error says; `forward` may have been backward too."""
         ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if phase == "forward" and torch.autograd.backward.__code__ in ran:
             phase = "backward"
@@ -393,7 +393,7 @@ def _call_all(rewinds: list[Rewind]) -> None:
 
 
 def _marks(param: nn.Parameter) -> tuple[object, ...]:
-    """What tells that a weight that trains, or the gradient of any, has changed."""
+    """Marks by which a change of a weight that trains, or of a gradient, is seen."""
     grad = param.grad
     weight = _digest(param) if param.requires_grad else None
     return (
@@ -449,8 +449,8 @@ def _foreign(act: Any) -> str:
 
 
 def _settings(model: nn.Module) -> list[Any]:
-    """What a forward may go by beside tensors: plain attributes of modules, and what is
-    plain in their mappings."""
+    """Collect what a forward may go by beside tensors: plain attributes of modules, and
+    what is plain in their mappings."""
     found: list[Any] = []
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -1,7 +1,8 @@
-"""What is used of other packages beyond what they promise, and where versions differ.
+"""Tables of what is used of other packages beyond what they promise, and where they differ.
 
-All of it is looked for when the plugin is registered: a version that has moved something
-is named before anything is loaded, not in the middle of a run.
+`doctor` looks for all of it. A version that has moved something is refused before anything
+is loaded, and only by what uses it: training as the plugin is registered, a dry run as it
+begins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .core.errors import ConfigError
 
 NAMES = {
     "torch": "_fused_sdp_choice",
-    "torch:Tensor": "_backward_hooks _base _make_subclass _make_wrapper_subclass "
+    "copyreg": "_reconstructor",
+    "torch:Tensor": "_backward_hooks _base _is_view _make_subclass _make_wrapper_subclass "
     "_post_accumulate_grad_hooks _version",
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
@@ -42,32 +44,24 @@ NAMES = {
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes "
     "_get_current_dispatch_mode_stack _push_mode",
     "torch.utils._pytree": "tree_leaves",
-    "axolotl.loaders.model:ModelLoader": "_apply_pre_model_load_setup _build_model "
-    "_configure_experts_implementation _load_adapters "
-    "_reinitialize_classification_head _set_attention_config",
-    "axolotl.loaders.patch_manager:PatchManager": "_apply_flash_attention_patches "
-    "_apply_sageattn_patches _apply_sdpa_varlen_patch",
-    "axolotl.monkeypatch.attention.sdpa_varlen": "_PATCH_APPLIED patch_sdpa_varlen",
+    "axolotl.kernels.quantize": "_ctypes_nf4_dequant",
+    "axolotl.monkeypatch.attention.sdpa_varlen": "_PATCH_APPLIED",
     "axolotl.monkeypatch.moe_quant": "_moe_load_state",
+    "bitsandbytes.autograd._functions": "MatMul8bitFp",
+    "bitsandbytes.functional": "name2qmap",
     "bitsandbytes.nn:Int8Params": "_quantize",
     "bitsandbytes.nn:Params4bit": "_quantize",
+    "bitsandbytes.optim:GlobalOptimManager": "_instance",
     "peft.peft_model": "safe_save_file",
     "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
-    "transformers:PreTrainedModel": "_get_dtype_plan _initialize_missing_keys "
-    "_move_missing_keys_from_meta_to_device",
-    "transformers.core_model_loading": "build_glob_alternation",
-    "transformers.modeling_utils": "lazy_import_flash_attention safe_save_file "
-    "split_torch_state_dict_into_shards",
-    "transformers.models.auto.auto_factory": "_get_model_class",
+    "transformers.modeling_utils": "safe_save_file split_torch_state_dict_into_shards",
 }
-"""What must be there, by its owner. What Axolotl imports later is not asked for."""
+"""Names that must be there, by their owner. What Axolotl imports later is not asked for."""
 
 PARAMETERS = {
     "torch.nn.utils.parametrize:_inject_new_class": "module",
     "torch.nn.utils.parametrize:_inject_property": "module tensor_name",
     "accelerate:Accelerator.prepare_model": "self model device_placement evaluation_mode",
-    "axolotl.loaders.model:ModelLoader._load_model_from_pretrained": "self "
-    "model_loader_class",
     "axolotl.monkeypatch.moe_quant:replace_parameter_8bit": "module param_name",
     "bitsandbytes.nn.parametrize:replace_parameter_4bit": "module param_name "
     "compress_statistics quant_type",
@@ -89,13 +83,33 @@ PARAMETERS = {
     "transformers.trainer_utils:rotate_checkpoints": "output_dir save_total_limit "
     "best_model_checkpoint use_mtime",
 }
-"""What is called or overridden, with its first parameters in their order."""
+"""Functions that are called or overridden, with their first parameters in order."""
+
+DRY_RUN_NAMES = {
+    "axolotl.integrations.base:PluginManager": "_cfg",
+    "axolotl.loaders.model:ModelLoader": "_apply_pre_model_load_setup _build_model "
+    "_configure_experts_implementation _load_adapters "
+    "_reinitialize_classification_head",
+    "axolotl.loaders.patch_manager:PatchManager": "_apply_flash_attention_patches "
+    "_apply_sageattn_patches _apply_sdpa_varlen_patch",
+    "axolotl.monkeypatch.attention.sdpa_varlen": "patch_sdpa_varlen",
+    "transformers:PreTrainedModel": "_get_dtype_plan _initialize_missing_keys "
+    "_move_missing_keys_from_meta_to_device",
+    "transformers.core_model_loading": "build_glob_alternation",
+    "transformers.modeling_utils": "lazy_import_flash_attention",
+    "transformers.models.auto.auto_factory": "_get_model_class",
+}
+DRY_RUN_PARAMETERS = {
+    "axolotl.loaders.model:ModelLoader._load_model_from_pretrained": "self "
+    "model_loader_class",
+}
+"""Names and functions that a dry run uses and training does not."""
 
 COUNTERS = (
     *("tokens", "_tkps_trainable_acc", "_tkps_total_acc"),
     *("_metrics", "_stored_metrics", "_total_train_tokens"),
 )
-"""What Axolotl and TRL count as they compute losses: in the state, or beside it."""
+"""Counters of Axolotl and TRL as they compute losses: in the state, or beside it."""
 
 
 _NOTHING = object()
@@ -105,7 +119,7 @@ DRAWS_BY_NAME = hasattr(adapter, "reinit_lora_from_seed")
 
 
 def seed_of_layer(seed: int, name: str) -> int:
-    """What `reinit_lora_from_seed` gives the generator of a layer's ``default`` adapter."""
+    """Return the seed that `reinit_lora_from_seed` gives a layer's ``default`` adapter."""
     digest = hashlib.sha256(f"{name}.default".encode()).digest()
     return (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
 
@@ -128,29 +142,34 @@ def skip_peer_check() -> None:
         axolotl_trainer.check_cuda_p2p_ib_support = lambda: True
 
 
-def require_internals() -> None:
-    """Refuse versions in which something that ProTrain uses is missing or another.
+def require_internals(dry_run: bool = False) -> None:
+    """Refuse versions in which something that training uses is missing or another; or,
+    for a `dry_run`, something that only that uses.
 
     Raises:
         ConfigError: Names what, the versions here and those it works with.
     """
-    if missing := list(_missing()):
+    tables = (DRY_RUN_NAMES, DRY_RUN_PARAMETERS) if dry_run else (NAMES, PARAMETERS)
+    if missing := list(_missing(*tables)):
         allowed = " and ".join(map(str, supported().values()))
         here = ", ".join(f"{n} {version(n)}" for n in (*supported(), "transformers"))
+        otherwise = "set `protrain_auto_memory: false` to train without it"
+        if dry_run:
+            otherwise = "train without a plan before: training does not use this"
         raise ConfigError(
             f"plugins: ProTrain does not find what it uses in {here}: "
             f"{'; '.join(missing)}. It works with {allowed}. Install one of these, or "
-            "set `protrain_auto_memory: false` to train without it."
+            f"{otherwise}."
         )
 
 
-def _missing() -> Iterator[str]:
-    for owner, names in NAMES.items():
+def _missing(tabled: dict[str, str], parameters: dict[str, str]) -> Iterator[str]:
+    for owner, names in tabled.items():
         for name in names.split():
             path = f"{owner}{'.' if ':' in owner else ':'}{name}"
             if _found(path) is _NOTHING:
                 yield path.replace(":", ".")
-    for path, names in PARAMETERS.items():
+    for path, names in parameters.items():
         spoken, wanted = path.replace(":", "."), names.split()
         if (found := _found(path)) is _NOTHING:
             yield spoken
@@ -164,7 +183,7 @@ def _missing() -> Iterator[str]:
 
 
 def _found(path: str) -> Any:
-    """What is at ``module:attribute.attribute``; `_NOTHING` if nothing is."""
+    """Return what is at ``module:attribute.attribute``, or `_NOTHING`."""
     module, _, attributes = path.partition(":")
     try:
         return attrgetter(attributes)(importlib.import_module(module))

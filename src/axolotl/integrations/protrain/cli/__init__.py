@@ -241,7 +241,7 @@ def _check_options(
     help="Also price what Axolotl can change: loss, kernels, optimizer, rows, adapter.",
 )
 @click.option(
-    "--explain", is_flag=True, help="Say what of the memory each lever lowers."
+    "--explain", is_flag=True, help="Say what of the memory each option lowers."
 )
 @click.option(
     "--write",

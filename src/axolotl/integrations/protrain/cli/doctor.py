@@ -1,4 +1,4 @@
-"""What a machine gives to paged training, and what to do about what is missing.
+"""Judge what a machine gives to paged training, and say what to do about what is missing.
 
 Each line is a question with an answer, for somebody who has never seen the machine. The
 rates are those that a plan would be made from.
@@ -44,7 +44,7 @@ LOW_OVERLAP = 0.7
 LOW_HOST_BYTES, LOW_DISK_BYTES = 16 << 30, 40 << 30
 LOW_ADAM = 1.5e9
 LEAST_HOST_BYTES = 1 << 30
-"""What is measured here takes that, and so does any model."""
+"""Host memory that the measurements here take, and any model does."""
 LOCKED_BYTES, LOCKED_AT_ONCE = 4 << 30, 256 << 20
 
 
@@ -98,6 +98,10 @@ def _versions() -> Finding:
         require_internals()
     except ConfigError as error:
         return Finding("versions", found, BAD, str(error))
+    try:
+        require_internals(dry_run=True)
+    except ConfigError as error:
+        return Finding("versions", found, POOR, str(error))
     untried = [
         f"{name} {metadata.version(name)}"
         for name, allowed in supported().items()

@@ -17,7 +17,7 @@ from .migrate import migrate_file, with_keys
 from .plan import DryRun
 
 SLOWEST_S = 600
-"""Of all that is priced beside each other."""
+"""Longest wait for all that is priced beside each other."""
 
 Priced = dict[str, Any]
 Row = tuple[Option, list[Keys]]
@@ -101,7 +101,7 @@ class Fitting:
         return {**_shown(found), "difference": difference, "file": str(file)}
 
     def _least_change(self) -> Priced | None:
-        """What changes the numbers least: one option, or several in the table's order."""
+        """Find what changes the numbers least: one option, or several in the table's order."""
         lacks = self._as_it_is["lacks"]
         helping = [
             (row, one)
@@ -139,7 +139,7 @@ class Fitting:
                 return found
 
     def _priced(self, ways: Sequence[Sequence[Row]]) -> list[Priced]:
-        """What a YAML costs under rows together, for each of these ways."""
+        """Price the YAML under rows together, for each of these ways."""
         after, asked = self._migration.after, [_together(way) for way in ways]
         questions = [
             (with_keys(after, keys), self._given, quick) for keys, quick in asked
@@ -168,7 +168,7 @@ def _together(way: Sequence[Row]) -> tuple[Keys, Sequence[Keys]]:
     keys: dict[str, Any] = {}
     quick: list[Keys] = [{}]
     for option, settings in way:
-        if option.is_quick:
+        if option.number:
             quick = [{**quick[-1], **more} for more in settings]
             continue
         plugins = [*keys.get("plugins", ()), *settings[0].get("plugins", ())]

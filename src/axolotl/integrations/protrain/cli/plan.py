@@ -25,13 +25,12 @@ from ..options import (
     BATCH,
     FUSED_LOSS,
     LENGTH,
-    OPTIONS,
     QUICK,
     RANK,
     Keys,
     Number,
-    Option,
     batch_note,
+    first_fitting,
     has_plain_loss,
     largest_part,
     named,
@@ -48,7 +47,7 @@ from ..refusals import cautions
 from ..report import forecast as report
 
 DEFAULT_RAM_GIB = 64
-"""Of a machine that is not here; the most common box beside one or two 24 GB cards."""
+"""Host memory of a machine that is not here: the most common beside one or two 24 GB cards."""
 
 _MOST_TOKENS = 1 << 20
 """`--max` tries no larger micro-batch: a trace knows the values of as many ids."""
@@ -120,10 +119,11 @@ class DryRun:
         `least`, and seconds a row.
         """
         (card,) = self.cards
-        for change in changes:
-            forecast = self._forecast(card, **change)
-            if report.lack(forecast) is None:
-                break
+        plan = cache(lambda index: self._forecast(card, **changes[index]))
+        index = first_fitting(
+            len(changes), lambda index: report.lack(plan(index)) is None
+        )
+        forecast, change = plan(index), changes[index]
         no_room = self._args.model_copy(update={"protrain_capacity_bytes": 1})
         least, _ = plan_for(no_room, self._subject(**change), card, anyway=True)
         budget, fits = forecast.budget, report.lack(forecast) is None
@@ -271,16 +271,14 @@ class DryRun:
         self, card: Hardware, planner: Planner, forecast: Forecast, changes_keys: bool
     ) -> Iterator[dict[str, Any]]:
         """Other settings and their price, the fastest that fits first."""
-        rows = [row for row in OPTIONS if row.is_quick] if changes_keys else []
+        cfg = self.cfg
+        numbers = [n for n in QUICK.values() if changes_keys and n.is_set(cfg)]
         if report.lack(forecast) is None:
-            for number in (row.number for row in rows if row.number):
-                if number.is_set(self.cfg):
-                    yield self._other(
-                        card, number.at(2 * self.cfg[number.key], self.cfg)
-                    )
+            for number in numbers:
+                yield self._other(card, number.at(2 * cfg[number.key], cfg))
         else:
             others = [*self._whole_card(card), *self._fused(card, forecast)]
-            others += [other for row in rows for other in self._lowered(card, row)]
+            others += [o for number in numbers for o in self._lowered(card, number)]
             others += self._larger_machine(card, forecast)
             # what changes least comes first, of those that help
             yield from sorted(others, key=lambda other: other["verdict"] != report.FITS)
@@ -322,14 +320,16 @@ class DryRun:
             if other["verdict"] != report.UNSUPPORTED:
                 yield other
 
-    def _lowered(self, card: Hardware, row: Option) -> list[dict[str, Any]]:
-        """The first setting of a quick row that fits, or the last, which does not."""
-        priced: list[dict[str, Any]] = []
-        for keys in row.settings(self.cfg, self.device_type == "cuda"):
-            priced = [self._other(card, keys)]
-            if priced[0]["verdict"] == report.FITS:
-                break
-        return priced
+    def _lowered(self, card: Hardware, number: Number) -> Iterator[dict[str, Any]]:
+        """The largest lower setting that fits, or the least, which does not."""
+        ways = number.lowered(self.cfg)
+        price = cache(lambda index: self._other(card, ways[index]))
+        if ways:
+            yield price(
+                first_fitting(
+                    len(ways), lambda index: price(index)["verdict"] == report.FITS
+                )
+            )
 
     def _other(self, card: Hardware, keys: Keys) -> dict[str, Any]:
         plan = partial(self._forecast, card, **keys)

@@ -137,7 +137,7 @@ def _documents(
 
 
 def attention_of(model: nn.Module) -> set[str]:
-    """What transformers calls the attention of a model and of those in it."""
+    """Return transformers' names for the attention of a model and of those in it."""
     configs = (getattr(module, "config", None) for module in model.modules())
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     return {name for name in names if name}
@@ -254,7 +254,7 @@ def _delta_rule(
 
 
 class _DeltaRule(torch.autograd.Function):
-    """What the kernels of flash-linear-attention allocate, save and move.
+    """Linear attention that allocates, saves and moves what flash-linear-attention does.
 
     Inputs are [batch, length, heads, dim]. A chunk's tokens meet each other in products of
     [chunk, chunk]; one state of [key dim, value dim] a chunk is there only within a pass.
@@ -331,7 +331,7 @@ def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _parts(
     key: Tensor, value: Tensor, sums: Tensor, beta: Tensor, solved: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """What both passes make and forget; states of all chunks and new values come last."""
+    """Make what both passes make and forget; states of all chunks and new values come last."""
     batch, length, heads, dim = key.shape
     # keys and values as a chunk's own tokens leave them; by channel keys decayed too
     made = [torch.empty_like(x) for x in (key, value, *[key] * (len(solved) - 1))]
@@ -406,7 +406,7 @@ def _gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """What the GPU kernel does above 1536 rows: it writes the whole weight first.
+    """Multiply as the GPU kernel does above 1536 rows: it writes the whole weight first.
 
     Below, a fused kernel may do without that buffer, by a table of GPUs and shapes.
     """
@@ -435,7 +435,7 @@ def _int8_quant(
 def _int8_mixed(
     rows: Tensor, packed_rows: Tensor, packed: Tensor, *_others: Any
 ) -> tuple[Tensor, Tensor]:
-    """What bitsandbytes' composite operator calls; its shape rule makes the output only."""
+    """Multiply as bitsandbytes' composite operator, whose shape rule makes the output only."""
     sums = torch.ops.bitsandbytes.int8_linear_matmul(packed_rows, packed)
     # a bias is added in place
     output = torch.empty_like(sums, dtype=torch.float16)
@@ -450,7 +450,7 @@ def _matmul_on_cpu(
     threshold: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What `bitsandbytes.matmul` chooses by the device of the rows, in training."""
+    """Multiply as `bitsandbytes.matmul` does for rows on a CPU, in training."""
     return MatMul8bitFp.apply(rows, weight, out, bias, state)
 
 

@@ -66,7 +66,7 @@ from ..core.sizes import format_bytes
 from ..loading import is_of_experts, quantise_experts
 from ..planning import without_gpu
 from ..refusals import TAKEN_OVER
-from ..versions import import_plugins
+from ..versions import import_plugins, require_internals
 from .batches import find_file
 from .fake_kernels import (
     PLANNED_ATTENTION,
@@ -91,7 +91,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _FILLERS = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")
-"""What transformers does to weights that a checkpoint lacks; here these are all."""
+"""Methods of transformers for weights that a checkpoint lacks, as here all are."""
 
 
 @dataclass
@@ -141,6 +141,7 @@ def load_meta_model(config: Path, target: str) -> MetaModel:
     Raises:
         ConfigError: The YAML is invalid or cannot be planned; names the key.
     """
+    require_internals(dry_run=True)
     manager = PluginManager.get_instance()
     with (
         _offline(),
@@ -155,8 +156,8 @@ def load_meta_model(config: Path, target: str) -> MetaModel:
 
 
 def meta_model_of(cfg: DictDefault, target: str, trains: bool = False) -> MetaModel:
-    """The same from Axolotl's configuration, validated for `target`; the trainer of an
-    `rl` only where it `trains`.
+    """Build a model from Axolotl's configuration, validated for `target`; the trainer of
+    an `rl` only where it `trains`.
 
     Patches what Axolotl patches for such a model: a process builds one.
 
@@ -360,7 +361,7 @@ def _built(
 def _preference_trainer(
     cfg: DictDefault, model: nn.Module, tokenizer: Any, adapter: Any
 ) -> Trainer:
-    """As Axolotl builds it, for two made-up rows."""
+    """Build the trainer as Axolotl does, for two made-up rows."""
     # imported here: what plugins add to arguments is merged when it is first imported
     from axolotl.core.builders import HFRLTrainerBuilder
     from trl.trainer import dpo_trainer, kto_trainer
@@ -550,7 +551,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """What transformers does to a checkpoint's tensors while it reads them."""
+    """Cast weights as transformers does while it reads a checkpoint."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return

@@ -28,7 +28,7 @@ LANES = {
     "host": "host AdamW",
     "communicate": "collectives",
 }
-"""What works at once: copies to the device are fetched, those to the host offloaded."""
+"""Lanes work at once: copies to the device are fetched, those to the host offloaded."""
 WITHOUT_PLUGIN = "without ProTrain"
 PLACEMENTS = {
     "resident": "weights and optimizer state on the device",
@@ -119,7 +119,7 @@ def knobs_dict(plan: Plan) -> dict[str, int]:
 
 
 def answer_dict(forecast: Forecast, uncomputed: str | None = None) -> dict[str, Any]:
-    """What `plan --json` says of one card.
+    """Describe one card as `plan --json` does.
 
     `uncomputed` says what the card cannot compute. `about`, `alternatives`, `avoidable`
     and `assumptions` are for the caller to add.
@@ -172,7 +172,7 @@ def hardware_dict(card: Hardware) -> dict[str, str]:
 
 
 def price_dict(forecast: Forecast | None) -> dict[str, Any]:
-    """What a table of settings says of each; None for one without a plan that fits."""
+    """Price a setting for a table; without a plan that fits all is None."""
     if forecast is None:
         return dict.fromkeys(("device_peak_bytes", "step_s", "tokens_per_s", "plan"))
     return {
@@ -198,7 +198,7 @@ def lack(forecast: Forecast) -> str | None:
 
 
 def shortfall(forecast: Forecast) -> str:
-    """What a plan lacks, with the moment at which it is missing."""
+    """Say what a plan lacks, with the moment at which it is missing."""
     device, host, budget = forecast.device, forecast.host, forecast.budget
     searched = forecast.plan.origin == "search"
     which = "the nearest plan" if searched else "the plan of the YAML"
@@ -214,7 +214,7 @@ def shortfall(forecast: Forecast) -> str:
 
 
 def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Of a report.json: each term with its prediction, what it was, and how far off."""
+    """List each term of a report.json with its prediction, what it was, and how far off."""
     rows = []
     for name, pair in report["compared"].items():
         predicted, seen = pair["predicted"], pair["measured"]
@@ -235,7 +235,7 @@ def format_keys(keys: Mapping[str, Any]) -> str:
 
 
 def format_lowers(lowers: Mapping[str, Sequence[int]]) -> str:
-    """What a lever takes from which term of the memory."""
+    """Say what an option takes from which term of the memory."""
     changed = (
         f"{term} {format_bytes(before)} -> {format_bytes(after)}"
         for term, (before, after) in lowers.items()
@@ -244,7 +244,7 @@ def format_lowers(lowers: Mapping[str, Sequence[int]]) -> str:
 
 
 def format_about(about: Mapping[str, Any]) -> str:
-    """What was trained or planned, with which versions, and when."""
+    """Say what was trained or planned, with which versions, and when."""
     versions = ", ".join(
         f"{name} {number}" for name, number in about["versions"].items()
     )
@@ -264,7 +264,7 @@ def highest_phase(phases: Mapping[str, int]) -> str:
 
 
 def format_plain(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
-    """What plain training needs and takes beside a plan's step; empty if it does not fit."""
+    """Compare plain training with a plan's step; empty if it does not fit."""
     plain = next((o for o in others if o["change"] == WITHOUT_PLUGIN), None)
     if plain is None or plain["verdict"] != FITS:
         return ""
@@ -301,7 +301,7 @@ def format_pace(step_s: float, tokens_per_s: float) -> str:
 
 
 def format_limiter(step: Mapping[str, Any]) -> str:
-    """What a step would be faster without, of `step_s`."""
+    """Say what limits a step, of `step_s`."""
     return f"limited by {LANES.get(step['limiter'], step['limiter'])}"
 
 

@@ -1,4 +1,4 @@
-"""What `axolotl protrain plan --json` prints as one HTML page, nothing loaded from outside.
+"""Draw what `axolotl protrain plan --json` prints as one page that loads nothing else.
 
 Here is computed what is drawn; `page.html` draws it and has every tag. Bars and areas are
 SVG stretched to their box; texts stay HTML, as large on a phone as on paper.
@@ -37,7 +37,7 @@ from .forecast import (
 )
 
 Values = Mapping[str, Any]
-"""Of one card: its answer, its step, its device's bytes."""
+"""One card's answer, or a part of it."""
 Colours = Mapping[str, str]
 Piece = tuple[str, float, str]
 """Style, length and name of a piece of a bar."""
@@ -286,7 +286,7 @@ def _step_bars(step: Values | None) -> Values | None:
 
 
 def _lanes(lanes: Values | None) -> Values | None:
-    """What each lane did in a step, in time."""
+    """Draw what each lane did in a step, in time."""
     if not lanes or lanes["spans"].keys() <= {COMPUTE}:
         return None
     spans = lanes["spans"]

@@ -103,7 +103,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
 def plan_text(answers: Sequence[Answer], explain: bool = False) -> str:
     """All cards of `--json`: a line for each, then what each of them needs and takes.
 
-    `explain`: also which terms of the memory a lever lowers.
+    `explain`: also which terms of the memory an option lowers.
     """
     shown = [part for answer in answers for part in _card(answer, explain)]
     if len(answers) > 1:
@@ -179,7 +179,7 @@ def _fixed(answer: Answer) -> str:
         return f"{'It fits as it is: n' if fits else 'N'}othing is written."
     if fixed is None:
         return (
-            "All levers together are not enough: nothing is written. A larger card, more "
+            "All options together are not enough: nothing is written. A larger card, more "
             "host memory or a smaller base would do."
         )
     pace = format_pace(fixed["step_s"], fixed["tokens_per_s"])
@@ -206,10 +206,10 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
         yield answer["reason"]
     heads = ("instead", "verdict", "device", "step", "tokens/s")
     levers = answer.get("levers", ())
-    named = ("lever", "verdict", "at least", "host", "s/sample", "tokens/s")
+    named = ("option", "verdict", "at least", "host", "s/sample", "tokens/s")
     priced = [
         *_listing(heads, [_alternative(other) for other in others]),
-        *_listing(named, [_lever(lever, explain) for lever in levers]),
+        *_listing(named, [_option(option, explain) for option in levers]),
     ]
     if answer["verdict"] == DOES_NOT_FIT and "levers" not in answer:
         priced.append("More ways: --levers. A YAML that fits: --write FILE.")
@@ -278,19 +278,19 @@ def _alternative(other: Answer) -> Row:
     )
 
 
-def _lever(lever: Answer, explain: bool) -> Row:
-    fits = lever["step_s"] is not None
-    notes = [lever["numbers"] + (f"; {lever['note']}" if lever["note"] else "")]
+def _option(option: Answer, explain: bool) -> Row:
+    fits = option["step_s"] is not None
+    notes = [option["numbers"] + (f"; {option['note']}" if option["note"] else "")]
     if explain:
-        notes.append(format_lowers(lever["lowers"]))
+        notes.append(format_lowers(option["lowers"]))
     return (
-        lever["change"],
-        VERDICTS[lever["verdict"]],
-        format_bytes(lever["least_device_bytes"]),
-        format_bytes(lever["host_peak_bytes"]),
-        f"{lever['sample_s']:.3g}" if fits else "-",
-        format_rate(lever["tokens_per_s"]) if fits else "-",
-        "\n".join((*notes, format_keys(lever["keys"]))),
+        option["change"],
+        VERDICTS[option["verdict"]],
+        format_bytes(option["least_device_bytes"]),
+        format_bytes(option["host_peak_bytes"]),
+        f"{option['sample_s']:.3g}" if fits else "-",
+        format_rate(option["tokens_per_s"]) if fits else "-",
+        "\n".join((*notes, format_keys(option["keys"]))),
     )
 
 

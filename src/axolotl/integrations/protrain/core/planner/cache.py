@@ -144,8 +144,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class PeakSeen:
-    """What a run took of the device beyond its trace, or half of what it took less, for
-    another plan may need it; and when."""
+    """Device bytes that a run took beyond its trace, or half of those it took less, for
+    another plan may need them; and the date."""
 
     beyond_bytes: int
     date: str
@@ -154,8 +154,8 @@ class PeakSeen:
 def measurement_key(
     measures: str, torch_device: torch.device, versions: Mapping[str, str], **of: JSON
 ) -> dict[str, JSON]:
-    """What changes any measurement on this machine, versions of libraries by name, and
-    what else this one depends on."""
+    """Name what changes any measurement on this machine, versions of libraries by name,
+    and what else this one depends on."""
     return {
         "measures": measures,
         "format": FORMAT,

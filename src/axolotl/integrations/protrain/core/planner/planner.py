@@ -73,9 +73,18 @@ class Planner(Search):
             BudgetError: None is lower.
         """
 
+        def reachable(placements: Sequence[Placement]) -> bool:
+            pairs = zip(plan.placements, placements, strict=True)
+            return all(
+                old.on_host == new.on_host or (new.on_host and index in movable)
+                for index, (old, new) in enumerate(pairs)
+            )
+
         def fastest(below: int) -> Plan:
             smaller = Budget(min(room, below), 0, budget.host_bytes)
-            return self._reached(plan, smaller, movable)
+            redone = self._redone_if_paged
+            search = Search(self.memory, self._times, smaller, reachable, redone)
+            return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
 
         budget = self._budget
         peak = self.memory.device(plan).peak_bytes
@@ -89,22 +98,8 @@ class Planner(Search):
             lower = fastest(peak - 1)
         return self.forecast(replace(lower, origin="notch"))
 
-    def _reached(self, plan: Plan, budget: Budget, movable: Set[int]) -> Plan:
-        """The fastest plan to which a session of `plan` can go on."""
-
-        def reachable(placements: Sequence[Placement]) -> bool:
-            pairs = zip(plan.placements, placements, strict=True)
-            return all(
-                old.on_host == new.on_host or (new.on_host and index in movable)
-                for index, (old, new) in enumerate(pairs)
-            )
-
-        redone = self._redone_if_paged
-        search = Search(self.memory, self._times, budget, reachable, redone)
-        return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
-
     def forecast(self, plan: Plan) -> Forecast:
-        """What `plan` will cost."""
+        """Predict what a plan will cost."""
         memory = self.memory
         moved = memory.activations(plan.policies).moved
         order = gradient_order(memory.layout, memory.trace)
