@@ -31,9 +31,9 @@ IMPORTED = ("hypothesis", "torch", "torch._dynamo", "transformers", "peft")
 """What all tests import, so that no fork has to."""
 
 ORDERING = frozenset(
-    "apply_all begin_use changed discard end_use flush forget forget_all hide record "
-    "refresh_stale release settle settle_own show_again synchronize unwind wait "
-    "wait_everywhere wait_stalled overwritten".split()
+    "apply_all begin_use discard end_use forget forget_all hide overwritten record "
+    "refresh_stale release settle settle_own show_again synchronize wait "
+    "wait_everywhere wait_stalled".split()
 )
 ANNOUNCEMENTS = ("reads", "writes", "begin_use", "end_use")
 """Of a device, which only the tests' device listens to: not taken away."""
@@ -73,7 +73,7 @@ TESTS: dict[str, tuple[frozenset[str], str]] = {
         f"races deferred access session simulated replan failures windows hooks {RANKS}",
     ),
     "core/engine/swap.py": (ORDERING, "policies races windows failures replan"),
-    "core/engine/worker.py": (ORDERING, "runtime races deferred simulated"),
+    "core/engine/worker.py": (ORDERING, f"runtime races deferred simulated {RANKS}"),
     "core/checkpoint/folders.py": (FOLDERS, "checkpoint"),
     "plugin.py": (
         REFUSALS,
@@ -89,7 +89,11 @@ TESTS: dict[str, tuple[frozenset[str], str]] = {
 """For each file the names of calls, and groups of tests, of which a later one is tried
 where the one before has noticed nothing."""
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "apply.py Updates.apply: device.compute.wait(own.written_back)": "compute waits for "
+    "operands, which are fetched after that event",
+    "swap.py Swap.open_backward: self.settle()": "only gives memory back earlier",
+}
 """Mutants that no test can notice, by name, and why."""
 
 STALE = """
