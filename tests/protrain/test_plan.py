@@ -21,6 +21,8 @@ from fork_server import ENVIRONMENT
 from plan_jobs import BASE, PROTRAIN, Plans
 from test_meta_model import IMAGES, LLAVA, QWEN_VL, VISION_LORA
 
+from axolotl.integrations.protrain.report.page import plan_page
+
 COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
 GIB = 2**30
 
