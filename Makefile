@@ -66,7 +66,7 @@ test-cuda: install ## tests on an emulated CUDA device, no GPU needed (2.5 GB of
 matrix: install ## train every combination and write docs/compatibility.md
 	@$(BIN)/python tests/protrain/compatibility.py
 
-mutants: install ## take each wait and release away: a test must notice
+mutants: install ## take each call away that orders something: a test must notice
 	@$(BIN)/python tests/mutants.py
 
 chaos: install ## attack trainings in every way and write docs/reliability.md

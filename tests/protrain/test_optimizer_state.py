@@ -14,7 +14,7 @@ from fork_server import call
 from tiny_models import random_model
 from torch import nn
 
-from axolotl.integrations.protrain.core.engine.state import leaves
+from axolotl.integrations.protrain.core.engine.state import state_tensors
 from axolotl.integrations.protrain.core.planner.meta import meta_copy
 from axolotl.integrations.protrain.offline.optimizer_state import (
     OptimizerBytes,
@@ -81,10 +81,12 @@ def stepped(cfg: Any) -> dict[str, tuple[int, ...]]:
         optimizer.step()
     apart = ("state", "param_groups")
     own = {k: v for k, v in vars(optimizer).items() if k not in apart}
-    shared = {leaf.tensor.data_ptr() for leaf in leaves(own)}
+    shared = {leaf.tensor.data_ptr() for leaf in state_tensors(own)}
     found = {}
     for name, param in named.items():
-        tensors = (leaf.tensor for leaf in leaves(optimizer.state.get(param, {})))
+        tensors = (
+            leaf.tensor for leaf in state_tensors(optimizer.state.get(param, {}))
+        )
         found[name] = tuple(t.nbytes for t in tensors if t.data_ptr() not in shared)
     return found
 

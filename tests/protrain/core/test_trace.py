@@ -476,6 +476,17 @@ def test_flops_of_a_llama_block() -> None:
     ] == [s.work.flops_32 for s in traced.segments if s.block is not None]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_that_a_loss_reads_are_named(trained: bool) -> None:
+    """A penalty reads them outside of their block, where paging would not bring them."""
+    copied = meta_copy(stack())
+    weight = copied.layers[2].up.weight.requires_grad_(trained)
+    tokens = batches(1)[0]
+    found = run_trace(copied, lambda: copied(tokens) + weight.pow(2).sum(), False)
+    assert found.read_outside == {"layers.2.up.weight"}
+    assert not run_trace(copied, lambda: copied(tokens), False).read_outside
+
+
 class OwnKernel(torch.autograd.Function):
     """A product by an operator of which torch knows nothing but the shape."""
 

@@ -148,9 +148,13 @@ def traced_job(
             # those of 16 bits would get masters
             narrow = 2 if args.protrain_fp32_master else 0
             waiting = frozenset(n for n in adapters if named[n].itemsize != narrow)
-    layout = build_layout(
-        laid_out, adapters - waiting, traced.trace.blocks, waiting, traced.rows
-    )
+    if traced.read_outside:
+        assumptions.append(
+            f"{len(traced.read_outside)} weights of blocks, {min(traced.read_outside)} for "
+            "example, are read outside of their blocks' forward: they stay on the device"
+        )
+    stay = adapters - waiting | traced.read_outside
+    layout = build_layout(laid_out, stay, traced.trace.blocks, waiting, traced.rows)
     redone: frozenset[int] = frozenset()
     if args.protrain_lora_mlp_forbid_offload:
         # Axolotl sets `forward` on the block's `mlp` itself where the kernel is used
@@ -647,9 +651,9 @@ def plan_here(
     forecast, notes = ranks.from_first(plan)
     order = tuple(block.name for block in forecast.layout.blocks)
     rows = {c.tensors[0].name: c.rows_bytes for c in forecast.layout.chunks}
-    own = ranks.together(
-        lambda: build_layout(model, adapter_names(model), order, rows=rows)
-    )
+    laid_out = forecast.layout.chunk_of
+    stay = frozenset(n for n, _ in model.named_parameters() if n not in laid_out)
+    own = ranks.together(lambda: build_layout(model, stay, order, rows=rows))
     ranks.together(partial(require_same, own, forecast.layout))
     same = hashlib.sha256(repr((forecast.plan, own)).encode()).hexdigest()[:12]
     notes.append(f"{world.size} ranks, {world.local_size} a node, run plan {same}.")

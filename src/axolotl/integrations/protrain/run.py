@@ -302,7 +302,7 @@ class TrainingRun:
         with self.session.full_params(), self.recovery.showing(whom):
             yield
 
-    # its name until 0.9, which trainers of users may call
+    # its name before, which trainers of users may call
     weights = full_params
 
     def for_event(

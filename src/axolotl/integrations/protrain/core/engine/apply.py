@@ -558,6 +558,8 @@ def _updating(device: torch.device) -> Iterator[None]:
     """As `step` is called, whoever uses the weights that it changes."""
     with (
         torch.inference_mode(False),
+        # nor inside of a transform: weights are no part of it
+        torch._C._DisableFuncTorch(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):

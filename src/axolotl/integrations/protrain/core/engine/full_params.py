@@ -45,9 +45,9 @@ MOMENTS = {
     "block's weights. Whoever computes with `.grad`, the sum so far, is refused.",
     "hook of an accumulated gradient": "Refused, at opening or where it computes.",
     "hook of a module, forward or backward": "Sees the weights of its block and those "
-    "outside of blocks. `weights` is refused; weights of other blocks are not there, which "
-    "nobody notices.",
-    "any other code between passes": "Has to enter `weights`. A write outside of it is an "
+    "outside of blocks. `full_params` is refused, and so is a write to a paged weight; weights "
+    "of other blocks are not there, which nobody notices.",
+    "any other code between passes": "Has to enter `full_params`. A write outside is an "
     "error in the next pass, a read is not noticed.",
 }
 """When code of users may run while weights, gradients or state are not true, and what it

@@ -8,7 +8,7 @@ backward of its producer. A recomputation calls the block again inside the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +50,10 @@ class Hook:
     def __deepcopy__(self, _memo: Any) -> Hook:
         self._copying()
         return Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        self._copying()
+        return Hook, (_nothing,)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -235,7 +239,8 @@ def attach_entry(model: nn.Module, layout: Layout, step: Step) -> list[Removable
             lambda module, *_: step.forward_begins(module),
             partial(step.copying, module),
         )
-        handles.append(module.register_forward_pre_hook(hook))
+        # before those of others, which may look at weights
+        handles.append(module.register_forward_pre_hook(hook, prepend=True))
         hook = Hook(lambda module, *_: step.forward_ended(module))
         handles.append(module.register_forward_hook(hook, always_call=True))
     return handles
@@ -249,17 +254,15 @@ def announce_copies(module: nn.Module, step: Step) -> Removable:
 
 
 class StateHooks:
-    """Lets reads and loads of a module's state reach the host copies of a chunk.
+    """Binds the parameters of a module to host tensors while its state is read or loaded.
 
-    Tensors of quantised weights' state are no parameters: bitsandbytes turns them into
-    entries while it reads the module, so it must find the host copies bound then. A load
-    must find a weight bound of which the device has one element only.
+    Hooks of others find the true values then, and a load writes them. Tensors of
+    quantised weights' state, which are no parameters, are bound too.
 
     Args:
         owner: The module that registers the parameters.
         chunk: In host memory.
-        host: Its tensors there, by parameter name relative to `owner`.
-        side: What is bound to the host while a library reads, with its host copy.
+        host: What is bound meanwhile, with its host tensor.
         step: Settles before a read or a load.
     """
 
@@ -267,70 +270,64 @@ class StateHooks:
         self,
         owner: nn.Module,
         chunk: Chunk,
-        host: Mapping[str, Tensor],
-        side: list[tuple[Binding, Tensor]],
+        host: list[tuple[Binding, Tensor]],
         step: Step,
     ) -> None:
-        self._chunk, self._host, self._side, self._step = chunk, host, side, step
+        self._chunk, self._host, self._step = chunk, host, step
         # a stack: a read may run inside a read
         self._bound: list[list[tuple[Binding, Tensor]]] = []
         copying = partial(step.copying, owner)
-        self._handles: list[Removable] = []
-        looked_up = bool(chunk.rows_bytes)
-        if side and not looked_up:
-            self._handles += (
-                owner.register_state_dict_pre_hook(Hook(self._bind_host)),
-                owner.register_state_dict_post_hook(Hook(self._bind_device, copying)),
-            )
-        if side and looked_up:
-            self._handles += (
-                owner.register_load_state_dict_pre_hook(Hook(self._bind_host)),
-                owner.register_load_state_dict_post_hook(Hook(self._bind_device)),
-            )
-        self._handles += (
+        self._handles: list[Removable] = [
             owner.register_state_dict_pre_hook(Hook(self._before_read)),
-            owner.register_state_dict_post_hook(Hook(self._read, copying)),
-            owner.register_load_state_dict_pre_hook(Hook(self._load)),
+            owner.register_state_dict_post_hook(Hook(self._after_read, copying)),
+            owner.register_load_state_dict_pre_hook(Hook(self._before_load)),
             owner.register_load_state_dict_post_hook(Hook(self._after_load)),
-        )
+        ]
+        # before those of others, which may look at the parameters
+        tables: Any = owner._state_dict_pre_hooks, owner._load_state_dict_pre_hooks
+        for hooks in tables:
+            hooks.move_to_end(next(reversed(hooks)), last=False)
 
     def remove(self) -> None:
         """Undo the binding."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _bind_host(self, *_: Any) -> None:
-        self._bound.append([(binding, binding.tensor) for binding, _ in self._side])
-        for binding, host in self._side:
-            binding.bind(host)
+    def _before_read(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        self._step.before_read([tensor for _, tensor in self._host])
+        self._keeps_vars = keep_vars
+        self._bind()
 
-    def _bind_device(self, *_: Any) -> None:
-        for binding, tensor in self._bound.pop():
-            binding.bind(tensor)
-
-    def _before_read(self, _module: nn.Module, _prefix: str, _keep: bool) -> None:
-        self._step.before_read(self._host.values())
-
-    def _read(
+    def _after_read(
         self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        if not self._step.shows_writes:
-            for name, tensor in self._host.items():
-                if prefix + name in state:
-                    state[prefix + name] = tensor
+        if self._keeps_vars and not self._step.shows_writes:
+            # parameters would show their slots again
+            for binding, tensor in self._host:
+                name = prefix + binding.name.rpartition(".")[2]
+                if state.get(name) is binding.owner:
+                    state[name] = tensor
+        self._unbind()
 
-    @torch.no_grad()
-    def _load(
-        self, _module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: Any
-    ) -> None:
-        self._step.before_load(self._host.values())
-        if not self._step.shows_writes:
-            for name, tensor in self._host.items():
-                if prefix + name in state:
-                    tensor.copy_(state[prefix + name])
+    def _before_load(self, *_: Any) -> None:
+        self._step.before_load([tensor for _, tensor in self._host])
+        self._bind()
 
-    def _after_load(self, _module: nn.Module, _incompatible: Any) -> None:
+    def _after_load(self, *_: Any) -> None:
+        self._unbind()
         self._step.after_load(self._chunk)
+
+    def _bind(self) -> None:
+        shown = self._step.shows_writes
+        host = [] if shown else self._host
+        self._bound.append([(binding, binding.tensor) for binding, _ in host])
+        for binding, tensor in host:
+            binding.bind(tensor)
+
+    def _unbind(self) -> None:
+        for binding, tensor in self._bound.pop():
+            binding.bind(tensor)
+        self._step.store.remember()
 
 
 def drop_ended_backward(device: torch.device) -> None:

@@ -200,11 +200,26 @@ class ParamStore:
                     "callback, or inside `with trainer.protrain.full_params():`."
                 )
 
-    def remember(self) -> None:
-        """A pass has ended, or a load: what they did to parameters is theirs to do.
+    def require_unwritten(self, chunk: Chunk) -> None:
+        """Raise AccessError if somebody wrote a weight while its block used it."""
+        for spec in chunk.tensors:
+            param, address, version = self._known.get(spec.name, (None, 0, 0))
+            # a parametrization that comes and goes leaves another version and address
+            if (
+                param is not None
+                and param._version != version
+                and param.data_ptr() == address
+            ):
+                raise AccessError(
+                    f"{spec.name}: a hook or the model itself (max_norm of an embedding, "
+                    "a constraint) changed this weight in a pass, where training loses "
+                    "it. Change weights in an event of a callback, inside `with "
+                    "trainer.protrain.full_params():`, or use "
+                    "protrain_force_all_persistent: true."
+                )
 
-        A parametrization that comes and goes in a forward leaves another version.
-        """
+    def remember(self) -> None:
+        """Remember parameters as a pass or a load has left them."""
         for chunk in self.on_host.values():
             self._remember(chunk)
 
@@ -293,21 +308,20 @@ class ParamStore:
         """Hook the modules that register the parameters of a chunk, tied names too."""
         host = {id(self._bindings[spec.name].owner): spec for spec in chunk.tensors}
         for module in self._model.modules():
-            own = {
-                name: host[id(param)]
-                for name, param in module.named_parameters(recurse=False)
+            own = [
+                host[id(param)].name
+                for param in module.parameters(recurse=False)
                 if id(param) in host
-            }
+            ]
             if not own:
                 continue
-            tensors = {n: self._pool.tensor(chunk.index, s) for n, s in own.items()}
-            prefixes = tuple(f"{spec.name}." for spec in own.values())
-            side = [
+            prefixes = tuple(f"{name}." for name in own)
+            bound = [
                 (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
                 for spec in chunk.tensors
-                if spec.name.startswith(prefixes) or chunk.rows_bytes
+                if spec.name in own or spec.name.startswith(prefixes)
             ]
-            self._state_hooks.append(StateHooks(module, chunk, tensors, side, step))
+            self._state_hooks.append(StateHooks(module, chunk, bound, step))
 
     def _copy_to_host(self, chunk: Chunk) -> None:
         pairs = [

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -167,7 +168,11 @@ def non_tensor_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_value(group: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: value.clone() if isinstance(value, Tensor) else value
+        key: value.clone()
+        if isinstance(value, Tensor)
+        else copy(value)
+        if isinstance(value, (list, dict))
+        else value
         for key, value in group.items()
         if key != "params"
     }

@@ -60,6 +60,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from ..errors import AccessError, LayoutError
@@ -122,7 +123,7 @@ class Step:
         self._outside = [chunk for chunk in layout.chunks if chunk.block is None]
         # chunks on the device that are older than their host copies
         self._stale: set[int] = set()
-        self._forward_runs = self._prefetch_held = False
+        self._forward_runs = self._prefetch_held = self._autocasts = False
         self._order: PassOrder | None = None
         self._outermost: nn.Module | None = None
         # graph task of the backward that runs, or ran last
@@ -185,6 +186,9 @@ class Step:
     def after_block(self, block: int, direction: Direction) -> None:
         """The forward of a block has ended, or failed."""
         if self.slots.block == block:
+            for chunk in self.layout.blocks[block].chunks:
+                if self.slots.slot_of(chunk) is not None:
+                    self.store.require_unwritten(self.layout.chunks[chunk])
             self.slots.end_use()
             if self._prefetch_held:
                 self._prefetch(block, direction)
@@ -214,6 +218,8 @@ class Step:
         self.slots.begin_use(block)
         self._forward_runs = not backward
         if not backward:
+            kind = self.device.torch_device.type
+            self._autocasts = self._autocasts or torch.is_autocast_enabled(kind)
             for chunk in self.layout.blocks[block].chunks:
                 self._update_in_use(chunk)
             self.updates.prefetch(block + 1)
@@ -328,6 +334,7 @@ class Step:
     def gradient_arrives(self, host: HostChunk, index: int, is_last: bool) -> None:
         """Autograd is about to add a gradient to `.grad`; `is_last` of its hooks is ours."""
         self._require_updated(host.chunk)
+        self._require_in_use(host.chunk)
         # it finds the sum so far as the plain run has it
         self.updates.scale()
         host.grads.make_room(index, self.gradients, is_last)
@@ -336,6 +343,18 @@ class Step:
         """Autograd has added a gradient to `.grad`: take it away."""
         with record_function("protrain::gradient"):
             self.gradients.take(host, index)
+
+    def _require_in_use(self, chunk: Chunk) -> None:
+        # autocast keeps casts of fp32 weights for later blocks and forwards
+        if self._autocasts and chunk.tensors[0].dtype is torch.float32:
+            return
+        if self.slots.slot_of(chunk.index) and self.slots.block != chunk.block:
+            raise AccessError(
+                f"{chunk.tensors[0].name}: a gradient of this weight, which is paged, "
+                "arrives while its block is not in use: something outside of the block's "
+                "forward, or computed in it apart from what it returns, reads the weight. "
+                "Return it from the block, or use protrain_force_all_persistent: true."
+            )
 
     def _require_updated(self, chunk: Chunk) -> None:
         own = self.updates.of_chunk.get(chunk.index)
@@ -400,7 +419,12 @@ class Step:
         deferred update]."""
         own = self.updates.of_chunk.get(chunk)
         if own is not None and own.recorded is not None and self.updates.defers:
+            changed = [own.params[index] for index in own.changes()]
             self._apply_on_device(own)
+            if self.slots.slot_of(chunk) is None:
+                # a graph that has read the weights before finds out, as autograd does it
+                increment_version(changed)
+                self.store.remember()
 
     def _apply_on_device(self, own: ChunkUpdate) -> None:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
@@ -595,12 +619,17 @@ class Step:
         self.device.writes(host)
 
     def after_load(self, chunk: Chunk) -> None:
-        """A load wrote the host tensors of a chunk, and through its slot views."""
+        """A load wrote the host tensors of a chunk."""
         self.store.remember()
         for host in self.hosts:
             if host.chunk is chunk:
                 host.renew_masters(range(len(host.params)))
         self.slots.forget_all()
+        if not self.full_params.shows_writes and chunk.index not in self.plan.away:
+            self._stale.add(chunk.index)
+            if self.plan.shards == 1:
+                # a gather waits for the ranks that do not load now
+                self.refresh_stale()
 
     def before_state_access(self) -> None:
         """Somebody is about to read or write optimizer state."""
@@ -613,6 +642,8 @@ class Step:
         """Overwrite fp32 masters, and weights with them."""
         self.full_params.hide()
         self.slots.end_use()
+        # a copy to the device may be reading weights
+        self.device.synchronize()
         for param in saved:
             own, _ = self.updates.place_of(param)
             if own is None:

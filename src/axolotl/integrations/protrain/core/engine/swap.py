@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..types import SMALLEST_SWAP_BYTES, Counters
 from .device import Device, Event
 from .hooks import AroundCall
@@ -195,6 +196,13 @@ class Swap:
 
         Entered once for each forward of a block.
         """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise AccessError(
+                f"block {block} sends what it saves to the host, and saved_tensors_hooks "
+                "of somebody else's (a checkpoint around several blocks, an offload of "
+                "activations) are around it, which would see none of it. Set "
+                "protrain_n_swap_override: 0."
+            )
         self.settle()
         region = self._claim(block)
         swapped = self._of_block[block] = []

@@ -60,7 +60,8 @@ class TracedStep:
     nobody knows how many operations they do: they count as the bytes they move.
     `drew` says that the model read values that depend on weights: Note [Values].
     `rows` has the frozen embeddings outside blocks that were only looked up, with the
-    bytes of the rows.
+    bytes of the rows; `read_outside` names weights of blocks that the forward reads outside
+    of their blocks, a penalty of the loss for example: they cannot be paged.
     """
 
     trace: Trace
@@ -68,6 +69,7 @@ class TracedStep:
     uncounted: tuple[str, ...] = ()
     drew: bool = False
     rows: Mapping[str, int] = field(default_factory=dict)
+    read_outside: frozenset[str] = frozenset()
 
 
 def trace_step(
@@ -261,6 +263,13 @@ class _Recorder(MetaMode):
             for param in model.parameters()
             if param.ndim > 1
         }
+        # block and name of each weight of blocks, and names of those read elsewhere
+        self._owners = {
+            param.untyped_storage()._cdata: (index, f"{prefix}.{name}")
+            for index, (prefix, block) in enumerate(blocks)
+            for name, param in block.named_parameters()
+        }
+        self._read_outside: set[str] = set()
         self._uncounted: dict[str, None] = {}
         self._rows: Counter[str] = Counter()
         # weights of embeddings that are or may be only looked up, what else has read,
@@ -358,6 +367,11 @@ class _Recorder(MetaMode):
         read = list(tensors_in(args))
         given = {tensor.untyped_storage()._cdata for tensor in read}
         self._read_whole |= self._tables & (given - {self._looked_up})
+        if not now.backward:
+            for key in given & self._owners.keys():
+                index, name = self._owners[key]
+                if index != now.block:
+                    self._read_outside.add(name)
         for tensor in made:
             # an operator in place may change a parameter, which is no activation
             if tensor.untyped_storage()._cdata not in given:
@@ -547,7 +561,9 @@ class _Recorder(MetaMode):
             if self._model.get_parameter(name).untyped_storage()._cdata
             not in self._read_whole
         }
-        return TracedStep(trace, samples, tuple(self._uncounted), self.drew, rows)
+        outside = frozenset(self._read_outside)
+        uncounted = tuple(self._uncounted)
+        return TracedStep(trace, samples, uncounted, self.drew, rows, outside)
 
     def _fill_in(self, segments: Sequence[_Open]) -> None:
         """Give skipped blocks what the block of their kind has shown."""
