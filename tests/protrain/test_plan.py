@@ -719,11 +719,11 @@ def test_a_key_chooses_the_mode(name: str, mode: str, plans: Plans) -> None:
 def test_too_little_host_memory(plans: Plans) -> None:
     answer = plans["little_ram"]
     assert answer.exit_code == 2
-    # the nearest plan lacks the least of both: some megabytes of the device here, where
-    # whatever spares them needs far more of the host
-    host = answer.json["host_bytes"]
-    assert host["peak"] <= host["budget"] == GIB
-    assert "of device memory missing" in answer.json["reason"]
+    # the nearest plan lacks the least of both: some megabytes
+    memories = answer.json["device_bytes"], answer.json["host_bytes"]
+    lacks = sum(max(memory["peak"] - memory["budget"], 0) for memory in memories)
+    assert 0 < lacks < 64 << 20 and memories[1]["budget"] == GIB
+    assert "memory missing" in answer.json["reason"]
     more = next(o for o in answer.json["alternatives"] if o["change"] == "--ram 16")
     assert more["verdict"] == "fits"
 

@@ -37,9 +37,11 @@ ELSEWHERE = {
     "_backward_pre_hooks",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_load_state_dict_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
     "_parameters",
+    "_state_dict_pre_hooks",
     "_untyped_storage",
     # public, of os and of tuples with names
     "_exit",

@@ -72,6 +72,7 @@ class TracedJob:
         redone_if_paged: Blocks that have to recompute where any weight of theirs pages.
         headroom_bytes: Kept on the device for what is no part of the traced step.
         assumptions: What was not known, and what was taken instead.
+        optimizer: Its state, for other jobs of this model and these adapters.
     """
 
     traced: TracedStep
@@ -81,6 +82,7 @@ class TracedJob:
     redone_if_paged: frozenset[int]
     headroom_bytes: int
     assumptions: tuple[str, ...]
+    optimizer: OptimizerBytes | None = None
 
     def loaded_with(self, mapped_bytes: int) -> TracedJob:
         """Return a copy with so many bytes of weights that are pages of their files."""
@@ -95,6 +97,7 @@ def traced_job(
     real: nn.Module | None = None,
     objective: Objective | None = None,
     adapters_wait: bool = True,
+    optimizer: OptimizerBytes | None = None,
 ) -> TracedJob:
     """Trace the largest micro-batch that the YAML, or the data, allow.
 
@@ -106,6 +109,7 @@ def traced_job(
         real: The same with weights, to be laid out: a bias may be cast in the trace.
         objective: Of a trainer whose loss is more than one forward.
         adapters_wait: Their optimizer is the trainer's, so its state may be on the host.
+        optimizer: Known already, of another job of this model and these adapters.
 
     Raises:
         TraceError: It cannot be run without weights.
@@ -139,7 +143,8 @@ def traced_job(
     adapters = adapter_names(laid_out)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     mastered = trained - adapters if args.protrain_fp32_master else ()
-    optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
+    if optimizer is None:
+        optimizer = optimizer_bytes(cfg, model, device_type, assumptions, mastered)
     waiting: frozenset[str] = frozenset()
     # of several ranks they are DDP's, and ReLoRA prunes their state where it finds it
     if adapters_wait and optimizer.separable and world.size == 1 and not cfg.relora:
@@ -174,7 +179,7 @@ def traced_job(
     workload = _workload(cfg, args, optimizer, batch, world)
     own = None if objective else batch
     notes = tuple(assumptions)
-    return TracedJob(traced, layout, workload, own, redone, headroom, notes)
+    return TracedJob(traced, layout, workload, own, redone, headroom, notes, optimizer)
 
 
 class _Need(NamedTuple):

@@ -31,8 +31,9 @@ NAMES = {
     "_post_accumulate_grad_hooks _version",
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
-    "torch._C": "PyTorchFileReader _RestorePythonTLSSnapshot _current_graph_task_id "
-    "_will_engine_execute_node",
+    "torch._C": "PyTorchFileReader _DisableFuncTorch _RestorePythonTLSSnapshot "
+    "_current_graph_task_id _will_engine_execute_node",
+    "torch._C._autograd": "_top_saved_tensors_default_hooks",
     "torch.autograd": "_get_sequence_nr",
     "torch._dynamo.config": "optimize_ddp",
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",

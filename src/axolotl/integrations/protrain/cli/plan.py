@@ -354,13 +354,21 @@ class DryRun:
         refused = uncomputed(self.cfg, card)
         if not refused and self._args.protrain_cpu_capacity_bytes is None:
             yield from self._more_host_memory(card)
-        if refused or lacking.device.peak_bytes > lacking.budget.usable_bytes:
+        device, host, budget = lacking.device, lacking.host, lacking.budget
+        if refused or device.peak_bytes > budget.usable_bytes:
+            # no plan lacks less, of both together, so none needs less of a card
+            needed = device.peak_bytes - card.unseen_bytes
+            needed += max(host.peak_bytes - budget.host_bytes, 0)
+            if report.lack(lacking) is None:
+                needed = 0
             for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes and not refused:
                     continue
                 ranks = self._num_gpus
                 larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
                 if refused and (uncomputed(self.cfg, larger) or not gpu.capability):
+                    continue
+                if larger.device_bytes - larger.unseen_bytes < needed:
                     continue
                 other = _alternative(
                     f"--gpu {gpu.name!r}",
@@ -405,6 +413,8 @@ class DryRun:
 
     def _traced(self, **change: Any) -> TracedJob:
         world = World(self._num_gpus, self._num_gpus)
+        # what trains is the same, and so is its state
+        same = bool(change) and "lora_r" not in change
         with ExitStack() as undo:
             undo.enter_context(self._meta.changed(change))
             if FUSED_LOSS in change:
@@ -415,9 +425,10 @@ class DryRun:
                 self.device_type,
                 world,
                 objective=self._meta.objective(),
+                optimizer=self._subject().optimizer if same else None,
             )
         packed = self.cfg.load_in_4bit or self.cfg.load_in_8bit
-        if change and packed and "lora_r" not in change:
+        if same and packed:
             # bitsandbytes casts biases while they run: one model, one layout
             rows = {c.tensors[0].name: c.rows_bytes for c in subject.layout.chunks}
             layout = self._subject().layout
