@@ -6,7 +6,7 @@ do not. Measured on tensors of the shapes that weights have: the entropy of all 
 what two codes of it need that many threads can decode at once: `window`, 3 bits for the seven
 most frequent exponents of a tensor, the others listed beside it (8 + 3 bits and 32 a rarity),
 and `huffman`, one code for the exponents of a tensor (DFloat11, Zhang et al. 2025). Of NF4
-the codes and their scales. The second table is arithmetic from `core/profile/cards.py`.
+the codes and their scales. The second table is arithmetic from `core/planner/cards.py`.
 """
 
 from __future__ import annotations

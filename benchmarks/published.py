@@ -1,7 +1,7 @@
 """What others measured on GPUs, beside what `axolotl protrain plan` says of the same YAML.
 
 `published/measurements.csv` holds the rows with their sources, `primitives.csv` the rates of
-links, products and memory from which the shares in `core/profile/cards.py` are taken. A
+links, products and memory from which the shares in `core/planner/cards.py` are taken. A
 row's model is a configuration, its plan by hand: all on the card, recomputed as published,
 or, where the run offloaded, the fastest that fits. `other_program` says where the bytes that
 were measured are those of a program or a plan that no YAML of Axolotl has. Nothing runs on a GPU.

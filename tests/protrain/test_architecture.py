@@ -106,6 +106,14 @@ def test_the_direction_has_no_cycle() -> None:
     assert not cyclic - {"session"}
 
 
+def test_what_prices_a_plan_knows_nothing_of_the_choice() -> None:
+    """Each of these modules imports earlier ones alone, and none that traces or measures."""
+    for number, name in enumerate(PRICES):
+        for line, inside, path in imports(CORE / f"planner/{name}.py"):
+            if inside and path[0] == "planner":
+                assert path[1] in PRICES[:number], f"{name}:{line}"
+
+
 def test_modules_around_core_import_in_no_circle() -> None:
     """Neither in functions nor for types."""
     root = CORE.parent

@@ -131,6 +131,40 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not heading or heading in slugs, heading
 
 
+def test_the_tour_is_short_and_leads_somewhere() -> None:
+    """Its files are there, and nobody needs more than half an hour for it."""
+    text = (ROOT / "DESIGN.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 250 and len(text.split()) <= 2500
+    assert max(map(len, lines)) <= 100
+    here = {
+        path.name for top in ("src", "tests") for path in ROOT.joinpath(top).rglob("*")
+    }
+    named = re.findall(r"`([\w/.]+(?:\.py|\.md|/))`", text)
+    assert named and {Path(name).name for name in named} <= here
+    linked = re.findall(r"\]\(([^)#]+)\)", text)
+    assert linked and all((ROOT / target).exists() for target in linked)
+    for page in ROOT.glob("docs/decisions/*.md"):
+        assert len(page.read_text().splitlines()) <= 15, page
+
+
+def test_notes_that_are_named_are_there() -> None:
+    """In the tour, the decisions, docstrings and comments."""
+    code = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    pages = [ROOT / "DESIGN.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [path.read_text() for path in (*code, *pages)]
+    titles = {
+        title
+        for text in texts
+        for title in re.findall(r"^\s*(?:# )?Note \[([^\]]+)\]$", text, re.M)
+    }
+    one = r"\[[^\]`\\]+\]"
+    for text in texts:
+        flat = re.sub(r"\s+(# )?", " ", text)
+        for named in re.findall(rf"Notes? ({one}(?:(?:,| and|, and) {one})*)", flat):
+            assert {*re.findall(r"\[(.+?)\]", named)} <= titles, named
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_keys_are_keys(page: str) -> None:
     named = set(re.findall(r"`(protrain_[a-z0-9_]+)\b(?!…)", TEXTS[page]))

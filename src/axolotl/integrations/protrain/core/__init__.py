@@ -1,6 +1,5 @@
-"""ProTrain without Axolotl: layout, cost, search, runtime, optimizer, checkpoints.
+"""ProTrain without Axolotl: layout, engine, planner, checkpoints.
 
-Nothing below this folder imports axolotl, transformers or peft. Imports point one
-way: types <- layout <- cost <- search; layout <- runtime <- optim <- checkpoint;
-all of them <- session.
+Nothing below this folder imports axolotl, transformers or peft. Imports point one way:
+types <- layout <- engine <- planner; layout <- checkpoint.
 """

@@ -1,7 +1,7 @@
 """What this machine gives: free device memory, and rates measured in about a second.
 
 Rates are timed with the objects that training uses: the streams and pinned
-memory of `core/runtime`, its host thread, and fused torch AdamW. Figures are medians.
+memory of `core/engine`, its host thread, and fused torch AdamW. Figures are medians.
 """
 
 from __future__ import annotations

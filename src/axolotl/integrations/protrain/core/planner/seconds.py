@@ -2,11 +2,11 @@
 
 Four lanes work side by side: compute, copies to the device, copies from it, and the one
 host thread; with several ranks their collectives are a fifth, which takes the time of
-copies where ranks have no other link, and all ranks take the same time. The calling thread queues their work and sometimes waits; every rule for
-who waits for whom is that of `Pager`, `Slot`, `Gradients`, `GradientReduction`,
-`PendingUpdates`, `Staging` and `Session`. At the update every lane is idle and the
-slots hold the chunks that forward begins with, so one step, from update to update, is the
-period of the training.
+copies where ranks have no other link, and all ranks take the same time. The calling thread
+queues their work and sometimes waits; every rule for who waits for whom is that of the
+engine's `Step`, `Slots`, `Gradients`, `GradientReduction`, `Updates` and `Staging`. At the
+update every lane is idle and the slots hold the chunks that forward begins with, so one
+step, from update to update, is the period of the training.
 
 Not modelled: the time to launch work, and the order inside a block. What runs outside
 the blocks is put at the turn from forward to backward, where the head is. Gradients
@@ -170,7 +170,7 @@ class Step:
         self._landing = "host" if demand.on_host else "offload"
 
     def update(self) -> None:
-        """`PendingUpdates`: the device's part, then one chunk after another."""
+        """Queued updates: the device's part, then one chunk after another."""
         d = self._demand
         self._run(d.update_s)
         for work in d.works:
@@ -479,7 +479,7 @@ class DeferredStep(Step):
         return left
 
     def _fetch_operands(self) -> None:
-        """`PendingUpdates.fetch_ahead`: as many as there is room for."""
+        """`Updates.prefetch`: as many as there is room for."""
         for work in self._pending:
             staged = work.chunk in self._staged
             if not staged and not self._stage(work, work.operand_bytes):
