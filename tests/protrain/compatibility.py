@@ -26,6 +26,7 @@ import matrix_kernels
 import matrix_optimizers
 import torch
 from axolotl_jobs import Job, Result, Workers, differences, history_differences
+from checked_device import CHECKED
 from matrix import Cell
 from saving_jobs import difference
 
@@ -63,6 +64,9 @@ def fingerprint(cell: Cell) -> str:
     own = [(job.family, dict(job.settings)) for job in cell.jobs]
     for _, settings in own:
         settings.pop("protrain_learn_peak", None)
+        # by the name that the record has
+        if (checks := settings.pop(CHECKED, None)) is not None:
+            settings["protrain_check_races"] = checks
     parts = {
         "jobs": own,
         "expected": [expected(cell), cell.message, cell.reason],
