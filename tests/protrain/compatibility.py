@@ -63,10 +63,9 @@ def fingerprint(cell: Cell) -> str:
     # without a cache of its own no training has lessons of others
     own = [(job.family, dict(job.settings)) for job in cell.jobs]
     for _, settings in own:
-        settings.pop("protrain_learn_peak", None)
-        # by the name that the record has
-        if (checks := settings.pop(CHECKED, None)) is not None:
-            settings["protrain_check_races"] = checks
+        # nor does it matter where a run lies, or that its accesses are checked
+        for key in ("protrain_learn_peak", "output_dir", CHECKED):
+            settings.pop(key, None)
     parts = {
         "jobs": own,
         "expected": [expected(cell), cell.message, cell.reason],

@@ -43,8 +43,8 @@ class DeferredSignals:
         try:
             yield
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            for taken, handler in self._handlers.items():
+                signal.signal(taken, handler)
             # a step that an error ended has not taken it
             self.release()
 
