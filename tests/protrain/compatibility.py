@@ -26,6 +26,7 @@ import matrix_kernels
 import matrix_optimizers
 import torch
 from axolotl_jobs import Job, Result, Workers, differences, history_differences
+from checked_device import CHECKED
 from matrix import Cell
 from saving_jobs import difference
 
@@ -62,7 +63,9 @@ def fingerprint(cell: Cell) -> str:
     # without a cache of its own no training has lessons of others
     own = [(job.family, dict(job.settings)) for job in cell.jobs]
     for _, settings in own:
-        settings.pop("protrain_learn_peak", None)
+        # nor does it matter where a run lies, or that its accesses are checked
+        for key in ("protrain_learn_peak", "output_dir", CHECKED):
+            settings.pop(key, None)
     parts = {
         "jobs": own,
         "expected": [expected(cell), cell.message, cell.reason],

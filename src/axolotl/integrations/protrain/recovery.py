@@ -429,13 +429,13 @@ def _foreign_loss(trainer: Trainer | None) -> str:
     """Name of what computes the loss, where that is somebody else's, if it is."""
     if trainer is None:
         return ""
-    acts: list[Any] = [trainer.training_step, trainer.compute_loss]
-    acts.append(trainer.compute_loss_func)
+    names = "training_step", "compute_loss", "compute_loss_func"
+    acts: list[Any] = [getattr(trainer, name, None) for name in names]
     for kind in type(trainer).__mro__:
         own = vars(kind)
         acts += [own.get("training_step"), own.get("compute_loss")]
-    names = (_foreign(act) for act in acts if act is not None)
-    return next((name for name in names if name), "")
+    found = (_foreign(act) for act in acts if act is not None)
+    return next((name for name in found if name), "")
 
 
 def _foreign(act: Any) -> str:

@@ -38,6 +38,7 @@ from .core.planner.hardware import measured_unseen_bytes
 from .core.planner.planner import Forecast
 from .core.sizes import format_bytes
 from .data_parallel import ignore_in_ddp
+from .interrupts import DeferredSignals
 from .planning import (
     about,
     adapter_names,
@@ -53,7 +54,7 @@ from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
     from .loading import LoadShare
-    from .objective import Objective
+from .objective import Objective
 
 BLIND = ("transformers", "axolotl")
 """Packages whose callbacks look at no weights; others that do are refused."""
@@ -126,6 +127,7 @@ class TrainingRun:
     ) -> None:
         self.args = args_from(cfg)
         self.log = log
+        self.signals = DeferredSignals(log)
         self.session: Session | None = None
         self.report: RunReport | None = None
         self.ranks: Ranks = Alone()
@@ -368,6 +370,7 @@ class TrainingRun:
         self.recovery.begin(trainer, has_gradients)
         self._watch()
         self._started = time.perf_counter()
+        self.signals.hold()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -378,15 +381,17 @@ class TrainingRun:
             yield
             return
         self._counts_evaluation = True
+        self.signals.hold()
         if self._num_evaluated == WATCHED_STEPS:
             yield
-            return
-        self._num_evaluated += 1
-        with session.watch():
-            session.device.restart_peak()
-            yield
-            nbytes = session.device.peak_since()
-        report.evaluation_bytes = max(report.evaluation_bytes, nbytes)
+        else:
+            self._num_evaluated += 1
+            with session.watch():
+                session.device.restart_peak()
+                yield
+                nbytes = session.device.peak_since()
+            report.evaluation_bytes = max(report.evaluation_bytes, nbytes)
+        self.signals.release()
 
     def end_step(self) -> None:
         """It has ended."""
@@ -398,6 +403,7 @@ class TrainingRun:
         self.report.step_s.append(seconds)
         if len(self.report.step_s) == CHECKED_STEP:
             self._compare(self.report)
+        self.signals.release()
 
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer to train with, guarded; `plain` itself outside a session."""

@@ -81,17 +81,18 @@ class ProTrainTrainerMixin(_Mixed):
     protrain: ClassVar[TrainingRun]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        failed = True
-        try:
-            result = super().train(*args, **kwargs)
-            failed = False
-            return result
-        except RuntimeError as error:
-            if self.protrain.report is not None:
-                self.protrain.recovery.explain(error)
-            raise
-        finally:
-            self.protrain.close(failed)
+        with self.protrain.signals.installed():
+            failed = True
+            try:
+                result = super().train(*args, **kwargs)
+                failed = False
+                return result
+            except RuntimeError as error:
+                if self.protrain.report is not None:
+                    self.protrain.recovery.explain(error)
+                raise
+            finally:
+                self.protrain.close(failed)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> Any:
         # weights are loaded, requires_grad and hooks are final, nothing is wrapped yet
