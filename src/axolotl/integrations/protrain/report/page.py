@@ -88,7 +88,6 @@ def _page(title: str, answers: Sequence[Values]) -> str:
             "cells": [_cell(block) for block in answer["blocks"]],
             "bars": _step_bars(answer["step_s"]),
             "losses": _losses(answer.get("losses", ())),
-            "lanes": _lanes(answer.get("lanes")),
             "terms": {k: _terms(answer[k], colours) for k in MEMORIES},
         }
         for answer in answers
@@ -283,38 +282,6 @@ def _step_bars(step: Values | None) -> Values | None:
         "rows": rows,
         "span": max(total, total - rest, *lanes.values()),
     }
-
-
-def _lanes(lanes: Values | None) -> Values | None:
-    """Draw what each lane did in a step, in time."""
-    if not lanes or lanes["spans"].keys() <= {COMPUTE}:
-        return None
-    spans = lanes["spans"]
-    total = max(lanes["step_s"], *(run[-1][1] for run in spans.values()), 1e-9)
-    rows = [
-        (
-            LANES[lane],
-            [
-                (
-                    "seg compute" if lane == COMPUTE else "seg lane",
-                    begin,
-                    end - begin,
-                    f"{what or LANES[lane]}: {format_seconds(end - begin)} from "
-                    f"{format_seconds(begin)} on",
-                )
-                for begin, end, what in spans[lane]
-            ],
-            f"{format_seconds(lanes['busy_s'][lane])} busy",
-        )
-        for lane in LANES
-        if lane in spans
-    ]
-    shares = (
-        (what, begin / total, (end - begin) / total)
-        for begin, end, what in spans.get(COMPUTE, ())
-    )
-    phases = [(what if size >= 0.08 else "", at, size) for what, at, size in shares]
-    return {"rows": rows, "phases": phases, "span": total, "step_s": lanes["step_s"]}
 
 
 def _stacked(

@@ -37,19 +37,16 @@ class HostPool:
         ranks: Whose node shares the memory; every rank then makes the same calls. None
             for a process alone.
         shards: Each chunk has room for so many equal ones.
-        shows: What is written into a `copy_on_write` must be told from the rest, also
-            where no other rank shares it.
     """
 
     def __init__(
         self,
         ranks: Ranks | None = None,
         shards: int = 1,
-        shows: bool = False,
     ) -> None:
         self._ranks = ranks or Alone()
         self._shards = shards
-        self._in_files = shows or self._ranks.world.local_size > 1
+        self._in_files = self._ranks.world.local_size > 1
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
         self._shares: dict[int, Tensor] = {}
         self._files: dict[mmap.mmap, int] = {}

@@ -373,10 +373,6 @@ class MemoryModel:
         pairs = zip(layout.chunks, plan.placements, strict=True)
         moves = max((chunk.nbytes for chunk, at in pairs if at.on_host), default=0)
         save = self._states(plan).gradients
-        if workload.fp32_master and workload.saves_state:
-            # a checkpoint has whole masters
-            on_host = (c for c in layout.chunks if c.trainable)
-            save += 2 * sum(chunk.payload_16_bit_bytes for chunk in on_host)
         phases = {
             "load": model - workload.mapped_bytes + moves,
             "train": states.total,
