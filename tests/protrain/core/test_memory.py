@@ -259,22 +259,6 @@ def test_host_memory_was_predicted(
     session.close()
 
 
-def test_a_checkpoint_has_whole_masters() -> None:
-    """On the host they are there only then, in the arena's half and 17 bits beside it."""
-    model = stack(dtype=torch.bfloat16)
-    trace = traced(model, batches(1)[0])
-    session = open_session(model, fp32_master=True, outside=HOST_STATE)
-    peaks = []
-    for saves in (False, True):
-        workload = Workload(
-            fp32_master=True, saves_state=saves, update=session.plan.update
-        )
-        memory = MemoryModel(session.layout, trace, workload, CPU)
-        peaks.append(memory.host(session.plan).phases["save"])
-    assert peaks[1] - peaks[0] == 4 * sum(p.numel() for p in model.parameters())
-    session.close()
-
-
 @pytest.mark.parametrize(
     "plan",
     [{}, {"resident": ALL, "inside": HOST_STATE}],
