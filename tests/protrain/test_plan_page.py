@@ -690,14 +690,7 @@ def finished(loss: float) -> dict[str, Any]:
             "step seconds": {"predicted": 2.0, "measured": 2.5},
         },
         "losses": [[1, 2.5], [2, loss]],
-        "lanes": {
-            "step_s": 2.0,
-            "busy_s": {"compute": 1.5, "fetch": 0.5},
-            "spans": {
-                "compute": [[0.0, 0.75, "forward"], [0.75, 2.0, "backward"]],
-                "fetch": [[0.25, 0.75, ""]],
-            },
-        },
+        "lanes": None,
         "measured": {"num_steps": 2, "step_s": 2.5},
         "notes": ["Taken over: gradient_checkpointing."],
     }
@@ -723,12 +716,6 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         "+25.0%"
         in figure(root.all("section", "panel")[1], "Predicted and measured").text
     )
-    drawn = figure(root.all("section", "panel")[0], "One step as it was")
-    assert [node.attrs["x"] for node in drawn.all("rect", "lane")] == ["125.00"]
-    assert [n.text for n in drawn.one(style="band").all("span")] == [
-        "forward",
-        "backward",
-    ]
     step = forecast()["step_s"]
     rate = step["tokens_per_s"] * step["total"] / 2.5
     assert f"{rate:,.0f}" in root.all(style="big")[0].text
@@ -753,7 +740,6 @@ def test_a_report_of_other_versions_is_refused(key: str | None, tmp_path: Path) 
 @pytest.mark.parametrize(
     "damage",
     [
-        {"lanes": {"spans": None}},
         {"losses": None},
         {"verdict": "perhaps"},
         {"blocks": [{}]},
