@@ -51,7 +51,7 @@ class Placement(Enum):
 
     @property
     def on_host(self) -> bool:
-        """True when the arena holds the chunk's bytes and is their truth."""
+        """True when the host pool holds the chunk's bytes and is their truth."""
         return self is not Placement.RESIDENT
 
 
@@ -513,7 +513,7 @@ class BlockTimes:
 @dataclass(frozen=True)
 class Budget:
     """What a plan may use. `reserve_bytes` of the device must stay free; the host's are
-    for the arena and what trains on it."""
+    for the pinned pool and what trains on it."""
 
     device_bytes: int
     reserve_bytes: int

@@ -7,7 +7,7 @@ graph, which takes their weights as inputs.
 # Note [Weights that a graph saves]
 
 AOTAutograd saves a weight, or a view of it, for backward as eager autograd does: by its
-address. That is right for the same reason: the window of the block is open in backward,
+address. That is right for the same reason: the block is in use in backward,
 and its weights lie where they lay (Note [Stable addresses] in slots.py). What a graph
 saves passes the saved-tensor hooks, so recompute and swap see it. CUDA graphs would not
 be right: they keep results in memory of their own, which the next replay overwrites.

@@ -1,18 +1,18 @@
-"""A step of the plain optimizer that is noted when it is called, and made later.
+"""Recorded optimizer steps, which are replayed later for one chunk after another.
 
-# Note [The ghost]
+# Note [The optimizer's clone]
 
-Everything of an optimizer but its parameters and their state is in its attributes and
-groups. A `RecordedStep` keeps them by value, as they are when `step` is called: schedulers change
-groups, and some optimizers count in them. The step itself is that of the optimizer's own
-class on an object with these attributes, and groups in which other tensors stand for the
-parameters, at the same positions, by which some optimizers go: the parameters' own may be
-in use by a pass, or in another dtype. Of parameters that are not updated now only that part
-of their state is there that is no tensor (Muon marks its matrices so). What only an update
-changes in a group (optimi's `kahan_sum`) changes in the optimizer's own, too. So nothing of
-an optimizer is written down here, and whatever it does to one parameter after another it
-does later with the same numbers. What looks at several parameters together would not:
-`require_separable` knows which optimizers have been tried.
+All that an optimizer has beside its parameters and their state is in its attributes and
+groups. `RecordedStep` keeps them by value when `step` is called: schedulers change groups,
+and some optimizers count in them. `replay` calls the optimizer class's own `step` on a clone
+with these attributes. In its groups master parameters stand for the parameters, at the same
+positions, by which some optimizers go: a pass may be using the parameters' own memory, or it
+has another dtype. Of parameters that are not updated now the clone has non-tensor state
+alone (Muon marks its matrices so). A value that only an update changes in a group (optimi's
+`kahan_sum`) changes in the optimizer's own group, too. So no optimizer is written down here,
+and what it does to one parameter after another it does later with the same numbers. An
+optimizer that looks at several parameters together would not: `require_separable` knows
+which have been tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Clip = tuple[float, Tensor]
 
 _BITSANDBYTES = "bitsandbytes.optim.optimizer"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-_NOT_NOTED = {"step", "state", "param_groups", *_HOOKS}
+_NOT_RECORDED = {"step", "state", "param_groups", *_HOOKS}
 
 
 _SEPARABLE = {
@@ -80,7 +80,7 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
 
 
 class RecordedStep:
-    """One call of a method, for parameters that come later; see Note [The ghost].
+    """One call of an optimizer's method, replayed later; see Note [The optimizer's clone].
 
     Args:
         plain: The optimizer as it is when the method is called.
@@ -100,7 +100,9 @@ class RecordedStep:
         fused: bool = False,
     ) -> None:
         self._kind, self.clip, self.method = kind, clip, method
-        self._attributes = {k: v for k, v in vars(plain).items() if k not in _NOT_NOTED}
+        self._attributes = {
+            k: v for k, v in vars(plain).items() if k not in _NOT_RECORDED
+        }
         self._groups = [_by_value(group) for group in plain.param_groups]
         for group in self._groups:
             if fused and "fused" in group:

@@ -121,7 +121,7 @@ class Schedule:
     def ahead(self, block: int, direction: Direction) -> tuple[int, ...]:
         """Chunks to fetch while `block` computes, the soonest needed first.
 
-        None of them shares a slot with the block's own chunks. At the turn from
+        None of them shares a slot with the block's own chunks. Going from
         forward to backward nothing is ahead: the slots hold what backward begins with.
         """
         start, stop = self._bounds[block]

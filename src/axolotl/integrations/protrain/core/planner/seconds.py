@@ -9,7 +9,7 @@ update every lane is idle and the slots hold the chunks that forward begins with
 step, from update to update, is the period of the training.
 
 Not modelled: the time to launch work, and the order inside a block. What runs outside
-the blocks is put at the turn from forward to backward, where the head is. Gradients
+the blocks is put between forward and backward, where the head is. Gradients
 leave when their block's backward is done, those outside the blocks before the first
 block's backward; the first weight outside is taken for the embedding, whose gradient
 comes last. What DDP reduces outside the blocks counts as spread over them.
