@@ -149,13 +149,16 @@ class FullParams:
             for host in step.hosts:
                 host.grads.show()
 
-    @not_counted()
     def hide(self) -> None:
         """Bind parameters and gradients as a pass needs them, and take over writes."""
-        if self._shown is None:
-            return
+        # asked before each block, where putting modes aside would cost more
+        if self._shown is not None:
+            shown, self._shown = self._shown, None
+            self._hide(shown)
+
+    @not_counted()
+    def _hide(self, shown: frozenset[int]) -> None:
         step = self._step
-        shown, self._shown = self._shown, None
         writes, self.shows_writes = self.shows_writes, False
         if writes:
             # nobody of the node looks any longer

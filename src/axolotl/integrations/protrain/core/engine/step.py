@@ -55,7 +55,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -246,7 +246,7 @@ class Step:
             self._fetch(chunk)
 
     def _fetch(self, chunk: int) -> None:
-        with record_function("protrain::fetch"):
+        with _range("protrain::fetch"):
             self.slots.fetch(chunk)
 
     def _wait_update(self, chunk: int) -> None:
@@ -348,7 +348,7 @@ class Step:
 
     def gradient_ready(self, host: HostChunk, index: int) -> None:
         """Autograd has added a gradient to `.grad`: take it away."""
-        with record_function("protrain::gradient"):
+        with _range("protrain::gradient"):
             self.gradients.take(host, index)
 
     def _require_in_use(self, chunk: Chunk) -> None:
@@ -440,7 +440,7 @@ class Step:
         buffer = self.store.buffer_of(chunk) if slot is None else slot.buffer
         weights = buffer[own.host.weights.within_chunk]
         try:
-            with record_function("protrain::update"):
+            with _range("protrain::update"):
                 self.updates.apply(own, weights, slot)
         except BaseException:
             # compute has changed some of the weights; raised again as it is
@@ -519,7 +519,7 @@ class Step:
             if chunk.index not in self.plan.away:
                 buffer = self.store.buffer_of(chunk)
                 weights = buffer[own.host.weights.within_chunk]
-            with record_function("protrain::update"):
+            with _range("protrain::update"):
                 event = self.updates.apply(own, weights)
 
         def end() -> Any:
@@ -668,3 +668,11 @@ class Step:
         """A module is about to be copied, after its own parameters."""
         if not self.closed:
             self.full_params.before_copy(module)
+
+
+def _range(name: str) -> AbstractContextManager[object]:
+    """A range that profilers show; where none runs it would cost more than the work."""
+    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
+
+
+_NO_RANGE = nullcontext()
