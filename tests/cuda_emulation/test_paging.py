@@ -214,7 +214,7 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         "two slots",
     ),
     "weights go home before they are updated": (
-        *(STREAM, "wait", "send_home", "slots.py"),
+        *(STREAM, "wait", "_write_back", "apply.py"),
         "two slots",
     ),
     "gradients leave before they are made": (
@@ -234,7 +234,7 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         "two slots",
     ),
     "state's memory is used again before it has left": (
-        *(torch.cuda.Event, "synchronize", "_retire", "chunk_update.py"),
+        *(torch.cuda.Event, "synchronize", "_retire", "apply.py"),
         "outside on the host",
     ),
     "activations leave before they are made": (

@@ -415,9 +415,12 @@ class Updates:
                 offload.copy(target, source)
             own.written_back = own.main_grads.sent = event = offload.record()
         except BaseException as error:
-            # not a shortage of memory, after which the step would be repeated
+            # whatever it is, an exit too: the step can neither be made again nor undone
             own.recorded = None
             self._staging.give_back(own.key)
+            if not isinstance(error, RuntimeError):
+                raise
+            # or a shortage of memory would have the step repeated
             name = host.chunk.tensors[0].name
             raise ProTrainError(
                 f"{name}: its update could not be copied to the host ({error}), where "

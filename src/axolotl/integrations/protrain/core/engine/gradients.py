@@ -174,7 +174,7 @@ class Gradients:
         return flat.view(gradient.shape)
 
     def _let_go(self, main_grads: MainGrads) -> None:
-        """What has come back of a chunk has been used."""
+        """Give the staged sum of a chunk back, which compute has added to a gradient."""
         fetched = self._staging.give_back(_key(main_grads))
         if fetched is not None:
             # it has read what is overwritten next
@@ -206,7 +206,7 @@ class Gradients:
             self._retire()
 
     def _leaves(self, main_grads: MainGrads, gradients: list[Tensor]) -> None:
-        """What is held until the copies into sums, queued now, have ended."""
+        """Hold gradients until their copies to the host, queued now, have ended."""
         main_grads.sent = self._device.offload.record()
         self._in_flight.append((main_grads.sent, gradients))
         self.retire()
