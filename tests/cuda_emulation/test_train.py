@@ -75,9 +75,6 @@ def trained(keys: dict[str, Any], folder: Path, plan: str) -> tuple[int, int]:
     unseen = measured_unseen_bytes(CUDA, told["budget"] + told["reserve"])
     predicted = told["peak"] - unseen
     counted = report["measured"]["device_peak_bytes"]
-    lanes = report["lanes"]
-    assert 0 < lanes["busy_s"]["fetch"] <= lanes["step_s"]
-    assert 0 < lanes["busy_s"]["compute"] <= lanes["step_s"]
     print(f"{plan}: predicted {predicted:,}, counted {counted:,}")
     return predicted, counted
 
