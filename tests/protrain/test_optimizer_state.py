@@ -81,10 +81,10 @@ def stepped(cfg: Any) -> dict[str, tuple[int, ...]]:
         optimizer.step()
     apart = ("state", "param_groups")
     own = {k: v for k, v in vars(optimizer).items() if k not in apart}
-    shared = {place.tensor.data_ptr() for place in state_tensors(own)}
+    shared = {tensor.data_ptr() for tensor in state_tensors(own).values()}
     found = {}
     for name, param in named.items():
-        tensors = (p.tensor for p in state_tensors(optimizer.state.get(param, {})))
+        tensors = state_tensors(optimizer.state.get(param, {})).values()
         found[name] = tuple(t.nbytes for t in tensors if t.data_ptr() not in shared)
     return found
 

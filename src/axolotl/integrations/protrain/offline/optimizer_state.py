@@ -122,10 +122,10 @@ def _probed(
     seconds = [named[names[1]] for names in kinds if len(names) > 1]
     _taken(optimizer, firsts + seconds)
     own = {k: v for k, v in vars(optimizer).items() if k not in _OF_PARAMETERS}
-    shared = {id(leaf.tensor) for leaf in state_tensors(own)}
+    shared = {id(tensor) for tensor in state_tensors(own).values()}
     state_bytes, managed_bytes = {}, {}
     for names, param in zip(kinds, firsts, strict=True):
-        found = (leaf.tensor for leaf in state_tensors(optimizer.state.get(param, {})))
+        found = state_tensors(optimizer.state.get(param, {})).values()
         # a step count that no kernel reads is a number of the host's
         tensors = [
             tensor

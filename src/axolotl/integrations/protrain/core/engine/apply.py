@@ -2,25 +2,27 @@
 
 # Note [One way to update]
 
-`Updates.apply` brings gradient, state and masters of a chunk beside its weights, lets the
-optimizer's own class make the recorded step there, and takes weights and state back. *When*
+`Updates.apply` brings gradient, state and masters of a chunk beside its weights, piece by
+piece (layout/pieces.py), lets the optimizer's own class make the recorded step there, and
+takes weights and state back. *When*
 is decided in step.py: at the next use of the chunk for a rank alone, at the step for
 several. *Where* is a value, the device or the host. *Whose* tensors is a span of the chunk
 (Note [Who updates what] in host_chunks.py), all of it for a rank alone.
 
 # Note [An update that fails]
 
-Nothing on the host changes before an update has been made without an error. An error
-before that, a shortage of memory for example, restores the structure of the state, which
-an optimizer changes as it goes; the caller gives the weights on the device up, and the step
-stays recorded. Copies to the host take no memory; where one fails the run ends.
+Nothing on the host changes before the update of a piece has been made without an error. An
+error before that, a shortage of memory for example, leaves the step recorded for this piece
+and those after it; the caller gives the weights on the device up, and fetches them from the
+host, where pieces before have their update. Copies to the host take no memory; where one
+fails the run ends.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,13 +30,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ProTrainError
+from ..layout import Piece, pieces
 from ..types import IN_FLIGHT, Update
 from .device import Event
 from .host_chunks import HostChunk, HostMemory, MainGrads
-from .recorded_step import Clip, RecordedStep, non_tensor_state, states_of
+from .recorded_step import (
+    Clip,
+    RecordedStep,
+    is_elementwise,
+    non_tensor_state,
+    states_of,
+)
 from .slots import Slot
 from .staging import Source, Staging
-from .state import Change, OffloadedState, StateTensor, state_tensors, structure
+from .state import OffloadedState, Path
 from .state_memory import StateMemory
 
 
@@ -44,123 +53,79 @@ class ChunkUpdate:
     Attributes:
         params: Parameters of the span, by index.
         master_params: The parameters that the optimizer changes in their place.
+        pieces: The parts of the span that are updated one after another.
+        states: The state of each piece, at rest; pieces of one tensor share theirs.
         recorded: The step that is still to be applied.
+        num_applied: Pieces to which it has been applied.
         used: Indices of parameters that had a gradient in it.
         clip: How the last step has scaled gradients that are unscaled on the host.
         written_back: The event after the last D2H copy of weights and state.
     """
 
-    def __init__(
-        self, plain: torch.optim.Optimizer, host: HostChunk, state: OffloadedState
-    ) -> None:
-        self._plain = plain
-        self.host, self.state, self.main_grads = host, state, host.main_grads
-        self.key = "update", host.chunk.index
+    def __init__(self, host: HostChunk) -> None:
+        self.host, self.main_grads = host, host.main_grads
+        self.block = -1 if host.chunk.block is None else host.chunk.block
         self.params = {index: host.params[index] for index in host.span}
         self.master_params = {
             param: nn.Parameter(param.new_empty(0, dtype=host.main_dtype(index)))
             for index, param in enumerate(host.params)
         }
+        self.pieces: list[Piece] = []
+        self.states: list[OffloadedState] = []
         self.recorded: RecordedStep | None = None
+        self.num_applied = 0
         self.used: tuple[int, ...] = ()
         self.clip: Clip | None = None
         self.written_back: Event | None = None
 
-    @property
-    def block(self) -> int:
-        """The block of the chunk, -1 outside of blocks."""
-        block = self.host.chunk.block
-        return -1 if block is None else block
+    def add_state(
+        self,
+        plain: torch.optim.Optimizer,
+        kind: type,
+        where: torch.device,
+        memory: StateMemory,
+    ) -> None:
+        """Take over what an optimizer of some kind has for the span, in pieces."""
+        self.plain = plain
+        cut = is_elementwise(kind)
+        for piece in pieces(self.host.chunk, self.host.span, cut):
+            if piece.elements is None or not piece.elements.start:
+                params = [self.params[index] for index in piece.span]
+                is_cut = piece.elements is not None
+                state = OffloadedState(plain, params, where, memory, is_cut)
+            self.pieces.append(piece)
+            self.states.append(state)
 
-    def changes(self) -> list[int]:
-        """Indices of the parameters that the recorded step changes here."""
+    def changes(self, span: Iterable[int] | None = None) -> list[int]:
+        """Indices of the parameters, of a `span`, that the recorded step changes here."""
         if self.recorded is None:
             return []
         touched = self.used if self.recorded.method == "step" else self.params
-        return [index for index in touched if index in self.params]
+        within = self.params if span is None else span
+        return [index for index in touched if index in within]
 
-    def operands(self, weights: bool) -> list[Source]:
-        """Host bytes that an update reads: gradients, masters, state, and `weights`."""
-        host, after = self.host, self.written_back
-        sources = [Source(self.main_grads.memory, self.main_grads.sent)]
-        sources += (Source(m, after) for m in self._masters_and_state() if m.numel())
-        if weights:
-            sources.append(Source(host.weights.memory, after))
-        return sources
+    def key(self, number: int) -> tuple[int, int]:
+        """The key of a piece's operands on the device."""
+        return self.host.chunk.index, number
+
+    def operands(self, number: int, weights: bool) -> list[Source]:
+        """Host bytes that the update of a piece reads: gradients, masters, state, and
+        `weights`."""
+        host, piece, after = self.host, self.pieces[number], self.written_back
+        gradients = self.main_grads.memory[self.main_grads.where(piece)]
+        sources = [Source(gradients, self.main_grads.sent)]
+        for tensors in (host.masters, host.weights) if weights else (host.masters,):
+            memory = tensors.memory[tensors.where(piece)]
+            if memory.numel():
+                sources.append(Source(memory, after))
+        state = self.states[number].sources(piece)
+        return [*sources, *(Source(memory, after) for memory in state)]
 
     def host_bytes(self) -> int:
         """Host bytes beside the weights."""
-        own = self.main_grads.memory, *self._masters_and_state()
-        return sum(memory.nbytes for memory in own)
-
-    def _masters_and_state(self) -> tuple[Tensor, Tensor]:
-        return self.host.masters.memory, self.state.region
-
-    def split(
-        self, parts: list[Tensor], weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Weights, gradients, masters and state among the parts of `operands`."""
-        left = [*parts]
-        gradients = left.pop(0)
-        masters = left.pop(0) if self.host.masters.memory.numel() else gradients[:0]
-        state = left.pop(0) if self.state.region.numel() else None
-        return left[0] if weights is None else weights, gradients, masters, state
-
-    def make(self, weights: Tensor, gradients: Tensor, masters: Tensor) -> None:
-        """Make the recorded step on operands, uint8 of the span each."""
-        recorded, host = self.recorded, self.host
-        assert recorded is not None
-        together: dict[nn.Parameter, nn.Parameter] = {}
-        rounded: list[tuple[Tensor, Tensor]] = []
-        try:
-            for index in self.changes():
-                param = self.params[index]
-                main = self.master_params[param]
-                main.data = weight = host.weights.within(weights, index)
-                if index in host.masters:
-                    main.data = master = host.masters.within(masters, index)
-                    rounded.append((weight, master))
-                if recorded.method != "step":
-                    together[param] = main
-                    continue
-                gradient = self.main_grads.within(gradients, index)
-                main.grad = gradient.to(main.dtype)
-                if main.dtype is gradient.dtype:
-                    together[param] = main
-                else:
-                    # one after the other: a copy of the gradient takes memory
-                    recorded.replay(self._plain, {param: main})
-                    main.grad = None
-            if together:
-                recorded.replay(self._plain, together)
-            for weight, master in rounded:
-                weight.copy_(master)
-        finally:
-            for main in self.master_params.values():
-                main.grad = None
-                main.data = main.new_empty(0)
-
-    def remember(self) -> Callable[[], None]:
-        """Return a function that puts the state of the chunk back to what it is now."""
-        states = states_of(self._plain)
-        before: dict[Tensor, Any] = {
-            p: states[p] for p in self.params.values() if p in states
-        }
-        bound = [(place, place.tensor) for place in state_tensors(before)]
-        on_host = self.state.is_on_host
-        kept = {
-            p: structure(s, lambda t: t if on_host(t) else t.clone())
-            for p, s in before.items()
-        }
-
-        def undo() -> None:
-            for place, tensor in bound:
-                place.bind(tensor)
-            for param in self.params.values():
-                states.pop(param, None)
-            states.update(kept)
-
-        return undo
+        regions = {id(state): state.region.nbytes for state in self.states}
+        own = self.main_grads.memory.nbytes, self.host.masters.memory.nbytes
+        return sum(own) + sum(regions.values())
 
 
 class Updates:
@@ -193,8 +158,8 @@ class Updates:
         self._hidden: dict[Any, Any] = {}
         # recorded steps of blocks, in the order of their use
         self._in_blocks: list[ChunkUpdate] = []
-        # tensors of a change, until they have been copied to the host
-        self._leaving: deque[tuple[Event, Change]] = deque()
+        # copies to the host, whose tensors stay until they have ended
+        self._leaving: deque[tuple[Event, list[tuple[Tensor, Tensor]]]] = deque()
         self._clip: Clip | None = None
         self._state_memory: StateMemory | None = None
 
@@ -215,9 +180,8 @@ class Updates:
         where = torch.device("cpu") if self.on_host else self._device.torch_device
         new = [host for host in chunks if host.chunk.index not in self.of_chunk]
         for host in new:
-            params = [host.params[index] for index in host.span]
-            state = OffloadedState(self.plain, params, where, self._state_memory)
-            self.of_chunk[host.chunk.index] = ChunkUpdate(self.plain, host, state)
+            self.of_chunk[host.chunk.index] = own = ChunkUpdate(host)
+            own.add_state(self.plain, self.kind, where, self._state_memory)
         self.all = [self.of_chunk[host.chunk.index] for host in chunks]
         self._places = {
             id(param): (own, index)
@@ -231,16 +195,21 @@ class Updates:
         groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
         for own in chunks:
             self._drop_others(own)
+            for piece, state in zip(own.pieces, own.states, strict=True):
+                if not piece.is_last:
+                    continue
 
-            def stays(place: StateTensor, own: ChunkUpdate = own) -> bool:
-                if self.on_host:
-                    return False
-                group = groups[id(own.host.params[own.host.span[place.path[0]]])]
-                # the rule of torch.optim.Optimizer.load_state_dict
-                on_device = group.get("fused") or group.get("capturable")
-                return place.key == "step" and not on_device
+                def stays(
+                    path: Path, own: ChunkUpdate = own, span: range = piece.span
+                ) -> bool:
+                    if self.on_host:
+                        return False
+                    group = groups[id(own.params[span[path[0]]])]
+                    # the rule of torch.optim.Optimizer.load_state_dict
+                    on_device = group.get("fused") or group.get("capturable")
+                    return path[-1] == "step" and not on_device
 
-            own.state.adopt(stays)
+                state.adopt(stays)
 
     def place_of(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:
         """The update of a parameter's chunk, None where no host has it, and its index."""
@@ -344,10 +313,18 @@ class Updates:
             own = every[at]
             if own.recorded is None:
                 del every[at]
-            elif self._staging.fetch(own.key, own.operands(not self.defers)):
+            elif self.prefetch_operands(own):
                 at += 1
             else:
                 return
+
+    def prefetch_operands(self, own: ChunkUpdate) -> bool:
+        """Bring operands of a chunk's update; False if there was no room for all."""
+        return all(
+            self._staging.fetch(own.key(n), own.operands(n, not self.defers))
+            for n in range(own.num_applied, len(own.pieces))
+            if own.changes(own.pieces[n].span)
+        )
 
     def apply(
         self,
@@ -355,7 +332,7 @@ class Updates:
         weights: Tensor | None = None,
         slot: Slot | None = None,
     ) -> Event | None:
-        """Apply the recorded step of a chunk.
+        """Apply the recorded step of a chunk, one piece after another.
 
         Args:
             weights: Those of the span on the device, uint8; by default they come from the
@@ -365,50 +342,71 @@ class Updates:
         Returns:
             The event after everything is back in host memory; None if nothing changes.
         """
-        if own.recorded is None or not own.changes():
-            own.recorded = None
-            return None
-        if self.on_host:
-            self._apply_in_place(own)
-            return None
-        device, staging = self._device, self._staging
-        if own.written_back is not None:
+        event, compute = None, self._device.compute
+        if own.changes() and own.written_back is not None and not self.on_host:
             # the last way home may still read what is written now
-            device.compute.wait(own.written_back)
-        parts = staging.take(own.key, own.operands(weights is None), own.block >= 0)
-        weights, gradients, masters, state = own.split(parts, weights)
-        undo = own.remember()
+            compute.wait(own.written_back)
+        while own.num_applied < len(own.pieces):
+            piece = own.pieces[own.num_applied]
+            changes = own.changes(piece.span)
+            if changes and self.on_host:
+                self._apply_in_place(own, piece, changes)
+            elif changes:
+                event = self._apply_piece(own, piece, changes, weights, slot)
+            own.num_applied += 1
+        recorded, own.recorded, own.num_applied = own.recorded, None, 0
+        # in place gradients are scaled where they are read: nothing is left to be clipped
+        if event is not None and recorded is not None:
+            own.clip = recorded.clip
+        elif self.on_host:
+            own.clip = None
+        return event
+
+    def _apply_piece(
+        self,
+        own: ChunkUpdate,
+        piece: Piece,
+        changes: list[int],
+        weights: Tensor | None,
+        slot: Slot | None,
+    ) -> Event:
+        """Apply a step to a piece on the device; see Note [An update that fails]."""
+        device, staging, host = self._device, self._staging, own.host
+        number, where = own.num_applied, host.weights.where(piece)
+        key, inside = own.key(number), own.block >= 0
+        parts = staging.take(key, own.operands(number, weights is None), inside)
+        gradients, *rest = parts
+        masters = rest.pop(0) if host.masters.where(piece) != slice(0, 0) else None
+        here = rest.pop(0) if weights is None else weights[where]
+        state = own.states[number]
         try:
             with _updating(device.torch_device):
-                if state is not None:
-                    own.state.to_device(state)
-                own.make(weights, gradients, masters)
-                change = own.state.changed(gradients if state is None else state)
+                states = state.on_device(rest, piece)
+                _replay(own, piece, changes, (here, gradients, masters), states)
+                copies = state.take_back(states, rest, piece)
         except BaseException:
             # see Note [An update that fails]; raised again as it is
-            undo()
             device.writes(parts, device.compute)
-            staging.give_back(own.key)
+            staging.give_back(key)
             raise
         device.writes(parts, device.compute)
         if slot is not None:
             slot.changed()
-        else:
-            device.writes([weights], device.compute)
-        event = self._write_back(own, weights, masters, change)
+        elif weights is not None:
+            device.writes([here], device.compute)
+        copies.append((host.weights.memory[where], here))
+        if masters is not None:
+            copies.append((host.masters.memory[host.masters.where(piece)], masters))
+        event = self._write_back(own, key, copies)
         if slot is not None:
             slot.write_back_ends(event)
         return event
 
     def _write_back(
-        self, own: ChunkUpdate, weights: Tensor, masters: Tensor, change: Change
+        self, own: ChunkUpdate, key: Hashable, copies: list[tuple[Tensor, Tensor]]
     ) -> Event:
-        """Queue the D2H copies of all that an update has left on the device."""
-        own.state.take(change)
-        host, offload = own.host, self._device.offload
-        copies = [(host.weights.memory, weights), *change.copies]
-        if masters.numel():
-            copies.append((host.masters.memory, masters))
+        """Queue the D2H copies of all that the update of a piece has left on the device."""
+        offload = self._device.offload
         try:
             offload.wait(self._device.compute.record())
             for target, source in copies:
@@ -416,42 +414,41 @@ class Updates:
             own.written_back = own.main_grads.sent = event = offload.record()
         except BaseException as error:
             # whatever it is, an exit too: the step can neither be made again nor undone
-            own.recorded = None
-            self._staging.give_back(own.key)
+            own.recorded, own.num_applied = None, 0
+            self._staging.give_back(key)
             if not isinstance(error, RuntimeError):
                 raise
             # or a shortage of memory would have the step repeated
-            name = host.chunk.tensors[0].name
+            name = own.host.chunk.tensors[0].name
             raise ProTrainError(
                 f"{name}: its update could not be copied to the host ({error}), where "
                 "some of it is old now. Resume from the last checkpoint."
             ) from error
         self._staging.counters.offloaded_bytes += sum(t.nbytes for t, _ in copies)
-        self._staging.give_back(own.key, [event])
+        self._staging.give_back(key, [event])
         # what an update has made stays until it has been copied
-        self._leaving.append((event, change))
+        self._leaving.append((event, copies))
         while len(self._leaving) > IN_FLIGHT or (
             self._leaving and self._leaving[0][0].query()
         ):
             self._retire()
-        assert own.recorded is not None
-        own.clip, own.recorded = own.recorded.clip, None
         return event
 
-    def _apply_in_place(self, own: ChunkUpdate) -> None:
-        """Apply a step where its operands lie, on the calling thread."""
-        host = own.host
-        operands = host.weights.memory, own.main_grads.memory, host.masters.memory
-        self._device.writes((*operands, own.state.region))
-        # gradients are scaled where they are read: nothing is left to be clipped
-        with _updating(host.weights.memory.device):
-            own.make(*operands)
-            change = own.state.changed(own.state.region)
-            for target, source in change.copies:
+    def _apply_in_place(
+        self, own: ChunkUpdate, piece: Piece, changes: list[int]
+    ) -> None:
+        """Apply a step to a piece where its operands lie, on the calling thread."""
+        host, state = own.host, own.states[own.num_applied]
+        every = host.weights, own.main_grads, host.masters
+        weights, gradients, masters = (t.memory[t.where(piece)] for t in every)
+        parts = state.sources(piece)
+        self._device.writes((weights, gradients, masters, *parts))
+        with _updating(weights.device):
+            states = state.on_device(parts, piece)
+            _replay(own, piece, changes, (weights, gradients, masters), states)
+            for target, source in state.take_back(states, parts, piece):
                 if target.data_ptr() != source.data_ptr():
                     target.copy_(source)
-        own.state.take(change)
-        own.clip, own.recorded = None, None
 
     def settle(self) -> None:
         """Return once everything that updates have changed is in host memory."""
@@ -460,7 +457,7 @@ class Updates:
         self._staging.retire()
 
     def _retire(self) -> None:
-        event, _change = self._leaving.popleft()
+        event, _copies = self._leaving.popleft()
         event.synchronize()
 
     # gradients
@@ -554,6 +551,40 @@ class Updates:
     def host_bytes(self) -> int:
         """Host bytes of gradients, masters and optimizer state."""
         return sum(own.host_bytes() for own in self.all)
+
+
+def _replay(
+    own: ChunkUpdate,
+    piece: Piece,
+    changes: list[int],
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    states: dict[nn.Parameter, Any],
+) -> None:
+    """Make the recorded step on a piece's weights, gradients and masters, uint8 each."""
+    weights, gradients, masters = operands
+    host, recorded = own.host, own.recorded
+    assert recorded is not None
+    used: dict[nn.Parameter, nn.Parameter] = {}
+    rounded: list[tuple[Tensor, Tensor]] = []
+    try:
+        for index in changes:
+            param = own.params[index]
+            used[param] = main = own.master_params[param]
+            main.data = weight = host.weights.in_piece(weights, piece, index)
+            if index in host.masters:
+                assert masters is not None
+                main.data = master = host.masters.in_piece(masters, piece, index)
+                rounded.append((weight, master))
+            if recorded.method == "step":
+                gradient = own.main_grads.in_piece(gradients, piece, index)
+                main.grad = gradient.to(main.dtype)
+        recorded.replay(own.plain, used, states)
+        for weight, master in rounded:
+            weight.copy_(master)
+    finally:
+        for main in used.values():
+            main.grad = None
+            main.data = main.new_empty(0)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..layout import main_chunk, master_chunk, span_bytes, spans
+from ..layout import Piece, main_chunk, master_chunk, span_bytes, spans
 from ..types import Chunk
 from .device import Device, Event
 from .host_pool import HostPool
@@ -90,6 +90,25 @@ class HostTensors:
     def __getitem__(self, index: int) -> Tensor:
         """The tensor of a parameter, which any rank may update."""
         return self._tensors[index]
+
+    def where(self, piece: Piece) -> slice:
+        """Where a piece lies in `memory`."""
+        own = span_bytes(self._laid, piece.span)
+        start, stop = own.start, own.stop
+        if piece.elements is not None and own.start < own.stop:
+            size = self._laid.tensors[piece.span.start].dtype.itemsize
+            stop = start + piece.elements.stop * size
+            start += piece.elements.start * size
+        first = self.within_chunk.start
+        return slice(start - first, stop - first)
+
+    def in_piece(self, buffer: Tensor, piece: Piece, index: int) -> Tensor:
+        """The tensor of a parameter, or its elements, in a copy of a piece's bytes."""
+        spec = self._laid.tensors[index]
+        if piece.elements is not None:
+            return buffer.view(spec.dtype)
+        start = spec.offset - self._laid.tensors[piece.span.start].offset
+        return buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
 
     def within(self, buffer: Tensor, index: int) -> Tensor:
         """The tensor of a parameter in a copy of `memory`."""

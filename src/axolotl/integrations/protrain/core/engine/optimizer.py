@@ -241,7 +241,8 @@ class SavedState:
         self.order()
         with ExitStack() as rest:
             for own in self._updates.all:
-                rest.callback(own.state.release)
+                for state in own.states:
+                    rest.callback(state.release)
 
     def _with_master(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:
         own, index = self._updates.place_of(param)

@@ -52,6 +52,26 @@ _SEPARABLE = {
 """Classes that update one parameter after another, by the package that has them; all of
 bitsandbytes' do."""
 
+_ELEMENTWISE = {
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+"""Classes that update one element after another, by state of the parameter's shape and
+numbers: a large parameter may be updated in pieces."""
+
+
+def is_elementwise(kind: type) -> bool:
+    """Whether an optimizer updates each element of a parameter independently of others."""
+    return kind in _ELEMENTWISE
+
 
 def require_separable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse what cannot be updated a chunk at a time with the same numbers.
@@ -119,18 +139,19 @@ class RecordedStep:
         self,
         plain: torch.optim.Optimizer,
         master_params: Mapping[nn.Parameter, nn.Parameter],
+        states: dict[nn.Parameter, Any],
     ) -> None:
-        """Make it for parameters of `plain`, whose state is there and is renewed.
+        """Make the step for some parameters.
 
         Args:
             plain: The optimizer as it is now.
-            mains: For each parameter what is changed in its place; in a step those that
-                have a gradient are, once it has been clipped.
+            master_params: For each parameter the one that is changed in its place; in a
+                step those with a gradient are, once it has been clipped.
+            states: Their state, which is changed and completed.
         """
         if self.clip is not None:
             used = [main for main in master_params.values() if main.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(used, *self.clip)
-        states = states_of(plain)
         clone: Any = object.__new__(self._kind)
         vars(clone).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
         known = {m: states[p] for p, m in master_params.items() if p in states}

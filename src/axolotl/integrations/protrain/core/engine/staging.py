@@ -1,11 +1,13 @@
-"""Device buffers through which what an update or a sum reads comes from the host.
+"""A ring of device memory through which operands of updates and sums come from the host.
 
 # Note [Staging protocol]
 
-A buffer is filled ahead (`fetch`) or on demand, belongs to compute from `take` to
-`give_back`, and is filled again only after what compute had queued until then, and after
-the copies back to the host that the giver names. At most `IN_FLIGHT` of them are kept;
-whoever needs one more, or a larger one for a moment, gets memory of its own.
+A segment of the ring is filled ahead (`fetch`) or on demand, belongs to compute from `take`
+to `give_back`, and is filled again only after what compute had queued until then, and after
+the copies back to the host that the giver names. Segments are filled, used and given back
+in about the same order, so the ring is short of room only while the oldest is in use: then
+nothing is filled ahead, and a demand first drops what was filled ahead last, and then gets
+memory of its own for a moment.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ class Source(NamedTuple):
     after: Event | None
 
 
-class _Buffer:
-    """One of them: what it holds, since when, and what its next filling waits for."""
+class _Segment:
+    """Bytes of the ring, or `memory` of its own, and what their next filling waits for."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+    key: Hashable = None
+
+    def __init__(self, memory: Tensor, start: int = -1) -> None:
+        self.memory, self.start, self.stop = memory, start, start + memory.numel()
         self.parts: list[Tensor] = []
-        self.holds: Hashable = None
         self.arrival: Event | None = None
-        self.in_use = False
+        # until it is filled: an error in the middle leaves it so
+        self.is_free, self.in_use = True, False
         self.busy: list[Event] = []
 
 
@@ -46,25 +50,32 @@ class Staging:
     Args:
         device: Whose memory and streams it uses.
         counters: Counts fetched bytes; who sends them back counts there too.
-
-    Attributes:
-        nbytes: Of one buffer; a request for more makes buffers larger.
+        nbytes: Bytes of the ring; it has room for `IN_FLIGHT` of the largest demand.
     """
 
-    def __init__(self, device: Device, counters: Counters) -> None:
-        self._device, self.counters = device, counters
-        self._kept: list[_Buffer] = []
-        self._leaving: deque[_Buffer] = deque()
-        self.nbytes = 0
+    def __init__(self, device: Device, counters: Counters, nbytes: int = 0) -> None:
+        self._device, self.counters, self._nbytes = device, counters, nbytes
+        self._ring: Tensor | None = None
+        # those in the ring in the order of their filling, and those with their own memory
+        self._segments: deque[_Segment] = deque()
+        self._apart: list[_Segment] = []
+        self._held: dict[Hashable, _Segment] = {}
+        # of segments that are gone: what the next filling waits for
+        self._passed: list[Event] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ring, once something was filled."""
+        return self._nbytes
 
     def fetch(self, key: Hashable, sources: Sequence[Source]) -> bool:
-        """Fill a buffer ahead, unless one holds this already; False if none is free."""
-        if self._holder(key) is not None:
+        """Fill a segment ahead, unless one holds this already; False if there is no room."""
+        if key in self._held:
             return True
-        held = [buffer for buffer in self._kept if buffer.holds is not None]
-        if len(held) == IN_FLIGHT:
+        segment = self._place(_size(sources))
+        if segment is None:
             return False
-        self._fill(self._free(_size(sources)), key, sources)
+        self._fill(segment, key, sources)
         return True
 
     def take(
@@ -74,18 +85,20 @@ class Staging:
 
         Without `keep` the memory goes when it is given back.
         """
-        buffer = self._holder(key)
-        if buffer is None:
+        segment = self._held.get(key)
+        if segment is None:
             nbytes = _size(sources)
-            buffer = self._free(nbytes) if keep else self._new(nbytes)
-            if buffer not in self._kept:
-                buffer.in_use = True
-                self._leaving.append(buffer)
-            self._fill(buffer, key, sources)
-        assert buffer.arrival is not None
-        buffer.in_use = True
-        self._device.wait_stalled(buffer.arrival)
-        return buffer.parts
+            segment = self._make_room(nbytes) if keep else None
+            if segment is None:
+                segment = _Segment(self._device.allocate(nbytes))
+                # an allocator hands out what compute may just have used
+                segment.busy = [self._device.compute.record()]
+                self._apart.append(segment)
+            self._fill(segment, key, sources)
+        assert segment.arrival is not None
+        segment.in_use = True
+        self._device.wait_stalled(segment.arrival)
+        return segment.parts
 
     def give_back(self, key: Hashable, busy: Sequence[Event] = ()) -> Event | None:
         """Compute has queued its last use of what it took; copies still read it.
@@ -95,87 +108,115 @@ class Staging:
         Returns:
             After the last read of the sources; None if there was none.
         """
-        buffer = self._holder(key)
-        if buffer is None:
+        segment = self._held.get(key)
+        if segment is None:
             return None
-        self._let_go(buffer, busy)
+        self._let_go(key, busy)
         self.retire()
-        return buffer.arrival
+        return segment.arrival
 
     def forget(self) -> None:
         """What was fetched ahead, or taken, is not wanted."""
-        for buffer in (*self._kept, *self._leaving):
-            if buffer.holds is not None:
-                self._let_go(buffer)
+        for key in [*self._held]:
+            self._let_go(key)
 
     def retire(self) -> None:
         """Let go of memory that nobody copies any more; waits for nothing."""
-        for buffer in [*self._leaving]:
-            if not buffer.in_use and all(event.query() for event in buffer.busy):
-                self._leaving.remove(buffer)
-                self._device.free(buffer.memory)
+        for segment in [*self._apart]:
+            if segment.is_free and all(event.query() for event in segment.busy):
+                self._apart.remove(segment)
+                self._device.free(segment.memory)
 
     def close(self) -> None:
         """Release all memory; no copy may be in flight."""
-        for buffer in (*self._kept, *self._leaving):
-            self._device.free(buffer.memory)
-        self._kept, self._leaving, self.nbytes = [], deque(), 0
+        for segment in self._apart:
+            self._device.free(segment.memory)
+        if self._ring is not None:
+            self._device.free(self._ring)
+        self._ring, self._apart, self._passed = None, [], []
+        self._segments.clear()
+        self._held.clear()
 
-    def _let_go(self, buffer: _Buffer, busy: Sequence[Event] = ()) -> None:
-        assert buffer.arrival is not None
-        buffer.busy = [self._device.compute.record(), buffer.arrival, *busy]
-        buffer.holds, buffer.in_use = None, False
+    def _let_go(self, key: Hashable, busy: Sequence[Event] = ()) -> None:
+        segment = self._held.pop(key)
+        assert segment.arrival is not None
+        segment.busy = [self._device.compute.record(), segment.arrival, *busy]
+        segment.key, segment.parts = None, []
+        segment.is_free, segment.in_use = True, False
 
-    def _holder(self, key: Hashable) -> _Buffer | None:
-        every = (*self._kept, *self._leaving)
-        return next((buffer for buffer in every if buffer.holds == key), None)
+    def _make_room(self, nbytes: int) -> _Segment | None:
+        """A segment for a demand, in whose favour what was filled ahead is dropped."""
+        segment = self._place(nbytes)
+        while segment is None and self._segments and not self._segments[-1].in_use:
+            dropped = self._segments.pop()
+            # fillings of the ring follow each other: it is through before the next one
+            self._passed += dropped.busy
+            self._held.pop(dropped.key, None)
+            segment = self._place(nbytes)
+        return segment
 
-    def _free(self, nbytes: int) -> _Buffer:
-        """A kept buffer that nobody uses; what it was filled with ahead is dropped."""
-        self.nbytes = max(self.nbytes, nbytes)
-        idle = [buffer for buffer in self._kept if not buffer.in_use]
-        # none is referred to when the next one is allocated
-        while small := next((b for b in idle if b.memory.numel() < self.nbytes), None):
-            for event in (*small.busy, *filter(None, [small.arrival])):
+    def _place(self, nbytes: int) -> _Segment | None:
+        """Room of the ring behind the newest segment; None if the oldest is in the way."""
+        if self._ring is None or IN_FLIGHT * nbytes > self._nbytes:
+            if not self._grow(IN_FLIGHT * nbytes):
+                return None
+        assert self._ring is not None
+        segments = self._segments
+        start = segments[-1].stop if segments else 0
+        if start + nbytes > self._nbytes:
+            start = 0
+            # what lies behind the newest one is the oldest: the ring begins anew after it
+            while segments and segments[0].start >= segments[-1].stop:
+                if not segments[0].is_free:
+                    return None
+                self._passed += segments.popleft().busy
+        stop = start + nbytes
+        while segments and segments[0].start < stop and start < segments[0].stop:
+            if not segments[0].is_free:
+                return None
+            self._passed += segments.popleft().busy
+        segments.append(_Segment(self._ring[start:stop], start))
+        return segments[-1]
+
+    def _grow(self, nbytes: int) -> bool:
+        """Take memory for the ring, or more of it; False while something is in use."""
+        if any(segment.in_use for segment in self._segments):
+            return False
+        while self._segments:
+            dropped = self._segments.pop()
+            self._held.pop(dropped.key, None)
+            for event in (*dropped.busy, *filter(None, [dropped.arrival])):
                 event.synchronize()
-            idle.remove(small)
-            self._kept.remove(small)
-            self._device.free(small.memory)
-        if len(self._kept) < IN_FLIGHT:
-            self._kept.append(self._new(self.nbytes))
-            return self._kept[-1]
-        if not idle:
-            return self._new(nbytes)
-        # an empty one, or that which was filled first
-        chosen = min(idle, key=lambda buffer: buffer.holds is not None)
-        self._kept.remove(chosen)
-        self._kept.append(chosen)
-        if chosen.holds is not None and chosen.arrival is not None:
-            chosen.busy.append(chosen.arrival)
-        return chosen
+            del dropped
+        self._passed.clear()
+        if self._ring is not None:
+            self._device.free(self._ring)
+        # none is referred to when the next one is allocated
+        self._ring = None
+        self._nbytes = max(self._nbytes, nbytes)
+        self._ring = self._device.allocate(self._nbytes)
+        self._passed = [self._device.compute.record()]
+        return True
 
-    def _new(self, nbytes: int) -> _Buffer:
-        buffer = _Buffer(self._device.allocate(nbytes))
-        # an allocator hands out what compute may just have used
-        buffer.busy = [self._device.compute.record()]
-        return buffer
-
-    def _fill(self, buffer: _Buffer, key: Hashable, sources: Sequence[Source]) -> None:
+    def _fill(
+        self, segment: _Segment, key: Hashable, sources: Sequence[Source]
+    ) -> None:
         stream = self._device.fetch
-        for event in buffer.busy:
+        if segment.start >= 0:
+            segment.busy, self._passed = self._passed, []
+        for event in segment.busy:
             stream.wait(event)
-        # an error in the middle leaves it empty
-        buffer.holds, buffer.parts, start = None, [], 0
+        segment.busy, start = [], 0
         for source in sources:
             nbytes = source.memory.numel()
-            buffer.parts.append(buffer.memory[start : start + nbytes])
+            segment.parts.append(segment.memory[start : start + nbytes])
             if source.after is not None:
                 stream.wait(source.after)
-            stream.copy(buffer.parts[-1], source.memory)
+            stream.copy(segment.parts[-1], source.memory)
             start += aligned(nbytes)
             self.counters.fetched_bytes += nbytes
-        buffer.arrival, buffer.busy = stream.record(), []
-        buffer.holds = key
+        segment.arrival, segment.is_free, segment.key = stream.record(), False, key
+        self._held[key] = segment
 
 
 def _size(sources: Sequence[Source]) -> int:

@@ -1,139 +1,98 @@
-"""The state of an optimizer as the tensors that it is made of, and where they lie.
+"""Optimizer state that is at rest in host memory and travels to the device for an update.
 
-An optimizer keeps what it likes for a parameter: tensors in a dict, and in there lists,
+# Note [State tensors]
+
+An optimizer keeps whatever it likes for a parameter: tensors in a dict, and in there lists,
 tensors made of tensors (torchao's 8-bit moments) and objects that hold tensors (APOLLO's
-projector). Here each of these tensors is a *leaf*: a place in the structure that can be
-bound to other memory. So the state of a chunk rests on the host, in one region, and an
-update finds it on the device, without anybody knowing what it means.
+projector). Each tensor in such a structure is known by its path. The state of a piece rests
+in one region of host memory. For an update the structure is copied with device tensors in
+their place, the optimizer changes the copy, and the copy's tensors go back to the host: an
+error before that has changed nothing.
 
-What an optimizer keeps on the host by itself (the step counts of AdamW, unless it is fused)
-stays there, and so does what all parameters share with the optimizer (the quantisation maps
-of bitsandbytes) on the device.
+Tensors that the optimizer itself keeps on the host (the step counts of AdamW, unless it is
+fused) stay there, and so do tensors on the device that all parameters share (the
+quantisation maps of bitsandbytes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..layout import aligned
+from ..layout import Piece, aligned
 from ..types import STATE_ALIGNMENT_BYTES
-from .state_memory import Place, StateMemory, form_of
+from .state_memory import Form, Place, StateMemory, form_of
 
 Path = tuple[Any, ...]
-
+"""The keys, indices and attributes that lead to a tensor of a state."""
 
 _OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
 """Objects that are no state."""
 
 
-class StateTensor(NamedTuple):
-    """One tensor of a state: an item of `holder`, or an attribute of it."""
-
-    path: Path
-    holder: Any
-    key: Any
-    is_attribute: bool
-
-    @property
-    def tensor(self) -> Tensor:
-        """What is bound there now."""
-        if self.is_attribute:
-            return getattr(self.holder, self.key)
-        return self.holder[self.key]
-
-    def bind(self, tensor: Tensor) -> None:
-        """Let the optimizer find `tensor` there from here on."""
-        if self.is_attribute:
-            setattr(self.holder, self.key, tensor)
-        elif isinstance(self.holder, tuple):
-            self.tensor.data = tensor
-        else:
-            self.holder[self.key] = tensor
-
-
-def state_tensors(
-    value: Any, path: Path = (), within: tuple[int, ...] = ()
-) -> Iterator[StateTensor]:
-    """Every plain tensor in a state, in the order of its structure; no parameters."""
+def map_tensors(
+    value: Any,
+    change: Callable[[Path, Tensor], Tensor],
+    path: Path = (),
+    within: tuple[int, ...] = (),
+) -> Any:
+    """Copy a state with containers of its own and `change` of each plain tensor, in the
+    order of its structure; parameters stay themselves."""
+    if isinstance(value, nn.Parameter) or id(value) in within:
+        return value
     # an object may lead back to what it is in
     within = *within, id(value)
-    for key, item, is_attribute in _members(value):
-        inside = *path, key
-        if isinstance(item, nn.Parameter) or id(item) in within:
-            continue
-        if isinstance(item, Tensor) and not hasattr(item, "__tensor_flatten__"):
-            yield StateTensor(inside, value, key, is_attribute)
-        else:
-            yield from state_tensors(item, inside, within)
 
+    def inside(key: Any, item: Any) -> Any:
+        return map_tensors(item, change, (*path, key), within)
 
-def _members(value: Any) -> list[tuple[Any, Any, bool]]:
-    if isinstance(value, Mapping):
-        return [(key, item, False) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(key, item, False) for key, item in enumerate(value)]
     if isinstance(value, Tensor):
-        names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return [(name, getattr(value, name), True) for name in names]
-    if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
-        return [(name, item, True) for name, item in vars(value).items()]
-    return []
-
-
-def structure(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with containers of its own, and `keep` of each tensor.
-
-    Tensors made of tensors are themselves again: bind their leaves to restore them.
-    """
-    if isinstance(value, Tensor):
-        return value if hasattr(value, "__tensor_flatten__") else keep(value)
+        if not hasattr(value, "__tensor_flatten__"):
+            return change(path, value)
+        names, how = value.__tensor_flatten__()
+        parts = {name: inside(name, getattr(value, name)) for name in names}
+        kind: Any = type(value)
+        return kind.__tensor_unflatten__(parts, how, value.shape, value.stride())
     if isinstance(value, dict):
         own = copy(value)
-        own.update((key, structure(item, keep)) for key, item in value.items())
+        own.update((key, inside(key, item)) for key, item in value.items())
         return own
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(structure(item, keep) for item in value)
+    if isinstance(value, (list, tuple)):
+        items = [inside(key, item) for key, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
         own = copy(value)
-        vars(own).update((k, structure(item, keep)) for k, item in vars(value).items())
+        vars(own).update((name, inside(name, x)) for name, x in vars(value).items())
         return own
     return value
 
 
-class _Placed(NamedTuple):
-    """A region of host memory, uint8, and what lies where in it."""
+def state_tensors(value: Any) -> dict[Path, Tensor]:
+    """Every plain tensor in a state by its path, in the order of its structure."""
+    found: dict[Path, Tensor] = {}
 
-    places: dict[Path, Place]
-    region: Tensor
+    def keep(path: Path, tensor: Tensor) -> Tensor:
+        return found.setdefault(path, tensor)
 
-
-class Change(NamedTuple):
-    """What an update has left on the device.
-
-    Attributes:
-        rest: Where it will lie on the host.
-        copies: What brings it there, as target and source.
-    """
-
-    placed: _Placed
-    copies: list[tuple[Tensor, Tensor]]
+    map_tensors(value, keep)
+    return found
 
 
 class OffloadedState:
-    """The state of parameters, at rest in host memory.
+    """The state of the parameters of a piece, or of one that several pieces cut.
 
     Args:
-        optimizer: Has it, by parameter.
-        params: All of a chunk that are updated here.
-        torch_device: Where updates happen.
+        optimizer: Has the state, by parameter.
+        params: Parameters that are updated together.
+        torch_device: The device of updates.
         memory: Gives regions.
+        is_cut: Pieces are elements of the only parameter.
     """
 
     def __init__(
@@ -142,116 +101,208 @@ class OffloadedState:
         params: Sequence[nn.Parameter],
         torch_device: torch.device,
         memory: StateMemory,
+        is_cut: bool,
     ) -> None:
-        self._optimizer, self._params = optimizer, params
+        self._optimizer, self._params, self._is_cut = optimizer, params, is_cut
         self._torch_device, self._memory = torch_device, memory
-        self._placed = _Placed({}, torch.empty(0, dtype=torch.uint8))
+        self._places: dict[Path, Place] = {}
+        # the tensors in the region, each with a storage of its own
+        self._on_host: dict[Path, Tensor] = {}
         self._left: list[Tensor] = []
+        self.region = torch.empty(0, dtype=torch.uint8)
+        """uint8; all that travels, tensors `STATE_ALIGNMENT_BYTES` apart."""
 
-    @property
-    def region(self) -> Tensor:
-        """uint8; everything that travels, its leaves `STATE_ALIGNMENT_BYTES` apart."""
-        return self._placed.region
+    def adopt(self, stays: Callable[[Path], bool]) -> None:
+        """Take over a state that was made or loaded elsewhere, except what `stays`."""
+        states = self._states()
+        found = {p: t for p, t in self._tensors(states).items() if not stays(p)}
+        self._renew({path: self._form(tensor) for path, tensor in found.items()})
+        for path, tensor in found.items():
+            self._on_host[path].copy_(tensor)
+        self._bind(states)
 
-    def adopt(self, stays: Callable[[StateTensor], bool]) -> None:
-        """Take over a state that was made or loaded elsewhere; but what `stays`."""
-        found = [leaf for leaf in self._state_tensors() if not stays(leaf)]
-        change = self._moved(found)
-        for target, source in change.copies:
-            target.copy_(source)
-        self.take(change)
+    def sources(self, piece: Piece) -> list[Tensor]:
+        """Host bytes that an update of a piece reads, uint8."""
+        if piece.elements is None:
+            return [self.region] if self._places else []
+        return [self.region[self._range(p, piece)] for p in self._places.values()]
 
-    def to_device(self, buffer: Tensor) -> None:
-        """Bind what travels to its copy in a device buffer."""
-        for leaf, place in self._on_host():
-            here = place.within(buffer)
-            if not self.is_on_host(leaf.tensor):
+    def on_device(
+        self, parts: Sequence[Tensor], piece: Piece
+    ) -> dict[nn.Parameter, Any]:
+        """The states for an update of a piece: tensors that travel are views of `parts`,
+        which hold what `sources` names, others are copies."""
+        views = self._views(parts, piece) if parts else {}
+        shared = self._shared()
+
+        def here(path: Path, tensor: Tensor) -> Tensor:
+            view = views.get(path)
+            if view is None:
+                return tensor if tensor.data_ptr() in shared else tensor.clone()
+            if not self._is_on_host(tensor):
                 # somebody has put it there since
-                here.copy_(leaf.tensor)
-            leaf.bind(here)
+                view.copy_(self._cut(tensor, piece))
+            return view
 
-    def changed(self, buffer: Tensor) -> Change:
-        """What an update in `buffer` has changed; what it replaced is put there, too.
+        return self._by_param(map_tensors(self._states(), here))
 
-        What it has made, or made larger, gets another region.
+    def take_back(
+        self, states: Mapping[nn.Parameter, Any], parts: Sequence[Tensor], piece: Piece
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The copies, (target, source), that bring updated `states` of a piece home.
+
+        Tensors that the optimizer has made, or made larger, get another region. The last
+        piece binds the optimizer's state to host memory.
         """
-        here = self._torch_device
-        found = [x for x in self._state_tensors() if x.tensor.device == here]
-        if {leaf.path: form_of(leaf.tensor) for leaf in found} != {
-            path: place[1:] for path, place in self._placed.places.items()
-        }:
-            return self._moved(found)
-        for leaf in found:
-            view = self._placed.places[leaf.path].within(buffer)
-            if leaf.tensor.data_ptr() != view.data_ptr():
-                view.copy_(leaf.tensor)
-        whole = [(self.region, buffer[: self.region.numel()])] if found else []
-        return Change(self._placed, whole)
-
-    # updates are made in an evaluation, too
-    @torch.inference_mode(False)
-    def take(self, change: Change) -> None:
-        """Bind everything to where it will rest; its copies are queued next."""
-        if change.placed is not self._placed:
-            self._left.append(self.region)
-            self._placed = change.placed
-        for leaf, place in self._on_host():
-            leaf.bind(place.on_host(self.region))
-
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the region."""
-        start = self.region.data_ptr()
-        return start <= tensor.data_ptr() < start + self.region.numel()
+        numbered = {n: states[p] for n, p in enumerate(self._params) if p in states}
+        found = {
+            path: tensor
+            for path, tensor in self._tensors(numbered).items()
+            if tensor.device == self._torch_device
+        }
+        forms = {path: self._form(tensor, piece) for path, tensor in found.items()}
+        if forms != {path: place[1:] for path, place in self._places.items()}:
+            self._renew(forms)
+            parts = ()
+        if not parts:
+            # without the gaps of a view
+            here = {
+                path: tensor
+                if forms[path][1] in (None, tensor.stride())
+                else tensor.clone()
+                for path, tensor in found.items()
+            }
+        else:
+            here = self._views(parts, piece)
+            for path, view in here.items():
+                if found[path].data_ptr() != view.data_ptr():
+                    view.copy_(found[path])
+        if piece.is_last:
+            self._bind(numbered)
+        if parts and piece.elements is None:
+            return [(self.region, parts[0][: self.region.numel()])]
+        return [
+            (self._cut(self._on_host[path], piece), tensor)
+            for path, tensor in here.items()
+            if tensor.numel() and self._leaves(path, piece)
+        ]
 
     def release(self) -> None:
         """Unlock all memory, which goes with its last reader; no copy may be in flight."""
         regions = [region for region in (*self._left, self.region) if region.numel()]
-        self._left, self._placed = [], _Placed({}, torch.empty(0, dtype=torch.uint8))
+        self._left, self._places, self._on_host = [], {}, {}
+        self.region = torch.empty(0, dtype=torch.uint8)
         with ExitStack() as rest:
             for region in regions:
                 rest.callback(self._memory.release, region)
 
-    def _state_tensors(self) -> list[StateTensor]:
-        # not what all parameters share with the optimizer
-        apart = {"state", "param_groups", "defaults"}
-        common = {k: v for k, v in vars(self._optimizer).items() if k not in apart}
-        shared = {
-            x.tensor.data_ptr() for x in state_tensors(common) if x.tensor.numel()
-        }
-        return [
-            x for x in state_tensors(self._own()) if x.tensor.data_ptr() not in shared
-        ]
-
-    def _own(self) -> dict[int, Any]:
+    def _states(self) -> dict[int, Any]:
         states, pairs = vars(self._optimizer)["state"], enumerate(self._params)
         return {n: states[p] for n, p in pairs if p in states}
 
-    def _on_host(self) -> Iterator[tuple[StateTensor, Place]]:
-        """What travels, and where it lies in the region."""
-        places = self._placed.places
-        return (
-            (x, places[x.path]) for x in state_tensors(self._own()) if x.path in places
-        )
+    def _by_param(self, states: Mapping[int, Any]) -> dict[nn.Parameter, Any]:
+        return {self._params[number]: state for number, state in states.items()}
 
-    def _moved(self, found: Sequence[StateTensor]) -> Change:
+    def _tensors(self, states: Any) -> dict[Path, Tensor]:
+        """Tensors of states, without those that all parameters share."""
+        shared = self._shared()
+        every = state_tensors(states).items()
+        return {path: t for path, t in every if t.data_ptr() not in shared}
+
+    def _shared(self) -> set[int]:
+        apart = {"state", "param_groups", "defaults"}
+        common = {k: v for k, v in vars(self._optimizer).items() if k not in apart}
+        return {t.data_ptr() for t in state_tensors(common).values() if t.numel()}
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        start = self.region.data_ptr()
+        return start <= tensor.data_ptr() < start + self.region.numel()
+
+    def _form(self, tensor: Tensor, piece: Piece | None = None) -> Form:
+        """The form of a tensor at rest, of which a piece may have a part."""
+        if not self._is_cut:
+            return form_of(tensor)
+        whole, cut = self._params[0], piece is not None and piece.elements is not None
+        if cut and tensor.numel() == piece.elements.stop - piece.elements.start:  # type: ignore[union-attr]
+            return whole.shape, None, tensor.dtype
+        return tensor.shape, None, tensor.dtype
+
+    def _leaves(self, path: Path, piece: Piece) -> bool:
+        """Whether an update of a piece brings a tensor home: a number of all elements,
+        as a count of steps, is read by every piece and changed by the last."""
+        return piece.is_last or self._is_by_element(self._places[path])
+
+    def _is_by_element(self, place: Place) -> bool:
+        return place.shape == self._params[0].shape
+
+    def _range(self, place: Place, piece: Piece) -> slice:
+        """Where the part of a tensor that belongs to a piece lies in the region."""
+        if piece.elements is None or not self._is_by_element(place):
+            return slice(place.offset, place.offset + place.nbytes)
+        first, stop = piece.elements.start, piece.elements.stop
+        size = place.dtype.itemsize
+        return slice(place.offset + first * size, place.offset + stop * size)
+
+    def _cut(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """The part of a whole tensor that belongs to a piece."""
+        if piece.elements is None or tensor.shape != self._params[0].shape:
+            return tensor
+        return tensor.reshape(-1)[piece.elements]
+
+    def _views(self, parts: Sequence[Tensor], piece: Piece) -> dict[Path, Tensor]:
+        """Tensors in a copy of the bytes that `sources` names."""
+        if piece.elements is None:
+            return {
+                path: _within(place, parts[0][place.offset :][: place.nbytes])
+                for path, place in self._places.items()
+            }
+        return {
+            path: part.view(place.dtype)
+            if self._is_by_element(place)
+            else part.view(place.dtype).view(place.shape)
+            for (path, place), part in zip(self._places.items(), parts, strict=True)
+        }
+
+    def _renew(self, forms: Mapping[Path, Form]) -> None:
+        """Take another region for tensors of these forms."""
         places, end = {}, 0
-        for leaf in found:
-            places[leaf.path] = place = Place(end, *form_of(leaf.tensor))
+        for path, form in forms.items():
+            places[path] = place = Place(end, *form)
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
-        region = torch.empty(0, dtype=torch.uint8)
-        if end:
-            region = self._memory.take(end)
-        copies = [
-            # without the gaps of a view
-            (places[leaf.path].on_host(region), leaf.tensor.clone())
-            if form_of(leaf.tensor)[1] not in (None, leaf.tensor.stride())
-            else (places[leaf.path].on_host(region), leaf.tensor)
-            for leaf in found
-            if leaf.tensor.numel()
-        ]
-        return Change(_Placed(places, region), copies)
+        self._left.append(self.region)
+        self._places = places
+        self.region = torch.empty(0, dtype=torch.uint8)
+        # updates are made in an evaluation, too
+        with torch.inference_mode(False):
+            if end:
+                self.region = self._memory.take(end)
+            self._on_host = {
+                p: place.on_host(self.region) for p, place in places.items()
+            }
+
+    def _bind(self, states: Mapping[int, Any]) -> None:
+        """Let the optimizer find states whose tensors are at rest."""
+        host = self._on_host
+
+        def home(path: Path, tensor: Tensor) -> Tensor:
+            return host.get(path, tensor)
+
+        own = vars(self._optimizer)["state"]
+        for param, bound in self._by_param(map_tensors(states, home)).items():
+            kept = own.setdefault(param, bound)
+            if kept is not bound:
+                # as without paging the object stays
+                kept.clear()
+                kept.update(bound)
+
+
+def _within(place: Place, memory: Tensor) -> Tensor:
+    flat = memory.view(place.dtype)
+    if place.stride is None:
+        return flat.view(place.shape)
+    return flat.as_strided(place.shape, place.stride)
 
 
 def state_bytes(states: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in states."""
-    return sum(leaf.tensor.nbytes for leaf in state_tensors(states))
+    return sum(tensor.nbytes for tensor in state_tensors(states).values())

@@ -34,29 +34,25 @@ class Place(NamedTuple):
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    def within(self, buffer: Tensor) -> Tensor:
-        """It in uint8 memory."""
-        flat = buffer[self.offset : self.offset + self.nbytes]
-        return self._shaped(flat.view(self.dtype))
-
     def on_host(self, region: Tensor) -> Tensor:
-        """The same with a storage of its own: `torch.save` writes whole storages."""
+        """The tensor with a storage of its own: `torch.save` writes whole storages."""
         numel = self.shape.numel()
         if not numel:
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(
             region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
         )
-        return self._shaped(flat)
-
-    def _shaped(self, flat: Tensor) -> Tensor:
         if self.stride is None:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.stride)
 
 
-def form_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
-    """Of a place without its offset: products round by the order of their operands."""
+Form = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
+"""Shape, stride and dtype of a tensor; stride is None in plain order."""
+
+
+def form_of(tensor: Tensor) -> Form:
+    """The form of a tensor: products round by the order of their operands."""
     dense = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
     return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
 

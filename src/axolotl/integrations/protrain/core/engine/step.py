@@ -444,6 +444,9 @@ class Step:
                 self.updates.apply(own, weights, slot)
         except BaseException:
             # compute has changed some of the weights; raised again as it is
+            if own.written_back is not None:
+                # pieces before have theirs on the host
+                self.device.compute.wait(own.written_back)
             if slot is not None:
                 slot.changed()
                 self.slots.forget(chunk.index)
@@ -488,7 +491,7 @@ class Step:
     def _queue_updates(self) -> None:
         """Queue the recorded step of all chunks: see Note [Updates beside the next
         forward]."""
-        updates, staging = self.updates, self.staging
+        updates = self.updates
         waiting = [own for own in updates.all if own.recorded is not None]
         # what lies outside of blocks is larger than a buffer, and gets memory of its own
         ahead = deque(
@@ -500,7 +503,7 @@ class Step:
         )
         for own in waiting:
             while ahead and not updates.on_host:
-                if not staging.fetch(ahead[0].key, ahead[0].operands(weights=True)):
+                if not updates.prefetch_operands(ahead[0]):
                     break
                 ahead.popleft()
             self._queue_update(own)
