@@ -62,7 +62,11 @@ def test_a_forecast_is_of_the_fastest_plan(case: Case, device_bytes: int) -> Non
     order = forecast.plan.gradient_order
     update = case.workload.update
     assert forecast.plan == replace(
-        plan, swap_bytes=swap_bytes, gradient_order=order, update=update
+        plan,
+        swap_bytes=swap_bytes,
+        gradient_order=order,
+        update=update,
+        staging_bytes=forecast.device.states.operands,
     )
     assert forecast.step == search.simulate(plan)
     assert forecast.device == case.memory.device(plan)

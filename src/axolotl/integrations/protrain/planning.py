@@ -420,6 +420,7 @@ def _workload(
         state_bytes=optimizer.state_bytes,
         managed_bytes=optimizer.managed_bytes,
         update_copies=optimizer.update_copies,
+        elementwise=optimizer.elementwise,
         update_parameter_copies=optimizer.update_parameter_copies,
         eval_ratio=_eval_ratio(cfg) if evaluates else 0.0,
         loader_bytes=(1 + waiting) * sum(t.nbytes for t in tensors.values()),

@@ -234,6 +234,9 @@ class Plan(Knobs):
         gradient_order: Chunks in the order in which backward is done with them; what is
             missing comes last. Only several ranks ask for it.
         update: Where weights with state on the host are updated.
+        in_pieces: Operands of an update come a piece of a chunk ahead, not a chunk.
+        staging_bytes: Device memory through which they come, and sums of gradients; the
+            engine takes more where that is too little.
     """
 
     placements: tuple[Placement, ...]
@@ -243,6 +246,8 @@ class Plan(Knobs):
     swap_bytes: tuple[int, ...] = ()
     gradient_order: tuple[int, ...] = ()
     update: Update = Update.DEVICE
+    in_pieces: bool = False
+    staging_bytes: int = 0
 
     @property
     def paged(self) -> tuple[int, ...]:
@@ -397,6 +402,8 @@ class Workload:
         update_parameter_copies: The same for the largest single one of them.
         update: Where weights with state on the host are updated.
         host_can_update: Whether the device does that, and AdamW on the host could.
+        elementwise: Whether the optimizer updates each element of a parameter
+            independently of others.
         eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
             evaluation.
         loader_bytes: Batches that the dataloader of each rank holds on the host.
@@ -414,6 +421,7 @@ class Workload:
     update_parameter_copies: float = 0.0
     update: Update = Update.DEVICE
     host_can_update: bool = False
+    elementwise: bool = True
     eval_ratio: float = 0.0
     loader_bytes: int = 0
     mapped_bytes: int = 0

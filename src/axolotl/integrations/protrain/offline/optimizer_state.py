@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
-from ..core.engine.recorded_step import require_separable
+from ..core.engine.recorded_step import is_elementwise, require_separable
 from ..core.engine.state import state_tensors
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner.meta import without_global_hooks
@@ -43,6 +43,7 @@ class OptimizerBytes:
     update_copies: float
     update_parameter_copies: float
     separable: bool = False
+    elementwise: bool = True
 
 
 _ADAMW = OptimizerBytes(None, {}, 1.0, 0.0)
@@ -68,6 +69,7 @@ def optimizer_bytes(
         with _without_values(), without_global_hooks():
             optimizer = plain_optimizer(cfg, model)
             found = _probed(optimizer, model, named, on_cpu=device_type == "cpu")
+        found = dataclasses.replace(found, elementwise=is_elementwise(type(optimizer)))
         with suppress(ConfigError):
             require_separable(optimizer)
             found = dataclasses.replace(found, separable=True)

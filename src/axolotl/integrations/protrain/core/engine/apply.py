@@ -84,11 +84,13 @@ class ChunkUpdate:
         kind: type,
         where: torch.device,
         memory: StateMemory,
+        numel: int,
     ) -> None:
-        """Take over what an optimizer of some kind has for the span, in pieces."""
+        """Take over what an optimizer of some kind has for the span, in pieces of so
+        many elements."""
         self.plain = plain
         cut = is_elementwise(kind)
-        for piece in pieces(self.host.chunk, self.host.span, cut):
+        for piece in pieces(self.host.chunk, self.host.span, cut, numel):
             if piece.elements is None or not piece.elements.start:
                 params = [self.params[index] for index in piece.span]
                 is_cut = piece.elements is not None
@@ -135,6 +137,7 @@ class Updates:
         memory: Host memory of the chunks.
         staging: Brings operands to the device.
         where: The place where weights are updated.
+        numel: Elements of a piece of a chunk.
 
     Attributes:
         plain: The optimizer that the run would have used without paging.
@@ -146,7 +149,10 @@ class Updates:
     plain: torch.optim.Optimizer
     kind: Any
 
-    def __init__(self, memory: HostMemory, staging: Staging, where: Update) -> None:
+    def __init__(
+        self, memory: HostMemory, staging: Staging, where: Update, numel: int
+    ) -> None:
+        self._numel = numel
         self._device, self._ranks = memory.device, memory.ranks
         self._staging, self.on_host = staging, where is Update.HOST
         self.defers = not self.on_host and self._ranks.world.size == 1
@@ -181,7 +187,7 @@ class Updates:
         new = [host for host in chunks if host.chunk.index not in self.of_chunk]
         for host in new:
             self.of_chunk[host.chunk.index] = own = ChunkUpdate(host)
-            own.add_state(self.plain, self.kind, where, self._state_memory)
+            own.add_state(self.plain, self.kind, where, self._state_memory, self._numel)
         self.all = [self.of_chunk[host.chunk.index] for host in chunks]
         self._places = {
             id(param): (own, index)

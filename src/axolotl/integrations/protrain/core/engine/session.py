@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layout import PIECE_NUMEL
 from ..layout.tensors import model_bindings
 from ..types import Chunk, Counters, Layout, Placement, Plan, main_grads_in_fp32
 from .apply import Updates
@@ -75,6 +76,8 @@ class Options:
     accumulates: bool = True
     """Steps have several micro-batches: under masters their sums are in fp32. Without,
     a gradient that is looked at once it is clipped is rounded as `.grad` is."""
+    piece_numel: int = PIECE_NUMEL
+    """Elements of a chunk that are updated at once."""
     compiled: Mapping[str, Any] | None = None
     """Arguments of `torch.compile` for the forward of each block; None for none."""
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
@@ -140,7 +143,8 @@ class Session:
         self.pool = HostPool(ranks=ranks, shards=plan.shards)
         self._memory = HostMemory(self.pool, device, ranks, masters, widens)
         staging, worker = Staging(device, self.counters), HostWorker(device)
-        updates = Updates(self._memory, staging, plan.update)
+        updates = Updates(self._memory, staging, plan.update, options.piece_numel)
+        staging.nbytes = plan.staging_bytes
         store = ParamStore(model, self.pool, device, ranks, absent)
         self._step = Step(
             model,

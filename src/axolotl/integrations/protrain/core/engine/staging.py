@@ -50,11 +50,14 @@ class Staging:
     Args:
         device: Whose memory and streams it uses.
         counters: Counts fetched bytes; who sends them back counts there too.
-        nbytes: Bytes of the ring; it has room for `IN_FLIGHT` of the largest demand.
+
+    Attributes:
+        nbytes: Bytes of the ring, which has room for `IN_FLIGHT` of the largest demand,
+            or more to fill it further ahead.
     """
 
-    def __init__(self, device: Device, counters: Counters, nbytes: int = 0) -> None:
-        self._device, self.counters, self._nbytes = device, counters, nbytes
+    def __init__(self, device: Device, counters: Counters) -> None:
+        self._device, self.counters, self.nbytes = device, counters, 0
         self._ring: Tensor | None = None
         # those in the ring in the order of their filling, and those with their own memory
         self._segments: deque[_Segment] = deque()
@@ -62,11 +65,6 @@ class Staging:
         self._held: dict[Hashable, _Segment] = {}
         # of segments that are gone: what the next filling waits for
         self._passed: list[Event] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the ring, once something was filled."""
-        return self._nbytes
 
     def fetch(self, key: Hashable, sources: Sequence[Source]) -> bool:
         """Fill a segment ahead, unless one holds this already; False if there is no room."""
@@ -79,16 +77,20 @@ class Staging:
         return True
 
     def take(
-        self, key: Hashable, sources: Sequence[Source], keep: bool = True
+        self, key: Hashable, sources: Sequence[Source], grows: bool = True
     ) -> list[Tensor]:
         """The bytes of each source, uint8, for compute to use.
 
-        Without `keep` the memory goes when it is given back.
+        Unless the ring `grows`, a demand for which it is too small gets memory of its own,
+        which goes when it is given back.
         """
         segment = self._held.get(key)
         if segment is None:
             nbytes = _size(sources)
-            segment = self._make_room(nbytes) if keep else None
+            if grows:
+                segment = self._make_room(nbytes)
+            elif self._ring is not None and IN_FLIGHT * nbytes <= self.nbytes:
+                segment = self._place(nbytes)
             if segment is None:
                 segment = _Segment(self._device.allocate(nbytes))
                 # an allocator hands out what compute may just have used
@@ -133,7 +135,7 @@ class Staging:
             self._device.free(segment.memory)
         if self._ring is not None:
             self._device.free(self._ring)
-        self._ring, self._apart, self._passed = None, [], []
+        self._ring, self._apart, self._passed, self.nbytes = None, [], [], 0
         self._segments.clear()
         self._held.clear()
 
@@ -157,21 +159,19 @@ class Staging:
 
     def _place(self, nbytes: int) -> _Segment | None:
         """Room of the ring behind the newest segment; None if the oldest is in the way."""
-        if self._ring is None or IN_FLIGHT * nbytes > self._nbytes:
+        if self._ring is None or IN_FLIGHT * nbytes > self.nbytes:
             if not self._grow(IN_FLIGHT * nbytes):
                 return None
         assert self._ring is not None
         segments = self._segments
-        start = segments[-1].stop if segments else 0
-        if start + nbytes > self._nbytes:
+        start, half = segments[-1].stop if segments else 0, self.nbytes // IN_FLIGHT
+        if IN_FLIGHT * nbytes > half:
+            # or a smaller one before it would leave room for one of them, not for two
+            start = -(-start // half) * half
+        if start + nbytes > self.nbytes:
             start = 0
-            # what lies behind the newest one is the oldest: the ring begins anew after it
-            while segments and segments[0].start >= segments[-1].stop:
-                if not segments[0].is_free:
-                    return None
-                self._passed += segments.popleft().busy
         stop = start + nbytes
-        while segments and segments[0].start < stop and start < segments[0].stop:
+        while any(own.start < stop and start < own.stop for own in segments):
             if not segments[0].is_free:
                 return None
             self._passed += segments.popleft().busy
@@ -193,8 +193,8 @@ class Staging:
             self._device.free(self._ring)
         # none is referred to when the next one is allocated
         self._ring = None
-        self._nbytes = max(self._nbytes, nbytes)
-        self._ring = self._device.allocate(self._nbytes)
+        self.nbytes = max(self.nbytes, nbytes)
+        self._ring = self._device.allocate(self.nbytes)
         self._passed = [self._device.compute.record()]
         return True
 

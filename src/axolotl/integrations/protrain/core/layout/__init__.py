@@ -2,7 +2,7 @@
 
 from .blocks import CACHES, find_blocks, has_vision_tower
 from .chunks import ALIGNMENT_BYTES, aligned, build_layout
-from .pieces import Piece, pieces
+from .pieces import PIECE_NUMEL, Piece, pieces
 from .shards import (
     main_chunk,
     master_chunk,

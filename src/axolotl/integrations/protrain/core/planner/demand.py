@@ -195,6 +195,11 @@ class Demand:
         *self.gradients, self.outside = works
         # in the order of the next forward: outside the blocks first
         self.works = [work for own in (self.outside, *self.gradients) for work in own]
+        # operands of an update come in so many parts, of which two are on their way
+        self.num_parts = 1
+        if plan.in_pieces:
+            whole, piece = max(trained.operands), max(trained.piece_operands)
+            self.num_parts = -(-whole // max(piece, 1))
         self._add_traffic(hardware)
 
     def _gather_s(self, chunk: Chunk) -> float:

@@ -318,10 +318,13 @@ class MemoryModel:
         )
 
     def parameters(
-        self, placements: tuple[Placement, ...], shards: int = 1
+        self,
+        placements: tuple[Placement, ...],
+        shards: int = 1,
+        in_pieces: bool = False,
     ) -> Parameters:
         """What a choice of placements takes, for `peak_without_slots`."""
-        states = state_bytes(self.trained, placements, 0, shards)
+        states = state_bytes(self.trained, placements, 0, shards, in_pieces)
         return Parameters(
             states.weights + states.moments + states.operands,
             states.gradients,
@@ -438,25 +441,28 @@ class MemoryModel:
         """What updates of host-kept chunks take on top of the staging: outside blocks,
         which have none, and of each block."""
         trained, overlaps = self.trained, self.hardware.overlaps
-        outside: list[int] = []
+        outside: list[tuple[int, int]] = []
         of_block: dict[int, int] = {}
         for chunk, placement in zip(self.layout.chunks, placements, strict=True):
             if not chunk.trainable or not placement.on_host:
                 continue
             nbytes = trained.update[chunk.index]
             if chunk.block is None:
-                outside.append(nbytes + trained.operands[chunk.index])
+                outside.append((trained.piece_operands[chunk.index], nbytes))
                 continue
-            # the first update makes the state beside the staging, where that of the
-            # chunks before it has not yet left
-            made = trained.state[chunk.index] if overlaps else 0
+            # the first update makes the state beside the staging
+            made = trained.made[chunk.index] if overlaps else 0
             highest = max(of_block.get(chunk.block, 0), nbytes + made)
             of_block[chunk.block] = highest
-        at_once = IN_FLIGHT if overlaps else 1
-        return sum(sorted(outside)[-at_once:]), of_block
+        # one is updated, others are on their way home
+        leaving = IN_FLIGHT - 1 if overlaps else 0
+        outside.sort(reverse=True)
+        others = sum(operands for operands, _ in outside[1 : 1 + leaving])
+        return max(map(sum, outside), default=0) + others, of_block
 
     def _states(self, plan: Plan) -> StateBytes:
-        return state_bytes(self.trained, plan.placements, plan.n_buffer, plan.shards)
+        placed = plan.placements, plan.n_buffer, plan.shards, plan.in_pieces
+        return state_bytes(self.trained, *placed)
 
     def _update_bytes(self, gradients: int, placements: tuple[Placement, ...]) -> int:
         """What the update takes of the device, which has so many bytes of gradients, and
@@ -499,7 +505,7 @@ class MemoryModel:
         return activations + self.hardware.unneeded_bytes
 
     def _timeline(self, plan: Plan, states: StateBytes) -> Iterator[Point]:
-        parameters = self.parameters(plan.placements, plan.shards)
+        parameters = self.parameters(plan.placements, plan.shards, plan.in_pieces)
         curve = self.activations(plan.policies)
 
         def point(

@@ -101,7 +101,7 @@ class Planner(Search):
     def forecast(self, plan: Plan) -> Forecast:
         """Predict what a plan will cost."""
         memory = self.memory
-        moved = memory.activations(plan.policies).moved
+        moved, device = memory.activations(plan.policies).moved, memory.device(plan)
         order = gradient_order(memory.layout, memory.trace)
         return Forecast(
             memory.layout,
@@ -115,8 +115,9 @@ class Planner(Search):
                 swap_bytes=moved.out,
                 gradient_order=order,
                 update=memory.workload.update,
+                staging_bytes=device.states.operands,
             ),
-            memory.device(plan),
+            device,
             memory.host(plan),
             self.simulate(plan),
             moved,

@@ -61,6 +61,7 @@ class _Place(NamedTuple):
 
     n_persist: int
     shards: int
+    in_pieces: bool
     placements: tuple[Placement, ...]
     slots: dict[int, int]
     parameters: Parameters
@@ -123,6 +124,9 @@ class Search:
             chunk.trainable and not chunk.has_masters(masters)
             for chunk in layout.pageable
         )
+        # whether operands of updates come in pieces, where that takes less
+        less = trained.piece_operands != trained.operands
+        self._staging = [False, True] if less else [False]
         nothing = place(layout, 0, False, Placement.RESIDENT)
         self._most_slots = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
         self._activations = lru_cache(maxsize=None)(self._walk)
@@ -183,7 +187,7 @@ class Search:
         if self._hosts_state:
             # what is asked for are weights that stay
             wheres.append((self._outside[-1], knobs.n_persist))
-        for outside, staying in wheres:
+        for (outside, staying), in_pieces in product(wheres, self._staging):
             plan = make_plan(
                 self._layout,
                 **asdict(knobs),
@@ -193,6 +197,7 @@ class Search:
                 shards=shards,
                 n_host_state=staying,
             )
+            plan = replace(plan, in_pieces=in_pieces)
             if self.fits(plan):
                 break
         if not _allowed(self._paged_blocks(plan.placements), plan.policies):
@@ -287,8 +292,8 @@ class Search:
             if self._hosts_state and modes != ONLY_A:
                 where += [(n, self._num_chunks - n) for n in range(fewest, most)]
                 where += [(0, n) for n in range(1, self._num_chunks) if not fewest]
-            for num_paged, n_host_state in where:
-                at = self._place(num_paged, n_host_state, outside, shards)
+            for (num_paged, n_host_state), in_pieces in product(where, self._staging):
+                at = self._place(num_paged, n_host_state, outside, shards, in_pieces)
                 if self._reachable and not self._reachable(at.placements):
                     continue
                 plain = self._candidate(_Row(0, 0), min(at.slots), at)
@@ -296,7 +301,12 @@ class Search:
                     yield at
 
     def _placed(
-        self, num_paged: int, n_host_state: int, outside: Placement, shards: int
+        self,
+        num_paged: int,
+        n_host_state: int,
+        outside: Placement,
+        shards: int,
+        in_pieces: bool = False,
     ) -> _Place:
         layout, memory = self._layout, self.memory
         n_persist, masters = self._num_chunks - num_paged, memory.workload.fp32_master
@@ -306,9 +316,10 @@ class Search:
             n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
             for n_buffer in range(slot_floor(layout, placements), most + 1)
         }
-        parameters = memory.parameters(placements, shards)
+        parameters = memory.parameters(placements, shards, in_pieces)
         redone = self._paged_blocks(placements)
-        return _Place(n_persist, shards, placements, slots, parameters, redone)
+        placed = n_persist, shards, in_pieces, placements
+        return _Place(*placed, slots, parameters, redone)
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
@@ -385,6 +396,7 @@ class Search:
             policies=self._policies(row),
             origin="search",
             shards=at.shards,
+            in_pieces=at.in_pieces,
         )
 
     def _refuse(self, plan: Plan, what: str) -> NoReturn:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 from ..types import (
     IN_FLIGHT,
@@ -164,8 +164,8 @@ class Step:
         self._sent = [0.0] * demand.num_slots
         self._gone = 0.0
         self._in_flight: deque[float] = deque()
-        # when what is in a buffer is there, by its chunk, and when the others are free
-        self._staged: dict[int, float] = {}
+        # when what is staged is there, and when room for more is free
+        self._staged: dict[object, float] = {}
         self._room = deque([0.0] * IN_FLIGHT)
         self._landing = "host" if demand.on_host else "offload"
 
@@ -177,12 +177,14 @@ class Step:
             if d.on_host:
                 done = self._queue("host", work.update_s)
             else:
-                seconds = work.operand_bytes * d.update.fetch_s
-                self._await(self._queue("fetch", seconds, self._room.popleft()))
-                self._run(work.update_s)
-                home = work.weight_bytes + work.state_bytes
-                done = self._queue("offload", home * d.update.offload_s, self.now)
-                self._room.append(done)
+                n, home = d.num_parts, work.weight_bytes + work.state_bytes
+                for _part in range(n):
+                    seconds = work.operand_bytes * d.update.fetch_s / n
+                    self._await(self._queue("fetch", seconds, self._room.popleft()))
+                    self._run(work.update_s / n)
+                    seconds = home * d.update.offload_s / n
+                    done = self._queue("offload", seconds, self.now)
+                    self._room.append(done)
             if work.number is None:
                 self._stale.append((work, done))
             else:
@@ -349,21 +351,21 @@ class Step:
             for at in range(block, max(block - 2, -1), -1):
                 for work in self._demand.gradients[at]:
                     if work.chunk not in self._staged:
-                        self._stage(work, work.sum_bytes)
+                        self._stage(work.chunk, work.sum_bytes)
 
-    def _stage(self, work: TrainedWork, nbytes: int) -> bool:
-        """Fetch what an update or a sum needs, if a buffer is free."""
+    def _stage(self, key: object, nbytes: float) -> bool:
+        """Fetch what an update or a sum needs, if there is room."""
         if not self._room:
             return False
         seconds = nbytes * self._traffic.fetch_s
         arrival = self._queue("fetch", seconds, self._room.popleft())
-        self._staged[work.chunk] = arrival
+        self._staged[key] = arrival
         return True
 
-    def _take(self, work: TrainedWork, nbytes: int) -> float:
-        if work.chunk not in self._staged:
-            self._stage(work, nbytes)
-        return self._staged.pop(work.chunk)
+    def _take(self, key: object, nbytes: float) -> float:
+        if key not in self._staged:
+            self._stage(key, nbytes)
+        return self._staged.pop(key)
 
     def _refresh(self, seconds: float, gather_s: float) -> None:
         """A copy to the device on compute; it takes the link from other fetches."""
@@ -407,7 +409,7 @@ class Step:
 
     def _add(self, work: TrainedWork, first: bool) -> None:
         if not first:
-            self._await(self._take(work, work.sum_bytes))
+            self._await(self._take(work.chunk, work.sum_bytes))
             self._run(work.sum_s)
             self._room.append(self.now)
 
@@ -432,7 +434,8 @@ class DeferredStep(Step):
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
-        self._pending: deque[TrainedWork] = deque()
+        # parts of updates
+        self._pending: deque[tuple[TrainedWork, int]] = deque()
         self._noted: Sequence[TrainedWork] = ()
         self._leaving: deque[float] = deque()
 
@@ -440,7 +443,8 @@ class DeferredStep(Step):
         """What is on the device; of the rest the first operands come."""
         d = self._demand
         self._run(d.update_s)
-        self._pending.extend(chain.from_iterable(d.gradients))
+        works = chain.from_iterable(d.gradients)
+        self._pending.extend(product(works, range(d.num_parts)))
         self._noted = d.outside
         self._fetch_operands()
 
@@ -458,17 +462,20 @@ class DeferredStep(Step):
     def _opened(self, block: int) -> None:
         if not self._pending:
             return
-        for _work in self._demand.gradients[block]:
-            work = self._pending.popleft()
-            there = self._take(work, work.operand_bytes)
-            self._room.append(self._update(work, there))
+        n = self._demand.num_parts
+        for _part in range(n * len(self._demand.gradients[block])):
+            work, part = self._pending.popleft()
+            there = self._take((work.chunk, part), work.operand_bytes / n)
+            self._room.append(self._update(work, there, n))
+            if n > 1:
+                self._fetch_operands()
         self._fetch_operands()
 
-    def _update(self, work: TrainedWork, there: float = 0.0) -> float:
-        """Returns when all is at home."""
+    def _update(self, work: TrainedWork, there: float = 0.0, parts: int = 1) -> float:
+        """Update one of so many parts; returns when all is at home."""
         self._await(there)
-        self._run(work.update_s)
-        offload_s = self._traffic.offload_s
+        self._run(work.update_s / parts)
+        offload_s = self._traffic.offload_s / parts
         sent = self._queue("offload", work.weight_bytes * offload_s, self.now)
         if work.number is not None:
             self._sent[work.number % self._demand.num_slots] = sent
@@ -480,9 +487,10 @@ class DeferredStep(Step):
 
     def _fetch_operands(self) -> None:
         """`Updates.prefetch`: as many as there is room for."""
-        for work in self._pending:
-            staged = work.chunk in self._staged
-            if not staged and not self._stage(work, work.operand_bytes):
+        n = self._demand.num_parts
+        for work, part in self._pending:
+            key = work.chunk, part
+            if key not in self._staged and not self._stage(key, work.operand_bytes / n):
                 return
 
 

@@ -5,15 +5,17 @@ The first term of the paper's peak (equations 8 to 11): resident chunks plus slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from ..layout import (
+    Piece,
     aligned,
     main_chunk,
     master_chunk,
     padded_bytes,
+    pieces,
     slot_bytes,
     span_bytes,
     spans,
@@ -111,55 +113,113 @@ class TrainedBytes:
         ]
 
     @cached_property
-    def operands(self) -> list[int]:
-        """What comes beside the weights at once: gradients, masters and state for an
-        update, of several ranks with the paged weights of the largest span; or sums."""
-        size = self.workload.world.local_size
+    def _spans(self) -> dict[int, tuple[range, ...]]:
+        """The tensors that each rank of a node updates of each trained chunk."""
         trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
+        own = spans(trained, self.workload.world.local_size)
+        return {chunk.index: s for chunk, s in zip(trained, own, strict=True)}
+
+    @cached_property
+    def _pieces(self) -> dict[int, list[Piece]]:
+        """The pieces in which all ranks update each trained chunk."""
+        cuts = self.workload.elementwise
+        return {
+            index: [p for s in own for p in pieces(self.layout.chunks[index], s, cuts)]
+            for index, own in self._spans.items()
+        }
+
+    @cached_property
+    def operands(self) -> list[int]:
+        """Bytes beside the weights for the whole of an update: gradients, masters and
+        state, of several ranks with the paged weights of the largest span; or sums."""
+        return self._staged({i: [*map(Piece, own)] for i, own in self._spans.items()})
+
+    @cached_property
+    def piece_operands(self) -> list[int]:
+        """Bytes beside the weights for the largest piece of an update, or sums."""
+        return self._staged(self._pieces)
+
+    def _staged(self, cut: Mapping[int, Sequence[Piece]]) -> list[int]:
         found = [0] * len(self.layout.chunks)
-        for chunk, own in zip(trained, spans(trained, size), strict=True):
-            sums = self.sums[chunk.index]
+        for index, own in cut.items():
             if self.workload.accumulation > 1:
-                found[chunk.index] = aligned(sums.nbytes)
+                found[index] = aligned(self.sums[index].nbytes)
             if self.workload.update is Update.DEVICE:
-                most = max(self._operands(chunk, sums, span) for span in own)
-                found[chunk.index] = max(found[chunk.index], most)
+                most = max(self._operands(self.layout.chunks[index], p) for p in own)
+                found[index] = max(found[index], most)
         return found
 
-    def _operands(self, chunk: Chunk, sums: Chunk, span: range) -> int:
-        """Of a span of a chunk for its update."""
-        w, states = self.workload, self._states[chunk.index]
-        region = sum(_region_bytes(states[index]) for index in span)
-        parts = [span_bytes(sums, span)]
+    def _operands(self, chunk: Chunk, piece: Piece) -> int:
+        w = self.workload
+        laid = [self.sums[chunk.index]]
         if w.fp32_master:
-            parts.append(span_bytes(master_chunk(chunk), span))
+            laid.append(master_chunk(chunk))
         if w.world.size > 1 and chunk.pageable:
-            parts.append(span_bytes(chunk, span))
-        return aligned(region) + sum(aligned(p.stop - p.start) for p in parts)
+            laid.append(chunk)
+        return aligned(self._state_of(chunk, piece)) + sum(
+            aligned(_bytes_of(own, piece)) for own in laid
+        )
+
+    def _state_of(self, chunk: Chunk, piece: Piece) -> int:
+        """Bytes of the state of a piece, where it lies on the host or in staging."""
+        states = self._states[chunk.index]
+        if piece.elements is None:
+            return sum(_region_bytes(states[index]) for index in piece.span)
+        numel = chunk.tensors[piece.span.start].numel
+        share = (piece.elements.stop - piece.elements.start) / numel
+        own = (round(n * share) if n >= numel else n for n in states[piece.span.start])
+        return _region_bytes(own)
 
     @cached_property
     def update(self) -> list[int]:
-        """What an update of the chunk alone takes on top."""
-        return [
-            self._update(chunk) if chunk.trainable else 0
-            for chunk in self.layout.chunks
-        ]
+        """Bytes that the update of a piece of the chunk takes on top."""
+        found = [0] * len(self.layout.chunks)
+        for index, own in self._pieces.items():
+            if self.workload.update is Update.DEVICE:
+                chunk = self.layout.chunks[index]
+                found[index] = max(self._update(chunk, piece) for piece in own)
+        return found
 
-    def _update(self, chunk: Chunk) -> int:
+    @cached_property
+    def made(self) -> list[int]:
+        """Bytes of state that the first updates of pieces of the chunk make, until they
+        have left."""
+        found = [0] * len(self.layout.chunks)
+        for index, own in self._pieces.items():
+            chunk = self.layout.chunks[index]
+            sizes = sorted(self._state_of(chunk, piece) for piece in own)
+            found[index] = sum(sizes[-IN_FLIGHT - 1 :])
+        return found
+
+    def _update(self, chunk: Chunk, piece: Piece) -> int:
         w = self.workload
-        if w.update is Update.HOST:
-            return 0
-        main = [tensor.nbytes for tensor in main_chunk(chunk, w.fp32_master).tensors]
-        single = max(main)
+        main = main_chunk(chunk, w.fp32_master)
+        if piece.elements is None:
+            every = [main.tensors[index].nbytes for index in piece.span]
+        else:
+            every = [_bytes_of(main, piece)]
+        widened = 0
         if w.fp32_master and not self.main_grads_fp32:
-            # one after the other, with its gradient in fp32
-            copies = 1 + w.update_copies + w.update_parameter_copies
-            return round(copies * single)
-        whole = w.update_copies * sum(main)
-        return round(whole + w.update_parameter_copies * single)
+            # gradients of 16 bits
+            pairs = zip(piece.span, every, strict=True)
+            widened = sum(n for index, n in pairs if chunk.tensors[index].is_16_bit)
+        whole = w.update_copies * sum(every) + w.update_parameter_copies * max(every)
+        return round(widened + whole)
 
 
-def _region_bytes(tensors: tuple[int, ...]) -> int:
+def _bytes_of(laid: Chunk, piece: Piece) -> int:
+    """Bytes of a piece of a chunk."""
+    if piece.elements is None:
+        own = span_bytes(laid, piece.span)
+        return own.stop - own.start
+    spec = laid.tensors[piece.span.start]
+    return (
+        min(spec.numel, piece.elements.stop - piece.elements.start)
+        * spec.dtype.itemsize
+    )
+
+
+def _region_bytes(tensors: Iterable[int]) -> int:
     """Of the state of a tensor where it lies on the host or in staging."""
     return sum(aligned(nbytes, STATE_ALIGNMENT_BYTES) for nbytes in tensors)
 
@@ -174,8 +234,8 @@ class StateBytes:
         resident: Weights of resident chunks.
         host_state: Weights that stay while their gradients and moments do not.
         slots: The ring.
-        operands: Two buffers for what comes from the host, to be updated or to be added
-            to: gradients and optimizer state of blocks, of several ranks weights too.
+        operands: The ring for what comes from the host, to be updated or to be added to:
+            gradients and optimizer state of blocks, of several ranks weights too.
         moments: Optimizer state of what trains on the device.
         gradients: Gradients of what trains on the device, all of them.
         buckets: Copy of `gradients` that DDP reduces, there from the start.
@@ -199,9 +259,14 @@ class StateBytes:
 
 
 def state_bytes(
-    trained: TrainedBytes, placements: Sequence[Placement], n_buffer: int, shards: int
+    trained: TrainedBytes,
+    placements: Sequence[Placement],
+    n_buffer: int,
+    shards: int,
+    in_pieces: bool = False,
 ) -> StateBytes:
-    """Device bytes of the states."""
+    """Device bytes of the states; with `in_pieces` operands come a piece ahead, else all
+    of a block's."""
     # in one pass: a search asks for hundreds
     layout, workload = trained.layout, trained.workload
     on_device, state_on_host = Placement.RESIDENT, Placement.OPTIMIZER_OFFLOADED
@@ -229,8 +294,9 @@ def state_bytes(
             host_state += (not chunk.adapter) * padded_bytes(chunk, shards)
         if chunk.trainable:
             leaving.append(chunk)
+    operands = trained.piece_operands if in_pieces else trained.operands
     largest = max(
-        (trained.operands[c.index] for c in leaving if c.block is not None), default=0
+        (operands[c.index] for c in leaving if c.block is not None), default=0
     )
     if not largest and workload.accumulation > 1:
         # sums outside blocks come back through buffers of their own then
