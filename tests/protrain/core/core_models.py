@@ -31,7 +31,11 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
 from axolotl.integrations.protrain.core.engine.session import Options, Session
-from axolotl.integrations.protrain.core.layout import build_layout, check_slots
+from axolotl.integrations.protrain.core.layout import (
+    PIECE_NUMEL,
+    build_layout,
+    check_slots,
+)
 from axolotl.integrations.protrain.core.types import (
     Block,
     Chunk,
@@ -218,12 +222,13 @@ def open_session(
     accumulates: bool = True,
     device: Device | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
+    piece_numel: int = PIECE_NUMEL,
     **plan: Any,
 ) -> Session:
     """A session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
     layout = build_layout(model, keep, rows=rows)
-    options = Options(fp32_master, accumulates)
+    options = Options(fp32_master, accumulates, piece_numel)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 

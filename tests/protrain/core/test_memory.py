@@ -224,7 +224,8 @@ def test_device_peak_of_masters_was_predicted(
         update_copies=0.0 if fused else 1.0,
     )
     measured = session.measured().device_peak_bytes
-    assert measured == pytest.approx(predicted, rel=0.01)
+    # what lies outside of blocks may find room in the ring of the blocks
+    assert measured == pytest.approx(predicted, rel=0.015)
     session.close()
 
 

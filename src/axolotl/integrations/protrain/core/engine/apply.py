@@ -382,9 +382,11 @@ class Updates:
         key, inside = own.key(number), own.block >= 0
         parts = staging.take(key, own.operands(number, weights is None), inside)
         gradients, *rest = parts
-        masters = rest.pop(0) if host.masters.where(piece) != slice(0, 0) else None
+        has_masters = any(index in host.masters for index in piece.span)
+        masters = rest.pop(0) if has_masters else None
         here = rest.pop(0) if weights is None else weights[where]
         state = own.states[number]
+        before = state.region
         try:
             with _updating(device.torch_device):
                 states = state.on_device(rest, piece)
@@ -403,6 +405,10 @@ class Updates:
         copies.append((host.weights.memory[where], here))
         if masters is not None:
             copies.append((host.masters.memory[host.masters.where(piece)], masters))
+        if rest and state.region is not before:
+            # operands of further pieces that came ahead are laid out as they were
+            for later in range(number + 1, len(own.pieces)):
+                staging.give_back(own.key(later))
         event = self._write_back(own, key, copies)
         if slot is not None:
             slot.write_back_ends(event)

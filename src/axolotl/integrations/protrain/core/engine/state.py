@@ -108,6 +108,7 @@ class OffloadedState:
         self._places: dict[Path, Place] = {}
         # the tensors in the region, each with a storage of its own
         self._on_host: dict[Path, Tensor] = {}
+        self._staying: set[Path] = set()
         self._left: list[Tensor] = []
         self.region = torch.empty(0, dtype=torch.uint8)
         """uint8; all that travels, tensors `STATE_ALIGNMENT_BYTES` apart."""
@@ -115,7 +116,11 @@ class OffloadedState:
     def adopt(self, stays: Callable[[Path], bool]) -> None:
         """Take over a state that was made or loaded elsewhere, except what `stays`."""
         states = self._states()
-        found = {p: t for p, t in self._tensors(states).items() if not stays(p)}
+        every = self._tensors(states)
+        self._staying = {path for path in every if stays(path)}
+        found = {p: t for p, t in every.items() if p not in self._staying}
+        # nothing of what is there counts
+        self._on_host = {}
         self._renew({path: self._form(tensor) for path, tensor in found.items()})
         for path, tensor in found.items():
             self._on_host[path].copy_(tensor)
@@ -142,7 +147,8 @@ class OffloadedState:
             if not self._is_on_host(tensor):
                 # somebody has put it there since
                 view.copy_(self._cut(tensor, piece))
-            return view
+            # or an update in place would change what further pieces read
+            return view if self._leaves(path, piece) else view.clone()
 
         return self._by_param(map_tensors(self._states(), here))
 
@@ -158,7 +164,7 @@ class OffloadedState:
         found = {
             path: tensor
             for path, tensor in self._tensors(numbered).items()
-            if tensor.device == self._torch_device
+            if tensor.device == self._torch_device and path not in self._staying
         }
         forms = {path: self._form(tensor, piece) for path, tensor in found.items()}
         if forms != {path: place[1:] for path, place in self._places.items()}:
@@ -175,7 +181,8 @@ class OffloadedState:
         else:
             here = self._views(parts, piece)
             for path, view in here.items():
-                if found[path].data_ptr() != view.data_ptr():
+                leaves = self._leaves(path, piece)
+                if leaves and found[path].data_ptr() != view.data_ptr():
                     view.copy_(found[path])
         if piece.is_last:
             self._bind(numbered)
@@ -264,13 +271,13 @@ class OffloadedState:
         }
 
     def _renew(self, forms: Mapping[Path, Form]) -> None:
-        """Take another region for tensors of these forms."""
+        """Take another region for tensors of these forms, and what is there of them."""
         places, end = {}, 0
         for path, form in forms.items():
             places[path] = place = Place(end, *form)
             end = aligned(end + place.nbytes, STATE_ALIGNMENT_BYTES)
+        before, self._places = self._on_host, places
         self._left.append(self.region)
-        self._places = places
         self.region = torch.empty(0, dtype=torch.uint8)
         # updates are made in an evaluation, too
         with torch.inference_mode(False):
@@ -279,6 +286,12 @@ class OffloadedState:
             self._on_host = {
                 p: place.on_host(self.region) for p, place in places.items()
             }
+
+        if self._is_cut and before:
+            # pieces of a tensor that are not updated yet
+            self._memory.settle()
+            for path in before.keys() & self._on_host.keys():
+                self._on_host[path].copy_(before[path])
 
     def _bind(self, states: Mapping[int, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""

@@ -82,6 +82,10 @@ class StateMemory:
             self._device.pin(region)
         return region
 
+    def settle(self) -> None:
+        """Return once no copy to a region is on its way."""
+        self._device.synchronize()
+
     def release(self, region: Tensor) -> None:
         """It is not needed any longer; who still reads it may."""
         if self._locks:

@@ -1,0 +1,162 @@
+"""Updates that take a chunk in pieces: large tensors are cut where the optimizer allows it."""
+
+from __future__ import annotations
+
+import importlib
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from core_models import assert_same, batches, open_session, stack, train, twin
+from hypothesis import given, strategies as st
+
+from axolotl.integrations.protrain.core.layout import build_layout, pieces
+from axolotl.integrations.protrain.core.types import Placement, Update
+
+NUMEL = 192
+"""Most matrices of the model are cut, and not into equal parts."""
+
+OFFLOADED: dict[str, Any] = {"n_buffer": 1, "outside": Placement.OPTIMIZER_OFFLOADED}
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
+    "AdamW, foreach, amsgrad": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "AdamW, capturable": (torch.optim.AdamW, {"foreach": False}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD without state": (torch.optim.SGD, {}),
+    # whole matrices: their rows and columns count
+    "Adafactor": (torch.optim.Adafactor, {}),
+}
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "masters": {"dtype": torch.bfloat16, "fp32_master": True},
+    "on the host": {"update": Update.HOST},
+}
+
+
+def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    kind, options = OPTIMIZERS[name]
+    made: Any = kind
+    return made(model.parameters(), lr=1e-2, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "fp32") for name in OPTIMIZERS]
+    + [("AdamW, fused", how) for how in SEVERAL if how != "fp32"]
+    + [("AdamW, foreach, amsgrad", "masters")],
+)
+def test_training_in_pieces_is_training(name: str, how: str) -> None:
+    """Losses, norms, weights and optimizer state, three steps and then a load of it."""
+    options = dict(SEVERAL[how])
+    dtype = options.pop("dtype", torch.float32)
+    model = stack(width=24, dtype=dtype)
+    plain = twin(model)
+    masters = options.get("fp32_master", False)
+    update = options.pop("update", Update.DEVICE)
+    session = open_session(
+        model, piece_numel=NUMEL, update=update, **OFFLOADED, **options
+    )
+    whole = twin(model) if masters else None
+    ours = session.wrap_optimizer(optimizer_of(name, model))
+    data = [batches(2, seed) for seed in range(4)]
+    if whole is not None:
+        # masters have no plain run: it is that of whole chunks
+        other = open_session(whole, fp32_master=True, **OFFLOADED)
+        theirs = other.wrap_optimizer(optimizer_of(name, whole))
+        wanted = train(whole, theirs, data, other, clip=0.5)
+        plain = whole
+    else:
+        theirs = optimizer_of(name, plain)
+        wanted = train(plain, theirs, data, clip=0.5)
+    assert train(model, ours, data, session, clip=0.5) == wanted
+    assert_same(model.state_dict(), plain.state_dict())
+    states, others = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert list(states) == list(others)
+    for index, state in states.items():
+        assert_same(state, others[index])
+    ours.load_state_dict(deepcopy(theirs.state_dict()))
+    extra = [batches(1, 9)]
+    again = train(plain, theirs, extra, other if whole is not None else None)
+    assert train(model, ours, extra, session) == again
+    session.close()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 7, 20])
+@pytest.mark.parametrize("paged", [True, False])
+def test_a_piece_that_fails_is_made_again_alone(fails_at: int, paged: bool) -> None:
+    """Pieces before it keep their update, and none is made twice."""
+    model = stack(width=24)
+    plain = twin(model)
+    resident = () if paged else range(6)
+    where = {**OFFLOADED, "resident": resident, "inside": Placement.OPTIMIZER_OFFLOADED}
+    session = open_session(model, piece_numel=NUMEL, **where)
+    ours = session.wrap_optimizer(optimizer_of("AdamW, fused", model))
+    theirs = optimizer_of("AdamW, fused", plain)
+    data = [batches(1, seed) for seed in range(4)]
+    wanted = train(plain, theirs, data)
+    got = train(model, ours, data[:2], session)
+    module = importlib.import_module(torch.optim.Adam.__module__)
+    calls, kernel = 0, module.adam
+
+    def adam(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            # some of the piece is updated, as when a temporary finds no room
+            args[0][0].data.add_(1)
+            raise torch.OutOfMemoryError("no room")
+        kernel(*args, **kwargs)
+
+    with patch.object(module, "adam", adam):
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, ours, data[2:], session)
+        session.forget_gradients()
+        got += train(model, ours, data[2:], session)
+    assert got == wanted
+    assert_same(model.state_dict(), plain.state_dict())
+    for mine, other in zip(ours.state.values(), theirs.state.values(), strict=True):
+        assert_same(mine, other)
+    session.close()
+
+
+@given(st.integers(1, 500), st.booleans(), st.data())
+def test_pieces_cover_a_span_once(numel: int, cuts: bool, data: st.DataObject) -> None:
+    """Each element of a span is in one piece, in order, and no piece is larger than it
+    has to be."""
+    chunks = build_layout(stack()).chunks
+    chunk = data.draw(st.sampled_from(chunks))
+    start = data.draw(st.integers(0, len(chunk.tensors)))
+    span = range(start, data.draw(st.integers(start, len(chunk.tensors))))
+    found = pieces(chunk, span, cuts, numel)
+    covered = []
+    for piece in found:
+        sizes = [chunk.tensors[index].numel for index in piece.span]
+        if piece.elements is None:
+            covered += [
+                (i, slice(0, n)) for i, n in zip(piece.span, sizes, strict=True)
+            ]
+            assert sum(sizes) <= numel or len(sizes) == 1 and not cuts
+        else:
+            assert len(sizes) == 1
+            covered.append((piece.span.start, piece.elements))
+            assert piece.is_last == (piece.elements.stop == sizes[0])
+    at = {index: 0 for index in span}
+    for index, elements in covered:
+        assert elements.start == at[index]
+        at[index] = elements.stop
+    assert [*at.values()] == [chunk.tensors[index].numel for index in span]
+    assert [index for index, _ in covered] == sorted(index for index, _ in covered)
