@@ -75,11 +75,12 @@ class TensorSpec:
     dtype: torch.dtype
     offset: int
 
-    @property
+    # cached: each step asks
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -262,7 +263,7 @@ class Plan(Knobs):
         away = Placement.PARAM_OFFLOADED, Placement.HOST_LOOKUP
         return tuple(index for index, at in pairs if at in away)
 
-    @property
+    @cached_property
     def mode(self) -> str:
         """A is resident, B keeps a host copy that a node's ranks share, C shards it."""
         if not any(placement.on_host for placement in self.placements):

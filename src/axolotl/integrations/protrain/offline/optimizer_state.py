@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
-from ..core.engine.recorded_step import is_elementwise, require_separable
+from ..core.engine.optimizer import is_elementwise, require_separable
 from ..core.engine.state import state_tensors
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner.meta import without_global_hooks

@@ -34,7 +34,7 @@ from ..layout import Piece, pieces
 from ..types import IN_FLIGHT, Update
 from .device import Event
 from .host_chunks import HostChunk, HostMemory, MainGrads
-from .recorded_step import (
+from .optimizer import (
     Clip,
     RecordedStep,
     is_elementwise,

@@ -15,18 +15,15 @@ shown.
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_hooks
 from torch.utils import _python_dispatch
 
-from ..errors import AccessError, ConfigError
+from ..errors import AccessError
 
 if TYPE_CHECKING:
     from .step import Step
@@ -54,9 +51,6 @@ MOMENTS = {
 """When code of users may run while weights, gradients or state are not true, and what it
 finds then; see Note [Who looks between two passes]."""
 
-_BLIND = "torch.", __name__.partition(".core.")[0]
-"""Modules whose hooks of an optimizer's step look at nothing."""
-
 
 class FullParams:
     """Binds parameters and gradients to their host tensors, and back.
@@ -66,39 +60,31 @@ class FullParams:
 
     Attributes:
         shows_writes: Whether parameters are the truth now and writes to them count.
+        shown: Chunks whose parameters are bound to the host, None while none are.
+        num_inside: Contexts that are open.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self.shows_writes = False
-        self._shown: frozenset[int] | None = None
-        # how many contexts are open
-        self._num_inside = 0
+        self.shown: frozenset[int] | None = None
+        self.num_inside = 0
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Show weights and gradients; see `Session.full_params`."""
-        self._num_inside += 1
+        self.num_inside += 1
         try:
             self._show()
             yield
         finally:
-            self._num_inside -= 1
-            if not self._num_inside:
+            self.num_inside -= 1
+            if not self.num_inside:
                 self.hide()
-
-    def inside_for_hooks(
-        self, optimizer: torch.optim.Optimizer
-    ) -> AbstractContextManager[None]:
-        """Show them where hooks of a step may look at them, on any rank."""
-        if self._step.plan.mode == "A":
-            return nullcontext()
-        look = torch.tensor([hooks_look(optimizer)], dtype=torch.uint8)
-        return self.inside() if self._step.ranks.maximum(look).any() else nullcontext()
 
     def show_again(self) -> None:
         """Show them again where a context is open: a pass has ended, or a step."""
-        if self._num_inside and not self._step.is_inside_forward:
+        if self.num_inside and not self._step.is_inside_forward:
             self._show()
 
     def before_copy(self, module: nn.Module) -> None:
@@ -107,7 +93,7 @@ class FullParams:
         Raises:
             AccessError: The module has offloaded weights of its own.
         """
-        if self._shown is not None:
+        if self.shown is not None:
             return
         step = self._step
         own = {id(param) for param in module.parameters(recurse=False)}
@@ -143,7 +129,7 @@ class FullParams:
             if step.plan.shards > 1:
                 # what stays on the device is gathered by all ranks or by none
                 shown |= step.store.on_host.keys()
-        self._shown, self.shows_writes = shown, together
+        self.shown, self.shows_writes = shown, together
         step.store.show(shown, own=together)
         if together:
             for host in step.hosts:
@@ -152,8 +138,8 @@ class FullParams:
     def hide(self) -> None:
         """Bind parameters and gradients as a pass needs them, and take over writes."""
         # asked before each block, where putting modes aside would cost more
-        if self._shown is not None:
-            shown, self._shown = self._shown, None
+        if self.shown is not None:
+            shown, self.shown = self.shown, None
             self._hide(shown)
 
     @not_counted()
@@ -175,68 +161,3 @@ class FullParams:
             for host in step.hosts:
                 host.renew_masters(host.span)
             step.slots.forget_all()
-
-
-class ShowingOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step hooks find full parameters; put in front of its class."""
-
-    session_step: ClassVar[Step]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # another one of this class is somebody else's, and pages nothing
-        return plain_class(cls)(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # nor does a copy, of whatever kind; pickle takes no other class after `__newobj__`
-        made = copyreg._reconstructor  # type: ignore[attr-defined]
-        return made, (plain_class(type(self)), object, None), self.__getstate__()
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        # a scheduler asks for it
-        self._opt_called = True
-        with self.session_step.full_params.inside_for_hooks(self):
-            return super().step(*args, **kwargs)
-
-    # neither torch nor its schedulers are to wrap this one
-    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-def show_to_hooks(optimizer: torch.optim.Optimizer, step: Step) -> None:
-    """Put `ShowingOptimizer` in front of the class of an optimizer.
-
-    Raises:
-        ConfigError: Its `step` is not that of its class.
-    """
-    own = vars(optimizer).pop("step", None)
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise ConfigError(
-            "optimizer: its `step` was replaced by another function, which would update "
-            "weights that are paged out. Use `register_step_pre_hook` or "
-            "`register_step_post_hook` instead."
-        )
-    kind = type(optimizer)
-    bases = ShowingOptimizer, kind
-    optimizer.__class__ = type(kind.__name__, bases, {"session_step": step})
-
-
-def plain_class(kind: type) -> type:
-    """The class of an optimizer, without those that this package puts in front of it."""
-    package = __name__.partition(".core.")[0]
-    return next(k for k in kind.__mro__ if not k.__module__.startswith(package))
-
-
-def hooks_look(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of somebody else's may look at weights, gradients or state."""
-    tables = (
-        torch_hooks._global_optimizer_pre_hooks,
-        torch_hooks._global_optimizer_post_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-    )
-    return any(map(_looks, chain.from_iterable(t.values() for t in tables)))
-
-
-def _looks(hook: Any) -> bool:
-    """Whether a hook of somebody else's may look at weights, gradients or state."""
-    home = getattr(hook, "__module__", None) or ""
-    return getattr(hook, "looks_at_weights", True) and not home.startswith(_BLIND)

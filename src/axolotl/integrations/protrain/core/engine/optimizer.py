@@ -1,22 +1,228 @@
-"""The plain optimizer of a session, and its state as others read, save and load it."""
+"""The plain optimizer of a session: its steps are recorded, and hooks around them see full
+parameters.
+
+# Note [The optimizer's clone]
+
+All that an optimizer has beside its parameters and their state is in its attributes and
+groups. `RecordedStep` keeps them by value when `step` is called: schedulers change groups,
+and some optimizers count in them. `replay` calls the optimizer class's own `step` on a clone
+with these attributes. In its groups master parameters stand for the parameters, at the same
+positions, by which some optimizers go: a pass may be using the parameters' own memory, or it
+has another dtype. Of parameters that are not updated now the clone has non-tensor state
+alone (Muon marks its matrices so). A value that only an update changes in a group (optimi's
+`kahan_sum`) changes in the optimizer's own group, too. So no optimizer is written down here,
+and what it does to one parameter after another it does later with the same numbers. An
+optimizer that looks at several parameters together would not: `require_separable` knows
+which have been tried.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import copyreg
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext
+from copy import copy
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_hooks
 
-from ..errors import AccessError, CheckpointError, ConfigError
-from .apply import ChunkUpdate, Updates
-from .host_chunks import MASTER_KEY, HostMemory
-from .recorded_step import require_separable, states_of, without_hooks
-from .state_memory import unpack
+from ..errors import AccessError, ConfigError
 
 if TYPE_CHECKING:
     from .step import Step
+
+Clip = tuple[float, Tensor]
+"""Largest norm, and the norm of all gradients."""
+
+_BITSANDBYTES = "bitsandbytes.optim.optimizer"
+_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+_NOT_RECORDED = {"step", "state", "param_groups", *_HOOKS}
+
+
+_SEPARABLE = {
+    "torch.optim": "Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop "
+    "Rprop SGD",
+    "transformers.optimization": "Adafactor",
+    "torchao.optim": "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW",
+    "axolotl.contribs.mit.muon": "Muon",
+    "axolotl.utils.optimizers": "ADOPT AdamC",
+    "apollo_torch": "AdamW",
+    "came_pytorch": "CAME",
+    "flashoptim": "FlashAdam FlashAdamW FlashLion FlashSGD FlashSGDW",
+    "galore_torch": "Adafactor AdamW AdamW8bit",
+    "optimi": "Adam AdamW Adan Lion RAdam Ranger SGD StableAdamW",
+    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
+}
+"""Classes that update one parameter after another, by the package that has them; all of
+bitsandbytes' do."""
+
+_ELEMENTWISE = {
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+"""Classes that update one element after another, by state of the parameter's shape and
+numbers: a large parameter may be updated in pieces."""
+
+
+def is_elementwise(kind: type) -> bool:
+    """Whether an optimizer updates each element of a parameter independently of others."""
+    return kind in _ELEMENTWISE
+
+
+def require_separable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be updated a chunk at a time with the same numbers.
+
+    Raises:
+        ConfigError: The optimizer is not of a class that has been tried, or rounds by
+            random numbers that all parameters draw from one generator.
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("bitsandbytes.optim.") or any(
+        kind.__module__.startswith(package) and kind.__name__ in names.split()
+        for package, names in _SEPARABLE.items()
+    )
+    why = "is not known to update its parameters independently of each other"
+    if known and getattr(optimizer, "bf16_stochastic_round", False):
+        known = False
+        why = "rounds by random numbers, which would come in another order"
+    if not known:
+        raise ConfigError(
+            f"optimizer: {kind.__module__}.{kind.__qualname__} {why}, and the state of "
+            "some weights is on the host, to be updated a chunk at a time. Use adamw_torch"
+            "_fused, adamw_bnb_8bit, adafactor, lion or another of those in "
+            "docs/compatibility.md, train an adapter, or set "
+            "protrain_force_all_persistent: true."
+        )
+
+
+class RecordedStep:
+    """One call of an optimizer's method, replayed later; see Note [The optimizer's clone].
+
+    Args:
+        plain: The optimizer as it is when the method is called.
+        kind: Its class, without what was put in front of it.
+        clip: How its gradients are still to be scaled.
+        fused: Use the kernels for CPU tensors, where there are some.
+        method: `step`; or `train` or `eval`, by which schedule-free optimizers move
+            weights between where they train and their mean.
+    """
+
+    def __init__(
+        self,
+        plain: torch.optim.Optimizer,
+        kind: Any,
+        clip: Clip | None = None,
+        method: str = "step",
+        fused: bool = False,
+    ) -> None:
+        self._kind, self.clip, self.method = kind, clip, method
+        self._attributes = {
+            k: v for k, v in vars(plain).items() if k not in _NOT_RECORDED
+        }
+        self._groups = [_by_value(group) for group in plain.param_groups]
+        for group in self._groups:
+            if fused and "fused" in group:
+                group.update(fused=True, foreach=False, capturable=False)
+        self._params = [[*group["params"]] for group in plain.param_groups]
+        every = [param for params in self._params for param in params]
+        self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
+        states = states_of(plain)
+        self._marks = {
+            self._absent[p]: non_tensor_state(states.get(p, {})) for p in every
+        }
+
+    def replay(
+        self,
+        plain: torch.optim.Optimizer,
+        master_params: Mapping[nn.Parameter, nn.Parameter],
+        states: dict[nn.Parameter, Any],
+    ) -> None:
+        """Make the step for some parameters.
+
+        Args:
+            plain: The optimizer as it is now.
+            master_params: For each parameter the one that is changed in its place; in a
+                step those with a gradient are, once it has been clipped.
+            states: Their state, which is changed and completed.
+        """
+        if self.clip is not None:
+            used = [main for main in master_params.values() if main.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(used, *self.clip)
+        clone: Any = object.__new__(self._kind)
+        vars(clone).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
+        known = {m: states[p] for p, m in master_params.items() if p in states}
+        clone.state = defaultdict(dict, {**self._marks, **known})
+        here = {**self._absent, **master_params}
+        clone.param_groups = [
+            # by value again: some count in place
+            {**_by_value(recorded), "params": [here[param] for param in params]}
+            for recorded, params in zip(self._groups, self._params, strict=True)
+        ]
+        if self.method == "step" and any(
+            base.__module__ == _BITSANDBYTES for base in self._kind.__mro__
+        ):
+            _step_of_bitsandbytes(clone)
+        else:
+            without_hooks(getattr(self._kind, self.method))(clone)
+        for param, main in master_params.items():
+            if main in clone.state:
+                states[param] = clone.state[main]
+        # further groups may have come since
+        every = zip(self._groups, clone.param_groups, plain.param_groups, strict=False)
+        for recorded, ours, group in every:
+            changed = {k: ours[k] for k, v in recorded.items() if ours[k] is not v}
+            group.update((k, v) for k, v in changed.items() if group[k] is recorded[k])
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What `state` is, as it is now: steps may be pending."""
+    return vars(optimizer)["state"]
+
+
+def non_tensor_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What neither is nor holds a tensor in the state of a parameter."""
+    simple = bool, int, float, str, type(None)
+    return {key: value for key, value in state.items() if isinstance(value, simple)}
+
+
+def _by_value(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone()
+        if isinstance(value, Tensor)
+        else copy(value)
+        if isinstance(value, (list, dict))
+        else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def without_hooks(step: Any) -> Any:
+    """What torch has wrapped to call the hooks of a step, which run around that alone."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _step_of_bitsandbytes(clone: Any) -> None:
+    """Its step without what it waits for after each tensor, and without managed memory."""
+    clone.is_paged = False
+    for g, group in enumerate(clone.param_groups):
+        for number, param in enumerate(group["params"]):
+            if param.grad is not None:
+                if not clone.state[param]:
+                    clone.init_state(group, param, g, number)
+                clone.update_step(group, param, g, number)
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -91,164 +297,6 @@ def page_optimizer(plain: torch.optim.Optimizer, step: Step) -> None:
     plain.__class__ = type(f"Paged{kind.__name__}", (PagedOptimizer, kind), own)
 
 
-class SavedState:
-    """Reads, gathers and loads the optimizer state of chunks in host memory.
-
-    Args:
-        updates: Have the state.
-        memory: Says which ranks share it.
-    """
-
-    def __init__(self, updates: Updates, memory: HostMemory) -> None:
-        self._updates, self._ranks = updates, memory.ranks
-        # on one of several ranks: whether it has the state of all weights
-        self._gathered = self._ranks.world.local_size == 1
-        # how many there were when they were put in order
-        self._num_ordered = 0
-
-    @property
-    def _plain(self) -> torch.optim.Optimizer:
-        return self._updates.plain
-
-    def order(self) -> None:
-        """Put states in the order in which the plain run makes them."""
-        state, every = self._updates.states, _params(self._plain)
-        state.update([(p, state.pop(p)) for p in every if p in state])
-        self._num_ordered = len(state)
-
-    def order_new(self) -> None:
-        """Put states in that order if some have come since."""
-        if len(self._updates.states) != self._num_ordered:
-            self.order()
-
-    def require_gathered(self) -> None:
-        """Raise AccessError where this rank has only a part of the state."""
-        if not self._gathered and any(self._updates.states.values()):
-            raise AccessError(
-                "optimizer: each rank has the state of the weights that it updates. Read "
-                "`state` or `state_dict` on the first rank of a node, inside `with "
-                "session.gathered_state():`, which all ranks enter."
-            )
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Give the first rank of each node the state of all weights, inside; all ranks
-        enter, with no step recorded, and the others may end sooner."""
-        updates = self._updates
-        if self._ranks.world.local_size == 1 or not updates.all:
-            yield
-            return
-        states = updates.states
-        params = {p: number for number, p in enumerate(_params(self._plain))}
-        own = {
-            params[p]: states[p]
-            for update in updates.all
-            for p in update.params.values()
-            if p in states
-        }
-        every = self._ranks.collect_on_node(updates.pack(own))
-        self._gathered = self._ranks.local_rank == 0
-        by_number = [*params]
-        others: dict[Tensor, Any] = {}
-        for packed in every[1:] if self._gathered else ():
-            others.update((by_number[n], own) for n, own in unpack(packed).items())
-        before = {p: states[p] for p in others if p in states}
-        states.update(others)
-        try:
-            yield
-        finally:
-            self._gathered = False
-            for param in others:
-                states.pop(param, None)
-            states.update(before)
-            # nobody changes what the first one reads
-            self._ranks.node_sum(torch.zeros(1))
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Around the load of a state, which lands where the master parameters are then."""
-        updates = self._updates
-        mains = {
-            p: main for own in updates.all for p, main in own.master_params.items()
-        }
-        try:
-            for main in mains.values():
-                main.data = main.data.cpu()
-            self._exchange(mains)
-            updates.own_code = True
-            yield
-        finally:
-            updates.own_code = False
-            self._exchange({main: param for param, main in mains.items()})
-        updates.adopt(updates.all)
-
-    def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
-        """Let groups and state be of other parameters."""
-        states = self._updates.states
-        for group in self._plain.param_groups:
-            group["params"] = [other.get(p, p) for p in group["params"]]
-        for param in [p for p in states if p in other]:
-            states[other[param]] = states.pop(param)
-
-    def add_masters(self, packed: dict[str, Any]) -> None:
-        """Complete a state dict: each state has its master beside it."""
-        states = packed["state"]
-        for number, param in enumerate(_params(self._plain)):
-            own, index = self._with_master(param)
-            if own is None:
-                continue
-            master, weight = own.host.masters[index], own.host.weights[index]
-            # one that was never updated is its weight
-            if number in states or not torch.equal(master, weight.float()):
-                states[number] = {**states.get(number, {}), MASTER_KEY: master}
-
-    def without_masters(
-        self, saved: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[nn.Parameter, Tensor]]:
-        """Split a state dict into the plain optimizer's and the masters in it.
-
-        Raises:
-            CheckpointError: It has masters and this run none, or the other way round.
-        """
-        states = {number: dict(state) for number, state in saved["state"].items()}
-        found: dict[nn.Parameter, Tensor] = {}
-        for number, param in enumerate(_params(self._plain)):
-            if number in states:
-                master = states[number].pop(MASTER_KEY, None)
-                was = master is not None
-                if was != (self._with_master(param)[0] is not None):
-                    raise CheckpointError(
-                        f"optimizer.pt was written {'with' if was else 'without'} "
-                        "fp32 master weights: resume with protrain_fp32_master: "
-                        f"{str(was).lower()}."
-                    )
-                if master is not None:
-                    found[param] = master
-        return {**saved, "state": states}, found
-
-    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
-        """Overwrite masters, and weights with them; no step is recorded."""
-        for param, master in saved.items():
-            own, index = self._with_master(param)
-            if own is not None and index in own.params:
-                own.host.load_master(index, master)
-        self._ranks.node_sum(torch.zeros(1))
-
-    def close(self) -> None:
-        """Let go of all memory; no copy may be in flight."""
-        if not self._updates.all:
-            return
-        self.order()
-        with ExitStack() as rest:
-            for own in self._updates.all:
-                for state in own.states:
-                    rest.callback(state.release)
-
-    def _with_master(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:
-        own, index = self._updates.place_of(param)
-        return (own, index) if own and index in own.host.masters else (None, 0)
-
-
 def _require_no_hooks(optimizer: torch.optim.Optimizer, method: str) -> None:
     for when in ("pre", "post"):
         if getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None):
@@ -259,5 +307,75 @@ def _require_no_hooks(optimizer: torch.optim.Optimizer, method: str) -> None:
             )
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+_BLIND = "torch.", __name__.partition(".core.")[0]
+"""Modules whose hooks of an optimizer's step look at nothing."""
+
+
+class ShowingOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step hooks find full parameters; put in front of its class."""
+
+    session_step: ClassVar[Step]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # another one of this class is somebody else's, and pages nothing
+        return plain_class(cls)(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # nor does a copy, of whatever kind; pickle takes no other class after `__newobj__`
+        made = copyreg._reconstructor  # type: ignore[attr-defined]
+        return made, (plain_class(type(self)), object, None), self.__getstate__()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        # a scheduler asks for it
+        self._opt_called = True
+        paged = self.session_step
+        looks = paged.plan.mode != "A" and hooks_look(self)
+        if paged.plan.mode != "A" and paged.ranks.world.size > 1:
+            on_any = torch.tensor([looks], dtype=torch.uint8)
+            looks = bool(paged.ranks.maximum(on_any).any())
+        with paged.full_params.inside() if looks else nullcontext():
+            return super().step(*args, **kwargs)
+
+    # neither torch nor its schedulers are to wrap this one
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def show_to_hooks(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Put `ShowingOptimizer` in front of the class of an optimizer.
+
+    Raises:
+        ConfigError: Its `step` is not that of its class.
+    """
+    own = vars(optimizer).pop("step", None)
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            "optimizer: its `step` was replaced by another function, which would update "
+            "weights that are paged out. Use `register_step_pre_hook` or "
+            "`register_step_post_hook` instead."
+        )
+    kind = type(optimizer)
+    bases = ShowingOptimizer, kind
+    optimizer.__class__ = type(kind.__name__, bases, {"session_step": step})
+
+
+def plain_class(kind: type) -> type:
+    """The class of an optimizer, without those that this package puts in front of it."""
+    package = __name__.partition(".core.")[0]
+    return next(k for k in kind.__mro__ if not k.__module__.startswith(package))
+
+
+def hooks_look(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of somebody else's may look at weights, gradients or state."""
+    tables = (
+        torch_hooks._global_optimizer_pre_hooks,
+        torch_hooks._global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )
+    return any(map(_looks, chain.from_iterable(t.values() for t in tables)))
+
+
+def _looks(hook: Any) -> bool:
+    """Whether a hook of somebody else's may look at weights, gradients or state."""
+    home = getattr(hook, "__module__", None) or ""
+    return getattr(hook, "looks_at_weights", True) and not home.startswith(_BLIND)

@@ -40,7 +40,6 @@ from .apply import Updates
 from .compiled import CompiledForward
 from .device import POISON_BYTE, Device
 from .embedding import HostEmbedding
-from .full_params import show_to_hooks
 from .gradients import Gradients
 from .hooks import (
     AroundBlock,
@@ -53,11 +52,10 @@ from .hooks import (
 )
 from .host_chunks import HostChunk, HostMemory
 from .host_pool import HostPool
-from .optimizer import page_optimizer
+from .optimizer import page_optimizer, show_to_hooks, states_of
 from .param_store import ParamStore
 from .ranks import Alone, Ranks
 from .recompute import Recompute
-from .recorded_step import states_of
 from .reduction import GradientReduction
 from .slots import Slots
 from .staging import Staging

@@ -221,6 +221,7 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
         self._layout = layout
+        self._sources: dict[int, Tensor] = {}
         schedule = Schedule(
             [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
             plan.n_buffer,
@@ -274,7 +275,9 @@ class Slots:
     def fetch(self, chunk: int) -> None:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
-        source = self._pool.share(self._layout.chunks[chunk])
+        source = self._sources.get(chunk)
+        if source is None:
+            source = self._sources[chunk] = self._pool.share(self._layout.chunks[chunk])
         other = slot.holds
         if other is not None and self._states[other] is ChunkState.IN_USE:
             raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")

@@ -72,10 +72,10 @@ from .full_params import FullParams
 from .gradients import Gradients
 from .hooks import AroundCall, Removable, drop_ended_backward, inside_backward
 from .host_chunks import HostChunk, HostMemory
-from .optimizer import SavedState
 from .param_store import ParamStore
 from .pass_order import PassOrder
 from .ranks import Ranks
+from .saved_state import SavedState
 from .slots import Slots
 from .staging import Staging
 from .swap import Swap
@@ -147,7 +147,7 @@ class Step:
 
     def forward_begins(self, module: nn.Module) -> None:
         """A forward begins in a module above the blocks."""
-        self.full_params.hide()
+        self._hide_params()
         if self._outermost in (None, module):
             self._outermost = module
             self.store.verify()
@@ -169,7 +169,7 @@ class Step:
         if module is self._outermost:
             self._outermost = None
             self.store.remember()
-            self.full_params.show_again()
+            self._show_params_again()
 
     def before_block(self, block: int, direction: Direction) -> None:
         """Make the weights of a block readable; does nothing if they are.
@@ -190,11 +190,11 @@ class Step:
             self.slots.end_use()
             if self._prefetch_held:
                 self._prefetch(block, direction)
-        self.full_params.show_again()
+        self._show_params_again()
 
     def _use(self, block: int, direction: Direction) -> None:
         backward = direction is Direction.BACKWARD
-        self.full_params.hide()
+        self._hide_params()
         if backward:
             self._backward_begins()
             for ahead in (block, block - 1):
@@ -250,8 +250,9 @@ class Step:
             self.slots.fetch(chunk)
 
     def _wait_update(self, chunk: int) -> None:
-        self.worker.wait(chunk)
-        self.slots.end_update(chunk)
+        if not self.updates.defers:
+            self.worker.wait(chunk)
+            self.slots.end_update(chunk)
 
     def _keep_order(self, block: int, direction: Direction) -> Direction:
         """Use blocks that this rank leaves out; see Note [Fetches that all ranks make]."""
@@ -336,7 +337,7 @@ class Step:
     def _backward_ended(self) -> None:
         self._require_unwritten()
         self.store.remember()
-        self.full_params.show_again()
+        self._show_params_again()
 
     def gradient_arrives(self, host: HostChunk, index: int, is_last: bool) -> None:
         """Autograd is about to add a gradient to `.grad`; `is_last` of its hooks is ours."""
@@ -367,9 +368,11 @@ class Step:
         own = self.updates.of_chunk.get(chunk.index)
         if own is None:
             return
-        deferred = self.updates.defers and own.recorded is not None
-        queued = self.worker.pending(chunk.index) or chunk.index in self._stale
-        if deferred or queued:
+        if self.updates.defers:
+            waits = own.recorded is not None
+        else:
+            waits = self.worker.pending(chunk.index)
+        if waits or chunk.index in self._stale:
             raise AccessError(
                 f"{chunk.tensors[0].name}: this weight has a gradient, but it has been "
                 "used since the last step without a forward of the model that would have "
@@ -385,7 +388,7 @@ class Step:
 
         `params` come in the order of the plain run.
         """
-        self.full_params.hide()
+        self._hide_params()
         self.slots.end_use()
         norm = None
         if self.updates.all:
@@ -394,14 +397,14 @@ class Step:
                 self.settle_gradients()
             self._take_gradients_back()
             norm = self.updates.clip_grad_norm(params, max_norm)
-        self.full_params.show_again()
+        self._show_params_again()
         return norm
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Around the plain step, which updates only parameters with state on the device."""
         # what is shown would be taken for what somebody has written after it
-        self.full_params.hide()
+        self._hide_params()
         self.slots.end_use()
         self._take_gradients_back()
         self.apply_all()
@@ -411,7 +414,7 @@ class Step:
             self.updates.prefetch(0)
         else:
             self._queue_updates()
-        self.full_params.show_again()
+        self._show_params_again()
 
     def switch_optimizer(self, method: str) -> None:
         """Call `train` or `eval` of a schedule-free optimizer, wherever weights are."""
@@ -613,6 +616,15 @@ class Step:
 
     # readers and writers of the state
 
+    def _hide_params(self) -> None:
+        # asked before each block: a call would cost more
+        if self.full_params.shown is not None:
+            self.full_params.hide()
+
+    def _show_params_again(self) -> None:
+        if self.full_params.num_inside:
+            self.full_params.show_again()
+
     @property
     def shows_writes(self) -> bool:
         """Whether the parameters themselves are the truth now."""
@@ -651,7 +663,7 @@ class Step:
 
     def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
         """Overwrite fp32 masters, and weights with them."""
-        self.full_params.hide()
+        self._hide_params()
         self.slots.end_use()
         # a copy to the device may be reading weights
         self.device.synchronize()
@@ -665,7 +677,7 @@ class Step:
             else:
                 self._stale.add(index)
         self.saved_state.load_masters(saved)
-        self.full_params.show_again()
+        self._show_params_again()
 
     def copying(self, module: nn.Module) -> None:
         """A module is about to be copied, after its own parameters."""
