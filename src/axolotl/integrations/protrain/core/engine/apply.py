@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..layout import Piece, pieces
 from ..types import IN_FLIGHT, Update
 from .device import Event
 from .host_chunks import HostChunk, HostMemory, MainGrads
+from .host_pool import StateMemory
 from .optimizer import (
     Clip,
     RecordedStep,
@@ -44,7 +45,6 @@ from .optimizer import (
 from .slots import Slot
 from .staging import Source, Staging
 from .state import OffloadedState, Path
-from .state_memory import StateMemory
 
 
 class ChunkUpdate:
@@ -142,6 +142,7 @@ class Updates:
     Attributes:
         plain: The optimizer that the run would have used without paging.
         kind: Its class.
+        clip: How gradients in host memory are still to be scaled, None for not at all.
         all: The updates of all chunks, in the order in which the next step uses them.
         defers: Whether a recorded step is applied when its chunk is used next.
     """
@@ -166,13 +167,10 @@ class Updates:
         self._in_blocks: list[ChunkUpdate] = []
         # copies to the host, whose tensors stay until they have ended
         self._leaving: deque[tuple[Event, list[tuple[Tensor, Tensor]]]] = deque()
-        self._clip: Clip | None = None
-        self._state_memory: StateMemory | None = None
-
-    @property
-    def states(self) -> dict[Any, Any]:
-        """The optimizer's state as it is: steps may be recorded and not applied."""
-        return states_of(self.plain)
+        # how gradients in host memory are still to be scaled
+        self.clip: Clip | None = None
+        several = self._ranks.world.local_size > 1
+        self.state_memory = StateMemory(self._device, not self.on_host, several)
 
     def take_optimizer(self, plain: torch.optim.Optimizer, kind: Any) -> None:
         """Record the steps of this optimizer, of class `kind`, from here on."""
@@ -180,14 +178,11 @@ class Updates:
 
     def take_chunks(self, chunks: Sequence[HostChunk]) -> None:
         """Take over the state of these chunks, known ones and more; nothing is recorded."""
-        if self._state_memory is None:
-            several = self._ranks.world.local_size > 1
-            self._state_memory = StateMemory(self._device, not self.on_host, several)
         where = torch.device("cpu") if self.on_host else self._device.torch_device
         new = [host for host in chunks if host.chunk.index not in self.of_chunk]
         for host in new:
             self.of_chunk[host.chunk.index] = own = ChunkUpdate(host)
-            own.add_state(self.plain, self.kind, where, self._state_memory, self._numel)
+            own.add_state(self.plain, self.kind, where, self.state_memory, self._numel)
         self.all = [self.of_chunk[host.chunk.index] for host in chunks]
         self._places = {
             id(param): (own, index)
@@ -199,22 +194,16 @@ class Updates:
     def adopt(self, chunks: Sequence[ChunkUpdate]) -> None:
         """Move state that was created on the device, or loaded, into host memory."""
         groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
+
+        def stays(path: Path) -> bool:
+            group = groups[id(path[0])]
+            # the rule of torch.optim.Optimizer.load_state_dict
+            on_device = group.get("fused") or group.get("capturable")
+            return not self.on_host and path[-1] == "step" and not on_device
+
         for own in chunks:
             self._drop_others(own)
-            for piece, state in zip(own.pieces, own.states, strict=True):
-                if not piece.is_last:
-                    continue
-
-                def stays(
-                    path: Path, own: ChunkUpdate = own, span: range = piece.span
-                ) -> bool:
-                    if self.on_host:
-                        return False
-                    group = groups[id(own.params[span[path[0]]])]
-                    # the rule of torch.optim.Optimizer.load_state_dict
-                    on_device = group.get("fused") or group.get("capturable")
-                    return path[-1] == "step" and not on_device
-
+            for state in {id(s): s for s in own.states}.values():
                 state.adopt(stays)
 
     def place_of(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:
@@ -223,7 +212,7 @@ class Updates:
 
     def _drop_others(self, own: ChunkUpdate) -> None:
         """Keep only non-tensor state of weights that other ranks update."""
-        states = self.states
+        states = states_of(self.plain)
         for index, param in enumerate(own.host.params):
             if index not in own.params and param in states:
                 states[param] = non_tensor_state(states.pop(param))
@@ -232,16 +221,11 @@ class Updates:
 
     # recording
 
-    def pack(self, states: Mapping[int, Any]) -> bytes:
-        """Pack states for another rank; see `StateMemory.pack`."""
-        assert self._state_memory is not None
-        return self._state_memory.pack(states)
-
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the plain step: record it for all chunks, of which it must see nothing."""
         stood: list[tuple[nn.Parameter, Tensor]] = []
-        clip, self._clip = self._clip, None
+        clip, self.clip = self.clip, None
         self.own_code = True
         try:
             recorded = self._recorded_now(clip)
@@ -273,7 +257,7 @@ class Updates:
         if it changes the groups."""
         recorded = RecordedStep(self.plain, self.kind, method=method)
         before = [dict(group) for group in self.plain.param_groups]
-        moved = [own for own in self.all if self.states]
+        moved = [*self.all] if states_of(self.plain) else []
         for own in moved:
             self._hide_states(own.host.params)
         self.own_code = True
@@ -298,14 +282,14 @@ class Updates:
         return RecordedStep(self.plain, self.kind, scaling, fused=fused)
 
     def _hide_states(self, params: Sequence[nn.Parameter]) -> None:
-        states = self.states
+        states = states_of(self.plain)
         for param in params:
             if param in states:
                 self._hidden[param] = state = states[param]
                 states[param] = non_tensor_state(state)
 
     def _show_states(self) -> None:
-        self.states.update(self._hidden)
+        states_of(self.plain).update(self._hidden)
         self._hidden = {}
 
     # applying
@@ -382,7 +366,7 @@ class Updates:
         key, inside = own.key(number), own.block >= 0
         parts = staging.take(key, own.operands(number, weights is None), inside)
         gradients, *rest = parts
-        has_masters = any(index in host.masters for index in piece.span)
+        has_masters = any(index in host.masters.tensors for index in piece.span)
         masters = rest.pop(0) if has_masters else None
         here = rest.pop(0) if weights is None else weights[where]
         state = own.states[number]
@@ -440,10 +424,7 @@ class Updates:
         self._staging.give_back(key, [event])
         # what an update has made stays until it has been copied
         self._leaving.append((event, copies))
-        while len(self._leaving) > IN_FLIGHT or (
-            self._leaving and self._leaving[0][0].query()
-        ):
-            self._retire()
+        self._retire(IN_FLIGHT)
         return event
 
     def _apply_in_place(
@@ -464,13 +445,15 @@ class Updates:
 
     def settle(self) -> None:
         """Return once everything that updates have changed is in host memory."""
-        while self._leaving:
-            self._retire()
+        self._retire(0)
         self._staging.retire()
 
-    def _retire(self) -> None:
-        event, _copies = self._leaving.popleft()
-        event.synchronize()
+    def _retire(self, most: int) -> None:
+        """Let go of what has arrived on the host; wait until `most` are under way."""
+        leaving = self._leaving
+        while leaving and (len(leaving) > most or leaving[0][0].query()):
+            event, _copies = leaving.popleft()
+            event.synchronize()
 
     # gradients
 
@@ -504,20 +487,15 @@ class Updates:
         total_norm = torch.nn.utils.get_total_norm(norms)
         if max_norm != float("inf"):
             torch.nn.utils.clip_grads_with_norm_(here, max_norm, total_norm)
-            self._clip = (max_norm, total_norm)
+            self.clip = (max_norm, total_norm)
         return total_norm
-
-    @property
-    def clips(self) -> bool:
-        """Whether gradients in host memory are still to be scaled."""
-        return self._clip is not None
 
     def scale(self) -> None:
         """Scale gradients in host memory that the next step was to scale."""
-        if self._clip is not None:
+        if self.clip is not None:
             for own in self.all:
-                _clip(own, own.main_grads.present, self._clip)
-            self._clip = None
+                _clip(own, own.main_grads.present, self.clip)
+            self.clip = None
 
     def scale_used(self) -> None:
         """Scale gradients that the last step has used, while they are still there."""
@@ -526,13 +504,9 @@ class Updates:
                 _clip(own, set(own.used) - own.main_grads.present, own.clip)
                 own.clip = None
 
-    def forget_clip(self) -> None:
-        """Forget how gradients were to be scaled, which are gone."""
-        self._clip = None
-
     def forget_gradients(self) -> None:
         """Forget the gradients since the last step."""
-        self._clip = None
+        self.clip = None
         for own in self.all:
             own.main_grads.present.clear()
             own.main_grads.norms.clear()
@@ -546,7 +520,7 @@ class Updates:
                 known.append((grads, index))
                 if index in own.params and index not in grads.norms:
                     # somebody has changed it on the host
-                    gradient = grads[index].to(self._device.torch_device)
+                    gradient = grads.tensors[index].to(self._device.torch_device)
                     grads.norms[index] = grads.norm(gradient)
         if self._ranks.world.local_size == 1 or not known:
             return
@@ -557,7 +531,7 @@ class Updates:
         totals = self._ranks.node_sum(of_others)
         for norm, (grads, index) in zip(totals, known, strict=True):
             if index not in grads.norms:
-                dtype = grads.norm(grads[index].new_empty(0)).dtype
+                dtype = grads.norm(grads.tensors[index].new_empty(0)).dtype
                 grads.norms[index] = norm.to(self._device.torch_device, dtype)
 
     def host_bytes(self) -> int:
@@ -583,7 +557,7 @@ def _replay(
             param = own.params[index]
             used[param] = main = own.master_params[param]
             main.data = weight = host.weights.in_piece(weights, piece, index)
-            if index in host.masters:
+            if index in host.masters.tensors:
                 assert masters is not None
                 main.data = master = host.masters.in_piece(masters, piece, index)
                 rounded.append((weight, master))
@@ -618,8 +592,8 @@ def _clip(own: ChunkUpdate, indices: Iterable[int], clip: Clip) -> None:
         grads.norms.pop(index, None)
         if index not in own.params:
             continue
-        holder = grads[index].detach()
-        holder.grad = grads[index]
+        holder = grads.tensors[index].detach()
+        holder.grad = grads.tensors[index]
         holders.append(holder)
     torch.nn.utils.clip_grads_with_norm_(holders, *clip)
 

@@ -52,6 +52,7 @@ class Gradients:
         self._of_block: dict[int | None, list[MainGrads]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._synchronises = True
+        self._piece_bytes = GRAD_PIECE_BYTES
 
     def attach(self, chunks: Sequence[HostChunk]) -> None:
         """Expect gradients of these chunks, whose state is on the host."""
@@ -78,10 +79,12 @@ class Gradients:
         for grads in self._of_block.get(block, ()):
             self._send(grads)
 
-    def retire(self) -> None:
-        """Let go of what has arrived on the host; waits for nothing."""
-        while self._in_flight and self._in_flight[0][0].query():
-            self._retire()
+    def retire(self, most: int = IN_FLIGHT) -> None:
+        """Let go of what has arrived on the host; wait until `most` chunks are under way."""
+        in_flight = self._in_flight
+        while in_flight and (len(in_flight) > most or in_flight[0][0].query()):
+            event, _gradients = in_flight.popleft()
+            event.synchronize()
 
     def settle(self) -> None:
         """Return once every gradient produced so far is where the update reads it."""
@@ -99,23 +102,23 @@ class Gradients:
         for main_grads in self._expected:
             main_grads.arrived.clear()
 
-    def take(self, host: HostChunk, index: int) -> None:
+    def take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
         """Take the gradient of a parameter that autograd has accumulated."""
-        gradient = host.grads.arrived(index)
-        if gradient is not None:
-            self._take(host, index, gradient)
+        self._add(host.main_grads, index, gradient)
 
     def drop(self, host: HostChunk, index: int) -> None:
         """Forget the sum of a parameter so far, if there is one."""
         self._forget(host.main_grads, index)
 
-    def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
-        self._add(host.main_grads, index, gradient)
-
     def _expect(self, main_grads: MainGrads) -> None:
         """Gradients of a chunk will come."""
         self._expected.append(main_grads)
         self._of_block.setdefault(main_grads.chunk.block, []).append(main_grads)
+        # sums outside of blocks come back in pieces as large as the staging has for blocks
+        in_blocks = [
+            g.memory.numel() for g in self._expected if g.chunk.block is not None
+        ]
+        self._piece_bytes = max(in_blocks, default=GRAD_PIECE_BYTES)
 
     def _send_all(self) -> None:
         """Send what has arrived: parameters the loss does not depend on never do."""
@@ -125,8 +128,7 @@ class Gradients:
     def settle_own(self) -> None:
         """Return once what this rank has is on its host."""
         self._send_all()
-        while self._in_flight:
-            self._retire()
+        self.retire(0)
 
     def _add(self, main_grads: MainGrads, index: int, gradient: Tensor) -> None:
         if index in main_grads.arrived:
@@ -148,7 +150,7 @@ class Gradients:
 
     def _added(self, main_grads: MainGrads, index: int, gradient: Tensor) -> Tensor:
         """A gradient with the sum so far, in the dtype of that, which is spent then."""
-        gradient = gradient.to(main_grads[index].dtype)
+        gradient = gradient.to(main_grads.tensors[index].dtype)
         if index not in main_grads.present:
             return gradient
         # on the host it is old from now on
@@ -162,7 +164,7 @@ class Gradients:
             self._device.writes((gradient,), compute)
             return gradient
         flat = gradient.contiguous().view(-1)
-        for piece in flat.split(self._piece_bytes() // flat.element_size()):
+        for piece in flat.split(self._piece_bytes // flat.element_size()):
             first = (piece.data_ptr() - flat.data_ptr(), piece.nbytes)
             where = main_grads.memory[first[0] : sum(first)]
             key = *_key(main_grads), first[0]
@@ -180,40 +182,25 @@ class Gradients:
             # it has read what is overwritten next
             self._device.offload.wait(fetched)
 
-    def _piece_bytes(self) -> int:
-        """In what sums outside of blocks come back: what the staging has for blocks."""
-        every = self._expected
-        of_blocks = [s.memory.numel() for s in every if s.chunk.block is not None]
-        return max(of_blocks, default=GRAD_PIECE_BYTES)
-
     def _send(self, main_grads: MainGrads) -> None:
         self._let_go(main_grads)
         gradients, main_grads.arrived = main_grads.arrived, {}
         if not gradients:
             return
-        self._make_room()
+        self.retire(IN_FLIGHT - 1)
         stream = self._device.offload
         stream.wait(self._device.compute.record())
         for index, gradient in gradients.items():
-            stream.copy(main_grads[index], gradient)
+            stream.copy(main_grads.tensors[index], gradient)
             main_grads.present.add(index)
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._leaves(main_grads, list(gradients.values()))
-
-    def _make_room(self) -> None:
-        """Return once another chunk may be on its way."""
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._retire()
 
     def _leaves(self, main_grads: MainGrads, gradients: list[Tensor]) -> None:
         """Hold gradients until their copies to the host, queued now, have ended."""
         main_grads.sent = self._device.offload.record()
         self._in_flight.append((main_grads.sent, gradients))
         self.retire()
-
-    def _retire(self) -> None:
-        event, _gradients = self._in_flight.popleft()
-        event.synchronize()
 
 
 def _key(main_grads: MainGrads) -> tuple[str, int]:

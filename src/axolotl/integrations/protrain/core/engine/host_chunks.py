@@ -67,6 +67,8 @@ class HostTensors:
         span: Parameters that this rank updates.
 
     Attributes:
+        tensors: The tensor of each parameter that has elements, by index; any rank may
+            update it.
         within_chunk: Where those of the span lie in the bytes of the chunk.
         memory: uint8, these bytes.
     """
@@ -74,7 +76,7 @@ class HostTensors:
     def __init__(self, laid: Chunk, pool: HostPool, span: range) -> None:
         self._laid = laid
         # on storages of their own, that live as long as copies of them
-        self._tensors = {
+        self.tensors = {
             number: pool.tensor(laid.index, spec)
             for number, spec in enumerate(laid.tensors)
             if spec.numel
@@ -83,13 +85,6 @@ class HostTensors:
         self.memory = torch.empty(0, dtype=torch.uint8)
         if laid.nbytes:
             self.memory = pool.chunk(laid.index)[self.within_chunk]
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._tensors
-
-    def __getitem__(self, index: int) -> Tensor:
-        """The tensor of a parameter, which any rank may update."""
-        return self._tensors[index]
 
     def where(self, piece: Piece) -> slice:
         """Where a piece lies in `memory`."""
@@ -153,12 +148,12 @@ class MainGrads(HostTensors):
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Overwrite the sum of a parameter."""
-        self[index].copy_(gradient)
+        self.tensors[index].copy_(gradient)
         self.norms.pop(index, None)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a host gradient to the sum of a parameter."""
-        total = self[index]
+        total = self.tensors[index]
         self._device.reads((gradient,))
         self._device.writes((total,))
         self.norms.pop(index, None)
@@ -211,15 +206,15 @@ class HostChunk:
     def main_dtype(self, index: int) -> torch.dtype:
         """The dtype in which a parameter is updated."""
         own = self.chunk.tensors[index].dtype
-        return torch.float32 if index in self.masters else own
+        return torch.float32 if index in self.masters.tensors else own
 
     def renew_masters(self, indices: Iterable[int]) -> None:
         """Set masters to weights that somebody wrote: where a weight is not its master
         rounded, the weight counts."""
         for index in indices:
-            if index not in self.masters:
+            if index not in self.masters.tensors:
                 continue
-            weight, master = self.weights[index], self.masters[index]
+            weight, master = self.weights.tensors[index], self.masters.tensors[index]
             self._device.reads((weight,))
             self._device.writes((master,))
             rounded = master.to(weight.dtype)
@@ -230,7 +225,7 @@ class HostChunk:
 
     def load_master(self, index: int, master: Tensor) -> None:
         """Overwrite a master, and with it the weight."""
-        weight, own = self.weights[index], self.masters[index]
+        weight, own = self.weights.tensors[index], self.masters.tensors[index]
         self._device.writes((weight, own))
         own.copy_(master)
         weight.copy_(own)
@@ -246,8 +241,8 @@ class HostChunk:
         """A parameter's gradient of all micro-batches so far, in the dtype of the sum; no
         rank may be writing it. One of several ranks gets a copy."""
         if self.earlier is not None and index in self.earlier.present:
-            return self.earlier[index]
-        total = self.main_grads[index]
+            return self.earlier.tensors[index]
+        total = self.main_grads.tensors[index]
         return total.clone() if self.shared else total
 
     def replace(self, index: int, gradient: Tensor) -> None:

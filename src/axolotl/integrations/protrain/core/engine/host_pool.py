@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..layout import aligned, padded_bytes, shard_bytes
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
+from .device import Device
 from .ranks import Alone, Ranks
 
 _COPIERS = 4
@@ -126,6 +127,55 @@ class HostPool:
         # a set: the chunks of one call share a mapping
         for memory in {memory for memory, *_ in self._places.values()}:
             memory.madvise(mmap.MADV_DONTNEED)
+
+
+class StateMemory:
+    """Gives regions, uint8, for optimizer state.
+
+    Several ranks each have the state of the weights that they update, and one of them
+    writes checkpoints. So their regions lie in files without a name (`memfd_create`), which
+    the writer maps by the process and the descriptor of the owner.
+
+    Args:
+        locks: Copies of the device reach them.
+        shares: Other ranks read them.
+    """
+
+    def __init__(self, device: Device, locks: bool, shares: bool) -> None:
+        self._device, self._locks, self._shares = device, locks, shares
+        # descriptor and length of each region, by its address
+        self._files: dict[int, tuple[int, int]] = {}
+
+    def take(self, nbytes: int) -> Tensor:
+        """A region of that many bytes."""
+        if self._shares:
+            memory, descriptor = map_shared(nbytes, Alone())
+            region = torch.frombuffer(memory, dtype=torch.uint8)
+            self._files[region.data_ptr()] = descriptor, nbytes
+        else:
+            region = host_buffer(nbytes)
+        if self._locks:
+            self._device.pin(region)
+        return region
+
+    def settle(self) -> None:
+        """Return once no copy to a region is on its way."""
+        self._device.synchronize()
+
+    def release(self, region: Tensor) -> None:
+        """It is not needed any longer; who still reads it may."""
+        if self._locks:
+            self._device.unpin(region)
+        descriptor, _ = self._files.pop(region.data_ptr(), (None, 0))
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def file_of(self, address: int) -> tuple[int, int, int] | None:
+        """Descriptor and length of the file in which an address lies, and where."""
+        for start, (descriptor, nbytes) in self._files.items():
+            if start <= address < start + nbytes:
+                return descriptor, nbytes, address - start
+        return None
 
 
 def copy_together(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

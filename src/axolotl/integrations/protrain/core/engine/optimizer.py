@@ -277,7 +277,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
-        self.session_step.updates.forget_clip()
+        # the gradients that it was for are gone
+        self.session_step.updates.clip = None
 
 
 def page_optimizer(plain: torch.optim.Optimizer, step: Step) -> None:

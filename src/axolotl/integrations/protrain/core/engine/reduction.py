@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..errors import AccessError
 from ..layout import main_chunk
-from ..types import Counters
+from ..types import IN_FLIGHT, Counters
 from .gradients import Gradients
 from .host_chunks import HostChunk, HostMemory, MainGrads
 from .host_pool import HostPool
@@ -152,7 +152,7 @@ class GradientReduction(Gradients):
         known = chunk.index in self._order
         return (self._order.index(chunk.index) if known else len(self._order),)
 
-    def _take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
+    def take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
         if self._synchronises:
             if not self._due:
                 raise RuntimeError("backward without begin_micro_batch before it")
@@ -203,7 +203,7 @@ class GradientReduction(Gradients):
         device, host = self._device, self._hosts[number]
         self._worker.wait(host.chunk.index)
         averages = self._scaled(host, self._used[number])
-        self._make_room()
+        self.retire(IN_FLIGHT - 1)
         communicate, offload = device.communicate, device.offload
         communicate.wait(device.compute.record())
         for rank, span in enumerate(host.owners):
@@ -215,7 +215,7 @@ class GradientReduction(Gradients):
                     communicate.call(norm, ())
         offload.wait(communicate.record())
         for index in host.span:
-            offload.copy(host.main_grads[index], averages[index])
+            offload.copy(host.main_grads.tensors[index], averages[index])
             self._counters.offloaded_bytes += averages[index].nbytes
         self._leaves(host.main_grads, averages)
 
@@ -224,7 +224,10 @@ class GradientReduction(Gradients):
         gradients, earlier = host.main_grads.arrived, host.earlier
         scaled = []
         for index, param in enumerate(host.params):
-            own, dtype = gradients.pop(index, None), host.main_grads[index].dtype
+            own, dtype = (
+                gradients.pop(index, None),
+                host.main_grads.tensors[index].dtype,
+            )
             if own is not None or (earlier is not None and index in earlier.present):
                 used.add(index)
             if own is None:

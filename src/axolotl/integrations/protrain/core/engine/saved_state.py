@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import mmap
+import os
+import pickle  # nosec B403 - between ranks of one run
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +16,9 @@ from torch import Tensor, nn
 from ..errors import AccessError, CheckpointError
 from .apply import ChunkUpdate, Updates
 from .host_chunks import MASTER_KEY, HostMemory
-from .state_memory import unpack
+from .host_pool import StateMemory, open_of
+from .optimizer import states_of
+from .state import Place, form_of
 
 
 class SavedState:
@@ -36,18 +42,18 @@ class SavedState:
 
     def order(self) -> None:
         """Put states in the order in which the plain run makes them."""
-        state, every = self._updates.states, _params(self._plain)
+        state, every = states_of(self._plain), _params(self._plain)
         state.update([(p, state.pop(p)) for p in every if p in state])
         self._num_ordered = len(state)
 
     def order_new(self) -> None:
         """Put states in that order if some have come since."""
-        if len(self._updates.states) != self._num_ordered:
+        if len(states_of(self._plain)) != self._num_ordered:
             self.order()
 
     def require_gathered(self) -> None:
         """Raise AccessError where this rank has only a part of the state."""
-        if not self._gathered and any(self._updates.states.values()):
+        if not self._gathered and any(states_of(self._plain).values()):
             raise AccessError(
                 "optimizer: each rank has the state of the weights that it updates. Read "
                 "`state` or `state_dict` on the first rank of a node, inside `with "
@@ -62,7 +68,7 @@ class SavedState:
         if self._ranks.world.local_size == 1 or not updates.all:
             yield
             return
-        states = updates.states
+        states = states_of(self._plain)
         params = {p: number for number, p in enumerate(_params(self._plain))}
         own = {
             params[p]: states[p]
@@ -70,12 +76,12 @@ class SavedState:
             for p in update.params.values()
             if p in states
         }
-        every = self._ranks.collect_on_node(updates.pack(own))
+        every = self._ranks.collect_on_node(_pack(own, updates.state_memory))
         self._gathered = self._ranks.local_rank == 0
         by_number = [*params]
         others: dict[Tensor, Any] = {}
         for packed in every[1:] if self._gathered else ():
-            others.update((by_number[n], own) for n, own in unpack(packed).items())
+            others.update((by_number[n], own) for n, own in _unpack(packed).items())
         before = {p: states[p] for p in others if p in states}
         states.update(others)
         try:
@@ -108,7 +114,7 @@ class SavedState:
 
     def _exchange(self, other: Mapping[Any, nn.Parameter]) -> None:
         """Let groups and state be of other parameters."""
-        states = self._updates.states
+        states = states_of(self._plain)
         for group in self._plain.param_groups:
             group["params"] = [other.get(p, p) for p in group["params"]]
         for param in [p for p in states if p in other]:
@@ -121,7 +127,10 @@ class SavedState:
             own, index = self._with_master(param)
             if own is None:
                 continue
-            master, weight = own.host.masters[index], own.host.weights[index]
+            master, weight = (
+                own.host.masters.tensors[index],
+                own.host.weights.tensors[index],
+            )
             # one that was never updated is its weight
             if number in states or not torch.equal(master, weight.float()):
                 states[number] = {**states.get(number, {}), MASTER_KEY: master}
@@ -170,8 +179,54 @@ class SavedState:
 
     def _with_master(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:
         own, index = self._updates.place_of(param)
-        return (own, index) if own and index in own.host.masters else (None, 0)
+        return (own, index) if own and index in own.host.masters.tensors else (None, 0)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+_InFile = tuple[int, int, int, Place]
+"""A tensor of another process: its number, descriptor, bytes of the file, and place."""
+
+
+def _pack(states: Mapping[int, Any], memory: StateMemory) -> bytes:
+    """Pack states, which do not change meanwhile, for another rank of the node."""
+
+    def place_of(value: Any) -> Tensor | _InFile | None:
+        if type(value) is not Tensor:
+            return None
+        if value.device.type != "cpu":
+            # its device is not the other rank's
+            return value.cpu()
+        found = memory.file_of(value.data_ptr())
+        if found is None:
+            return None
+        descriptor, nbytes, offset = found
+        return os.getpid(), descriptor, nbytes, Place(offset, *form_of(value))
+
+    packed = io.BytesIO()
+    pickler = pickle.Pickler(packed)
+    pickler.persistent_id = place_of  # type: ignore[method-assign]
+    pickler.dump(dict(states))
+    return packed.getvalue()
+
+
+def _unpack(packed: bytes) -> dict[int, Any]:
+    """The states of another rank: copy-on-write, as long as somebody holds them."""
+    regions: dict[tuple[int, int], Tensor] = {}
+
+    def load(lies: Tensor | _InFile) -> Tensor:
+        if isinstance(lies, Tensor):
+            return lies
+        process, descriptor, nbytes, place = lies
+        if (process, descriptor) not in regions:
+            file = open_of(process, descriptor)
+            memory = mmap.mmap(file, nbytes, flags=mmap.MAP_PRIVATE)
+            os.close(file)
+            regions[process, descriptor] = torch.frombuffer(memory, dtype=torch.uint8)
+        return place.on_host(regions[process, descriptor])
+
+    unpickler = pickle.Unpickler(io.BytesIO(packed))  # nosec B301 - of another rank
+    unpickler.persistent_load = load  # type: ignore[method-assign]
+    return unpickler.load()

@@ -20,17 +20,59 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Piece, aligned
 from ..types import STATE_ALIGNMENT_BYTES
-from .state_memory import Form, Place, StateMemory, form_of
+from .host_pool import StateMemory
 
 Path = tuple[Any, ...]
-"""The keys, indices and attributes that lead to a tensor of a state."""
+"""The parameter, keys, indices and attributes that lead to a tensor of its state."""
+
+
+class Place(NamedTuple):
+    """Where a tensor of a state lies in a region; `stride` is None in plain order."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def on_host(self, region: Tensor) -> Tensor:
+        """The tensor with a storage of its own: `torch.save` writes whole storages."""
+        numel = self.shape.numel()
+        if not numel:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(
+            region.numpy(), dtype=self.dtype, count=numel, offset=self.offset
+        )
+        return self.shaped(flat)
+
+    def shaped(self, memory: Tensor) -> Tensor:
+        """The tensor in memory of its own bytes."""
+        flat = memory.view(self.dtype)
+        if self.stride is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.stride)
+
+
+Form = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
+"""Shape, stride and dtype of a tensor; stride is None in plain order."""
+
+
+def form_of(tensor: Tensor) -> Form:
+    """The form of a tensor: products round by the order of their operands."""
+    dense = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return tensor.shape, None if dense is None else dense.stride(), tensor.dtype
+
 
 _OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
 """Objects that are no state."""
@@ -46,41 +88,41 @@ def map_tensors(
     order of its structure; parameters stay themselves."""
     if isinstance(value, nn.Parameter) or id(value) in within:
         return value
-    # an object may lead back to what it is in
-    within = *within, id(value)
-
-    def inside(key: Any, item: Any) -> Any:
-        return map_tensors(item, change, (*path, key), within)
-
+    how: Any = None
     if isinstance(value, Tensor):
         if not hasattr(value, "__tensor_flatten__"):
             return change(path, value)
         names, how = value.__tensor_flatten__()
-        parts = {name: inside(name, getattr(value, name)) for name in names}
-        kind: Any = type(value)
-        return kind.__tensor_unflatten__(parts, how, value.shape, value.stride())
-    if isinstance(value, dict):
-        own = copy(value)
-        own.update((key, inside(key, item)) for key, item in value.items())
-        return own
+        members = {name: getattr(value, name) for name in names}
+    elif isinstance(value, dict):
+        members = value
+    elif isinstance(value, (list, tuple)):
+        members = dict(enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
+        members = vars(value)
+    else:
+        return value
+    # an object may lead back to what it is in
+    within = *within, id(value)
+    inside = {
+        key: map_tensors(item, change, (*path, key), within)
+        for key, item in members.items()
+    }
+    kind: Any = type(value)
+    if isinstance(value, Tensor):
+        return kind.__tensor_unflatten__(inside, how, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
-        items = [inside(key, item) for key, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
-        own = copy(value)
-        vars(own).update((name, inside(name, x)) for name, x in vars(value).items())
-        return own
-    return value
+        items = inside.values()
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    own = copy(value)
+    (own if isinstance(own, dict) else vars(own)).update(inside)
+    return own
 
 
 def state_tensors(value: Any) -> dict[Path, Tensor]:
     """Every plain tensor in a state by its path, in the order of its structure."""
     found: dict[Path, Tensor] = {}
-
-    def keep(path: Path, tensor: Tensor) -> Tensor:
-        return found.setdefault(path, tensor)
-
-    map_tensors(value, keep)
+    map_tensors(value, found.setdefault)
     return found
 
 
@@ -144,13 +186,13 @@ class OffloadedState:
             view = views.get(path)
             if view is None:
                 return tensor if tensor.data_ptr() in shared else tensor.clone()
-            if not self._is_on_host(tensor):
+            if tensor is not self._on_host[path]:
                 # somebody has put it there since
                 view.copy_(self._cut(tensor, piece))
             # or an update in place would change what further pieces read
             return view if self._leaves(path, piece) else view.clone()
 
-        return self._by_param(map_tensors(self._states(), here))
+        return map_tensors(self._states(), here)
 
     def take_back(
         self, states: Mapping[nn.Parameter, Any], parts: Sequence[Tensor], piece: Piece
@@ -160,10 +202,9 @@ class OffloadedState:
         Tensors that the optimizer has made, or made larger, get another region. The last
         piece binds the optimizer's state to host memory.
         """
-        numbered = {n: states[p] for n, p in enumerate(self._params) if p in states}
         found = {
             path: tensor
-            for path, tensor in self._tensors(numbered).items()
+            for path, tensor in self._tensors(states).items()
             if tensor.device == self._torch_device and path not in self._staying
         }
         forms = {path: self._form(tensor, piece) for path, tensor in found.items()}
@@ -185,7 +226,7 @@ class OffloadedState:
                 if leaves and found[path].data_ptr() != view.data_ptr():
                     view.copy_(found[path])
         if piece.is_last:
-            self._bind(numbered)
+            self._bind(states)
         if parts and piece.elements is None:
             return [(self.region, parts[0][: self.region.numel()])]
         return [
@@ -203,12 +244,9 @@ class OffloadedState:
             for region in regions:
                 rest.callback(self._memory.release, region)
 
-    def _states(self) -> dict[int, Any]:
-        states, pairs = vars(self._optimizer)["state"], enumerate(self._params)
-        return {n: states[p] for n, p in pairs if p in states}
-
-    def _by_param(self, states: Mapping[int, Any]) -> dict[nn.Parameter, Any]:
-        return {self._params[number]: state for number, state in states.items()}
+    def _states(self) -> dict[nn.Parameter, Any]:
+        states = vars(self._optimizer)["state"]
+        return {param: states[param] for param in self._params if param in states}
 
     def _tensors(self, states: Any) -> dict[Path, Tensor]:
         """Tensors of states, without those that all parameters share."""
@@ -220,10 +258,6 @@ class OffloadedState:
         apart = {"state", "param_groups", "defaults"}
         common = {k: v for k, v in vars(self._optimizer).items() if k not in apart}
         return {t.data_ptr() for t in state_tensors(common).values() if t.numel()}
-
-    def _is_on_host(self, tensor: Tensor) -> bool:
-        start = self.region.data_ptr()
-        return start <= tensor.data_ptr() < start + self.region.numel()
 
     def _form(self, tensor: Tensor, piece: Piece | None = None) -> Form:
         """The form of a tensor at rest, of which a piece may have a part."""
@@ -260,7 +294,7 @@ class OffloadedState:
         """Tensors in a copy of the bytes that `sources` names."""
         if piece.elements is None:
             return {
-                path: _within(place, parts[0][place.offset :][: place.nbytes])
+                path: place.shaped(parts[0][place.offset :][: place.nbytes])
                 for path, place in self._places.items()
             }
         return {
@@ -293,27 +327,15 @@ class OffloadedState:
             for path in before.keys() & self._on_host.keys():
                 self._on_host[path].copy_(before[path])
 
-    def _bind(self, states: Mapping[int, Any]) -> None:
+    def _bind(self, states: Mapping[nn.Parameter, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""
-        host = self._on_host
-
-        def home(path: Path, tensor: Tensor) -> Tensor:
-            return host.get(path, tensor)
-
         own = vars(self._optimizer)["state"]
-        for param, bound in self._by_param(map_tensors(states, home)).items():
+        for param, bound in map_tensors(states, self._on_host.get).items():
             kept = own.setdefault(param, bound)
             if kept is not bound:
                 # as without paging the object stays
                 kept.clear()
                 kept.update(bound)
-
-
-def _within(place: Place, memory: Tensor) -> Tensor:
-    flat = memory.view(place.dtype)
-    if place.stride is None:
-        return flat.view(place.shape)
-    return flat.as_strided(place.shape, place.stride)
 
 
 def state_bytes(states: Mapping[Any, Any]) -> int:

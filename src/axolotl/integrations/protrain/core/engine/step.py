@@ -350,7 +350,9 @@ class Step:
     def gradient_ready(self, host: HostChunk, index: int) -> None:
         """Autograd has added a gradient to `.grad`: take it away."""
         with _range("protrain::gradient"):
-            self.gradients.take(host, index)
+            gradient = host.grads.arrived(index)
+            if gradient is not None:
+                self.gradients.take(host, index, gradient)
 
     def _require_in_use(self, chunk: Chunk) -> None:
         # autocast keeps casts of fp32 weights for later blocks and forwards
@@ -392,7 +394,7 @@ class Step:
         self.slots.end_use()
         norm = None
         if self.updates.all:
-            if self.updates.clips:
+            if self.updates.clip is not None:
                 # once more without a step: it sees what the first one has scaled
                 self.settle_gradients()
             self._take_gradients_back()
