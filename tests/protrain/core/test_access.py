@@ -785,7 +785,7 @@ def test_who_looks_at_no_weights_costs_nothing() -> None:
         looks_at_weights = False
 
         def __call__(self, *_: Any) -> None:
-            assert session._step.full_params._shown is None
+            assert session._step.full_params.shown is None
 
     paged.register_step_pre_hook(Blind())
     paged.register_step_post_hook(Blind())

@@ -68,11 +68,11 @@ def test_a_weight_that_is_written_is_its_own_master(
         memory.add([chunk])
         host = HostChunk(chunk, dict(model.named_parameters()), memory)
         host.load_master(0, master)
-        where = torch.tensor(drawn) & (host.weights[0] != 3.0)
-        host.weights[0][where] = 3.0
+        where = torch.tensor(drawn) & (host.weights.tensors[0] != 3.0)
+        host.weights.tensors[0][where] = 3.0
         host.renew_masters([0])
         expected = torch.where(where, 3.0, master)
-        assert torch.equal(bits(host.masters[0]), bits(expected))
+        assert torch.equal(bits(host.masters.tensors[0]), bits(expected))
 
 
 def back_to_back_chunk(model: nn.Module) -> tuple[Chunk]:

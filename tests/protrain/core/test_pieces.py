@@ -9,8 +9,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from core_models import assert_same, batches, open_session, stack, train, twin
+from core_models import (
+    adamw,
+    assert_same,
+    batches,
+    open_session,
+    stack,
+    train,
+    twin,
+    wrapped,
+)
 from hypothesis import given, strategies as st
+from simulated import DeferredDevice
 
 from axolotl.integrations.protrain.core.layout import build_layout, pieces
 from axolotl.integrations.protrain.core.types import Placement, Update
@@ -160,3 +170,25 @@ def test_pieces_cover_a_span_once(numel: int, cuts: bool, data: st.DataObject) -
         at[index] = elements.stop
     assert [*at.values()] == [chunk.tensors[index].numel for index in span]
     assert [index for index, _ in covered] == sorted(index for index, _ in covered)
+
+
+def test_an_update_on_the_host_waits_for_copies_that_compute_makes() -> None:
+    """A load brings weights that stay to the device on compute's stream, which may still
+    read the host copy when the next step's update writes it."""
+    model = stack(width=24)
+    plain = twin(model)
+    session = open_session(
+        model,
+        device=DeferredDevice(),
+        resident=range(6),
+        inside=Placement.OPTIMIZER_OFFLOADED,
+        update=Update.HOST,
+        **OFFLOADED,
+    )
+    ours, theirs = wrapped(session), adamw(plain)
+    for own, optimizer in ((model, ours), (plain, theirs)):
+        own(batches(1)[0]).backward()
+        own.load_state_dict({k: v.clone() for k, v in plain.state_dict().items()})
+        optimizer.step()
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()

@@ -520,7 +520,10 @@ class Step:
             self.slots.begin_update(chunk.index)
         else:
             self._stale.add(chunk.index)
-        fetched, event = self.device.fetch.record(), None
+        # copies of the weights that came before it, those on compute's stream too
+        read, event = [self.device.fetch.record()], None
+        if chunk.index not in self.plan.away:
+            read.append(self.device.compute.record())
         on_host = self.updates.on_host
         if not on_host:
             weights = None
@@ -532,8 +535,8 @@ class Step:
 
         def end() -> Any:
             if on_host:
-                # an earlier fetch may be reading the weights
-                fetched.synchronize()
+                for copied in read:
+                    copied.synchronize()
                 self.updates.apply(own)
             elif event is not None:
                 event.synchronize()
