@@ -46,7 +46,10 @@ RANKS = "| " + " ".join(
     for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
 )
 TESTS: dict[str, tuple[frozenset[str], str]] = {
-    "core/engine/apply.py": (ORDERING, f"races deferred simulated state {RANKS}"),
+    "core/engine/apply.py": (
+        ORDERING,
+        f"races deferred simulated state pieces {RANKS}",
+    ),
     "core/engine/embedding.py": (ORDERING, "rows"),
     "core/engine/full_params.py": (ORDERING, "access session"),
     "core/engine/gradients.py": (
@@ -60,14 +63,17 @@ TESTS: dict[str, tuple[frozenset[str], str]] = {
     "core/engine/ranks.py": (ORDERING, RANKS),
     "core/engine/recompute.py": (ORDERING, "hooks policies"),
     "core/engine/reduction.py": (ORDERING, RANKS),
+    "core/engine/saved_state.py": (ORDERING, f"optimizer state {RANKS}"),
     "core/engine/session.py": (
         ORDERING,
         f"session access replan races failures {RANKS}",
     ),
     "core/engine/slots.py": (ORDERING, f"{QUEUES} session replan {RANKS}"),
-    "core/engine/staging.py": (ORDERING, "races deferred schedules runtime failures"),
-    "core/engine/state.py": (ORDERING, "state deferred optimizer"),
-    "core/engine/state_memory.py": (ORDERING, RANKS),
+    "core/engine/staging.py": (
+        ORDERING,
+        "races deferred schedules runtime failures pieces",
+    ),
+    "core/engine/state.py": (ORDERING, "state deferred optimizer pieces"),
     "core/engine/step.py": (
         ORDERING,
         f"races deferred access session simulated replan failures windows hooks {RANKS}",
