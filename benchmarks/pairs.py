@@ -22,9 +22,9 @@ from axolotl.integrations.protrain.core.engine.device import Device, open_device
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.planner.job import adapter_names
 from axolotl.integrations.protrain.core.planner.plans import make_plan
 from axolotl.integrations.protrain.core.types import Chunk, Layout, Placement, Plan
-from axolotl.integrations.protrain.planning import adapter_names
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback
 
-from axolotl.integrations.protrain import planning, run
+from axolotl.integrations.protrain import run
+from axolotl.integrations.protrain.core.planner import job
 
 WORDS = "this rank was told to fail"
 STEP = 2
@@ -53,7 +54,7 @@ class DyingPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         # what runs there on every rank
         if self._phase == "planning":
-            planning.build_layout = self._die
+            job.build_layout = self._die
         if self._phase == "opening":
             run.open_device = self._die
         trainer.add_callback(_Moments(self._phase, self._die, trainer.model))

@@ -16,8 +16,7 @@ import psutil
 import torch
 from axolotl.integrations.base import BasePlugin
 
-from axolotl.integrations.protrain import planning
-from axolotl.integrations.protrain.core.planner import cache, hardware
+from axolotl.integrations.protrain.core.planner import cache, hardware, job
 
 
 class OddRank(BasePlugin):
@@ -105,7 +104,7 @@ class CachedProducts(_OtherRates):
 
 class OtherVersions(OddRank):
     def change(self, cfg: Any) -> None:
-        self.replace(planning, "_versions", lambda: {"python": "3.99"})
+        self.replace(job, "library_versions", lambda: {"python": "3.99"})
 
 
 class OtherEnvironment(OddRank):

@@ -49,6 +49,7 @@ from axolotl.integrations.protrain.core.planner.meta import MetaMode
 from axolotl.integrations.protrain.core.planner.operators import work_of
 from axolotl.integrations.protrain.core.planner.seconds import work_s
 from axolotl.integrations.protrain.core.types import Work
+from axolotl.integrations.protrain.job import autocast_dtype, traced_job
 from axolotl.integrations.protrain.offline.batches import (
     DOCUMENTS_PER_ROW,
     sample_batch,
@@ -59,7 +60,6 @@ from axolotl.integrations.protrain.offline.fake_kernels import (
     make_experts_traceable,
 )
 from axolotl.integrations.protrain.offline.meta_model import MetaModel, load_meta_model
-from axolotl.integrations.protrain.planning import autocast_dtype, traced_job
 
 BATCH, LENGTH = 2, 128
 UNFUSED = {

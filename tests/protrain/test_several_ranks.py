@@ -28,7 +28,7 @@ from tiny_models import random_model
 from torch import nn
 
 from axolotl.integrations.protrain.core.checkpoint import STAGING
-from axolotl.integrations.protrain.data_parallel import ignore_in_ddp
+from axolotl.integrations.protrain.core.engine.data_parallel import ignore_in_ddp
 
 Run = Callable[[Job], Result]
 

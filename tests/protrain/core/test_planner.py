@@ -15,6 +15,7 @@ from axolotl.integrations.protrain.args import FORCED, ProTrainArgs, args_from
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
 from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+from axolotl.integrations.protrain.core.planner.job import TracedJob, choose
 from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.meta import meta_copy
 from axolotl.integrations.protrain.core.planner.planner import Forecast, Planner
@@ -22,9 +23,8 @@ from axolotl.integrations.protrain.core.planner.search import ONLY_A
 from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.sizes import format_bytes
 from axolotl.integrations.protrain.core.types import Budget, Knobs, Workload
-from axolotl.integrations.protrain.planning import (
-    TracedJob,
-    choose,
+from axolotl.integrations.protrain.job import (
+    choice_of,
     larger_rows,
     plan_for,
     uncomputed,
@@ -204,26 +204,28 @@ def test_a_mode_is_had_or_its_key_is_named(case: Case, key: str) -> None:
     assume(case.layout.pageable and not case.workload.fp32_master)
     if mode == "C" and case.workload.world.local_size == 1:
         with pytest.raises(ConfigError, match=f"`{key}: true` .* Remove the key"):
-            choose(args, planner(case))
+            choose(choice_of(args), planner(case))
         return
-    assert choose(args, planner(case)).plan.mode == mode
-    least = choose(args, planner(case, NOTHING), anyway=True).device.peak_bytes
-    assert choose(args, planner(case, least)).plan.mode == mode
+    assert choose(choice_of(args), planner(case)).plan.mode == mode
+    least = choose(
+        choice_of(args), planner(case, NOTHING), anyway=True
+    ).device.peak_bytes
+    assert choose(choice_of(args), planner(case, least)).plan.mode == mode
     short = planner(case, least - 1)
     try:
         other = short.fastest().mode
     except BudgetError:
         with pytest.raises(BudgetError, match="^protrain_capacity_bytes"):
-            choose(args, short)
+            choose(choice_of(args), short)
         return
     with pytest.raises(BudgetError, match=f"`{key}: true`.* mode {other} does"):
-        choose(args, short)
+        choose(choice_of(args), short)
 
 
 @given(cases())
 def test_what_is_not_to_be_shared_is_not(case: Case) -> None:
     args = ProTrainArgs.model_construct(protrain_zero3_shard=False)
-    plan = choose(args, planner(case)).plan
+    plan = choose(choice_of(args), planner(case)).plan
     assert plan.shards == 1
 
 
@@ -236,7 +238,7 @@ def test_a_way_to_page_and_nothing_to_page(case: Case) -> None:
         protrain_force_replicated_cpu_offload=True, **knobs
     )
     with pytest.raises(ConfigError, match="leaves nothing to page"):
-        choose(args, roomy)
+        choose(choice_of(args), roomy)
 
 
 # what a YAML could ask otherwise

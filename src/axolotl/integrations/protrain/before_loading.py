@@ -21,12 +21,13 @@ from .core.errors import BudgetError, ProTrainError
 from .core.host import host_memory
 from .core.planner.cards import gpu_hardware
 from .core.planner.hardware import measured_unseen_bytes
+from .core.planner.job import TracedJob, device_budget
 from .core.planner.memory import MemoryModel
 from .core.planner.seconds import block_times
 from .core.types import Hardware, World
+from .job import plan_for, traced_job
 from .offline.worker import Worker, WorkerError
 from .options import smaller
-from .planning import TracedJob, device_budget, plan_for, traced_job
 
 SLOWEST_S = 120
 """A dry run that takes longer is given up: training itself will tell."""
@@ -92,7 +93,7 @@ def _loads_at_once(base: Path) -> bool:
 
 def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
     """This machine's memory now, beside rates of some card: they change no bytes."""
-    device_bytes = device_budget(args_from(cfg), device)
+    device_bytes = device_budget(args_from(cfg).protrain_capacity_bytes, device)
     return replace(
         gpu_hardware("H100", None, host_memory()),
         name=device.type,

@@ -32,7 +32,8 @@ from .core.checkpoint import (
 from .core.engine.device import expand_segments
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
-from .planning import missing_capacity, without_gpu
+from .core.planner.job import missing_capacity
+from .job import without_gpu
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
 from .versions import forget_other_names, require_internals, skip_peer_check

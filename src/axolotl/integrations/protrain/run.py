@@ -28,6 +28,7 @@ from .core.checkpoint import (
     checkpoint_bytes,
     require_space,
 )
+from .core.engine.data_parallel import ignore_in_ddp
 from .core.engine.device import allocator_note, open_device
 from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
 from .core.engine.session import Options, Session
@@ -35,19 +36,11 @@ from .core.errors import CheckpointError, ConfigError, ProTrainError
 from .core.host import host_memory
 from .core.layout.tensors import may_repack
 from .core.planner.hardware import measured_unseen_bytes
+from .core.planner.job import adapter_names, keep_peak, peak_seen
 from .core.planner.planner import Forecast
 from .core.sizes import format_bytes
-from .data_parallel import ignore_in_ddp
 from .interrupts import DeferredSignals
-from .planning import (
-    about,
-    adapter_names,
-    batch_tokens,
-    compile_keys,
-    keep_peak,
-    peak_seen,
-    plan_here,
-)
+from .job import about, batch_tokens, compile_keys, plan_here
 from .recovery import Recovery
 from .report.forecast import format_seconds
 from .report.run import WATCHED_STEPS, RunReport
@@ -558,7 +551,9 @@ class TrainingRun:
             if self._counts_evaluation and beyond <= apart:
                 # whose peak it is does not show
                 return False
-        seen = peak_seen(self.args, device, forecast.layout, forecast.trace)
+        seen = peak_seen(
+            self.args.protrain_cache_dir, device, forecast.layout, forecast.trace
+        )
         known = seen.beyond_bytes if seen else 0
         short = self._most_tokens < forecast.workload.tokens
         if short and beyond < max(known, 0):
@@ -569,7 +564,7 @@ class TrainingRun:
         if abs(beyond - known) <= apart or not self.args.protrain_learn_peak:
             return False
         try:
-            keep_peak(self.args, device, forecast, beyond)
+            keep_peak(self.args.protrain_cache_dir, device, forecast, beyond)
         except ConfigError as error:
             self.log.warning(str(error))
             return False

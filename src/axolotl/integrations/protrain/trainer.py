@@ -35,9 +35,9 @@ from .core.checkpoint import (
     restored_on_failure,
     staged,
 )
+from .core.engine.data_parallel import reduced_by_ddp, without_ddp
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
-from .data_parallel import reduced_by_ddp, without_ddp
 from .objective import objective_of
 from .run import BLIND, TrainingRun
 from .saving import later

@@ -15,9 +15,11 @@ from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
 from ..core.planner.cards import GPUS, gpu_hardware
+from ..core.planner.job import TracedJob, this_machine
 from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
+from ..job import about, choice_of, plan_for, traced_job, uncomputed
 from ..loading import is_of_experts
 from ..offline.fake_kernels import without_logits
 from ..offline.meta_model import load_meta_model
@@ -34,14 +36,6 @@ from ..options import (
     has_plain_loss,
     largest_part,
     named,
-)
-from ..planning import (
-    TracedJob,
-    about,
-    plan_for,
-    this_machine,
-    traced_job,
-    uncomputed,
 )
 from ..refusals import cautions
 from ..report import forecast as report
@@ -102,7 +96,15 @@ class DryRun:
         elif not gpus:
             host_bytes = host_memory() if ram_gib is None else host_bytes
             device = torch.device(self.device_type)
-            self.cards = [this_machine(self._args, device, host_bytes)]
+            self.cards = [
+                this_machine(
+                    choice_of(self._args),
+                    device,
+                    host_bytes,
+                    self._args.protrain_cache_dir,
+                    fp32_master=self._args.protrain_fp32_master,
+                )
+            ]
         self._subject = cache(self._traced)
 
     def forecasts(self, changes_keys: bool = True) -> list[dict[str, Any]]:

@@ -41,7 +41,15 @@ class ConfigError(ProTrainError, ValueError):
 
 
 class BudgetError(ProTrainError):
-    """The model does not fit, with any plan, in the memory that may be used."""
+    """The model does not fit, with any plan, in the memory that may be used.
+
+    Attributes:
+        needs: Bytes that the plan which lacks least takes, of the device if `of_device`,
+            else of the host; `has` may be used.
+    """
+
+    of_device = True
+    needs = has = 0
 
 
 class DeviceMemoryError(ProTrainError):

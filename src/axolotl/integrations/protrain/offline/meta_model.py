@@ -63,8 +63,8 @@ from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.layout.tensors import quantisation_tables_apart
 from ..core.planner.meta import meta_copy
 from ..core.sizes import format_bytes
+from ..job import without_gpu
 from ..loading import is_of_experts, quantise_experts
-from ..planning import without_gpu
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins, require_internals
 from .batches import find_file

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from ..core.engine.session import Session
 from ..core.errors import RequestError
-from ..planning import autocast_dtype
+from ..job import autocast_dtype
 from .losses import LOSSES, TARGETS, Datum, Settings, fault_of
 
 

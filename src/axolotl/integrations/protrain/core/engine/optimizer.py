@@ -186,6 +186,22 @@ class RecordedStep:
             group.update((k, v) for k, v in changed.items() if group[k] is recorded[k])
 
 
+def clone_for(
+    optimizer: torch.optim.Optimizer, others: Mapping[nn.Parameter, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """A copy of an optimizer, without state and hooks, over other parameters."""
+    clone: Any = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key not in _NOT_RECORDED:
+            vars(clone)[key] = copy(value) if isinstance(value, (list, dict)) else value
+    vars(clone).update({hooks: {} for hooks in _HOOKS}, state=defaultdict(dict))
+    clone.param_groups = [
+        {**_by_value(group), "params": [others[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return clone
+
+
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """What `state` is, as it is now: steps may be pending."""
     return vars(optimizer)["state"]

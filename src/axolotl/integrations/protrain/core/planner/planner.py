@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..errors import BudgetError
+from ..sizes import format_bytes
 from ..types import (
     BlockTimes,
     Budget,
@@ -48,6 +49,28 @@ class Forecast:
         workload = self.workload
         tokens = workload.tokens * workload.accumulation * workload.world.size
         return tokens / self.step.total_s
+
+    def __str__(self) -> str:
+        """A line of the plan, one for each memory by term, and one of seconds by lane."""
+        plan, step, budget = self.plan, self.step, self.budget
+        lines = [
+            f"mode {plan.mode}: n_persist {plan.n_persist} of {len(self.layout.pageable)} "
+            f"chunks, n_buffer {plan.n_buffer}, n_swap {plan.n_swap}, n_checkpoint "
+            f"{plan.n_checkpoint} of {len(plan.policies)} blocks"
+        ]
+        for where, peak, room in (
+            ("device", self.device, budget.usable_bytes),
+            ("host", self.host, budget.host_bytes),
+        ):
+            terms = ", ".join(
+                f"{k} {format_bytes(n)}" for k, n in peak.terms.items() if n
+            )
+            lines.append(
+                f"{where}: {format_bytes(peak.peak_bytes)} of {format_bytes(room)}: {terms}"
+            )
+        lanes = ", ".join(f"{lane} {s:.3g} s" for lane, s in step.busy_s.items() if s)
+        lines.append(f"step: {step.total_s:.3g} s: {lanes}")
+        return "\n".join(lines)
 
 
 class Planner(Search):

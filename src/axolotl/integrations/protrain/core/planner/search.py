@@ -405,7 +405,7 @@ class Search:
         estimate = self.memory.device(plan)
         missing = estimate.peak_bytes - budget.usable_bytes
         if missing > 0:
-            raise BudgetError(
+            error = BudgetError(
                 f"protrain_capacity_bytes: {what} needs {format_bytes(estimate.peak_bytes)} "
                 f"on the device {estimate.peak.moment} ({_largest(estimate.terms)}); "
                 f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
@@ -415,9 +415,12 @@ class Search:
                 "`axolotl-protrain plan YOUR.yaml --write NEW.yaml` do that."
                 f"{self._way_out()}"
             )
+            error.needs = budget.device_bytes + missing
+            error.has = budget.device_bytes
+            raise error
         host = self.memory.host(plan)
         missing = host.peak_bytes - budget.host_bytes
-        raise BudgetError(
+        error = BudgetError(
             f"protrain_cpu_capacity_bytes: {what} needs {format_bytes(host.peak_bytes)} of "
             f"host memory ({_largest(host.terms)}); {format_bytes(budget.host_bytes)} may be "
             f"used, {format_bytes(missing)} too little. If the host has it, set "
@@ -425,6 +428,12 @@ class Search:
             "protrain_capacity_bytes so that more stays on the device, or train an "
             "adapter."
         )
+        error.of_device, error.needs, error.has = (
+            False,
+            host.peak_bytes,
+            budget.host_bytes,
+        )
+        raise error
 
     def _way_out(self) -> str:
         """What to say if AdamW on the host, which needs no room on the device for

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import nn
 
-from .core.errors import ConfigError
-from .core.types import Layout
+from ..errors import ConfigError
+from ..types import Layout
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """DDP reads this attribute of the very module that it wraps; names are from there."""
@@ -41,16 +41,21 @@ def reduced_by_ddp(model: nn.Module) -> bool:
     )
 
 
+def spread_rest(model: nn.Module) -> None:
+    """Broadcast from rank 0 what DDP would have."""
+    ignored = set(vars(model).get(IGNORED, ()))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in ignored:
+            dist.broadcast(tensor.detach(), src=0)
+
+
 @contextmanager
 def without_ddp(accelerator: Any, model: nn.Module) -> Iterator[None]:
     """Let `accelerator` prepare `model` for autocast alone: DDP refuses to reduce none.
 
     What DDP would have broadcast from rank 0, if it differs by rank, is broadcast here.
     """
-    ignored = set(vars(model).get(IGNORED, ()))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name not in ignored:
-            dist.broadcast(tensor.detach(), src=0)
+    spread_rest(model)
     alone = partial(accelerator.prepare_model, evaluation_mode=True)
     with patch.object(accelerator, "prepare_model", alone):
         yield

@@ -1,0 +1,382 @@
+"""The public face: `page` around a plain torch loop, and `plan` without weights."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    Stack,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    hook_counts,
+    stack,
+    twin,
+    weights,
+)
+from torch import Tensor, nn
+
+from axolotl.integrations.protrain.core import Paged, gpu, page, plan
+from axolotl.integrations.protrain.core.errors import (
+    AccessError,
+    BudgetError,
+    ConfigError,
+    LayoutError,
+    ProTrainError,
+)
+from axolotl.integrations.protrain.core.types import Knobs
+
+ALL_PAGED = Knobs(n_persist=0, n_buffer=2, n_swap=0, n_checkpoint=3)
+EXAMPLE = batches(1)[0]
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+def paged(model: nn.Module, optimizer: torch.optim.Optimizer, **other: Any) -> Paged:
+    """All blocks paged, and no rate measured."""
+    known = {
+        "example": EXAMPLE,
+        "budget": "1GiB",
+        "knobs": ALL_PAGED,
+        "hardware": gpu("RTX 4090"),
+        "device": "cpu",
+    }
+    return page(model, optimizer, **{**known, **other})
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[float], Tensor] | None,
+    data: list[Tensor],
+    accumulation: int = 1,
+    autocast: bool = False,
+) -> list[float]:
+    """A plain loop; losses and norms."""
+    numbers = []
+    model.train()
+    for number, tokens in enumerate(data, 1):
+        region = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        with region:
+            loss = model(tokens) / accumulation
+        loss.backward()
+        numbers.append(loss.item())
+        if number % accumulation == 0:
+            if clip is not None:
+                numbers.append(clip(0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return numbers
+
+
+def plain_clip(model: nn.Module) -> Callable[[float], Tensor]:
+    return lambda most: nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
+def test_the_fastest_plan_under_a_budget_trains_as_the_plain_loop() -> None:
+    """Measured, planned and opened as in README: nothing given but text and a batch."""
+    model = stack(width=64, inner=256)
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    least = plan(
+        model, example=EXAMPLE, optimizer=optimizer, budget="1GiB", device="cpu"
+    )
+    resident = least.device.peak_bytes
+    hooks = hook_counts(model)
+    with page(
+        model, optimizer, example=EXAMPLE, budget=int(0.8 * resident), device="cpu"
+    ) as run:
+        assert run.forecast.plan.mode == "B"
+        assert run.forecast.device.peak_bytes <= 0.8 * resident
+        assert "n_persist" in str(run.forecast) and "device:" in str(run.forecast)
+        ours = steps(model, optimizer, run.clip_grad_norm_, batches(4))
+        state = weights(model)
+    theirs = steps(other, plain, plain_clip(other), batches(4))
+    assert ours == theirs
+    assert_same(state, weights(other))
+    assert_same(weights(model), weights(other))
+    assert hook_counts(model) == hooks and type(optimizer) is type(plain)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["full", "frozen", "tied", "16 bits"])
+def test_bits_of_a_loop(kind: str, autocast: bool) -> None:
+    model = stack(
+        tie=kind == "tied", dtype=torch.bfloat16 if kind == "16 bits" else torch.float32
+    )
+    if kind == "frozen":
+        freeze(model)
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    dtype = torch.bfloat16 if autocast else None
+    with paged(model, optimizer, accumulation=2, autocast=dtype) as run:
+        ours = steps(model, optimizer, run.clip_grad_norm_, batches(6), 2, autocast)
+        with torch.no_grad():
+            evaluated = model.eval()(EXAMPLE)
+    theirs = steps(other, plain, plain_clip(other), batches(6), 2, autocast)
+    assert ours == theirs
+    with torch.no_grad():
+        assert torch.equal(evaluated, other.eval()(EXAMPLE))
+    assert_same(weights(model), weights(other))
+
+
+def test_training_goes_on_paged_and_plain(tmp_path: Path) -> None:
+    """Plain steps, paged ones, a checkpoint of these, and plain ones again: state of the
+    optimizer comes along at each border."""
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    data = batches(8)
+    ours = steps(model, optimizer, plain_clip(model), data[:2])
+    with paged(model, optimizer) as run:
+        ours += steps(model, optimizer, run.clip_grad_norm_, data[2:4])
+        file = tmp_path / "checkpoint.pt"
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+    ours += steps(model, optimizer, plain_clip(model), data[4:])
+    theirs = steps(other, plain, plain_clip(other), data)
+    assert ours == theirs
+    resumed = stack(seed=1)
+    again = adamw(resumed)
+    saved = torch.load(file)
+    with paged(resumed, again) as run:
+        resumed.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        steps(resumed, again, run.clip_grad_norm_, data[4:])
+    assert_same(weights(resumed), weights(other))
+
+
+def test_what_is_looked_at_is_true_and_what_is_written_counts() -> None:
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with paged(model, optimizer) as run:
+        for each, step, look in (
+            (model, optimizer, run.full_params),
+            (other, plain, nullcontext),
+        ):
+            each(EXAMPLE).backward()
+            with look():
+                for param in each.parameters():
+                    param.grad.mul_(0.5)
+            step.step()
+            step.zero_grad()
+            with look(), torch.no_grad():
+                each.layers[3].up.weight.add_(1.0)
+        with run.full_params():
+            assert_same(dict(model.named_parameters()), dict(other.named_parameters()))
+        assert_same(weights(copy.deepcopy(model)), weights(other))
+        assert steps(model, optimizer, None, batches(2)) == steps(
+            other, plain, None, batches(2)
+        )
+    with run.full_params():
+        assert_same(dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+def test_an_example_may_be_a_mapping_with_a_loss_of_its_own() -> None:
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["tokens"]) * batch["weight"]
+
+    batch = {"tokens": EXAMPLE, "weight": torch.tensor(2.0)}
+    with paged(model, optimizer, example=batch, loss=loss):
+        loss(model, batch).backward()
+        optimizer.step()
+    loss(other, batch).backward()
+    plain.step()
+    assert_same(weights(model), weights(other))
+
+
+def test_an_error_in_the_loop_gives_the_model_back() -> None:
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with pytest.raises(RuntimeError, match="mine"):
+        with paged(model, optimizer) as run:
+            steps(model, optimizer, run.clip_grad_norm_, batches(2))
+            model(EXAMPLE).backward()
+            raise RuntimeError("mine")
+    steps(other, plain, plain_clip(other), batches(2))
+    assert_same(weights(model), weights(other))
+    optimizer.zero_grad()
+    ours = steps(model, optimizer, None, batches(2))
+    assert ours == steps(other, plain, None, batches(2))
+
+
+def test_two_models_at_once() -> None:
+    models = [stack(seed) for seed in range(2)]
+    others = [twin(model) for model in models]
+    optimizers, plain = ([adamw(m) for m in each] for each in (models, others))
+    with paged(models[0], optimizers[0]) as one, paged(models[1], optimizers[1]) as two:
+        for tokens in batches(3):
+            for model, optimizer, run in zip(
+                models, optimizers, (one, two), strict=True
+            ):
+                steps(model, optimizer, run.clip_grad_norm_, [tokens])
+    for other, optimizer in zip(others, plain, strict=True):
+        steps(other, optimizer, plain_clip(other), batches(3))
+    for model, other in zip(models, others, strict=True):
+        assert_same(weights(model), weights(other))
+
+
+def test_a_scheduler_of_before_goes_on() -> None:
+    model = stack()
+    other = twin(model)
+    found = []
+    for each in (model, other):
+        optimizer = adamw(each)
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+        with paged(model, optimizer) if each is model else nullcontext():
+            for tokens in batches(3):
+                found.append(steps(each, optimizer, None, [tokens]))
+                rates.step()
+    assert found[:3] == found[3:]
+    assert_same(weights(model), weights(other))
+
+
+def test_a_dry_run_needs_no_weights() -> None:
+    """The forecast for a card is that of the model with weights, of which nothing changes."""
+    real = stack(width=64)
+    with torch.device("meta"):
+        meta = Stack(width=64)
+    card = gpu("RTX 4090", ram="32GiB")
+    forecasts = [
+        plan(m, example=EXAMPLE, hardware=card, budget="2GiB") for m in (meta, real)
+    ]
+    assert forecasts[0].plan == forecasts[1].plan
+    assert forecasts[0].device == forecasts[1].device
+    assert forecasts[0].budget.host_bytes == 32 << 30
+    assert all(param.is_meta for param in meta.parameters())
+    held = plan(real, example=EXAMPLE, hardware=card, optimizer=adamw(real))
+    sgd = torch.optim.SGD(real.parameters())
+    less = plan(real, example=EXAMPLE, hardware=card, optimizer=sgd)
+    assert less.device.peak_bytes < held.device.peak_bytes
+    assert not sgd.state
+
+
+def test_the_least_budget_that_is_named_is_enough() -> None:
+    model = stack(width=64)
+    optimizer = adamw(model)
+    with pytest.raises(BudgetError, match="budget: no plan fits 64.0 KiB") as refused:
+        page(model, optimizer, example=EXAMPLE, budget="64KiB", device="cpu")
+    least = str(refused.value).split('budget="')[1].split('"')[0]
+    with page(model, optimizer, example=EXAMPLE, budget=least, device="cpu"):
+        pass
+    with pytest.raises(BudgetError, match='host_budget="'):
+        page(
+            model, optimizer, example=EXAMPLE, budget=least, host_budget=1, device="cpu"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"budget": None}, "^budget: the CPU device"),
+        ({"budget": "22 apples"}, "^budget: .* is not a number of bytes"),
+        ({"budget": 0}, "^budget: .* less than one byte"),
+        ({"host_budget": "much"}, "^host_budget"),
+        ({"example": {}}, "^example: dict holds no tensor"),
+        ({"example": "text"}, "^example: str holds no tensor"),
+        ({"autocast": torch.float16}, "^autocast"),
+        ({"accumulation": 0}, "^accumulation"),
+        ({"device": "mps"}, "^device"),
+        ({"loss": lambda model, batch: model(batch).detach()}, "^loss"),
+        ({"loss": lambda model, batch: model.norm.weight}, "^loss"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(
+    arguments: dict[str, Any], words: str
+) -> None:
+    model = stack()
+    before = weights(model)
+    with pytest.raises(ConfigError, match=words):
+        paged(model, adamw(model), **arguments)
+    assert_same(weights(model), before)
+
+
+def test_a_model_that_cannot_be_paged_is_refused() -> None:
+    model = stack()
+    optimizer = adamw(model)
+    with torch.device("meta"):
+        meta = Stack()
+    with pytest.raises(ConfigError, match="^model: .* meta device.*`plan` needs none"):
+        paged(meta, adamw(meta))
+    with pytest.raises(ConfigError, match="^optimizer: .* not the model's"):
+        paged(model, adamw(stack()))
+    with pytest.raises(
+        ConfigError, match="^optimizer: NoneType|^optimizer: page needs"
+    ):
+        paged(model, None)  # type: ignore[arg-type]
+    model(EXAMPLE).backward()
+    with pytest.raises(ConfigError, match="^model: .* has a gradient already"):
+        paged(model, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match="^model: a OptimizedModule wraps it"):
+        paged(torch.compile(model), optimizer)  # type: ignore[arg-type]
+    with paged(model, optimizer):
+        with pytest.raises(ConfigError, match="paged already"):
+            paged(model, adamw(model))
+        with pytest.raises(ConfigError, match="paged already"):
+            paged(model.layers, optimizer)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing trains"):
+        paged(model, optimizer)
+    bare = nn.Linear(4, 1)
+    with pytest.raises(LayoutError, match="no recognisable blocks"):
+        paged(bare, adamw(bare), example=torch.ones(1, 4), loss=lambda m, x: m(x).sum())
+
+
+def test_what_is_closed_says_so() -> None:
+    model = stack()
+    run = paged(model, adamw(model))
+    run.close()
+    run.close()
+    for act in (
+        lambda: run.clip_grad_norm_(1.0),
+        run.__enter__,
+        run.watch,
+        run.micro_batch().__enter__,
+    ):
+        with pytest.raises(AccessError, match="^paged: it is closed"):
+            act()
+
+
+def test_a_norm_of_placeholders_is_an_error() -> None:
+    """The plain function would sum over half of the gradients."""
+    model = stack()
+    with paged(model, adamw(model)) as run:
+        model(EXAMPLE).backward()
+        with pytest.raises((RuntimeError, ProTrainError)):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ConfigError, match="norm_type"):
+            run.clip_grad_norm_(1.0, norm_type=1.0)
+
+
+def test_a_loop_on_another_thread() -> None:
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with paged(model, optimizer) as run:
+        loop = threading.Thread(
+            target=steps, args=(model, optimizer, run.clip_grad_norm_, batches(2))
+        )
+        loop.start()
+        loop.join()
+    steps(other, plain, plain_clip(other), batches(2))
+    assert_same(weights(model), weights(other))
