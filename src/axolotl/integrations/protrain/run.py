@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from .args import args_from, overrides
+from .background_save import BackgroundSave
+from .callbacks import CallbackAccess
 from .core.checkpoint import (
     SLACK_BYTES,
     TOKEN_BYTES,
@@ -32,65 +34,60 @@ from .core.engine.data_parallel import ignore_in_ddp
 from .core.engine.device import allocator_note, open_device
 from .core.engine.ranks import LIMIT, Alarm, Alone, Ranks
 from .core.engine.session import Options, Session
-from .core.errors import CheckpointError, ConfigError, ProTrainError
+from .core.errors import CheckpointError, ProTrainError
 from .core.host import host_memory
 from .core.layout.tensors import may_repack
-from .core.planner.hardware import measured_unseen_bytes
-from .core.planner.job import adapter_names, keep_peak, peak_seen
+from .core.planner.job import adapter_names
 from .core.planner.planner import Forecast
 from .core.sizes import format_bytes
 from .interrupts import DeferredSignals
 from .job import about, batch_tokens, compile_keys, plan_here
+from .prediction import CHECKED_STEP, UNCOUNTED, Prediction
 from .recovery import Recovery
-from .report.forecast import format_seconds
 from .report.run import WATCHED_STEPS, RunReport
 
 if TYPE_CHECKING:
     from .loading import LoadShare
 from .objective import Objective
 
-BLIND = ("transformers", "axolotl")
-"""Packages whose callbacks look at no weights; others that do are refused."""
-_SEEING = ("axolotl.integrations.grokfast", "axolotl.monkeypatch.relora")
 NOT_REPACKED = (
     "bitsandbytes repacks 4-bit weights in the first evaluation on this CPU "
     "(AVX512-BF16) and trains without their gradients from then on. It does not in "
     "this run, so a plain one differs, in evaluation by its rounding."
 )
-UNCOUNTED = (
-    "torch_compile: the CPU device does not see what compiled kernels allocate: its "
-    "measured peak is too low."
-)
 LOGGED = (
     "fetched_bytes offloaded_bytes swapped_out_bytes swapped_in_bytes stall_s".split()
 )
 """Counters that the Trainer's log shows, as they grew since its last line."""
-CHECKED_STEP = 4
-"""After this step prediction and measurement are compared."""
-BYTES_APART, SECONDS_APART = 0.05, 0.3
-"""Relative differences worth a line in the log."""
-LOADED = 1.25
-"""Load for each processor from which steps are slow for no fault of a prediction."""
 PROGRESS_S = 10.0
 """Between two lines about what takes long."""
 
 
-EVENTS = sorted(name for name in vars(TrainerCallback) if name.startswith("on_"))
+class Notices:
+    """Lines for a person who waits, on the first rank.
 
-
-def looking(event: str, callbacks: Sequence[TrainerCallback]) -> list[str]:
-    """Names of callbacks that may look at weights or gradients in an event.
-
-    Not those of transformers and Axolotl: they do not, or are refused.
+    Args:
+        log: Prints a line.
     """
-    found = []
-    for callback in callbacks:
-        act = getattr(callback, event)
-        home = getattr(act, "__module__", None) or ""
-        sees = home.startswith(_SEEING) or home.partition(".")[0] not in BLIND
-        if sees and getattr(callback, "looks_at_weights", True):
-            found.append(type(callback).__name__)
-    return found
+
+    def __init__(self, log: Any) -> None:
+        self._log, self._said, self._told = log, set[str](), 0.0
+
+    def once(self, line: str) -> None:
+        """Print a line that was not printed before."""
+        if line not in self._said and is_first():
+            self._said.add(line)
+            self._log.info(line)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Print a line every few seconds; none where the whole takes less."""
+        now = time.perf_counter()
+        if not done:
+            self._told = now
+        elif now - self._told > PROGRESS_S:
+            self._told = now
+            done_text, total_text = map(format_bytes, (done, total))
+            self.once(f"ProTrain: {done_text} of {total_text} {what}.")
 
 
 class TrainingRun:
@@ -131,13 +128,9 @@ class TrainingRun:
         self._taken_over = taken_over
         self._output_dir = Path(cfg.output_dir)
         self._logged: dict[str, float] = {}
-        self._looked_at: set[str] | None = None
-        self._under_way: Snapshot | None = None
-        self._after_save: list[Callable[[], object]] = []
-        self._said: set[str] = set()
-        self._told = 0.0
-        self._most_tokens = 0
-        self._counts_evaluation, self._num_evaluated = False, 0
+        self.saves = BackgroundSave()
+        self._notices = Notices(log)
+        self._num_evaluated = 0
         self._watching = ExitStack()
         self._undo = ExitStack()
 
@@ -165,16 +158,9 @@ class TrainingRun:
             raise ProTrainError(
                 "this trainer has trained paged before; build a new one for another run"
             )
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            # who is gone is noticed here; making a group would wait for it
-            dist.barrier()
-            limit = self._cfg.ddp_timeout
-            self.ranks = Ranks(
-                device.type, timedelta(seconds=limit) if limit else LIMIT
-            )
-            self.alarm = Alarm(self.ranks, self._hear)
+        self._join_ranks(device)
         absent = self._share.absent(model) if self._share else frozenset()
-        self._say_once(
+        self._notices.once(
             "ProTrain traces a micro-batch and measures what this machine gives."
         )
         forecast, planner, notes, self._plan_hash = plan_here(
@@ -194,23 +180,18 @@ class TrainingRun:
         self.checkpoint_bytes = nbytes(saves_optimizer, masters)
         self.checkpoint_bytes += SLACK_BYTES + TOKEN_BYTES * tokens
         self._final_bytes = nbytes(False, masters)
-        notes += [*self._notes, *self._warnings(forecast)]
-        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
-        if evaluates and device.type == "cpu" and may_repack(model):
-            notes.append(NOT_REPACKED)
-        if compile_keys(self._cfg) and device.type == "cpu":
-            notes.append(UNCOUNTED)
-        if device.type == "cuda":
-            notes.append(allocator_note(os.environ))
+        notes += [*self._notes, *self._warnings(forecast, model, device)]
         self.report = RunReport(forecast, str(device), notes, about(self._cfg))
         self.recovery = Recovery(self, self.report, device, planner)
-        if self._is_first:
+        self._prediction = Prediction(self.args, self.report, self.log)
+        self._access = CallbackAccess(self.full_params, self.ranks, self.log)
+        if is_first():
             self.log.info("\n" + self.report.table())
         space = partial(require_space, self._output_dir, self.checkpoint_bytes)
         self.ranks.from_first(space)
         opened, args = open_device(device), self.args
         host = format_bytes(forecast.host.phases["train"])
-        self._say_once(
+        self._notices.once(
             f"ProTrain moves the model to its places; {host} stay on the host."
         )
         self.session = Session(
@@ -222,7 +203,7 @@ class TrainingRun:
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
                 compiled=compile_keys(self._cfg),
-                progress=self._progress,
+                progress=self._notices.progress,
             ),
             self.ranks,
             absent,
@@ -238,6 +219,16 @@ class TrainingRun:
             self.log.warning(line)
         if self.ranks.world.size > 1:
             self._undo.enter_context(ignore_in_ddp(model, self.session.host_kept))
+
+    def _join_ranks(self, device: torch.device) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # who is gone is noticed here; making a group would wait for it
+            dist.barrier()
+            limit = self._cfg.ddp_timeout
+            self.ranks = Ranks(
+                device.type, timedelta(seconds=limit) if limit else LIMIT
+            )
+            self.alarm = Alarm(self.ranks, self._hear)
 
     def close(self, failed: bool = False) -> None:
         """Give the model back and write the report; does nothing when not open.
@@ -278,7 +269,7 @@ class TrainingRun:
 
     def _end_save(self, failed: bool) -> None:
         try:
-            self.settle_save()
+            self.saves.settle()
         except CheckpointError as error:
             if not failed:
                 raise
@@ -303,59 +294,32 @@ class TrainingRun:
     def for_event(
         self, event: str, callbacks: Sequence[TrainerCallback]
     ) -> AbstractContextManager[None]:
-        """`weights`, where one of the callbacks may look at them in an event.
-
-        Raises:
-            ConfigError: Only some ranks have such a callback, added while training.
-        """
+        """Enter `full_params` where one of the callbacks may look at weights in an event."""
         if self.session is None:
             return nullcontext()
-        if self._looked_at is None:
-            self._looked_at = self._agree(callbacks)
-        looks = looking(event, callbacks)
-        if looks and event not in self._looked_at:
-            if self.ranks.world.size > 1:
-                raise ConfigError(
-                    f"plugins: {looks[0]} was added while training. Add callbacks "
-                    "before, on all ranks, so that they agree on when weights are shown."
-                )
-            self._looked_at |= {event}
-        shown = self.full_params(f"{event} of {', '.join(looks)}")
-        return shown if event in self._looked_at else nullcontext()
+        return self._access.during(event, callbacks)
 
     def _hear(self, words: str) -> None:
         """A rank has no room for a step, this one or another: all of them end."""
-        assert self.report is not None
         said = json.loads(words)
         # not to the log, which only the first rank writes
         print(f"\n{said['error']}", file=sys.stderr, flush=True)
         beyond = max(self.recovery.unplanned_bytes, said["unplanned_bytes"])
         self.recovery.unplanned_bytes = beyond
         # who plans the next run
-        if self._is_first:
-            self._learn(self.report, ())
-
-    def _agree(self, callbacks: Sequence[TrainerCallback]) -> set[str]:
-        """Events for which weights are shown: all ranks have to."""
-        own = {e: names for e in EVENTS if (names := looking(e, callbacks))}
-        named = "; ".join(f"{e}: {', '.join(names)}" for e, names in own.items())
-        if named and self._is_first:
-            self.log.info(
-                "ProTrain shows weights and gradients to callbacks, and waits for host "
-                f"updates before ({named}). Set `looks_at_weights = False` on the class "
-                "of one that looks at neither."
-            )
-        return set().union(*self.ranks.collect({*own}))
+        if is_first():
+            self._prediction.learn((), beyond)
 
     def begin_micro_batch(self, synchronises: bool, batch: Any) -> None:
         """See `Session.begin_micro_batch`."""
         assert self.session is not None
-        self._most_tokens = max(self._most_tokens, batch_tokens(batch))
+        tokens = batch_tokens(batch)
+        self._prediction.most_tokens = max(self._prediction.most_tokens, tokens)
         self.session.begin_micro_batch(synchronises)
 
     def begin_step(self, trainer: Trainer) -> None:
         """An optimizer step begins."""
-        self.settle_save(blocks=False)
+        self.saves.settle(blocks=False)
         self.note_peak()
         assert self.session is not None
         params = self.session.model.parameters()
@@ -373,7 +337,7 @@ class TrainingRun:
         if session is None or report is None:
             yield
             return
-        self._counts_evaluation = True
+        self._prediction.evaluates = True
         self.signals.hold()
         if self._num_evaluated == WATCHED_STEPS:
             yield
@@ -395,7 +359,8 @@ class TrainingRun:
         self.recovery.begin(None)
         self.report.step_s.append(seconds)
         if len(self.report.step_s) == CHECKED_STEP:
-            self._compare(self.report)
+            peak = self.session.device.peak_bytes()
+            self._prediction.compare(peak, self.recovery.unplanned_bytes)
         self.signals.release()
 
     def wrap_optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -407,10 +372,6 @@ class TrainingRun:
             self._undo.callback(handle.remove)
         return optimizer
 
-    def gathered_state(self) -> AbstractContextManager[None]:
-        """`Session.gathered_state`; nothing outside a session."""
-        return self.session.gathered_state() if self.session else nullcontext()
-
     def snapshot(self, readers: Sequence[str]) -> Snapshot | None:
         """What writes a checkpoint beside training; None where training has to wait, for
         `readers` too."""
@@ -418,7 +379,7 @@ class TrainingRun:
         if self.session is None or self.report is None or not wanted:
             return None
         if readers:
-            self._say_once(
+            self._notices.once(
                 f"protrain_async_save: training waits for checkpoints, which "
                 f"{', '.join(readers)} may read as soon as they are saved."
             )
@@ -428,56 +389,6 @@ class TrainingRun:
         taken = int(self.report.host_bytes(self.session.measured()))
         free = host_memory() - max(planned - taken, 0)
         return Snapshot(min(free, forecast.budget.host_bytes - planned))
-
-    def _progress(self, what: str, done: int, total: int) -> None:
-        """A line every few seconds; none where the whole takes less."""
-        now = time.perf_counter()
-        if not done:
-            self._told = now
-        elif now - self._told > PROGRESS_S:
-            self._told = now
-            done_text, total_text = map(format_bytes, (done, total))
-            self._say_once(f"ProTrain: {done_text} of {total_text} {what}.")
-
-    def _say_once(self, line: str) -> None:
-        if line not in self._said and self._is_first:
-            self._said.add(line)
-            self.log.info(line)
-
-    def write_beside(
-        self,
-        snapshot: Snapshot,
-        checkpoint: Path,
-        then: Callable[[], None],
-        meant: Sequence[str],
-    ) -> None:
-        """Write what a snapshot holds while training goes on, and `then` rotate."""
-        self._under_way = snapshot
-        snapshot.start(checkpoint, then, meant)
-
-    @property
-    def saves_beside(self) -> bool:
-        """Whether a checkpoint is on its way, and may not have its name yet."""
-        return self._under_way is not None
-
-    def after_save(self, act: Callable[[], object]) -> None:
-        """Do something on this thread once the checkpoint on its way has its name."""
-        self._after_save.append(act)
-
-    def settle_save(self, blocks: bool = True) -> None:
-        """Return once no checkpoint is being written; or, if not `blocks`, at once.
-
-        Raises:
-            CheckpointError: The last one was not written.
-        """
-        if self._under_way is not None and (blocks or self._under_way.over):
-            # first: what is interrupted here is waited for again
-            self._under_way.join()
-            under_way, self._under_way = self._under_way, None
-            acts, self._after_save = self._after_save, []
-            under_way.check()
-            for act in acts:
-                act()
 
     def replan(self, forecast: Forecast) -> None:
         """Go on with the step under another plan."""
@@ -493,91 +404,6 @@ class TrainingRun:
         if len(self.report.step_s) < self.report.watched_steps:
             self._watching.enter_context(self.session.watch())
 
-    def _compare(self, report: RunReport) -> None:
-        """Say once how far the first steps are from their prediction."""
-        assert self.session is not None
-        forecast, seconds = report.forecast, report.median_step_s() or 0.0
-        # of what torch's allocator counts
-        planned = self._predicted_bytes(forecast) - _unseen_bytes(report)
-        peak = self.session.device.peak_bytes()
-        usable, lines = forecast.budget.usable_bytes, []
-        learned = self._learn(report, [peak])
-        if (
-            abs(peak - planned) > BYTES_APART * planned
-            and UNCOUNTED not in report.notes
-        ):
-            advice = "Lower protrain_capacity_bytes by that much if a step runs out."
-            if peak < planned:
-                advice = "Training is safe."
-            if learned:
-                advice = "The next run of this model and these rows plans with it."
-            lines.append(
-                f"device peak: {format_bytes(planned)} predicted, {format_bytes(peak)} "
-                f"measured, {format_bytes(usable)} may be used. {advice}"
-            )
-        predicted = forecast.step.total_s
-        if (
-            abs(seconds - predicted) > SECONDS_APART * predicted
-            and len(report.step_s) > report.watched_steps
-            and os.getloadavg()[0] <= LOADED * (os.cpu_count() or 1)
-        ):
-            lines.append(
-                f"step: {format_seconds(predicted)} predicted, {format_seconds(seconds)} "
-                "measured. Results are the same; where it is slower, `axolotl protrain "
-                "doctor` says what copies and page-locking get on this machine."
-            )
-        for line in lines:
-            report.notes.append(line)
-            self.log.warning(f"ProTrain's prediction is off: {line}")
-
-    def _learn(self, report: RunReport, peaks: Sequence[int]) -> bool:
-        """Let later runs plan with the peak of these ranks, where it is far from its
-        prediction; says whether they will."""
-        forecast, device = report.forecast, torch.device(report.device)
-        beyond, apart = self.recovery.unplanned_bytes, 0.0
-        if not beyond:
-            # of a step and the next, of all ranks, and a prediction that counts all
-            if (
-                len(report.step_s) < 2
-                or len(peaks) < forecast.workload.world.size
-                or UNCOUNTED in report.notes
-                or not self._is_first
-            ):
-                return False
-            counted = self._predicted_bytes(forecast) - _unseen_bytes(report)
-            apart = BYTES_APART * counted
-            traced = self._predicted_bytes(forecast) - forecast.hardware.unseen_bytes
-            beyond = max(peaks) - traced
-            if self._counts_evaluation and beyond <= apart:
-                # whose peak it is does not show
-                return False
-        seen = peak_seen(
-            self.args.protrain_cache_dir, device, forecast.layout, forecast.trace
-        )
-        known = seen.beyond_bytes if seen else 0
-        short = self._most_tokens < forecast.workload.tokens
-        if short and beyond < max(known, 0):
-            return False
-        if beyond < 0:
-            # another plan may need it
-            beyond //= 2
-        if abs(beyond - known) <= apart or not self.args.protrain_learn_peak:
-            return False
-        try:
-            keep_peak(self.args.protrain_cache_dir, device, forecast, beyond)
-        except ConfigError as error:
-            self.log.warning(str(error))
-            return False
-        return True
-
-    def _predicted_bytes(self, forecast: Forecast) -> int:
-        """The predicted peak of what has run."""
-        phases = {**forecast.device.phases}
-        evaluation = phases.pop("evaluation", 0) - forecast.hardware.unneeded_bytes
-        if self._counts_evaluation:
-            phases["evaluation"] = evaluation
-        return max(phases.values())
-
     def _finish(self, session: Session, report: RunReport, ranks: Ranks) -> None:
         measured = session.measured()
         if ranks.world.size > 1:
@@ -586,9 +412,10 @@ class TrainingRun:
             own["step_s"] = report.median_step_s()
             report.ranks = ranks.collect(own)
         peaks = [rank["device_peak_bytes"] for rank in report.ranks]
-        self._learn(report, peaks or [measured.device_peak_bytes])
-        if not self._is_first:
+        if not is_first():
             return
+        peaks = peaks or [measured.device_peak_bytes]
+        self._prediction.learn(peaks, self.recovery.unplanned_bytes)
         self.log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
@@ -599,10 +426,6 @@ class TrainingRun:
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""
         return self.session.clip_grad_norm(max_norm) if self.session else None
-
-    @property
-    def _is_first(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
 
     def require_final_space(self) -> None:
         """Refuse Axolotl's save after training if the weights alone do not fit."""
@@ -634,7 +457,9 @@ class TrainingRun:
             if value
         }
 
-    def _warnings(self, forecast: Forecast) -> list[str]:
+    def _warnings(
+        self, forecast: Forecast, model: nn.Module, device: torch.device
+    ) -> list[str]:
         notes = []
         plan = forecast.plan
         _, left_out = overrides(self.args) or (None, ())
@@ -647,13 +472,19 @@ class TrainingRun:
                 f"Taken over: {', '.join(self._taken_over)}. {plan.n_checkpoint} of "
                 f"{len(plan.policies)} blocks recompute, {plan.n_swap} swap."
             )
+        evaluates = self._cfg.val_set_size or self._cfg.test_datasets
+        if evaluates and device.type == "cpu" and may_repack(model):
+            notes.append(NOT_REPACKED)
+        if compile_keys(self._cfg) and device.type == "cpu":
+            notes.append(UNCOUNTED)
+        if device.type == "cuda":
+            notes.append(allocator_note(os.environ))
         return notes
 
 
-def _unseen_bytes(report: RunReport) -> int:
-    """Of the device, that its allocator does not count."""
-    total = report.forecast.hardware.device_bytes
-    return measured_unseen_bytes(torch.device(report.device), total)
+def is_first() -> bool:
+    """Whether this is the first of all ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def host_peak_bytes() -> int:

@@ -22,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from .callbacks import BLIND
 from .core.checkpoint import (
     OPTIMIZER,
     SCHEDULER,
@@ -39,7 +40,7 @@ from .core.engine.data_parallel import reduced_by_ddp, without_ddp
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
 from .objective import objective_of
-from .run import BLIND, TrainingRun
+from .run import TrainingRun
 from .saving import later
 
 _UPLOADERS = (
@@ -181,8 +182,9 @@ class ProTrainTrainerMixin(_Mixed):
     def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> None:
         """As plain, but in a folder aside; older ones go when this one has its name."""
         ranks, run = self.protrain.ranks, self._get_output_dir(trial=trial)
+        session = self.protrain.session
         run_dir = Path(run)
-        self.protrain.settle_save()
+        self.protrain.saves.settle()
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             require_space(run_dir, self.protrain.checkpoint_bytes)
@@ -195,7 +197,7 @@ class ProTrainTrainerMixin(_Mixed):
             with (
                 patch.object(self, "_get_output_dir", lambda trial: str(folder.parent)),
                 patch.object(self, "_push_from_checkpoint", lambda _folder: None),
-                self.protrain.gathered_state(),
+                session.gathered_state() if session else nullcontext(),
                 later(snapshot, folder) if snapshot else nullcontext(),
             ):
                 super()._save_checkpoint(model, trial, **kwargs)
@@ -221,7 +223,7 @@ class ProTrainTrainerMixin(_Mixed):
                 )
 
         if snapshot is not None:
-            self.protrain.write_beside(snapshot, final, rotate, meant)
+            self.protrain.saves.start(snapshot, final, rotate, meant)
             return
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(run, final.name))
@@ -295,8 +297,8 @@ class ShowingHandlerMixin(_MixedHandler):
         self, event: str, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Any:
         call = partial(super().call_event, event, args, control=control, **kwargs)
-        if event == "on_save" and self.protrain.saves_beside:
-            self.protrain.after_save(partial(call, state=copy(state)))
+        if event == "on_save" and self.protrain.saves.is_running:
+            self.protrain.saves.call_afterwards(partial(call, state=copy(state)))
             return control
         if event == "on_pre_optimizer_step" and self.protrain.session is not None:
             self.protrain.recovery.probe_update()

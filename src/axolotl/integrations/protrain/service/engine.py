@@ -14,25 +14,18 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from axolotl.utils.logging import get_logger
-from torch import Tensor
 
-from ..core.engine.device import is_shortage
 from ..core.errors import (
-    FOREIGN_ERRORS,
     CheckpointError,
-    DeviceMemoryError,
     ProTrainError,
     RequestError,
 )
 from .adapters import (
     AdapterSpec,
-    AdapterState,
     AdapterStore,
     claimed,
     folder_of,
@@ -41,15 +34,11 @@ from .adapters import (
 from .base import identity, opened, read
 from .live import AdamParams
 from .losses import Datum, checked_settings
-from .passes import Passes
+from .steps import FAULTS, Steps
 from .turns import Ticket, Turns
 
 LOG = get_logger(__name__)
 
-LAST = "_last"
-"""Name under which `close` saves what has changed since its last save."""
-FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
-"""What ends one request, and not the service."""
 _NOBODY = ""
 """In place of a model: whose requests are the service's own."""
 
@@ -97,8 +86,7 @@ class AdapterService:
             run, self.live = opened(cfg)
             self._held = held.pop_all()
         assert run.session is not None and run.report is not None
-        self._run, self.session, self.report = run, run.session, run.report
-        self._passes = Passes(cfg, self.session, self._prefetch)
+        self.session, self.report = run.session, run.report
         host_bytes = self.report.forecast.hardware.host_bytes
         if adapter_bytes is None:
             adapter_bytes = host_bytes // 4
@@ -110,11 +98,10 @@ class AdapterService:
             self.live.write_config,
             {"name": self.base_model, **identity(cfg)},
         )
-        self._unsaved: set[str] = set()
         self._lost: list[str] = []
-        self._num_passes = 0
         self.turns = Turns(request_bytes or host_bytes // 8)
-        self.turns.begin(_NOBODY, Ticket(self._forget, None))
+        self._steps = Steps(cfg, run, self.live, self.store, self.turns, self.folder)
+        self.turns.begin(_NOBODY, Ticket(self._steps.forget, None))
         # one that is never closed must not keep Python from ending
         self._thread = threading.Thread(
             target=self._serve, name="adapter-service", daemon=True
@@ -147,7 +134,7 @@ class AdapterService:
         layers = tuple(self.live.kinds if kinds is None else kinds)
         spec = AdapterSpec(rank, self.alpha, layers)
         self.live.layout(spec)
-        act = partial(self._create, model, spec, seed)
+        act = partial(self._steps.create, model, spec, seed)
         return self._begin(model, (spec, seed), act)
 
     def create_from(self, model: str, path: str, with_optimizer: bool) -> Ticket:
@@ -157,7 +144,7 @@ class AdapterService:
             RequestError: The path is not one, or another model has this id.
         """
         folder_of(self.folder, path)
-        act = partial(self._load, model, path, with_optimizer)
+        act = partial(self._steps.load, model, path, with_optimizer)
         return self._begin(model, (path, with_optimizer), act)
 
     def forward_backward(
@@ -179,10 +166,11 @@ class AdapterService:
         """
 
         def check() -> Callable[[], Any]:
+            passes = self._steps.passes
             given = checked_settings(loss_fn, settings or {})
-            self._passes.check(data, loss_fn)
-            run = partial(self._passes.run, data, loss_fn, given, not forward_only)
-            return partial(self._pass, model, run, forward_only)
+            passes.check(data, loss_fn)
+            run = partial(passes.run, data, loss_fn, given, not forward_only)
+            return partial(self._steps.pass_over, model, run, forward_only)
 
         sent = None if number is None else _digest(data)
         asks = (loss_fn, {**(settings or {})}, forward_only, sent)
@@ -192,7 +180,7 @@ class AdapterService:
         self, model: str, adam: AdamParams, number: int | None = None
     ) -> Ticket:
         """Update an adapter by AdamW; the norm of its gradients, before clipping."""
-        act = partial(self._update, model, adam)
+        act = partial(self._steps.update, model, adam)
         return self._ask(model, number, adam, lambda: act)
 
     def save(
@@ -208,7 +196,7 @@ class AdapterService:
 
         def check() -> Callable[[], Any]:
             path = path_of(model, "weights" if whole else "sampler_weights", name)
-            return partial(self._save, model, path, whole, overwrite)
+            return partial(self._steps.save, model, path, whole, overwrite)
 
         return self._ask(model, number, (name, whole, overwrite), check)
 
@@ -219,7 +207,7 @@ class AdapterService:
 
         def check() -> Callable[[], Any]:
             folder_of(self.folder, path)
-            return partial(self._load, model, path, with_optimizer)
+            return partial(self._steps.load, model, path, with_optimizer)
 
         return self._ask(model, number, (path, with_optimizer), check)
 
@@ -246,7 +234,7 @@ class AdapterService:
         """
         self.turns.close(model)
         # its bytes are the other thread's to free
-        self.turns.add(_NOBODY, None, Ticket(self._forget, None))
+        self.turns.add(_NOBODY, None, Ticket(self._steps.forget, None))
 
     def spec(self, model: str) -> AdapterSpec:
         """What a model's adapter is.
@@ -302,7 +290,9 @@ class AdapterService:
     def _begin(self, model: str, asks: Any, act: Callable[[], Any]) -> Ticket:
         # its first save would be refused
         path_of(model, "weights", "first")
-        return self.turns.begin(model, Ticket(partial(self._begun, model, act), asks))
+        return self.turns.begin(
+            model, Ticket(partial(self._steps.begin, model, act), asks)
+        )
 
     def _ask(
         self,
@@ -317,8 +307,6 @@ class AdapterService:
         except FAULTS as error:
             self.refuse(model, number, as_refusal(error), asks)
         return self.turns.add(model, number, Ticket(act, asks, nbytes))
-
-    # the one thread
 
     def _serve(self) -> None:
         try:
@@ -338,130 +326,9 @@ class AdapterService:
                 act = result = ticket = None
         finally:
             self.turns.refuse_all()
-            self._save_all()
-            self.live.leave()
-            self.store.close()
-            self._run.close()
+            self._lost = self._steps.save_all()
+            self._steps.close()
             self._held.close()
-
-    def _forget(self) -> None:
-        for model in [name for name in self.store.layouts if name not in self.turns]:
-            self._drop(model)
-
-    def _drop(self, model: str) -> None:
-        self.live.leave()
-        self.store.drop(model)
-        self._unsaved.discard(model)
-
-    def _begun(self, model: str, act: Callable[[], Any]) -> Any:
-        # one of this id that was unloaded may not be forgotten yet
-        self._drop(model)
-        return act()
-
-    def _create(self, model: str, spec: AdapterSpec, seed: int | None) -> str:
-        self.live.leave()
-        state = self.store.new(self.live.layout(spec))
-        self.live.initialise(state, seed)
-        self.store.put(model, state)
-        return model
-
-    def _state(self, model: str) -> AdapterState:
-        if model not in self.store.layouts:
-            raise RequestError(f"model_id: {model} could not be created.", 404)
-        if self.store.cached(model) is None:
-            # what is shown may have to leave for it
-            self.live.leave()
-        return self.store.get(model)
-
-    def _prefetch(self) -> None:
-        """Copy the adapter of the next turn while this one computes."""
-        model = self.turns.peek()
-        state = self.store.cached(model) if model else None
-        if state is not None:
-            self.live.prefetch(state)
-
-    def _update(self, model: str, adam: AdamParams) -> float:
-        self.live.show(self._state(model))
-        self._prefetch()
-        norm = self.live.update(adam)
-        self._unsaved.add(model)
-        return norm
-
-    def _save(self, model: str, path: str, whole: bool, overwrite: bool = True) -> str:
-        state, folder = self._state(model), folder_of(self.folder, path)
-        if not overwrite and folder.exists():
-            raise RequestError(
-                f"path: {path} is there already. Choose another name, or set overwrite."
-            )
-        self.live.put_back()
-        self.store.write(folder, state, whole)
-        if whole:
-            self._unsaved.discard(model)
-        return path
-
-    def _load(self, model: str, path: str, with_optimizer: bool) -> str:
-        # what is shown may have to leave
-        self.live.leave()
-        state = self.store.read(folder_of(self.folder, path), with_optimizer)
-        known = self.store.layouts.get(model, state.layout)
-        if known != state.layout:
-            self.store.discard(state)
-            raise RequestError(
-                f"path: {path} has rank {state.layout.spec.rank} on "
-                f"{', '.join(state.layout.spec.kinds)}, and {model} rank "
-                f"{known.spec.rank} on {', '.join(known.spec.kinds)}. Create a model "
-                "from the state instead."
-            )
-        self.store.put(model, state)
-        self._unsaved.discard(model)
-        return path
-
-    def _save_all(self) -> None:
-        self._forget()
-        for model in sorted(self._unsaved):
-            path = f"tinker://{model}/weights/{LAST}"
-            try:
-                LOG.info(f"saved as {self._save(model, path, True)}")
-            except FAULTS as error:
-                self._lost.append(f"{model} ({error})")
-
-    def _pass(
-        self,
-        model: str,
-        run: Callable[[], tuple[float, list[Tensor]]],
-        forward_only: bool,
-    ) -> tuple[float, list[Tensor]]:
-        state, repeats = self._state(model), count()
-        self.live.show(state)
-        self.live.begin_pass()
-
-        def attempt() -> tuple[float, list[Tensor]]:
-            if next(repeats):
-                self.live.leave()
-                self.live.show(state)
-            return run()
-
-        # the part of a trainer that a repeated step is named by
-        step = SimpleNamespace(state=SimpleNamespace(global_step=self._num_passes))
-        self._num_passes += 1
-        self._run.recovery.begin(step)  # type: ignore[arg-type]
-        try:
-            result = self._run.recovery.attempt(attempt, "forward")
-        except FAULTS as error:
-            # the adapter is as it was before: the host has it, and is shown again
-            traceback.clear_frames(error.__traceback__)
-            self.session.forget_gradients()
-            self.live.leave()
-            short = isinstance(error, RuntimeError) and is_shortage(error)
-            if short or isinstance(error, DeviceMemoryError):
-                raise RequestError(
-                    f"data: the device has no room for this request: {error}", 413
-                ) from error
-            raise
-        if not forward_only:
-            self.live.passed()
-            self._unsaved.add(model)
-        return result
 
 
 def as_refusal(error: BaseException) -> RequestError:

@@ -137,7 +137,7 @@ def simulate(d: Demand) -> StepTime:
     )
 
 
-class Step:
+class Clocks:
     """The clocks of the lanes, in seconds since the update.
 
     Attributes:
@@ -149,7 +149,7 @@ class Step:
     """
 
     def __init__(self, demand: Demand) -> None:
-        self._demand, self._traffic = demand, demand.first
+        self._demand = demand
         self.now = self.issued = self.skipped = 0.0
         lanes = [*LANES[1:], COMMUNICATE]
         self.exposed = dict.fromkeys(lanes if demand.reduces else LANES[1:], 0.0)
@@ -157,6 +157,61 @@ class Step:
         # when each lane has done what was queued
         self._free = dict.fromkeys(lanes, 0.0)
         self._cause = "host"
+
+    def _block(self, until: float, lane: str) -> None:
+        """The calling thread waits, and queues nothing meanwhile."""
+        if until > self.issued:
+            self.issued = until
+            self._cause = lane
+
+    def _run(self, seconds: float) -> None:
+        """Compute works, not before the thread has come to queue it."""
+        if self.issued > self.now:
+            self.exposed[self._cause] += self.issued - self.now
+            self.now = self.issued
+        self.now += seconds
+        if not self._demand.overlaps:
+            self.issued = self.now
+
+    def _stand(self, seconds: float, lane: str) -> None:
+        """Compute stands still for a copy that runs in its place."""
+        self._run(seconds)
+        self.exposed[lane] += seconds
+
+    def _await(self, event: float, lane: str = "fetch") -> None:
+        """Compute waits for a copy."""
+        if self.issued > self.now:
+            self._run(0.0)
+        if event > self.now:
+            self._stand(event - self.now, lane)
+
+    def _queue(self, lane: str, seconds: float, ready: float = 0.0) -> float:
+        """A lane works, not before `ready`, and not before the thread has come to
+        queue it. Returns when it is done."""
+        self.busy[lane] += seconds
+        if not self._demand.overlaps and lane != "host":
+            self._stand(seconds, lane)
+            return self.now
+        done = max(self._free[lane], self.issued, ready) + seconds
+        self._free[lane] = done
+        return done
+
+    def _exchange(self, way: str, seconds: float, ready: float) -> float:
+        """Ranks gather or reduce: in the time of copies that `way` where they have no
+        link of their own."""
+        if not self._demand.shares_link or not seconds:
+            return self._queue(COMMUNICATE, seconds, ready)
+        done = self._queue(COMMUNICATE, seconds, max(ready, self._free[way]))
+        self._free[way] = done
+        return done
+
+
+class Step(Clocks):
+    """One optimizer step without deferred updates."""
+
+    def __init__(self, demand: Demand) -> None:
+        super().__init__(demand)
+        self._traffic = demand.first
         self._updated = [0.0] * demand.num_chunks
         self._stale: list[tuple[TrainedWork, float]] = []
         self._arrival = [0.0] * demand.num_chunks
@@ -288,53 +343,6 @@ class Step:
             for lane in sums:
                 sums[lane] += times * (sums[lane] - began[lane])
 
-    def _block(self, until: float, lane: str) -> None:
-        """The calling thread waits, and queues nothing meanwhile."""
-        if until > self.issued:
-            self.issued = until
-            self._cause = lane
-
-    def _run(self, seconds: float) -> None:
-        """Compute works, not before the thread has come to queue it."""
-        if self.issued > self.now:
-            self.exposed[self._cause] += self.issued - self.now
-            self.now = self.issued
-        self.now += seconds
-        if not self._demand.overlaps:
-            self.issued = self.now
-
-    def _stand(self, seconds: float, lane: str) -> None:
-        """Compute stands still for a copy that runs in its place."""
-        self._run(seconds)
-        self.exposed[lane] += seconds
-
-    def _await(self, event: float, lane: str = "fetch") -> None:
-        """Compute waits for a copy."""
-        if self.issued > self.now:
-            self._run(0.0)
-        if event > self.now:
-            self._stand(event - self.now, lane)
-
-    def _queue(self, lane: str, seconds: float, ready: float = 0.0) -> float:
-        """A lane works, not before `ready`, and not before the thread has come to
-        queue it. Returns when it is done."""
-        self.busy[lane] += seconds
-        if not self._demand.overlaps and lane != "host":
-            self._stand(seconds, lane)
-            return self.now
-        done = max(self._free[lane], self.issued, ready) + seconds
-        self._free[lane] = done
-        return done
-
-    def _exchange(self, way: str, seconds: float, ready: float) -> float:
-        """Ranks gather or reduce: in the time of copies that `way` where they have no
-        link of their own."""
-        if not self._demand.shares_link or not seconds:
-            return self._queue(COMMUNICATE, seconds, ready)
-        done = self._queue(COMMUNICATE, seconds, max(ready, self._free[way]))
-        self._free[way] = done
-        return done
-
     def _enter(self, traffic: Traffic) -> None:
         """`Session.ready`: weights that stay on the device."""
         for work, done in sorted(self._stale, key=lambda stale: stale[0].chunk):
@@ -436,7 +444,7 @@ class DeferredStep(Step):
         super().__init__(demand)
         # parts of updates
         self._pending: deque[tuple[TrainedWork, int]] = deque()
-        self._noted: Sequence[TrainedWork] = ()
+        self._outside: Sequence[TrainedWork] = ()
         self._leaving: deque[float] = deque()
 
     def update(self) -> None:
@@ -445,19 +453,19 @@ class DeferredStep(Step):
         self._run(d.update_s)
         works = chain.from_iterable(d.gradients)
         self._pending.extend(product(works, range(d.num_parts)))
-        self._noted = d.outside
+        self._outside = d.outside
         self._fetch_operands()
 
     def _enter(self, traffic: Traffic) -> None:
         """Weights outside blocks are updated one after the other, in memory that is
         compute's until then."""
-        for work in self._noted:
+        for work in self._outside:
             seconds = work.operand_bytes * traffic.fetch_s
             self._await(self._queue("fetch", seconds, self.now))
             left = self._update(work)
             if not work.renew_bytes:
                 self._block(left, self._landing)
-        self._noted = ()
+        self._outside = ()
 
     def _opened(self, block: int) -> None:
         if not self._pending:

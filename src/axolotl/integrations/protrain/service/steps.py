@@ -1,0 +1,200 @@
+"""The steps that the one thread of a service makes with a base and its adapters."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from axolotl.utils.logging import get_logger
+from torch import Tensor
+
+from ..core.engine.device import is_shortage
+from ..core.errors import (
+    FOREIGN_ERRORS,
+    DeviceMemoryError,
+    ProTrainError,
+    RequestError,
+)
+from ..run import TrainingRun
+from .adapters import AdapterSpec, AdapterState, AdapterStore, folder_of
+from .live import AdamParams, LiveAdapter
+from .passes import Passes
+from .turns import Turns
+
+LOG = get_logger(__name__)
+
+LAST = "_last"
+"""Name under which `close` saves what has changed since its last save."""
+FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
+"""What ends one request, and not the service."""
+
+
+class Steps:
+    """Makes each step of a request, with the adapter of its model shown.
+
+    Args:
+        cfg: Axolotl's validated configuration.
+        run: Open, with the base.
+        live: Shows an adapter.
+        store: Has them all.
+        turns: Say whose turn is next.
+        folder: For what is saved.
+
+    Attributes:
+        passes: Forward and backward.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        run: TrainingRun,
+        live: LiveAdapter,
+        store: AdapterStore,
+        turns: Turns,
+        folder: Path,
+    ) -> None:
+        assert run.session is not None
+        self._run, self._session, self._live = run, run.session, live
+        self._store, self._turns, self._folder = store, turns, folder
+        self.passes = Passes(cfg, run.session, self._prefetch)
+        self._unsaved: set[str] = set()
+        self._num_passes = 0
+
+    def forget(self) -> None:
+        """Drop the models that were unloaded."""
+        for model in [name for name in self._store.layouts if name not in self._turns]:
+            self._drop(model)
+
+    def _drop(self, model: str) -> None:
+        self._live.leave()
+        self._store.drop(model)
+        self._unsaved.discard(model)
+
+    def begin(self, model: str, act: Callable[[], Any]) -> Any:
+        """Make the first state of a model."""
+        # one of this id that was unloaded may not be forgotten yet
+        self._drop(model)
+        return act()
+
+    def create(self, model: str, spec: AdapterSpec, seed: int | None) -> str:
+        """Draw a new adapter."""
+        self._live.leave()
+        state = self._store.new(self._live.layout(spec))
+        self._live.initialise(state, seed)
+        self._store.put(model, state)
+        return model
+
+    def _state(self, model: str) -> AdapterState:
+        if model not in self._store.layouts:
+            raise RequestError(f"model_id: {model} could not be created.", 404)
+        if self._store.cached(model) is None:
+            # what is shown may have to leave for it
+            self._live.leave()
+        return self._store.get(model)
+
+    def _prefetch(self) -> None:
+        """Copy the adapter of the next turn while this one computes."""
+        model = self._turns.peek()
+        state = self._store.cached(model) if model else None
+        if state is not None:
+            self._live.prefetch(state)
+
+    def update(self, model: str, adam: AdamParams) -> float:
+        """Make an update; the norm of the gradients before clipping."""
+        self._live.show(self._state(model))
+        self._prefetch()
+        norm = self._live.update(adam)
+        self._unsaved.add(model)
+        return norm
+
+    def save(self, model: str, path: str, whole: bool, overwrite: bool = True) -> str:
+        """Write an adapter to the disk."""
+        state, folder = self._state(model), folder_of(self._folder, path)
+        if not overwrite and folder.exists():
+            raise RequestError(
+                f"path: {path} is there already. Choose another name, or set overwrite."
+            )
+        self._live.put_back()
+        self._store.write(folder, state, whole)
+        if whole:
+            self._unsaved.discard(model)
+        return path
+
+    def load(self, model: str, path: str, with_optimizer: bool) -> str:
+        """Read an adapter from the disk."""
+        # what is shown may have to leave
+        self._live.leave()
+        state = self._store.read(folder_of(self._folder, path), with_optimizer)
+        known = self._store.layouts.get(model, state.layout)
+        if known != state.layout:
+            self._store.discard(state)
+            raise RequestError(
+                f"path: {path} has rank {state.layout.spec.rank} on "
+                f"{', '.join(state.layout.spec.kinds)}, and {model} rank "
+                f"{known.spec.rank} on {', '.join(known.spec.kinds)}. Create a model "
+                "from the state instead."
+            )
+        self._store.put(model, state)
+        self._unsaved.discard(model)
+        return path
+
+    def save_all(self) -> list[str]:
+        """Save each adapter that has changed as `LAST`; returns those that could not be."""
+        self.forget()
+        lost = []
+        for model in sorted(self._unsaved):
+            path = f"tinker://{model}/weights/{LAST}"
+            try:
+                LOG.info(f"saved as {self.save(model, path, True)}")
+            except FAULTS as error:
+                lost.append(f"{model} ({error})")
+        return lost
+
+    def close(self) -> None:
+        """Give the memory of all adapters back, and the base."""
+        self._live.leave()
+        self._store.close()
+        self._run.close()
+
+    def pass_over(
+        self,
+        model: str,
+        run: Callable[[], tuple[float, list[Tensor]]],
+        forward_only: bool,
+    ) -> tuple[float, list[Tensor]]:
+        """Run forward and backward for an adapter, again if a smaller plan is needed."""
+        state, repeats = self._state(model), count()
+        self._live.show(state)
+        self._live.begin_pass()
+
+        def attempt() -> tuple[float, list[Tensor]]:
+            if next(repeats):
+                self._live.leave()
+                self._live.show(state)
+            return run()
+
+        # the part of a trainer that a repeated step is named by
+        step = SimpleNamespace(state=SimpleNamespace(global_step=self._num_passes))
+        self._num_passes += 1
+        self._run.recovery.begin(step)  # type: ignore[arg-type]
+        try:
+            result = self._run.recovery.attempt(attempt, "forward")
+        except FAULTS as error:
+            # the adapter is as it was before: the host has it, and is shown again
+            traceback.clear_frames(error.__traceback__)
+            self._session.forget_gradients()
+            self._live.leave()
+            short = isinstance(error, RuntimeError) and is_shortage(error)
+            if short or isinstance(error, DeviceMemoryError):
+                raise RequestError(
+                    f"data: the device has no room for this request: {error}", 413
+                ) from error
+            raise
+        if not forward_only:
+            self._live.passed()
+            self._unsaved.add(model)
+        return result
