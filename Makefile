@@ -75,10 +75,10 @@ chaos: install ## attack trainings in every way and write docs/reliability.md
 sweep: install ## train every model type of transformers and write docs/models.md
 	@$(BIN)/python tests/protrain/sweep.py
 
-lint: install-dev ## ruff, mypy, bandit: nothing is changed
+lint: install-dev ## ruff, mypy, bandit, words: nothing is changed
 	@status=0; \
 	for check in "ruff check" "ruff format --check" mypy \
-		"bandit -q -c pyproject.toml -r src"; do \
+		"bandit -q -c pyproject.toml -r src" "python tools/words.py"; do \
 		$(BIN)/$$check || status=1; \
 	done; \
 	exit $$status

@@ -374,7 +374,7 @@ def test_host_bytes_of_a_node(accumulation: int, master: bool) -> None:
     trained = (2 if master else 1) * 4 * WHOLE
     for plan, pages in ((shared, 8), (whole, 5)):
         host = memory.host(plan).states
-        assert host.arena == 4 * pages * 4096
+        assert host.host_pool == 4 * pages * 4096
         # a share of each rank is one copy, and the sums of each before they are reduced
         private = 4 * trained if accumulation > 1 else 0
         assert host.gradients == trained + private

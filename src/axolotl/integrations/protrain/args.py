@@ -310,7 +310,7 @@ def args_from(cfg: Mapping[str, Any]) -> ProTrainArgs:
 
 
 def lists_plugin(plugins: Iterable[object] | None) -> bool:
-    """Whether the key `plugins` has this one, under whichever of its names.
+    """Tell whether the key `plugins` has this one, under whichever of its names.
 
     Raises:
         ConfigError: It is no list.

@@ -17,7 +17,7 @@ class BackgroundSave:
 
     @property
     def is_running(self) -> bool:
-        """Whether a checkpoint is on its way, and may not have its name yet."""
+        """Tell whether a checkpoint is on its way, and may not have its name yet."""
         return self._snapshot is not None
 
     def start(

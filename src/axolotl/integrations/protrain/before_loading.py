@@ -156,7 +156,7 @@ def dry_run(asked: tuple[Any, Hardware, World]) -> Answer:
 def _depends_on_rates(
     args: ProTrainArgs, subject: TracedJob, hardware: Hardware
 ) -> bool:
-    """Whether some plan fits under another `Search.swap_interval`: rates change no
+    """Tell whether some plan fits under another `Search.swap_interval`: rates change no
     other bytes."""
     trace, layout = subject.traced.trace, subject.layout
     swappable = MemoryModel(layout, trace, subject.workload, hardware).swappable_bytes

@@ -27,7 +27,8 @@ LARGE_BYTES = 1 << 20
 
 
 class LoadShare:
-    """Which 4-bit weights rank `rank` of a node's `size` quantises while a base loads.
+    """The 4-bit weights that rank `rank` of a node's `size` quantises while a base
+    loads.
 
     The others are there in name only, on pages that nobody has touched: their bytes
     come from the rank that has them when the model is moved to its place.
@@ -38,7 +39,7 @@ class LoadShare:
         self._absent: list[nn.Parameter] = []
 
     def takes(self, name: str) -> bool:
-        """Whether this rank quantises a weight; of one name on all ranks."""
+        """Tell whether this rank quantises a weight; of one name on all ranks."""
         return zlib.crc32(name.encode()) % self._size == self._rank
 
     def leave(self, param: nn.Parameter) -> None:
@@ -120,7 +121,7 @@ def quantise_on(
 
 
 def is_of_experts(name: str, weight: torch.Tensor) -> bool:
-    """Whether Axolotl's `quantize_moe_experts` is about a weight."""
+    """Tell whether Axolotl's `quantize_moe_experts` is about a weight."""
     return weight.ndim >= 3 and "expert" in name.lower()
 
 

@@ -1,4 +1,4 @@
-"""What a trainer computes in a micro-batch: its own loss, on a batch of its collator.
+"""The trainer's objective in a micro-batch: its own loss, on a batch of its collator.
 
 Preference training runs pairs of answers, and the model again as its own reference or
 another one beside it; distillation compares with a teacher's logits. All of that is in
@@ -47,33 +47,35 @@ class Objective:
     _trainer: Trainer
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Of a batch, by a copy of the model on the meta device; changes nothing."""
-        stand_in: Any = object.__new__(type(self._trainer))
+        """Compute the loss of a batch, by a copy of the model on the meta device;
+        changes nothing."""
+        copied: Any = object.__new__(type(self._trainer))
         models = {"model": model, "model_wrapped": model, **self.others}
-        # who holds the trainer or a model of its has the stand-ins
-        memo: dict[int, Any] = {id(self._trainer): stand_in}
+        # who holds the trainer or a model of its has the copies
+        memo: dict[int, Any] = {id(self._trainer): copied}
         for name, value in vars(self._trainer).items():
             if name in models:
                 memo[id(value)] = models[name]
         for name, value in vars(self._trainer).items():
             if name not in models:
-                setattr(stand_in, name, _own(value, memo))
+                setattr(copied, name, _own(value, memo))
         # callbacks and the log see training alone
-        stand_in.log = _nothing
+        copied.log = _nothing
         accelerator = copy.copy(self._trainer.accelerator)
         accelerator.__class__ = _Alone
-        vars(stand_in).update(models, accelerator=accelerator)
+        vars(copied).update(models, accelerator=accelerator)
         moved = {
             key: value.to(_META) if isinstance(value, Tensor) else value
             for key, value in batch.items()
         }
-        return stand_in.compute_loss(model, moved)
+        return copied.compute_loss(model, moved)
 
 
 def objective_of(
     trainer: Trainer, dataset: Any, collate: Collate, length: int | None = None
 ) -> Objective | None:
-    """That of a trainer which computes more than one forward, else None.
+    """Return the objective of a trainer which computes more than one forward, else
+    None.
 
     Args:
         trainer: About to train.

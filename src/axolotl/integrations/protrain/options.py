@@ -41,7 +41,7 @@ class Number(NamedTuple):
     least: int
 
     def is_set(self, cfg: Any) -> bool:
-        """Whether a YAML has such a number to change."""
+        """Tell whether a YAML has such a number to change."""
         return bool(cfg[self.key]) and (self.key != "lora_r" or bool(cfg.adapter))
 
     def at(self, value: int, cfg: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Option(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether what it needs is installed."""
+        """Tell whether what it needs is installed."""
         return not self.package or importlib.util.find_spec(self.package) is not None
 
     @property
@@ -115,7 +115,7 @@ FUSED_LOSS = "cut_cross_entropy"
 
 
 def has_plain_loss(cfg: Any, on_cuda: bool) -> bool:
-    """Whether a loss that keeps no logits could take the place of this one."""
+    """Tell whether a loss that keeps no logits could take the place of this one."""
     has_own = cfg.rl or cfg.reward_model or cfg.process_reward_model
     return not (has_own or any(cfg[loss] for loss in _LOSSES)) and on_cuda
 
@@ -191,7 +191,7 @@ def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] 
     if _in_4_bits(cfg, on_cuda):
         option = "adapter: qlora, load_in_4bit: true"
         weights = states.resident + states.slots
-        parts.append(("16-bit weights", option, 0.75, weights, on_host.arena))
+        parts.append(("16-bit weights", option, 0.75, weights, on_host.host_pool))
     ways = [
         (int(share * nbytes), where, part, option)
         for part, option, share, *both in parts

@@ -264,7 +264,7 @@ def _check_checkpoints(cfg: Any) -> None:
 
 
 def _check_machine(cfg: Any) -> None:
-    """What the YAML alone cannot tell."""
+    """Check what the YAML alone cannot tell."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     lines = []
     if not num_gpus and args_from(cfg).protrain_capacity_bytes is None:

@@ -1,4 +1,4 @@
-"""How far a run is from its forecast: said once, and learned for the next run."""
+"""The distance of a run from its forecast: said once, and learned for the next run."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _is_off(value: object) -> bool:
 
 
 def _has_range(patterns: object) -> bool:
-    """Whether an entry ends like ``name[:100]``, which Axolotl trains row by row.
+    """Tell whether an entry ends like ``name[:100]``, which Axolotl trains row by row.
 
     ``layers.[0-9]+`` and ``layers.[0-9]`` are regular expressions, not ranges.
     """

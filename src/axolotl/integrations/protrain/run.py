@@ -351,7 +351,7 @@ class TrainingRun:
         self.signals.release()
 
     def end_step(self) -> None:
-        """It has ended."""
+        """An optimizer step has ended."""
         assert self.session is not None and self.report is not None
         seconds = time.perf_counter() - self._started
         self.note_peak()
@@ -373,8 +373,8 @@ class TrainingRun:
         return optimizer
 
     def snapshot(self, readers: Sequence[str]) -> Snapshot | None:
-        """What writes a checkpoint beside training; None where training has to wait, for
-        `readers` too."""
+        """Return what writes a checkpoint beside training; None where training has to
+        wait, for `readers` too."""
         wanted = self.args.protrain_async_save and self.ranks.world.size == 1
         if self.session is None or self.report is None or not wanted:
             return None
@@ -438,8 +438,8 @@ class TrainingRun:
             self.session.device.peak_bytes()
 
     def log_values(self, step: int, loss: float) -> dict[str, float]:
-        """What has moved since the last call, and peaks, in GiB and seconds, for the
-        Trainer's log; nothing that is 0. The report keeps the loss."""
+        """Collect what has moved since the last call, and peaks, in GiB and seconds,
+        for the Trainer's log; nothing that is 0. The report keeps the loss."""
         if self.session is None or self.report is None:
             return {}
         self.report.losses.append((step, loss))
@@ -483,7 +483,7 @@ class TrainingRun:
 
 
 def is_first() -> bool:
-    """Whether this is the first of all ranks."""
+    """Tell whether this is the first of all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -99,7 +99,7 @@ def write_safetensors(
     metadata: dict[str, str] | None = None,
     write: Write = write_file,
 ) -> None:
-    """What `safetensors.torch.save_file` does, of views too, and without copies."""
+    """Do what `safetensors.torch.save_file` does, of views too, and without copies."""
     specs = [spec_of(key, tensor) for key, tensor in tensors.items()]
     known = [spec for spec in specs if spec is not None]
     if len(known) < len(specs):

@@ -231,7 +231,7 @@ class ProTrainTrainerMixin(_Mixed):
             rotate()
 
     def _readers(self) -> list[str]:
-        """Who may read a checkpoint as soon as it is saved."""
+        """Name all who may read a checkpoint as soon as it is saved."""
         readers = [
             type(callback).__name__
             for callback in self.callback_handler.callbacks
@@ -335,8 +335,8 @@ def _put_in_front(owner: Any, mixin: type, **held: Any) -> None:
 
 
 def _is_foreign(scheduler: Any) -> bool:
-    """Whether neither torch, transformers nor Axolotl has made what a scheduler calls, or
-    one that it is made of."""
+    """Tell whether neither torch, transformers nor Axolotl has made what a scheduler
+    calls, or one that it is made of."""
     parts = [type(scheduler), *getattr(scheduler, "lr_lambdas", ())]
     parts = [part.func if isinstance(part, partial) else part for part in parts]
     homes = {(part.__module__ or "").partition(".")[0] for part in parts}

@@ -227,7 +227,7 @@ def _rates(rates: Hardware) -> Iterator[Finding]:
 
 
 def _overlap(device: Device) -> Finding:
-    """How much of a copy hides behind products that take as long."""
+    """Return how much of a copy hides behind products that take as long."""
     where, nbytes = device.torch_device, 256 << 20
     left = torch.randn(2048, 2048, device=where, dtype=torch.bfloat16)
     host, target = host_buffer(nbytes), device.allocate(nbytes)

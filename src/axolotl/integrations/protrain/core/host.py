@@ -1,5 +1,5 @@
-"""What the host gives this process: memory, its nodes, and processors, as cgroups limit
-them.
+"""Limits of this process on its host: memory, its nodes, and processors, as cgroups
+limit them.
 
 A container sees the machine's memory and processors, and is stopped or killed beyond its
 own: rented ones show 96 processors for a quota of 8.

@@ -46,7 +46,7 @@ _Part = tuple[_Offset, _Offset, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
 
 
 class _File(BaseModel, strict=True):
-    """Its parts, by name, one after the other: begin, end and hash."""
+    """List the parts of a file, by name, one after the other: begin, end and hash."""
 
     bytes: _Offset
     parts: dict[str, _Part]
@@ -113,8 +113,8 @@ def write_manifest(folder: Path, meant: Collection[str] = ()) -> None:
 
 
 def size_faults(folder: Path, allowed: Collection[str] = ()) -> Iterator[str]:
-    """What is not there, unless it is `allowed` not to be, or has another length; nothing
-    without a list.
+    """Name what is not there, unless it is `allowed` not to be, or has another length;
+    nothing without a list.
 
     Raises:
         OSError, ValueError: The list cannot be read, or is none.
@@ -126,8 +126,8 @@ def size_faults(folder: Path, allowed: Collection[str] = ()) -> Iterator[str]:
 
 
 def differences(folder: Path) -> list[str] | None:
-    """What is missing, differs or is not listed in a checkpoint by file and tensor, from
-    its bytes; None without a list."""
+    """List what is missing, differs or is not listed in a checkpoint by file and
+    tensor, from its bytes; None without a list."""
     try:
         listed = _read(folder)
     except (OSError, ValueError) as error:

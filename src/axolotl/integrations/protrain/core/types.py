@@ -38,7 +38,7 @@ charged by its bytes."""
 
 
 class Placement(Enum):
-    """Where the parts of a chunk live. The members say which memory is in use."""
+    """Places of the parts of a chunk. The members say which memory is in use."""
 
     RESIDENT = "resident"
     """Weights, gradients and optimizer state on the device."""
@@ -56,7 +56,7 @@ class Placement(Enum):
 
 
 class Update(Enum):
-    """Where weights are updated whose optimizer state is on the host."""
+    """Device that updates weights whose optimizer state is on the host."""
 
     DEVICE = "device"
     """Where they compute: state comes with their next fetch and goes back changed, and
@@ -114,7 +114,7 @@ class Chunk:
 
     @cached_property
     def payload_16_bit_bytes(self) -> int:
-        """Those of them that an fp32 master is kept of."""
+        """The trained tensors that an fp32 master is kept of."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.is_16_bit)
 
     def has_masters(self, fp32_master: bool) -> bool:
@@ -138,7 +138,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of a model fall into chunks.
+    """Division of the parameters of a model into chunks.
 
     Attributes:
         blocks: In the order of use.
@@ -168,7 +168,7 @@ class Layout:
 
 
 class Policy(Enum):
-    """What becomes of the tensors that a block saves for backward."""
+    """The fate of the tensors that a block saves for backward."""
 
     KEEP = "keep"
     """They stay on the device."""
@@ -223,7 +223,7 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Plan(Knobs):
-    """What the runtime does, decided once: what follows from the knobs.
+    """Instructions to the runtime, decided once: all that follows from the knobs.
 
     Attributes:
         placements: Of each chunk; `policies` of each block.
@@ -273,9 +273,10 @@ class Plan(Knobs):
 
 @dataclass(frozen=True)
 class Work:
-    """What operators do, enough to say how long they take on some device: the
-    operations of matrix products in 16-bit types and in fp32 and of fused attention in 16
-    bits, the bytes that all others read and write, and how many kernels they launch."""
+    """Work of operators, enough to say how long they take on some device: the
+    operations of matrix products in 16-bit types and in fp32 and of fused attention
+    in 16 bits, the bytes that all others read and write, and how many kernels they
+    launch."""
 
     flops_16: int = 0
     flops_32: int = 0
@@ -388,7 +389,7 @@ ALONE = World()
 
 @dataclass(frozen=True)
 class Workload:
-    """What the YAML asks of a step, beside the model and its batch.
+    """Settings of a step in the YAML, beside the model and its batch.
 
     Attributes:
         accumulation: Micro-batches of an optimizer step.
@@ -432,14 +433,14 @@ class Workload:
 def main_grads_in_fp32(
     fp32_master: bool, accumulates: bool, world: World, update: Update
 ) -> bool:
-    """Whether gradients of weights with masters add up in fp32: where several are added,
-    and where the host reads them where they lie."""
+    """Tell whether gradients of weights with masters add up in fp32: where several are
+    added, and where the host reads them where they lie."""
     return fp32_master and (accumulates or world.size > 1 or update is Update.HOST)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one machine gives, measured or looked up. Rates are per second.
+    """Rates and memory of one machine, measured or looked up. Rates are per second.
 
     Attributes:
         source: Where the figures come from, for people.
@@ -495,8 +496,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Of a block, or of what is outside them all, in one micro-batch; backward takes none
-    where nothing trains."""
+    """Seconds of a block, or of what is outside them all, in one micro-batch; backward
+    takes none where nothing trains."""
 
     forward_s: float
     backward_s: float = 0.0
@@ -521,8 +522,8 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan may use. `reserve_bytes` of the device must stay free; the host's are
-    for the pinned pool and what trains on it."""
+    """Memory that a plan may use. `reserve_bytes` of the device must stay free; the
+    host's are for the pinned pool and what trains on it."""
 
     device_bytes: int
     reserve_bytes: int
@@ -541,7 +542,7 @@ within what a prediction is wrong by."""
 
 @dataclass
 class Counters:
-    """What a session has moved so far. Whoever moves it counts here.
+    """Bytes that a session has moved so far. Each mover counts here.
 
     Attributes:
         fetched_bytes: Weights, sums of gradients and optimizer state, to the device.

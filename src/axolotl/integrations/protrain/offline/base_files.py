@@ -104,7 +104,7 @@ def download_config(raw: Mapping[str, Any]) -> None:
 
 
 def _is_path(source: str) -> bool:
-    """Whether a name can be no repository of the Hub."""
+    """Tell whether a name can be no repository of the Hub."""
     is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source, re.ASCII)
     owner, slash, _ = source.partition("/")
     return not is_name or (bool(slash) and os.path.isdir(owner))
@@ -172,7 +172,8 @@ def _read(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def _quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Where transformers looks for it, and MLX, which has no `quant_method`."""
+    """Read the key where transformers looks for it, and MLX, which has no
+    `quant_method`."""
     text = config.get("text_config")
     for owner in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
@@ -183,7 +184,8 @@ def _quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _is_unpacked(raw: Mapping[str, Any]) -> bool:
-    """Whether the YAML asks transformers for plain weights of an MXFP4 or FP8 base."""
+    """Tell whether the YAML asks transformers for plain weights of an MXFP4 or FP8
+    base."""
     kwargs = raw.get("model_quantization_config_kwargs")
     asked = isinstance(kwargs, Mapping) and bool(kwargs.get("dequantize"))
     return asked and bool(raw.get("model_quantization_config"))

@@ -124,7 +124,8 @@ def planned_attention(
 def _documents(
     positions: Tensor | None, bounds: Tensor | None, shape: torch.Size
 ) -> int:
-    """How many of equal length a packed row has; 1 if that is not known, or several rows."""
+    """Return how many of equal length a packed row has; 1 if that is not known, or
+    several rows."""
     known = None if positions is None else value_of(positions)
     if bounds is not None:
         documents = len(bounds) - 1
@@ -156,19 +157,19 @@ def attention_kernels(names: Iterable[str]) -> Iterator[None]:
         if sdpa_varlen._PATCH_APPLIED:
             # Axolotl's own looks for a GPU, and takes a mask without one
             packed = partial(_packed_sdpa, ATTENTION["sdpa"])
-            _stand_in(ATTENTION, "sdpa", packed, undo)
+            _register(ATTENTION, "sdpa", packed, undo)
         for name in {PLANNED_ATTENTION, *ATTENTION, *names}:
             if name == "eager" or "sdpa" in name or name.startswith("paged|"):
                 continue
             # what has no mask takes the boundaries of documents as positions
             maskless = name == PLANNED_ATTENTION or "flex" in name
             mask = _no_mask if maskless else MASKS["flash_attention_2"]
-            _stand_in(ATTENTION, name, planned_attention, undo)
-            _stand_in(MASKS, name, mask, undo)
+            _register(ATTENTION, name, planned_attention, undo)
+            _register(MASKS, name, mask, undo)
         yield
 
 
-def _stand_in(interface: Any, name: str, function: Any, undo: ExitStack) -> None:
+def _register(interface: Any, name: str, function: Any, undo: ExitStack) -> None:
     """Hide what transformers has by a name; its own entries hide what is registered."""
     before = interface.get(name)
 
@@ -233,7 +234,7 @@ def _linear_attention(model: nn.Module, used: list[str]) -> Iterator[None]:
 
 
 def _is_elsewhere(package: str) -> bool:
-    """Whether a package is installed here and needs a GPU, which is not here."""
+    """Tell whether a package is installed here and needs a GPU, which is not here."""
     is_installed = importlib.util.find_spec(package) is not None
     return is_installed and not torch.cuda.is_available()
 
@@ -423,7 +424,7 @@ def _gemm_4bit(
 def _int8_quant(
     rows: Tensor, threshold: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Which columns are outliers depends on values: none are taken to be."""
+    """Take no column to be an outlier, which depends on values."""
     scales = rows.new_empty(rows.shape[:-1].numel(), dtype=torch.float32)
     packed = torch.empty_like(rows, dtype=torch.int8)
     if threshold == 0.0:

@@ -75,7 +75,7 @@ def _of_every_yaml() -> Iterator[str]:
 
 @cache
 def _file(module: str) -> Path | None:
-    """Where an import would find the source of a module, without importing anything."""
+    """Find, as an import would, the source of a module, without importing anything."""
     top, *inner = module.split(".")
     loaded = getattr(sys.modules.get(top), "__path__", None)
     if loaded is None or not inner:

@@ -432,7 +432,7 @@ class _Loader(ModelLoader):
         if target == "cuda":
             patches = self.patch_manager
             patches._apply_sdpa_varlen_patch = self._note_varlen
-            # these want the kernel's package, which its stand-in does not
+            # these want the kernel's package, which its replacement does not
             patches._apply_flash_attention_patches = _nothing
             patches._apply_sageattn_patches = _nothing
 

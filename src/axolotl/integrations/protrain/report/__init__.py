@@ -1,3 +1,2 @@
-"""What a run will do and what it did: for people in `text` and `page`, for programs in
-`forecast` and `run`.
-"""
+"""Forecasts and reports of a run: for people in `text` and `page`, for programs in
+`forecast` and `run`."""

@@ -167,7 +167,7 @@ def answer_dict(forecast: Forecast, uncomputed: str | None = None) -> dict[str, 
 
 
 def hardware_dict(card: Hardware) -> dict[str, str]:
-    """Which machine a forecast is of."""
+    """Name the machine that a forecast is of."""
     return {"name": card.name, "source": card.source, "link": card.link}
 
 
@@ -184,7 +184,7 @@ def price_dict(forecast: Forecast | None) -> dict[str, Any]:
 
 
 def lack(forecast: Forecast) -> str | None:
-    """How much a plan lacks, of the device first; None if it fits."""
+    """Return how much a plan lacks, of the device first; None if it fits."""
     budget = forecast.budget
     lacking = [
         f"{format_bytes(needed - has)} of {where} memory"
@@ -296,7 +296,7 @@ def format_speed(tokens_per_s: float) -> str:
 
 
 def format_pace(step_s: float, tokens_per_s: float) -> str:
-    """How long a step takes and how fast that is."""
+    """Return how long a step takes and how fast that is."""
     return f"{format_seconds(step_s)} a step, {format_speed(tokens_per_s)}"
 
 

@@ -1,4 +1,4 @@
-"""What a run does beside what was predicted of it: a table, a last line, report.json."""
+"""The report of a run beside its forecast: a table, a last line, report.json."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class RunReport:
         )
 
     def host_bytes(self, seen: Measured) -> float:
-        """What a plan's host bytes are of, over all ranks of a node; without the process,
-        its libraries and its loader."""
+        """Bytes that a plan's host bytes predict, over all ranks of a node; without the
+        process, its libraries and its loader."""
         names = ("host_optimizer_bytes", "host_swap_bytes")
         return seen.host_arena_bytes + sum(self._of_a_node(n, seen) for n in names)
 
@@ -122,7 +122,8 @@ class RunReport:
         }
 
     def median_step_s(self) -> float | None:
-        """Of the steps of this plan that were not watched, if there are any."""
+        """Return the median of the steps of this plan that were not watched, if there
+        are any."""
         timed = self.step_s[self.watched_steps :] or self.step_s
         return statistics.median(timed) if timed else None
 
@@ -153,7 +154,7 @@ class RunReport:
             "weights and slots": (states.weights - states.buckets, placed),
             "optimizer state on the device": (states.moments, moments),
             "gradients and activations": (rising, risen),
-            "host arena": (host.arena, seen.host_arena_bytes),
+            "host arena": (host.host_pool, seen.host_arena_bytes),
             "host gradients, masters and moments": (
                 host.gradients + host.masters + host.moments,
                 host_optimizer,

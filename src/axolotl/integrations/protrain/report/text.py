@@ -50,7 +50,7 @@ Row = Sequence[str]
 
 
 def forecast_table(forecast: Forecast, device: str) -> str:
-    """What a training on `device` will do and what that will cost."""
+    """Show what a training on `device` will do and what that will cost."""
     layout, placements = forecast.layout, forecast.plan.placements
     local_size = forecast.workload.world.local_size
     shown = forecast_dict(forecast)
@@ -172,7 +172,7 @@ def report_text(reports: Mapping[str, Answer]) -> str:
 
 
 def _fixed(answer: Answer) -> str:
-    """What `--write` has done."""
+    """Say what `--write` has done."""
     fixed = answer["fixed"]
     if answer["verdict"] != DOES_NOT_FIT:
         fits = answer["verdict"] == FITS

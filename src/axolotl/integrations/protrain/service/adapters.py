@@ -44,7 +44,8 @@ _PATH = re.compile(f"tinker://({_MODEL})/(weights|sampler_weights)/({_NAME})")
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a client asks for: LoRA of one rank on layers of some `KINDS`."""
+    """An adapter as a client asks for it: LoRA of one rank on layers of some
+    `KINDS`."""
 
     rank: int
     alpha: float
@@ -53,7 +54,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Where the parts of an adapter lie in its buffer.
+    """Offsets of the parts of an adapter in its buffer.
 
     Attributes:
         shapes: Of the weights, by the names that PEFT saves them under.
@@ -75,7 +76,7 @@ class AdapterLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return self.kept_bytes + self._part_bytes
 
     def views(self, buffer: Tensor) -> dict[str, dict[str, Tensor]]:
@@ -120,7 +121,7 @@ class AdapterState:
 
     @property
     def used_bytes(self) -> int:
-        """Of `memory`, without gradients where there are none."""
+        """Bytes of `memory`, without gradients where there are none."""
         return self.layout.nbytes if self.graded else self.layout.kept_bytes
 
     @cached_property
@@ -253,7 +254,7 @@ class AdapterStore:
         return state
 
     def spec_of(self, folder: Path) -> AdapterSpec:
-        """What a folder holds.
+        """Read the spec of the adapter in a folder.
 
         Raises:
             RequestError: Nothing to train on from, or it was saved over another base.
@@ -326,7 +327,7 @@ def path_of(model: str, kind: str, name: str) -> str:
 
 
 def folder_of(root: Path, path: str) -> Path:
-    """Where a path lies on the disk, always below `root`.
+    """Return where a path lies on the disk, always below `root`.
 
     Raises:
         RequestError: It is not a path.

@@ -1,4 +1,4 @@
-"""What a YAML of a service opens: its base, with LoRA layers, under a plan."""
+"""Open the YAML of a service: its base, with LoRA layers, under a plan."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def read(config: Path) -> tuple[str, Any, list[str]]:
 
 
 def _worded(error: Exception) -> str:
-    """What is wrong first, on one line."""
+    """Return what is wrong first, on one line."""
     message, where = str(error), ""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]

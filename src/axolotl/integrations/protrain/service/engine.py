@@ -237,7 +237,7 @@ class AdapterService:
         self.turns.add(_NOBODY, None, Ticket(self._steps.forget, None))
 
     def spec(self, model: str) -> AdapterSpec:
-        """What a model's adapter is.
+        """Return what a model's adapter is.
 
         Raises:
             RequestError: There is no such model.
@@ -332,7 +332,7 @@ class AdapterService:
 
 
 def as_refusal(error: BaseException) -> RequestError:
-    """What a client is told of an error that its request has met."""
+    """Return what a client is told of an error that its request has met."""
     if isinstance(error, RequestError):
         return error
     return RequestError(

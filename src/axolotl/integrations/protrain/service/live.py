@@ -11,7 +11,7 @@ and its numbers, and a switch moves the adapter's bytes and none of the base.
 # Note [Two places for adapters]
 
 The device has room for two. While one computes, the next comes into the other place on the
-fetch stream, and what computed before goes home from there on the offload stream:
+fetch stream, and what computed before goes to the host from there on the offload stream:
 
     compute waits for the arrival; offload waits for compute; fetch waits for offload,
     and so for the last kernel that has used the place.
@@ -121,7 +121,8 @@ class LiveAdapter:
 
     @property
     def reserve_bytes(self) -> int:
-        """Of the device, beside one adapter with state and gradients, which a plan has."""
+        """Bytes of the device, beside one adapter with state and gradients, which a
+        plan has."""
         return 2 * self.largest.nbytes - self.largest.kept_bytes
 
     def open(self, device: Device) -> None:
@@ -136,11 +137,11 @@ class LiveAdapter:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those that the model has layers of."""
+        """Kinds that the model has layers of."""
         return tuple(kind for kind in KINDS if kind in self._kinds.values())
 
     def layout(self, spec: AdapterSpec) -> AdapterLayout:
-        """Of an adapter on this base.
+        """Lay out an adapter on this base.
 
         Raises:
             RequestError: It is larger than what the server plans for.
@@ -341,7 +342,7 @@ class LiveAdapter:
         return {f"{name}.{k}.weight": v[_SLOT].weight for k, v in sides.items()}
 
     def _shown(self) -> dict[str, nn.Parameter]:
-        """What trains now, in the model's order."""
+        """Weights that train now, in the model's order."""
         if self._state is None:
             return {}
         kinds = self._state.layout.spec.kinds

@@ -31,7 +31,7 @@ class Datum:
 
     @property
     def nbytes(self) -> int:
-        """Of the host."""
+        """Bytes of the host."""
         tensors = (self.tokens, *self.inputs.values())
         return sum(tensor.nbytes + TENSOR_BYTES for tensor in tensors)
 

@@ -99,14 +99,14 @@ def read_request(body: bytes) -> Any:
 
 
 def settings_of(request: Any) -> dict[str, Any]:
-    """Those of its loss; the newer map wins."""
+    """Read the settings of a loss; the newer map wins."""
     newer = request.loss_fn_config_v2.items()
     values = {name: getattr(v, v.WhichOneof("kind") or "number") for name, v in newer}
     return {**request.loss_fn_config, **values}
 
 
 def data_of(request: Any) -> list[Datum]:
-    """Its rows.
+    """Read the rows of a request.
 
     Raises:
         RequestError: Too many, or something other than text and plain tensors is in one.

@@ -1,4 +1,4 @@
-"""What clients of Tinker ask for by POST, and what of the service answers it.
+"""Requests of Tinker clients by POST, and what of the service answers it.
 
 JSON, but for passes, which newer clients send as protobuf (`messages`).
 """
@@ -49,7 +49,7 @@ _NOT_HONOURED = {
 
 
 def worded(error: ValidationError) -> str:
-    """What is wrong first, and where."""
+    """Return what is wrong first, and where."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
 
@@ -114,7 +114,8 @@ class _CreateFrom(_New):
 
 
 class _Numbered(BaseModel):
-    """What is read first: a request that is refused after that has used up its number."""
+    """The part that is read first: a request that is refused after that has used up its
+    number."""
 
     model_id: str | None = Field(None, pattern=_ID)
     seq_id: int | None = Field(None, ge=1, le=2**31)
@@ -278,7 +279,7 @@ QUEUED: dict[str, tuple[type[_Message], Callable[..., Ticket]]] = {
 
 
 def answer(service: AdapterService, name: str, body: bytes) -> dict[str, Any]:
-    """Of one in `ANSWERED`.
+    """Answer a request in `ANSWERED`.
 
     Raises:
         ValidationError, ProTrainError: What is wrong with the body.
@@ -317,5 +318,5 @@ def queue(
 
 
 def future_of(model: str, number: object) -> dict[str, Any]:
-    """What a client asks `retrieve_future` for."""
+    """Name what a client asks `retrieve_future` for."""
     return {"request_id": f"{model}:{number}", "model_id": model}

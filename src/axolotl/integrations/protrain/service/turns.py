@@ -1,4 +1,4 @@
-"""Whose request is next, of one model by number, of several in turns by arrival, and
+"""The order of requests, of one model by number, of several in turns by arrival, and
 what the last ones were answered."""
 
 from __future__ import annotations

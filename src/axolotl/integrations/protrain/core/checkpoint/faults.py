@@ -36,9 +36,9 @@ _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def fault_of(checkpoint: Path, weights_only: bool = True) -> str | None:
-    """What is missing in a checkpoint or damaged, by what can be seen without reading
-    tensors; None if nothing. If `weights_only`, optimizer.pt and scheduler.pt may both
-    be missing."""
+    """Say what is missing in a checkpoint or damaged, by what can be seen without
+    reading tensors; None if nothing. If `weights_only`, optimizer.pt and scheduler.pt
+    may both be missing."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     has = {name: (checkpoint / name).is_file() for name in (OPTIMIZER, SCHEDULER)}
@@ -71,7 +71,8 @@ def require_whole(checkpoint: Path, weights_only: bool) -> None:
 
 
 def has_state(checkpoint: Path) -> bool:
-    """Whether a run that resumes from it goes on with its optimizer and schedule."""
+    """Tell whether a run that resumes from it goes on with its optimizer and
+    schedule."""
     return all((checkpoint / name).is_file() for name in (OPTIMIZER, SCHEDULER))
 
 
@@ -149,7 +150,7 @@ def _file_fault(path: Path) -> str | None:
 
 
 def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
-    """Those of the optimizer's package of which objects are in its state."""
+    """Classes of the optimizer's package of which objects are in its state."""
     package = _kind_of(optimizer).__module__.partition(".")[0]
     if package not in _WITH_OBJECTS:
         return []

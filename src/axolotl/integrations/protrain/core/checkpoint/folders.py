@@ -135,7 +135,7 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 def staged(checkpoint: Path) -> Path:
-    """Where to write `checkpoint` until it is published."""
+    """Return where to write `checkpoint` until it is published."""
     return checkpoint.parent / STAGING / checkpoint.name
 
 

@@ -1,4 +1,4 @@
-"""What a file of tensors consists of: facts about each, and from them a frozen plan."""
+"""Plans of files of tensors: facts about each, and from them a frozen plan."""
 
 from __future__ import annotations
 

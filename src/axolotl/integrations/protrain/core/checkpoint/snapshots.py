@@ -94,7 +94,7 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is under way any longer."""
+        """Tell whether nothing is under way any longer."""
         return self._thread is not None and not self._thread.is_alive()
 
     def _run(

@@ -1,4 +1,4 @@
-"""What accelerate and torch's DistributedDataParallel are told about host-kept weights.
+"""Tell accelerate and torch's DistributedDataParallel are told about host-kept weights.
 
 DDP reduces what stays on the device with its state, and must neither broadcast to,
 reduce nor look at anything that the host keeps.
@@ -33,7 +33,7 @@ def ignore_in_ddp(
 
 
 def reduced_by_ddp(model: nn.Module) -> bool:
-    """Whether anything is left that trains and that DDP does not ignore."""
+    """Tell whether anything is left that trains and that DDP does not ignore."""
     ignored = set(vars(model).get(IGNORED, ()))
     return any(
         param.requires_grad and name not in ignored

@@ -274,7 +274,7 @@ class ParamStore:
             undo.callback(lambda: stream.record().synchronize())
             # threads: the system clears each new page for who touches it first
             pool = undo.enter_context(ThreadPoolExecutor(_COPIERS))
-            fetched = pool.map(partial(self._fetched_home, rooms), storages.values())
+            fetched = pool.map(partial(self._fetched_to_host, rooms), storages.values())
             homes = dict(zip(storages, fetched, strict=True))
         for binding in away:
             tensor = binding.tensor
@@ -284,7 +284,7 @@ class ParamStore:
         if self._held is not None:
             self._held.close()
 
-    def _fetched_home(
+    def _fetched_to_host(
         self, rooms: SimpleQueue[Tensor], storage: torch.UntypedStorage
     ) -> Tensor:
         """A copy in plain host memory, through page-locked memory, which is faster."""

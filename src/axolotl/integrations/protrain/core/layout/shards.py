@@ -1,4 +1,5 @@
-"""How the ranks of a node divide chunks: by bytes for fetches, by tensor for updates.
+"""Division of chunks among the ranks of a node: by bytes for fetches, by tensor for
+updates.
 
 Shard r of N is the r-th of N equal ranges of a chunk's bytes; the last one ends beyond
 the chunk where N does not divide it. A rank updates whole tensors, consecutive ones of
@@ -83,7 +84,7 @@ def spans(chunks: Sequence[Chunk], ranks: int) -> list[tuple[range, ...]]:
 
 
 def span_bytes(chunk: Chunk, span: range) -> slice:
-    """Where consecutive tensors of a chunk lie in its bytes."""
+    """Return where consecutive tensors of a chunk lie in its bytes."""
     if not span:
         return slice(0, 0)
     first, last = chunk.tensors[span[0]], chunk.tensors[span[-1]]

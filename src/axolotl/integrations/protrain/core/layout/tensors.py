@@ -54,7 +54,7 @@ class Binding:
 
     @property
     def tensor(self) -> Tensor:
-        """What is bound now."""
+        """The tensor that is bound now."""
         return getattr(self.owner, self.attribute)
 
     def bind(self, tensor: Tensor) -> None:
@@ -65,7 +65,8 @@ class Binding:
 
 
 def data_again(binding: Binding) -> Any:
-    """What holds the data of a weight in 8 bits a second time, as `CB`; or None."""
+    """Return what holds the data of a weight in 8 bits a second time, as `CB`; or
+    None."""
     state = getattr(binding.owner, _STATE, None)
     return state if hasattr(state, _DATA) and binding.attribute == "data" else None
 
@@ -291,7 +292,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def map_tensors(
     value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor
 ) -> Any:
-    """The same structure with every tensor (or `kind`) replaced; no dataclasses."""
+    """Return a structure with every tensor (or `kind`) replaced; no dataclasses."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

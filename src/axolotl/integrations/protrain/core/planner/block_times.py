@@ -104,7 +104,8 @@ def _median(
     leaves: Sequence[Tensor],
     repeats: int,
 ) -> BlockSeconds:
-    """Of a forward that gives what backward begins with, to the gradients of `leaves`."""
+    """Return the nodes of a forward that gives what backward begins with, to the
+    gradients of `leaves`."""
 
     def once() -> tuple[float, float]:
         outputs: list[Tensor] = []
@@ -263,7 +264,7 @@ def _copy_on(
 
 
 def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
-    """What blocks that take the same time have in common."""
+    """Key that blocks that take the same time have in common."""
 
     def described(tensor: Tensor) -> list[Any]:
         return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]

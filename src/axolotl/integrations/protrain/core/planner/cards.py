@@ -128,7 +128,7 @@ class Gpu(NamedTuple):
 
     @property
     def is_consumer(self) -> bool:
-        """Whether a desktop is likely to be on it, and its board a desktop's."""
+        """Tell whether a desktop is likely to be on it, and its board a desktop's."""
         return re.match(r"RTX \d0[5-9]0|RX ", self.name) is not None
 
     @property
@@ -218,7 +218,7 @@ OWN_FIGURES = "NAME:48GiB:91TFLOPs:864GB/s"
 def gpu_hardware(
     text: str, link: str | None, host_bytes: int, tf32: bool = False, num_gpus: int = 1
 ) -> Hardware:
-    """What a GPU of the table would give, one of `num_gpus` on a host.
+    """Return the rates of a GPU of the table, one of `num_gpus` on a host.
 
     Each has a link of its own, and host AdamW shares the host's memory. Several consumer
     cards without a `link` are on a desktop's board: eight lanes each, and what copies of

@@ -1,4 +1,5 @@
-"""What an optimizer step computes, moves and updates, in no order yet; seconds and bytes.
+"""All that an optimizer step computes, moves and updates, in no order yet; seconds and
+bytes.
 
 Weights whose optimizer state is on the host are updated on the device, as they are used
 next, or where several ranks each update a part, when the step is made; or on the host.
@@ -42,7 +43,7 @@ class Traffic(NamedTuple):
 
 
 class TrainedWork(NamedTuple):
-    """Of one host-kept trained chunk, on each rank.
+    """The work of one host-kept trained chunk, on each rank.
 
     Attributes:
         number: Among the paged ones, None if it stays.
@@ -52,7 +53,7 @@ class TrainedWork(NamedTuple):
         norm_s: Of the device, in the last micro-batch.
         operand_bytes: Come to the device for the update: gradients and state, of several
             ranks paged weights too.
-        weight_bytes: Go home after it; so do `state_bytes`.
+        weight_bytes: Go to the host after it; so do `state_bytes`.
         update_s: Of the device, or of the host.
         renew_bytes: Come after it, where weights stay on the device, and are gathered in
             `gather_s`.
@@ -81,7 +82,7 @@ def trained_work(
     renew_bytes: int,
     gather_s: float,
 ) -> TrainedWork:
-    """What training a chunk costs when its state is on the host."""
+    """Count what training a chunk costs when its state is on the host."""
     workload, index = trained.workload, chunk.index
     ranks, several = workload.world.local_size, workload.world.size > 1
     main, own = trained.sums[index], chunk.payload_bytes
@@ -117,7 +118,7 @@ def trained_work(
 
 
 class Demand:
-    """What a step computes, moves and updates, in no order yet; for `simulate`.
+    """All that a step computes, moves and updates, in no order yet; for `simulate`.
 
     Args:
         trained: Of the model's chunks and blocks, micro-batches, masters and ranks.
@@ -234,7 +235,7 @@ class Demand:
         self.shared_s = [rate * (nbytes + each) for nbytes in inside]
 
     def _add_traffic(self, hardware: Hardware) -> None:
-        """What forward and backward fetch and send, and how often."""
+        """Count what forward and backward fetch and send, and how often."""
         works, queued = self.works, [] if self.defers else self.works
         stale = {work.number for work in queued if work.number is not None}
         kept = range(min(self.num_slots, self.num_chunks))

@@ -1,4 +1,5 @@
-"""What a device does to operators before they run: autocast, attention, dropout.
+"""Emulate what a device does to operators before they run: autocast, attention,
+dropout.
 
 Note [Autocast above autograd]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -197,7 +198,7 @@ class Emulation(TorchFunctionMode):
 
 
 def outputs_as_fp32(outputs: Any) -> Any:
-    """What accelerate does to the outputs of an autocast forward."""
+    """Do what accelerate does to the outputs of an autocast forward."""
     return map_tensors(outputs, _raise)
 
 

@@ -1,4 +1,4 @@
-"""What this machine gives: free device memory, and rates measured in about a second.
+"""Measure this machine: free device memory, and rates measured in about a second.
 
 Rates are timed with the objects that training uses: the streams and pinned
 memory of `core/engine`, its host thread, and fused torch AdamW. Figures are medians.
@@ -104,7 +104,7 @@ _HIGHEST = ("kernel_s", "unseen_bytes")
 
 
 def weakest(hardware: Sequence[Hardware]) -> Hardware:
-    """What each of several machines gives at least: one plan suits them all.
+    """Return what each of several machines gives at least: one plan suits them all.
 
     Named after the first, with how many are called otherwise.
     """
@@ -254,7 +254,7 @@ def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[floa
 def _matmul_rate(
     torch_device: torch.device, size: tuple[int, int, int], dtype: torch.dtype
 ) -> float:
-    """Of forward and the two products of backward, which read other layouts."""
+    """Time forward and the two products of backward, which read other layouts."""
     rows, inner, columns = size
     # random: a GPU multiplies zeros at less power, hence faster
     random = torch.Generator(torch_device).manual_seed(0)
@@ -272,7 +272,8 @@ def _matmul_rate(
 
 
 def _attention_rate(torch_device: torch.device, length: int) -> float:
-    """Of forward and backward of one causal row in bf16, the half that is computed."""
+    """Count operations of forward and backward of one causal row in bf16, the half that
+    is computed."""
     one = torch.ones(1, 8, length, 128, device=torch_device, dtype=torch.bfloat16)
     query, key, value = (one.clone().requires_grad_() for _ in range(3))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from operator import add
@@ -66,7 +66,7 @@ class Point:
 
     @property
     def in_loss(self) -> bool:
-        """Whether it is between the blocks' forward and their backward."""
+        """Tell whether it is between the blocks' forward and their backward."""
         return " of the loss" in self.label
 
     @property
@@ -124,7 +124,9 @@ class HostEstimate:
 
     @property
     def terms(self) -> dict[str, int]:
-        return {f.name: getattr(self.states, f.name) for f in fields(self.states)}
+        # `arena` is its name in report.json
+        names = {"host_pool": "arena"}
+        return {names.get(name, name): n for name, n in vars(self.states).items()}
 
 
 class Activations(NamedTuple):
@@ -143,7 +145,7 @@ class Activations(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What parameters take on the device under one choice of placements.
+    """Bytes that parameters take on the device under one choice of placements.
 
     Attributes:
         base: Weights, optimizer state and operands of updates, slots excepted.
@@ -163,9 +165,10 @@ class Parameters(NamedTuple):
 
 
 class _Residency(NamedTuple):
-    """When a lifetime's bytes are on the device under some policies, in segments: until
-    `end`, in `redone` because recomputing makes them again, and, where block `out` has
-    sent them to the host, from the first to the second of `back` for its third, a block.
+    """Return when a lifetime's bytes are on the device under some policies, in
+    segments: until `end`, in `redone` because recomputing makes them again, and,
+    where block `out` has sent them to the host, from the first to the second of
+    `back` for its third, a block.
     """
 
     end: int
@@ -323,7 +326,7 @@ class MemoryModel:
         shards: int = 1,
         in_pieces: bool = False,
     ) -> Parameters:
-        """What a choice of placements takes, for `peak_without_slots`."""
+        """Bytes that a choice of placements takes, for `peak_without_slots`."""
         states = state_bytes(self.trained, placements, 0, shards, in_pieces)
         return Parameters(
             states.weights + states.moments + states.operands,
@@ -365,7 +368,7 @@ class MemoryModel:
         """The prediction for the host of a node.
 
         While it is loaded the whole model is there, chunk by chunk replaced by the
-        arena; a save brings trainable weights back from the device.
+        host pool; a save brings trainable weights back from the device.
         """
         layout, workload = self.layout, self.workload
         states = host_state_bytes(self.trained, plan.placements, plan.shards)
@@ -385,7 +388,7 @@ class MemoryModel:
 
     @cached_property
     def swappable_bytes(self) -> int:
-        """What leaves when every block swaps."""
+        """Bytes that leave when every block swaps."""
         return sum(
             lifetime.nbytes
             for lifetime in self.trace.lifetimes
@@ -438,8 +441,8 @@ class MemoryModel:
     def _updates_on_top(
         self, placements: tuple[Placement, ...]
     ) -> tuple[int, dict[int, int]]:
-        """What updates of host-kept chunks take on top of the staging: outside blocks,
-        which have none, and of each block."""
+        """Count what updates of host-kept chunks take on top of the staging: outside
+        blocks, which have none, and of each block."""
         trained, overlaps = self.trained, self.hardware.overlaps
         outside: list[tuple[int, int]] = []
         of_block: dict[int, int] = {}
@@ -465,8 +468,8 @@ class MemoryModel:
         return state_bytes(self.trained, *placed)
 
     def _update_bytes(self, gradients: int, placements: tuple[Placement, ...]) -> int:
-        """What the update takes of the device, which has so many bytes of gradients, and
-        after it those that are queued."""
+        """Count what the update takes of the device, which has so many bytes of
+        gradients, and after it those that are queued."""
         queued = 0
         if self._queued:
             outside, of_block = self._updates_on_top(placements)

@@ -108,7 +108,7 @@ def meta_copy(
 
 
 def _of_library(hook: Any) -> bool:
-    """Whether all code of a hook, its wrappers included, is of `LIBRARIES`."""
+    """Tell whether all code of a hook, its wrappers included, is of `LIBRARIES`."""
     while hook is not None:
         if isinstance(hook, partial):
             hook = hook.func
@@ -165,7 +165,7 @@ class MetaMode(TorchDispatchMode):
 
     @property
     def drew(self) -> bool:
-        """Whether anybody read what depends on weights."""
+        """Tell whether anybody read what depends on weights."""
         return not torch.equal(_NOISE.get_state(), self._seeded)
 
     def ran(self, func: Any, args: Any, output: Any) -> None:
@@ -207,7 +207,7 @@ class MetaMode(TorchDispatchMode):
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator's shape rule gives on the meta device."""
+    """Return the result of an operator's shape rule on the meta device."""
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         # kernels take other types, the shape rule does not
         as_16_bit = map_tensors(
@@ -255,7 +255,8 @@ _NOISE = torch.Generator()
 
 @dataclass(eq=False)
 class _Value:
-    """What a tensor on the meta device stands for; `drawn` if that depends on weights."""
+    """The values that a tensor on the meta device stands for; `drawn` if that depends
+    on weights."""
 
     find: Callable[[], Tensor]
     drawn: bool
@@ -328,7 +329,7 @@ class _Later:
         return value
 
     def outcome(self) -> Any:
-        """What it gives on real values."""
+        """Return an operator's result on real values."""
         if self._outcome is None:
             self._outcome = self._run()
             self._inputs = None
@@ -377,7 +378,7 @@ class _Later:
 
 
 def _written(base: Tensor, view: Tensor, value: _Value) -> _Value:
-    """What `base` stands for when a view of it has become `value`."""
+    """Return the values of `base` when a view of it has become `value`."""
     before, place = _value(base), (view.shape, view.stride(), view.storage_offset())
 
     @cache

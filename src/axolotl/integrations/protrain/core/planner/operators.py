@@ -1,4 +1,4 @@
-"""What one operator does: operations by formula, bytes moved for all without one.
+"""Work of one operator: operations by formula, bytes moved for all without one.
 
 torch has formulas for its own matrix products. Kernels of other libraries, products
 that torch forgets and those that count rows otherwise stand in the table below.
@@ -82,7 +82,8 @@ def qualified_name(func: Any) -> str:
 def work_of(
     func: Any, args: Any, output: Any, read: Sequence[Tensor], made: Sequence[Tensor]
 ) -> Work:
-    """Of one call: `read` are the tensors in `args`, `made` those in `output`."""
+    """Count the work of one call: `read` are the tensors in `args`, `made` those in
+    `output`."""
     packet, name = func.overloadpacket, qualified_name(func)
     if name in _PRODUCTS:
         flops = 2 * read[0].numel() * _PRODUCTS[name](*args)
@@ -112,7 +113,7 @@ def work_of(
 
 
 def workspace_bytes(func: Any, read: Sequence[Tensor]) -> int:
-    """What a kernel allocates while it runs, beside its output.
+    """Count what a kernel allocates while it runs, beside its output.
 
     Flash attention's backward adds the query's gradient up in fp32, with a sum a row, and
     makes gradients of key and value for each head of the query (FlashAttention-2,
@@ -127,14 +128,14 @@ def workspace_bytes(func: Any, read: Sequence[Tensor]) -> int:
 
 @cache
 def multiplies(func: Any) -> bool:
-    """Whether an operator is a product of matrices, or one of another library."""
+    """Tell whether an operator is a product of matrices, or one of another library."""
     packet, name = func.overloadpacket, qualified_name(func)
     counted = _COUNTED_AS.get(packet, packet) in flop_registry
     return counted or name in _PRODUCTS or not name.startswith(("aten::", "prims::"))
 
 
 def may_multiply(func: Any) -> bool:
-    """Whether an operator may hide products that `work_of` does not count."""
+    """Tell whether an operator may hide products that `work_of` does not count."""
     packet, name = func.overloadpacket, qualified_name(func)
     return not (
         func.is_view

@@ -47,7 +47,7 @@ def make_plan(
 def block_policies(
     num_blocks: int, n_swap: int, n_checkpoint: int, swap_interval: int = 1
 ) -> tuple[Policy, ...]:
-    """What each block does with its activations.
+    """Choose what each block does with its activations.
 
     Blocks 0, I, 2I, … swap, so that most compute follows them; I is `swap_interval`, or
     less if `n_swap` blocks are not there at that distance. The first of the others
@@ -76,10 +76,10 @@ def place(
     outside: Placement,
     n_host_state: int = 0,
 ) -> tuple[Placement, ...]:
-    """Where each chunk sits when `n_persist` of the pageable ones stay, spread over the
-    blocks, `n_host_state` of them without the state of what trains there. `outside` is
-    for the state of adapters and of trainable weights outside the blocks; if it is not
-    RESIDENT, the host looks up the frozen embeddings that it can."""
+    """Return where each chunk sits when `n_persist` of the pageable ones stay, spread
+    over the blocks, `n_host_state` of them without the state of what trains there.
+    `outside` is for the state of adapters and of trainable weights outside the blocks;
+    if it is not RESIDENT, the host looks up the frozen embeddings that it can."""
     # pageable chunks come first in a layout
     order = spread_order(len(layout.pageable))[:n_persist]
     staying, whole = set(order), set(order[: n_persist - n_host_state])

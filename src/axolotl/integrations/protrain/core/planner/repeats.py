@@ -48,7 +48,7 @@ def skipping_repeats(
     # the next one reads its output otherwise than a block would
     last = {lists.index(name) + lists.count(name) - 1 for name in lists}
 
-    def stand_in(
+    def placeholder(
         index: int, static: Any, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def skipping_repeats(
         for index, (name, block) in enumerate(blocks):
             position = name.rpartition(".")[2]
             static = _static(block, int(position) if position.isdigit() else None)
-            forward = stand_in(index, static, block.forward)
+            forward = placeholder(index, static, block.forward)
             undo.enter_context(patch.object(block, "forward", forward))
         yield
 
@@ -157,7 +157,7 @@ def _static(block: nn.Module, position: int | None) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """What a forward can see of its arguments, small values included."""
+    """Describe what a forward can see of its arguments, small values included."""
     if isinstance(value, Tensor):
         known, values = value_of(value), None
         if known is not None:

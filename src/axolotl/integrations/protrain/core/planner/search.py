@@ -48,16 +48,16 @@ ROUNDING = 1e-9
 
 
 class _Row(NamedTuple):
-    """How many blocks swap and recompute."""
+    """Numbers of blocks that swap and recompute."""
 
     n_swap: int
     n_checkpoint: int
 
 
 class _Place(NamedTuple):
-    """What plans share whose chunks sit in the same places. With the bytes of each
-    number of slots that is tried, what else the chunks take on the device, and the blocks
-    that have to recompute there."""
+    """Facts that plans share whose chunks sit in the same places. With the bytes of
+    each number of slots that is tried, what else the chunks take on the device, and the
+    blocks that have to recompute there."""
 
     n_persist: int
     shards: int
@@ -182,7 +182,7 @@ class Search:
         return plan
 
     def asked(self, knobs: Knobs, shards: int = 1) -> Plan:
-        """The same, whether it fits or not."""
+        """Plan under the same knobs, whether it fits or not."""
         wheres = [(outside, 0) for outside in self._outside]
         if self._hosts_state:
             # what is asked for are weights that stay
@@ -243,7 +243,7 @@ class Search:
         return make_plan(self._layout, *knobs, fp32_master=False)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether device and host have room for it."""
+        """Tell whether device and host have room for it."""
         peak = self.memory.device(plan).peak_bytes
         return peak <= self._budget.usable_bytes and self._fits_host(plan)
 
@@ -272,8 +272,8 @@ class Search:
 
     @cached_property
     def _swapping(self) -> list[list[_Row]]:
-        """The same by what leaves for the host, the least first; of each what recomputes
-        most first, which most often takes the least of the device."""
+        """Order candidates by what leaves for the host, the least first; of each what
+        recomputes most first, which most often takes the least of the device."""
         found: dict[int, list[_Row]] = {}
         for row in chain.from_iterable(map(reversed, self._families)):
             found.setdefault(sum(self._activations(row).moved.out), []).append(row)
@@ -358,7 +358,7 @@ class Search:
         return None
 
     def _peak_bytes(self, row: _Row, at: _Place) -> int:
-        """Of the device, without slots."""
+        """Bytes of the device, without slots."""
         return self.memory.peak_without_slots(at.parameters, self._activations(row))
 
     def _candidate(self, row: _Row, n_buffer: int, at: _Place) -> _Candidate:
@@ -377,7 +377,7 @@ class Search:
         return self.memory.activations(self._policies(row))
 
     def _paged_blocks(self, placements: Sequence[Placement]) -> Set[int]:
-        """Those of them that have to recompute."""
+        """Blocks of these that have to recompute."""
         pairs = zip(self._layout.chunks, placements, strict=True)
         return self._redone_if_paged & frozenset(
             chunk.block for chunk, at in pairs if at is Placement.PARAM_OFFLOADED
@@ -436,8 +436,8 @@ class Search:
         raise error
 
     def _way_out(self) -> str:
-        """What to say if AdamW on the host, which needs no room on the device for
-        updates, would make something fit."""
+        """Say so if AdamW on the host, which needs no room on the device for updates,
+        would make something fit."""
         memory, workload = self.memory, self.memory.workload
         if not workload.host_can_update:
             return ""

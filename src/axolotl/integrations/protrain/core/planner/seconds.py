@@ -98,8 +98,8 @@ class StepTime:
 
     @property
     def limiter(self) -> str:
-        """What bounds the step: compute, or the lane that it waits for most if the step
-        would be faster without waits by what predictions can tell."""
+        """The lane that bounds the step: compute, or the lane that it waits for most if
+        the step would be faster without waits by what predictions can tell."""
         exposed_s = sum(self.exposed_s.values())
         if not exposed_s or exposed_s < PAGING_GAIN * self.total_s:
             return "compute"
@@ -331,7 +331,8 @@ class Step(Clocks):
             self._block(self._in_flight.popleft(), "offload")
 
     def offsets(self) -> list[float]:
-        """How far each clock is ahead of the calling thread between micro-batches."""
+        """Return how far each clock is ahead of the calling thread between
+        micro-batches."""
         clocks = (*self._free.values(), *self._in_flight, *self._room, *self._sent)
         return [max(0.0, clock - self.issued) for clock in clocks]
 
@@ -438,7 +439,8 @@ class Step(Clocks):
 
 
 class DeferredStep(Step):
-    """The same where updates wait until weights are used: Note [The deferred update]."""
+    """One optimizer step in which updates wait until weights are used: Note [The
+    deferred update]."""
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
@@ -448,7 +450,7 @@ class DeferredStep(Step):
         self._leaving: deque[float] = deque()
 
     def update(self) -> None:
-        """What is on the device; of the rest the first operands come."""
+        """Update what is on the device; of the rest the first operands come."""
         d = self._demand
         self._run(d.update_s)
         works = chain.from_iterable(d.gradients)
@@ -480,7 +482,7 @@ class DeferredStep(Step):
         self._fetch_operands()
 
     def _update(self, work: TrainedWork, there: float = 0.0, parts: int = 1) -> float:
-        """Update one of so many parts; returns when all is at home."""
+        """Update one of so many parts; returns when all is on the host."""
         self._await(there)
         self._run(work.update_s / parts)
         offload_s = self._traffic.offload_s / parts

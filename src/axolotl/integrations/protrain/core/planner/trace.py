@@ -4,17 +4,17 @@ Every storage that an operator makes is followed to its end, and so is, apart fr
 every reason that autograd has to keep it. That gives what each block keeps, what it
 would keep if it were computed again, and how high memory rises inside it, from one run.
 
-Note [Saved tensors have stand-ins]
+Note [Saved tensors have placeholders]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 What autograd saves is not the tensor but a view into a storage of the same size that
 nobody else has, one for each storage and block that saves it. So the end of a tensor
-means that the model's own code has let go of it, and the end of a stand-in that
+means that the model's own code has let go of it, and the end of a placeholder that
 backward has: two events that a real run, and a refcount, would show as one. A block
-that recomputes is then the same run with its stand-ins not counted, one that swaps the
+that recomputes is then the same run with its placeholders not counted, one that swaps the
 same with the large ones not counted; what a block saves of parameters, or of their
 views, is itself, since it costs nothing.
 
-Note [Ends are noted, not handled]
+Note [Ends are recorded, not handled]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Python tells of an end amid whatever line dropped the last reference, and prints and
 forgets what is raised there, a KeyboardInterrupt too. So all that runs then is
@@ -204,7 +204,7 @@ def _unhooked(
 
 
 class _End(weakref.ref):
-    """The end of a followed storage, or of the stand-in that `holder` saves for it."""
+    """The end of a followed storage, or of the placeholder that `holder` saves for it."""
 
     key: int | None = None
     record: _Record
@@ -223,10 +223,10 @@ class _Record:
     alive: bool = True
     # where the model's last reference ended
     forgotten: _Open | None = None
-    # how many stand-ins of it each block holds, and the last one of each
+    # how many placeholders of it each block holds, and the last one of each
     saved: Counter[int | None] = field(default_factory=Counter)
-    stand_ins: dict[int | None, _End] = field(default_factory=dict)
-    # blocks, and where each let go of a stand-in
+    placeholders: dict[int | None, _End] = field(default_factory=dict)
+    # blocks, and where each let go of a placeholder
     released: list[_Released] = field(default_factory=list)
     # forwards of blocks that it came into, and whether by position
     inputs: list[tuple[_Open, bool]] = field(default_factory=list)
@@ -314,7 +314,7 @@ class _Recorder(MetaMode):
 
     @property
     def recurs(self) -> bool:
-        """Whether a block went backward more than once, and any was skipped."""
+        """Tell whether a block went backward more than once, and any was skipped."""
         undone = Counter(s.block for s in self._segments if s.backward)
         undone[None] = 0
         return bool(self._copies) and max(undone.values()) > 1
@@ -411,7 +411,7 @@ class _Recorder(MetaMode):
         return self._records.get(tensor.untyped_storage()._cdata)
 
     def _settle(self) -> None:
-        """See Note [Ends are noted, not handled]."""
+        """See Note [Ends are recorded, not handled]."""
         while self._ended:
             end = self._ended.popleft()
             record, now = end.record, self._now
@@ -430,7 +430,7 @@ class _Recorder(MetaMode):
     # what autograd keeps
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        """See Note [Saved tensors have stand-ins]."""
+        """See Note [Saved tensors have placeholders]."""
         self._settle()
         record = self._record_of(tensor) if tensor.is_meta else None
         if record is None:
@@ -438,27 +438,27 @@ class _Recorder(MetaMode):
             return tensor
         now = self._now
         holder = None if now.backward else now.block
-        end = record.stand_ins.get(holder)
+        end = record.placeholders.get(holder)
         storage = end() if end is not None else None
         if storage is None:
             storage = torch.UntypedStorage(record.nbytes, device="meta")
-            end = record.stand_ins[holder] = _End(storage, self._ended.append)
+            end = record.placeholders[holder] = _End(storage, self._ended.append)
             end.record, end.holder = record, holder
             record.saved[holder] += 1
         self._busy = True
-        stand_in = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+        placeholder = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         self._busy = False
         if holder is not None:
             now.redone_peak = max(now.redone_peak, now.kept.peak)
-        return stand_in
+        return placeholder
 
-    def _unpack(self, stand_in: Tensor) -> Tensor:
+    def _unpack(self, placeholder: Tensor) -> Tensor:
         self._settle()
         if self._now.kept_at_unpack is None:
             self._now.kept_at_unpack = self._now.kept.now
-        return stand_in
+        return placeholder
 
     # segments
 
@@ -486,7 +486,7 @@ class _Recorder(MetaMode):
                 tensor.grad_fn.register_prehook(partial(self._leave_backward, index))
 
     def _follows(self, index: int) -> bool:
-        """Whether only the step from one block to the next has run since."""
+        """Tell whether only the step from one block to the next has run since."""
         if len(self._segments) < 2 or self._now.block is not None:
             return False
         return (
@@ -629,7 +629,8 @@ def _copied(
 def _fate(
     record: _Record, num_segments: int, number: Mapping[int | None, int]
 ) -> tuple[int, int, tuple[Save, ...], bool]:
-    """When a storage was made, when forgotten, what saved it, and whether it is large."""
+    """A record of when a storage was made, when forgotten, what saved it, and whether
+    it is large."""
     forgotten = record.forgotten
     end = forgotten.final.index if forgotten is not None else num_segments
     saves = {

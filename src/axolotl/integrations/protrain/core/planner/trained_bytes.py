@@ -40,8 +40,8 @@ def adamw_bytes(nbytes: int) -> tuple[int, ...]:
 
 
 class TrainedBytes:
-    """What the trained chunks of a layout take in a step beside their weights, each
-    list by the index of a chunk: 0 for a frozen one."""
+    """Bytes that the trained chunks of a layout take in a step beside their weights,
+    each list by the index of a chunk: 0 for a frozen one."""
 
     def __init__(self, layout: Layout, workload: Workload) -> None:
         self.layout, self.workload = layout, workload
@@ -69,7 +69,7 @@ class TrainedBytes:
 
     @cached_property
     def sums(self) -> list[Chunk]:
-        """Their gradients, laid out as they add up."""
+        """Bytes of gradients, laid out as they add up."""
         return [main_chunk(chunk, self.main_grads_fp32) for chunk in self.layout.chunks]
 
     @cached_property
@@ -79,12 +79,13 @@ class TrainedBytes:
 
     @cached_property
     def region(self) -> list[int]:
-        """The same as it lies on the host."""
+        """Bytes of the state as it lies on the host."""
         return [sum(map(_region_bytes, states)) for states in self._states]
 
     @cached_property
     def managed(self) -> list[int]:
-        """What of it the driver may move to the host where the device updates it."""
+        """Part of the state that the driver may move to the host where the device
+        updates it."""
         managed = self.workload.managed_bytes
         return [
             sum(managed.get(spec.name, 0) for spec in chunk.tensors)
@@ -220,7 +221,7 @@ def _bytes_of(laid: Chunk, piece: Piece) -> int:
 
 
 def _region_bytes(tensors: Iterable[int]) -> int:
-    """Of the state of a tensor where it lies on the host or in staging."""
+    """Count bytes of the state of a tensor where it lies on the host or in staging."""
     return sum(aligned(nbytes, STATE_ALIGNMENT_BYTES) for nbytes in tensors)
 
 
@@ -253,7 +254,7 @@ class StateBytes:
 
     @property
     def weights(self) -> int:
-        """What is there from opening to closing, before any step."""
+        """Count what is there from opening to closing, before any step."""
         placed = self.fixed + self.adapters + self.resident + self.host_state
         return placed + self.slots + self.buckets
 
@@ -320,7 +321,7 @@ class HostBytes:
     """Host bytes of a node under a plan, by term.
 
     Attributes:
-        arena: Weights of every chunk that is kept there.
+        host_pool: Weights of every chunk that is kept there.
         gradients: Their gradients, in fp32 where there are masters, unless a rank
             alone does not accumulate; with several ranks that do also the sums of each.
         masters: What fp32 masters have beyond their weights.
@@ -330,7 +331,7 @@ class HostBytes:
         rows: Of embeddings that the host looks up, on their way.
     """
 
-    arena: int
+    host_pool: int
     gradients: int
     masters: int
     moments: int
@@ -346,7 +347,7 @@ class HostBytes:
 def host_state_bytes(
     held: TrainedBytes, placements: Sequence[Placement], shards: int = 1
 ) -> HostBytes:
-    """Host bytes of the arena and of what trains there, for all ranks of a node."""
+    """Host bytes of the host pool and of what trains there, for all ranks of a node."""
     layout, workload = held.layout, held.workload
     ranks, several = workload.world.local_size, workload.world.size > 1
     kept = [chunk for chunk in layout.chunks if placements[chunk.index].on_host]
@@ -358,7 +359,7 @@ def host_state_bytes(
     managed = sum(workload.managed_bytes.values())
     managed -= sum(held.managed[chunk.index] for chunk in trained)
     return HostBytes(
-        arena=sum(aligned(padded_bytes(c, shards), PAGE_BYTES) for c in kept),
+        host_pool=sum(aligned(padded_bytes(c, shards), PAGE_BYTES) for c in kept),
         gradients=gradients,
         masters=sum(held.masters[chunk.index] for chunk in trained),
         moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,
