@@ -16,6 +16,8 @@ Each message names what is at fault and the way out. A broken invariant of
 ProTrain itself is not in this tree: nobody should handle it.
 """
 
+import textwrap
+
 
 def printable(text: str) -> str:
     """Without what steers a terminal: the keys and values of a YAML may be anyone's."""
@@ -23,6 +25,17 @@ def printable(text: str) -> str:
         char if char.isprintable() or char in "\n\xa0" else repr(char)[1:-1]
         for char in text
     )
+
+
+def first_complaint(error: Exception) -> str:
+    """Return a line with the first complaint of an error; of pydantic's with its key."""
+    message, key = str(error), ""
+    if list_errors := getattr(error, "errors", None):
+        first = list_errors()[0]
+        message = str(first["msg"]).removeprefix("Value error, ").splitlines()[0]
+        key = ".".join(map(str, first["loc"]))
+    line = textwrap.shorten(message, 300) or type(error).__name__
+    return f"{key}: {line}" if key and key not in line else line
 
 
 class ProTrainError(Exception):

@@ -46,7 +46,7 @@ _Part = tuple[_Offset, _Offset, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
 
 
 class _File(BaseModel, strict=True):
-    """List the parts of a file, by name, one after the other: begin, end and hash."""
+    """The parts of a file, by name, one after the other: begin, end and hash."""
 
     bytes: _Offset
     parts: dict[str, _Part]

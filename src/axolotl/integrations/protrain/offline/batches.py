@@ -237,13 +237,13 @@ def _largest_grid(num_tokens: int) -> tuple[int, int]:
     return height, max(1, num_tokens // height)
 
 
-def find_file(source: str, name: str) -> Path | None:
+def find_file(source: str, name: str, revision: str | None = None) -> Path | None:
     """A file of a folder, or of a repository in the Hugging Face cache."""
     folder = Path(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     try:
-        cached = try_to_load_from_cache(source, name)
+        cached = try_to_load_from_cache(source, name, revision=revision)
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None

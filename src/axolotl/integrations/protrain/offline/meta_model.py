@@ -13,7 +13,6 @@ import contextlib
 import gc
 import importlib.util
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -42,7 +41,6 @@ from axolotl.utils.schemas.enums import CustomSupportedOptimizers
 from datasets import Dataset
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
-from pydantic import ValidationError
 from torch import nn
 from transformers import (
     BitsAndBytesConfig,
@@ -59,7 +57,7 @@ from transformers.training_args import OptimizerNames
 
 from ..args import PLUGIN, lists_plugin
 from ..checks import checked_yaml
-from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..core.errors import FOREIGN_ERRORS, ConfigError, first_complaint
 from ..core.layout.tensors import quantisation_tables_apart
 from ..core.planner.meta import meta_copy
 from ..core.sizes import format_bytes
@@ -250,7 +248,7 @@ def _validated(config: Path, target: str) -> tuple[DictDefault, list[str]]:
     except ConfigError:
         raise
     except (ValueError, ImportError, NotImplementedError, OSError) as error:
-        raise ConfigError(_rejection(error)) from error
+        raise ConfigError(first_complaint(error)) from error
     except (StrictDataclassError, ArithmeticError) as error:
         # a configuration's class checks itself while it reads the file
         raise _gives_no_model(cfg, error) from error
@@ -286,25 +284,11 @@ def _require_model_type(cfg: DictDefault) -> None:
         )
 
 
-def _rejection(error: Exception) -> str:
-    """The first complaint, with the key that it is about."""
-    if not isinstance(error, ValidationError):
-        return _line(error)
-    first = error.errors()[0]
-    message = str(first["msg"]).removeprefix("Value error, ").splitlines()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    return f"{key}: {message}" if key and key not in message else message
-
-
 def _gives_no_model(cfg: DictDefault, error: Exception) -> ConfigError:
     return ConfigError(
         f"base_model: config.json of {cfg.base_model} gives no model: "
-        f"{type(error).__name__}: {_line(error)}"
+        f"{type(error).__name__}: {first_complaint(error)}"
     )
-
-
-def _line(error: Exception) -> str:
-    return textwrap.shorten(str(error), 300)
 
 
 # ------------------------------------------------------------------------ model
@@ -347,7 +331,9 @@ def _built(
         except ConfigError:
             raise
         except (ValueError, ImportError, NotImplementedError) as error:
-            raise ConfigError(f"Axolotl refuses this model: {_line(error)}") from error
+            raise ConfigError(
+                f"Axolotl refuses this model: {first_complaint(error)}"
+            ) from error
         except FOREIGN_ERRORS as error:
             raise _gives_no_model(cfg, error) from error
     _note_unfused(cfg, assumptions)
@@ -398,7 +384,7 @@ def _preference_trainer(
             return builder.build(1)
         except FOREIGN_ERRORS as error:
             raise ConfigError(
-                f"rl: {cfg.rl.value}: its trainer cannot be built: {_line(error)}"
+                f"rl: {cfg.rl.value}: its trainer cannot be built: {first_complaint(error)}"
             ) from error
 
 
@@ -408,7 +394,7 @@ def _tokenizer(cfg: DictDefault, assumptions: list[str]) -> Any:
         try:
             return load_tokenizer(cfg)
         except (ValueError, ImportError, OSError) as error:
-            raise ConfigError(f"tokenizer_config: {_line(error)}") from error
+            raise ConfigError(f"tokenizer_config: {first_complaint(error)}") from error
     text_config = load_model_config(cfg).get_text_config()
     added = len(cfg.tokens or [])
     assumptions.append(

@@ -16,25 +16,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from ..core.sizes import format_bytes
-from .forecast import (
-    FITS,
-    LANES,
-    MODES,
-    PLACEMENTS,
-    POLICIES,
-    UPDATES,
-    VERDICTS,
-    compared_rows,
-    format_about,
-    format_keys,
-    format_limiter,
-    format_losses,
-    format_lowers,
-    format_pace,
-    format_seconds,
-    format_speed,
-    highest_phase,
-)
+from . import forecast as words
+from .forecast import FITS, LANES, format_seconds
 
 Values = Mapping[str, Any]
 """One card's answer, or a part of it."""
@@ -120,23 +103,14 @@ def _template() -> Template:
 
 
 _POLICY_LETTERS = {"keep": "K", "recompute": "R", "swap": "S", "swap-input": "I"}
-_FORMS = (
-    *(compared_rows, format_about, format_bytes, format_keys, format_limiter),
-    *(format_losses, format_lowers, format_pace, format_seconds),
-    *(format_speed, highest_phase),
-)
-_WORDS: dict[str, Any] = {form.__name__: form for form in _FORMS} | {
-    "FITS": FITS,
-    "HEIGHT": HEIGHT,
-    "MODES": MODES,
-    "NUM_COLOURS": NUM_COLOURS,
-    "PLACEMENTS": PLACEMENTS,
-    "POLICIES": POLICIES,
-    "POLICY_LETTERS": _POLICY_LETTERS,
-    "UPDATES": UPDATES,
-    "VERDICTS": VERDICTS,
-    "WIDTH": WIDTH,
+_WORDS: dict[str, Any] = {
+    name: getattr(words, name)
+    for name in "FITS MODES PLACEMENTS POLICIES UPDATES VERDICTS compared_rows "
+    "format_about format_bytes format_keys format_limiter format_losses format_lowers "
+    "format_pace format_seconds format_speed highest_phase".split()
 }
+_WORDS |= {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "NUM_COLOURS": NUM_COLOURS}
+_WORDS["POLICY_LETTERS"] = _POLICY_LETTERS
 """All that page.html asks for by name, beside what it draws."""
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import textwrap
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -14,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from axolotl.cli.config import load_cfg
 from axolotl.integrations.base import PluginManager
 from axolotl.train import setup_model_and_tokenizer
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.logging import get_logger
-from huggingface_hub import try_to_load_from_cache
-from pydantic import ValidationError
 from safetensors import safe_open
 
 from ..args import PLUGIN, lists_plugin
-from ..core.errors import FOREIGN_ERRORS, ConfigError
+from ..core.errors import FOREIGN_ERRORS, ConfigError, first_complaint
+from ..offline.batches import find_file
+from ..offline.yaml_file import read_yaml
 from ..plugin import ProTrainPlugin
 from ..refusals import refusals
 from ..run import TrainingRun
@@ -163,31 +161,17 @@ def read(config: Path) -> tuple[str, Any, list[str]]:
             "accelerate launch; on several cards, one server each, with folders of "
             "their own."
         )
-    try:
-        raw = yaml.safe_load(config.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise ConfigError(f"{config} is no YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{config} is not an Axolotl YAML.")
+    raw = read_yaml(config)
     keys, unused = derive(raw)
     try:
         cfg = load_cfg(DictDefault(keys))
     except ConfigError:
         raise
     except (OSError, ImportError, Warning, *FOREIGN_ERRORS) as error:
-        raise ConfigError(f"{config}: Axolotl refuses it: {_worded(error)}") from error
+        raise ConfigError(
+            f"{config}: Axolotl refuses it: {first_complaint(error)}"
+        ) from error
     return str(raw["base_model"]), cfg, unused
-
-
-def _worded(error: Exception) -> str:
-    """Return what is wrong first, on one line."""
-    message, where = str(error), ""
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        message = first["msg"].removeprefix("Value error, ")
-        where = ".".join(map(str, first["loc"]))
-    line = textwrap.shorten(message, 500) or type(error).__name__
-    return f"{where}: {line}" if where else line
 
 
 def identity(cfg: Any) -> dict[str, str]:
@@ -222,13 +206,10 @@ def identity(cfg: Any) -> dict[str, str]:
 
 
 def _folder(cfg: Any, source: str) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    revision = cfg.revision_of_model
-    cached = try_to_load_from_cache(source, "config.json", revision=revision)
-    if not isinstance(cached, str):
+    config = find_file(source, "config.json", cfg.revision_of_model)
+    if config is None:
         raise ConfigError(f"base_model: {source} has no config.json in the cache.")
-    return Path(cached).parent
+    return config.parent
 
 
 _BESIDE = frozenset(

@@ -8,9 +8,9 @@ training waits.
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -41,8 +41,7 @@ class Snapshot:
         self._room = room_bytes
         self._parts: deque[_Part] = deque()
         self._files: list[IO[bytes]] = []
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[None] | None = None
 
     def add(self, path: Path, plan: FilePlan, tensors: Mapping[str, Tensor]) -> None:
         """Take over a file; a plan without a header is of one that is there.
@@ -77,37 +76,32 @@ class Snapshot:
         meant: Collection[str] = (),
     ) -> None:
         """Write from here on, `publish` the checkpoint, `then` do the rest."""
-        self._thread = threading.Thread(
-            target=self._run, args=(checkpoint, then, meant), name="protrain-save"
-        )
-        self._thread.start()
+        executor = ThreadPoolExecutor(1, "protrain-save")
+        self._writing = executor.submit(self._run, checkpoint, then, meant)
+        executor.shutdown(wait=False)
 
     def join(self) -> None:
         """Return once nothing is under way any longer."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._writing is not None:
+            wait([self._writing])
 
     def check(self) -> None:
         """Raise what has ended the writing, or `then`, early."""
-        if self._error is not None:
-            raise self._error
+        if self._writing is not None:
+            self._writing.result()
 
     @property
     def over(self) -> bool:
         """Tell whether nothing is under way any longer."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._writing is not None and self._writing.done()
 
     def _run(
         self, checkpoint: Path, then: Callable[[], None], meant: Collection[str]
     ) -> None:
-        try:
-            with restored_on_failure(checkpoint.parent, publishes=True):
-                self._write()
-                publish(checkpoint, meant)
-            then()
-        except BaseException as error:
-            # raised again by `check`
-            self._error = error
+        with restored_on_failure(checkpoint.parent, publishes=True):
+            self._write()
+            publish(checkpoint, meant)
+        then()
 
     def _write(self) -> None:
         try:
