@@ -1,4 +1,4 @@
-"""Tell accelerate and torch's DistributedDataParallel are told about host-kept weights.
+"""Tell accelerate and torch's DistributedDataParallel about host-kept weights.
 
 DDP reduces what stays on the device with its state, and must neither broadcast to,
 reduce nor look at anything that the host keeps.

@@ -104,8 +104,7 @@ def _median(
     leaves: Sequence[Tensor],
     repeats: int,
 ) -> BlockSeconds:
-    """Return the nodes of a forward that gives what backward begins with, to the
-    gradients of `leaves`."""
+    """Time a forward that gives what backward begins with, and backward to `leaves`."""
 
     def once() -> tuple[float, float]:
         outputs: list[Tensor] = []
@@ -264,7 +263,7 @@ def _copy_on(
 
 
 def _kind(block: nn.Module, sample: BlockSample) -> dict[str, Any]:
-    """Key that blocks that take the same time have in common."""
+    """Return what blocks that take the same time have in common."""
 
     def described(tensor: Tensor) -> list[Any]:
         return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]

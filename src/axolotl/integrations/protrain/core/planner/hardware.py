@@ -254,7 +254,7 @@ def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[floa
 def _matmul_rate(
     torch_device: torch.device, size: tuple[int, int, int], dtype: torch.dtype
 ) -> float:
-    """Time forward and the two products of backward, which read other layouts."""
+    """Rate of forward and the two products of backward, which read other layouts."""
     rows, inner, columns = size
     # random: a GPU multiplies zeros at less power, hence faster
     random = torch.Generator(torch_device).manual_seed(0)
@@ -272,8 +272,8 @@ def _matmul_rate(
 
 
 def _attention_rate(torch_device: torch.device, length: int) -> float:
-    """Count operations of forward and backward of one causal row in bf16, the half that
-    is computed."""
+    """Rate of forward and backward of one causal row in bf16, of the half that is
+    computed."""
     one = torch.ones(1, 8, length, 128, device=torch_device, dtype=torch.bfloat16)
     query, key, value = (one.clone().requires_grad_() for _ in range(3))
 

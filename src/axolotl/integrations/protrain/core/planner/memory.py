@@ -165,10 +165,11 @@ class Parameters(NamedTuple):
 
 
 class _Residency(NamedTuple):
-    """Return when a lifetime's bytes are on the device under some policies, in
-    segments: until `end`, in `redone` because recomputing makes them again, and,
-    where block `out` has sent them to the host, from the first to the second of
-    `back` for its third, a block.
+    """Segments in which a lifetime's bytes are on the device under some policies.
+
+    Until `end`, in `redone` because recomputing makes them again, and, where block `out`
+    has sent them to the host, from the first to the second of `back` for its third, a
+    block.
     """
 
     end: int
@@ -187,7 +188,7 @@ def walk(trace: Trace, policies: tuple[Policy, ...], overlaps: bool) -> Activati
     # by segment: what its start has more than the one before, and what comes back in
     # it because it was not kept
     change, again = [0] * size, [0] * size
-    out, home = [0] * len(policies), [0] * len(policies)
+    out, back = [0] * len(policies), [0] * len(policies)
     opened, given_up = _swap_times(trace, policies, overlaps)
     for lifetime in trace.lifetimes:
         made, nbytes = lifetime.made, lifetime.nbytes
@@ -203,7 +204,7 @@ def walk(trace: Trace, policies: tuple[Policy, ...], overlaps: bool) -> Activati
             begin, end, block = there.back
             change[begin] += nbytes
             change[end + 1] -= nbytes
-            home[block] += nbytes
+            back[block] += nbytes
     *start, after, _ = accumulate(change)
     first, later = [], []
     redone: dict[int | None, int] = defaultdict(int)
@@ -218,7 +219,7 @@ def walk(trace: Trace, policies: tuple[Policy, ...], overlaps: bool) -> Activati
             rise, piled = max(more + rise, least), max(more + piled, least)
         first.append(live + piled)
         later.append(live + rise)
-    return Activations(start, first, later, after, Moved(tuple(out), tuple(home)))
+    return Activations(start, first, later, after, Moved(tuple(out), tuple(back)))
 
 
 def _rise(segment: Segment, policy: Policy, overlaps: bool) -> tuple[int, int]:
@@ -256,10 +257,10 @@ def _residency(
             end = save.segment
     if not waits:
         return _Residency(end, [s for s in redone if s > end])
-    out, home = min(waits)[0], max(waits)[0]
+    out, last = min(waits)[0], max(waits)[0]
     end = max(end, given_up.get(out, 0))
-    start, stop = opened[home], max(segment for _, segment in waits)
-    back = (start, stop, home) if end < start <= stop else None
+    start, stop = opened[last], max(segment for _, segment in waits)
+    back = (start, stop, last) if end < start <= stop else None
     if start <= end:
         end = max(end, stop)
     redone = [s for s in redone if s > end and not (back and start <= s <= stop)]
@@ -457,7 +458,7 @@ class MemoryModel:
             made = trained.made[chunk.index] if overlaps else 0
             highest = max(of_block.get(chunk.block, 0), nbytes + made)
             of_block[chunk.block] = highest
-        # one is updated, others are on their way home
+        # one is updated, others are on their way to the host
         leaving = IN_FLIGHT - 1 if overlaps else 0
         outside.sort(reverse=True)
         others = sum(operands for operands, _ in outside[1 : 1 + leaving])

@@ -182,7 +182,7 @@ class Search:
         return plan
 
     def asked(self, knobs: Knobs, shards: int = 1) -> Plan:
-        """Plan under the same knobs, whether it fits or not."""
+        """Return the plan of knobs that somebody asks for, whether it fits or not."""
         wheres = [(outside, 0) for outside in self._outside]
         if self._hosts_state:
             # what is asked for are weights that stay
@@ -436,7 +436,7 @@ class Search:
         raise error
 
     def _way_out(self) -> str:
-        """Say so if AdamW on the host, which needs no room on the device for updates,
+        """Name AdamW on the host, which needs no room on the device for updates, if it
         would make something fit."""
         memory, workload = self.memory, self.memory.workload
         if not workload.host_can_update:

@@ -629,8 +629,8 @@ def _copied(
 def _fate(
     record: _Record, num_segments: int, number: Mapping[int | None, int]
 ) -> tuple[int, int, tuple[Save, ...], bool]:
-    """A record of when a storage was made, when forgotten, what saved it, and whether
-    it is large."""
+    """Return when a storage was made, when forgotten, what saved it, and whether it is
+    large."""
     forgotten = record.forgotten
     end = forgotten.final.index if forgotten is not None else num_segments
     saves = {
