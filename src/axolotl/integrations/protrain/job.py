@@ -344,7 +344,7 @@ def _is_adamw(cfg: Any) -> bool:
 
 
 def choice_of(args: ProTrainArgs) -> Choice:
-    """What the keys decide of a plan."""
+    """Return what the keys decide of a plan."""
     modes, key = MODES, None
     if args.protrain_zero3_shard is False:
         modes = MODES - {"C"}

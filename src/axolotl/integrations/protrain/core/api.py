@@ -338,7 +338,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step of the caller's loop computes."""
+    """The objective of a step of the caller's loop."""
 
     example: Any
     loss_of: Loss | None

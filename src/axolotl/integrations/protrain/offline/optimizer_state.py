@@ -41,7 +41,7 @@ def optimizer_bytes(
 
 
 def plain_optimizer(cfg: Any, model: nn.Module) -> Any:
-    """What `axolotl train` would build for this model.
+    """Build the optimizer that `axolotl train` would build for this model.
 
     No trainer is made: its constructor would look for a dataset and an accelerator.
     """

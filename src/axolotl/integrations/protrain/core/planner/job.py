@@ -66,7 +66,7 @@ Seconds = Mapping[int | None, BlockSeconds]
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a plan is decided beforehand; nothing by default.
+    """Parts of a plan that are decided beforehand; nothing by default.
 
     Attributes:
         device_bytes: Limit of the device; None for what the machine has.

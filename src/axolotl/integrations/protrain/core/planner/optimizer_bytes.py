@@ -1,4 +1,4 @@
-"""What an optimizer holds for each parameter, and what its update takes.
+"""The state that an optimizer holds for each parameter, and what its update takes.
 
 The optimizer itself takes steps over parameters on the meta device: the shapes of its state
 do not depend on values, whatever its class.
@@ -42,7 +42,7 @@ class OptimizerBytes:
 
     @property
     def in_workload(self) -> dict[str, Any]:
-        """What a `Workload` has of it."""
+        """Return what a `Workload` has of it."""
         return {key: value for key, value in vars(self).items() if key != "separable"}
 
 
@@ -91,7 +91,7 @@ def optimizer_bytes(
 def _probed(
     optimizer: Any, model: nn.Module, named: Mapping[str, nn.Parameter], on_cpu: bool
 ) -> OptimizerBytes:
-    """Of each kind of parameter two take part: more would be the same again."""
+    """Probe two parameters of each kind: more would be the same again."""
     managed = getattr(optimizer, "is_paged", False) and not on_cpu
     fused = _prepare(optimizer, on_cpu)
     kinds = _kinds(optimizer, model, named)
