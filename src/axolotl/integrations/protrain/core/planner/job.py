@@ -394,7 +394,7 @@ def plan_here(
         if param.device.type == "cpu" and name not in absent
     ]
     mapped = mapped_bytes(there)
-    # the arena of a node takes the place of what each of its ranks has loaded
+    # the host pool of a node takes the place of what each of its ranks has loaded
     loaded = sum(param.nbytes for param in there) - mapped
     host_bytes = host_memory(given_back=world.local_size * loaded)
     hardware = job.hardware or ranks.together(
