@@ -224,6 +224,8 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
         ("a10", None, ("--gpu", "'a10' is not known; nearest: A10G")),
         ("rtx 4900", None, ("--gpu", "'rtx 4900'", "nearest: RTX 4090")),
         ("h300", None, ("--gpu", "nearest: H200", "H100")),
+        ("2x4090", None, ("several cards: write --gpu 4090 --gpus 2",)),
+        ("H100 x 8", None, ("several cards: write --gpu h100 --gpus 8",)),
         ("", None, ("--gpu", "as 4090 or", "NAME:GiB", OWN_FIGURES)),
         (":24", None, ("--gpu", "as 4090 or", "NAME:GiB")),
         # one memory for both: there is nothing to page to

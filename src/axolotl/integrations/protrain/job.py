@@ -262,13 +262,15 @@ def _traced(
         )
 
     text = {name: value for name, value in batch.items() if name not in _IMAGES}
-    headroom = args.protrain_vision_headroom_bytes if has_vision_tower(model) else 0
+    # without a processor Axolotl makes no batch with images
+    takes_images = has_vision_tower(model) and bool(cfg.processor_type)
+    headroom = args.protrain_vision_headroom_bytes if takes_images else 0
     reserved = f"protrain_vision_headroom_bytes reserves {format_bytes(headroom)} for"
     try:
         traced = trace(batch)
         if len(text) < len(batch):
             headroom = 0
-        elif has_vision_tower(model):
+        elif takes_images:
             assumptions.append(f"no images in the batch: {reserved} the vision tower")
     except TraceError as error:
         if not has_vision_tower(model) or len(text) == len(batch):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import AccessError
 from ..layout import Direction
-from ..layout.tensors import Binding, tensors_in
+from ..layout.tensors import Binding, map_tensors, tensors_in
 from ..types import Chunk, Layout
 from .host_chunks import HostChunk
 
@@ -121,10 +121,8 @@ class AroundBlock(AroundCall):
             with step.block_inside_backward(index, stays=trains):
                 entered = torch.autograd._get_sequence_nr()
                 output = call(*args, **kwargs)
-            if trains:
-                # a reentrant checkpoint goes backward through what it has made
-                self._await_backward(output, entered)
-            return output
+            # a reentrant checkpoint goes backward through what it has made
+            return self._await_backward(output, entered)[0] if trains else output
         direction = Direction.FORWARD if trains else Direction.INFERENCE
         try:
             step.before_block(index, direction)
@@ -132,13 +130,27 @@ class AroundBlock(AroundCall):
             output = call(*args, **kwargs)
         finally:
             step.after_block(index, direction)
-        if trains and not self._await_backward(output, entered):
-            self._require_no_graph(entered)
+        if trains:
+            output, newest = self._await_backward(output, entered)
+            if newest < 0:
+                self._require_no_graph(entered)
         return output
 
-    def _await_backward(self, output: Any, entered: int) -> bool:
-        """Hook the nodes of a block's output; returns whether there are any."""
-        found = False
+    def _await_backward(self, output: Any, entered: int) -> tuple[Any, int]:
+        """Hook the nodes of a block's output; returns it and its newest node's number.
+
+        What a hook of somebody else's has computed after the output goes backward before
+        it: an alias of the output is younger, and makes backward come to the block first.
+        """
+        newest = self._hook_nodes(output, entered)
+        made = torch.autograd._get_sequence_nr()
+        if 0 <= newest < made - 1 and self._step.slots.is_paged(self._index):
+            output = map_tensors(output, _alias)
+            newest = self._hook_nodes(output, made)
+        return output, newest
+
+    def _hook_nodes(self, output: Any, entered: int) -> int:
+        newest = -1
         for tensor in (output,) if type(output) is Tensor else tensors_in(output):
             # a view that is changed in place afterwards has another node, of its base
             every = (tensor, tensor._base) if tensor._is_view() else (tensor,)
@@ -148,8 +160,8 @@ class AroundBlock(AroundCall):
                 if node is not None and node._sequence_nr() >= entered:
                     # a node's hook costs half of a tensor's and runs at the same time
                     node.register_prehook(self._backward_reaches)
-                    found = True
-        return found
+                    newest = max(newest, node._sequence_nr())
+        return newest
 
     def _require_no_graph(self, entered: int) -> None:
         made = torch.autograd._get_sequence_nr() > entered
@@ -164,6 +176,10 @@ class AroundBlock(AroundCall):
 
     def _backward_reaches(self, _gradients: Any) -> None:
         self._step.backward_reaches(self._index)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor if tensor.grad_fn is None else tensor.view_as(tensor)
 
 
 class GradientHooks:
@@ -327,7 +343,8 @@ class StateHooks:
     def _unbind(self) -> None:
         for binding, tensor in self._bound.pop():
             binding.bind(tensor)
-        self._step.store.remember()
+        # no others: somebody may have written one of them
+        self._step.store.remember(binding.name for binding, _ in self._host)
 
 
 def drop_ended_backward(device: torch.device) -> None:

@@ -120,7 +120,7 @@ class ParamStore:
                 # frees the original
                 self._places[spec.name] = _view(buffer, spec)
                 self._bindings[spec.name].bind(self._places[spec.name])
-            self.remember([chunk])
+            self.remember(spec.name for spec in chunk.tensors)
             return_freed_memory()
 
     def unload(self, chunks: Iterable[int]) -> None:
@@ -157,7 +157,7 @@ class ParamStore:
             size = self._ranks.world.local_size
             if takes and index % size == self._ranks.local_rank:
                 self._take_over(chunk, memory if index in shown else None)
-            self.remember([chunk])
+            self.remember(spec.name for spec in chunk.tensors)
         if wrong:
             raise AccessError(wrong)
 
@@ -227,13 +227,13 @@ class ParamStore:
                     "protrain_force_all_persistent: true."
                 )
 
-    def remember(self, chunks: Iterable[Chunk] | None = None) -> None:
-        """Remember parameters as a pass or a load has left them."""
-        for chunk in self.on_host.values() if chunks is None else chunks:
-            for spec in chunk.tensors:
-                owner = self._bindings[spec.name].owner
-                if isinstance(owner, nn.Parameter):
-                    self._known[spec.name] = owner, owner.data_ptr(), owner._version
+    def remember(self, names: Iterable[str] | None = None) -> None:
+        """Remember parameters, all of them or some, as a pass or a load has left them."""
+        every = (spec.name for chunk in self.on_host.values() for spec in chunk.tensors)
+        for name in every if names is None else names:
+            owner = self._bindings[name].owner
+            if isinstance(owner, nn.Parameter):
+                self._known[name] = owner, owner.data_ptr(), owner._version
 
     def _take_over(self, chunk: Chunk, memory: HostPool | None) -> None:
         """Bring what was written into a chunk, in `memory` or on the device, home."""

@@ -168,7 +168,7 @@ class Step:
         """A forward of a module above the blocks has ended, or failed."""
         if module is self._outermost:
             self._outermost = None
-            self.store.remember()
+            self._remember()
             self._show_params_again()
 
     def before_block(self, block: int, direction: Direction) -> None:
@@ -232,6 +232,15 @@ class Step:
             for chunk in self.layout.blocks[self.slots.block].chunks:
                 if self.slots.slot_of(chunk) is not None:
                     self.store.require_unwritten(self.layout.chunks[chunk])
+
+    def _remember(self) -> None:
+        """Remember weights as a pass has left them; refuse writes that updates would lose."""
+        if self.updates.on_host:
+            for host in self.hosts:
+                if host.chunk.index not in self.plan.away:
+                    # the host copy is updated, and overwrites that of the device
+                    self.store.require_unwritten(host.chunk)
+        self.store.remember()
 
     def _prefetch(self, block: int, direction: Direction) -> None:
         """Fetch chunks ahead of a block; see Note [From forward to backward]."""
@@ -336,7 +345,7 @@ class Step:
 
     def _backward_ended(self) -> None:
         self._require_unwritten()
-        self.store.remember()
+        self._remember()
         self._show_params_again()
 
     def gradient_arrives(self, host: HostChunk, index: int, is_last: bool) -> None:
@@ -648,7 +657,6 @@ class Step:
 
     def after_load(self, chunk: Chunk) -> None:
         """A load wrote the host tensors of a chunk."""
-        self.store.remember()
         for host in self.hosts:
             if host.chunk is chunk:
                 host.renew_masters(range(len(host.params)))

@@ -334,6 +334,13 @@ def _find(name: str, text: str) -> Gpu:
     for pattern, why in UNMODELLED.items():
         if re.search(pattern, wanted):
             raise ConfigError(f"--gpu {text!r} cannot be planned: {why}")
+    several = re.fullmatch(r"(?P<n>[1-9]\d?)x(?P<card>.+)", wanted)
+    several = several or re.fullmatch(r"(?P<card>.+)x(?P<n>[1-9]\d?)", wanted)
+    if several:
+        raise ConfigError(
+            f"--gpu {text!r} names several cards: write --gpu {several['card']} "
+            f"--gpus {several['n']}"
+        )
     close = _nearest(wanted, [gpu.name for gpu in GPUS], MAX_NAMED)
     nearest = f"; nearest: {', '.join(close)}" if close else ""
     raise ConfigError(

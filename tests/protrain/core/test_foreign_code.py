@@ -1,0 +1,166 @@
+"""Code of others inside a pass: the numbers of the plain run, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    HOST_STATE,
+    adamw,
+    assert_same,
+    batches,
+    open_session,
+    stack,
+)
+from simulated import DeferredDevice
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from axolotl.integrations.protrain.core.errors import AccessError
+from axolotl.integrations.protrain.core.types import Update
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one slot": {"n_buffer": 1},
+    "two slots": {"outside": HOST_STATE},
+    "recompute": {"recompute": ALL},
+    "swap": {"swap": ALL},
+    "some stay": {"resident": (0, 3), "inside": HOST_STATE, "swap": (4,)},
+    "all stay": {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE},
+}
+"""On a device that computes and copies as late as events allow."""
+Losses = list[Tensor]
+Act = Callable[[Any, Losses], None]
+
+
+def numbers(act: Act, plan: dict[str, Any] | None = None, late: bool = False) -> Any:
+    """Losses and weights of three steps; `late` acts once the session is open."""
+    model, losses, seen = stack(), [], []
+    if not late:
+        act(model, losses)
+    session = None
+    if plan is not None:
+        session = open_session(model, device=DeferredDevice(), **plan)
+    if late:
+        act(model, losses)
+    optimizer: Any = adamw(model)
+    if session is not None:
+        optimizer = session.wrap_optimizer(optimizer)
+    try:
+        for first, second in zip(batches(3), batches(3, seed=2), strict=True):
+            for tokens in (first, second):
+                losses.clear()
+                # of the forward, not of what recomputes it
+                loss = model(tokens) + sum(losses[: len(ALL)])
+                loss.backward()
+                seen.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        if session is not None:
+            session.close()
+    return seen, model.state_dict()
+
+
+def hooked(make: Callable[[Any, Tensor], Tensor]) -> Act:
+    """A loss that a forward hook of each block makes of the block and its output."""
+
+    def act(model: Any, losses: Losses) -> None:
+        for layer in model.layers:
+            layer.register_forward_hook(
+                lambda own, _args, output: losses.append(make(own, output) * 0.1)
+            )
+
+    return act
+
+
+LOSSES: dict[str, Act] = {
+    "of a product": hooked(lambda own, out: (out @ own.up.weight.T).pow(2).mean()),
+    "of a call": hooked(lambda own, out: gelu(own.up(out.detach())).pow(2).mean()),
+    "of a weight": hooked(lambda own, out: own.up.weight.norm()),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "act, late",
+    [
+        ("of a product", False),
+        ("of a product", True),
+        ("of a call", False),
+        ("of a weight", True),
+    ],
+)
+def test_a_loss_that_a_hook_makes_of_its_block(act: str, plan: str, late: bool) -> None:
+    """Its backward reads the block's weights before backward comes to the output."""
+    losses, weights = numbers(LOSSES[act], PLANS[plan], late)
+    plain_losses, plain_weights = numbers(LOSSES[act])
+    assert losses == plain_losses
+    assert_same(weights, plain_weights)
+
+
+def writes(name: str, hook: str) -> Act:
+    @torch.no_grad()
+    def write(module: Any, *_: Any) -> None:
+        module.weight.div_(module.weight.norm())
+
+    def act(model: Any, _losses: Losses) -> None:
+        getattr(model.get_submodule(name), hook)(write)
+
+    return act
+
+
+def limits_rows(model: Any, _losses: Losses) -> None:
+    model.embed.max_norm = 1.0
+
+
+INSIDE = {
+    hook: writes("layers.1.up", f"register_{hook}")
+    for hook in ("forward_pre_hook", "full_backward_hook")
+}
+OUTSIDE = {"head": writes("head", "register_forward_pre_hook"), "rows": limits_rows}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("act", INSIDE)
+def test_a_write_in_a_pass_to_a_weight_of_a_block(act: str, plan: str) -> None:
+    """A slot would lose it; what stays on the device keeps it."""
+    if plan == "all stay":
+        assert numbers(INSIDE[act], PLANS[plan])[0] == numbers(INSIDE[act])[0]
+        return
+    with pytest.raises(AccessError, match=r"layers\.1\.up\.weight: .* in a pass"):
+        numbers(INSIDE[act], PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", ("two slots", "recompute", "all stay"))
+@pytest.mark.parametrize("act", OUTSIDE)
+def test_a_write_in_a_pass_to_a_weight_outside_of_blocks(act: str, plan: str) -> None:
+    losses, weights = numbers(OUTSIDE[act], PLANS[plan])
+    plain_losses, plain_weights = numbers(OUTSIDE[act])
+    assert losses == plain_losses
+    assert_same(weights, plain_weights)
+
+
+@pytest.mark.parametrize("act", OUTSIDE)
+def test_an_update_on_the_host_would_lose_a_write_in_a_pass(act: str) -> None:
+    with pytest.raises(AccessError, match="this weight in a pass"):
+        numbers(OUTSIDE[act], {"outside": HOST_STATE, "update": Update.HOST})
+
+
+def test_a_hook_of_a_load_that_comes_too_late_is_an_error() -> None:
+    """Behind ours it finds a slot; the loads of other modules do not hide its write."""
+    model = stack()
+    session = open_session(model, outside=HOST_STATE)
+
+    @torch.no_grad()
+    def halve(module: Any, _keys: Any) -> None:
+        module.weight.mul_(0.5)
+
+    model.layers[2].up.register_load_state_dict_post_hook(halve)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(AccessError, match=r"layers\.2\.up\.weight: somebody changed"):
+        model(batches(1)[0])
+    session.close()
