@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,8 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    if isinstance(value, FunctionType) and value.__closure__:
+        return _own_function(value, memo)
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if isinstance(value, (type, FunctionType, nn.Module)) or (
@@ -149,6 +151,29 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except FOREIGN_ERRORS:
         return value
+
+
+def _own_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """A copy of a function that has a copy of what it encloses."""
+    if id(function) not in memo:
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        own = FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            cells,
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        # it may enclose itself
+        memo[id(function)] = own
+        for cell, enclosed in zip(cells, function.__closure__ or (), strict=True):
+            try:
+                contents = enclosed.cell_contents
+            except ValueError:
+                continue  # it is empty
+            cell.cell_contents = _own(contents, memo)
+    return memo[id(function)]
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
