@@ -27,7 +27,6 @@ Piece = tuple[str, float, str]
 Mark = tuple[str, float, float, str]
 """Style, start, length and text of what is drawn in a bar."""
 
-COMPUTE = "compute"
 MEMORIES = ("device_bytes", "host_bytes")
 WIDTH, HEIGHT, NUM_COLOURS = 1000, 400, 8
 """Units of a drawing: bars are `WIDTH` wide, the timeline is `HEIGHT` high as well."""

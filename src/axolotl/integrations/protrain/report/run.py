@@ -23,7 +23,6 @@ WATCHED_STEPS = 3
 """First steps in which the CPU device counts every allocation, which slows them: the
 optimizer's state appears in the first one, and the second one is like all others."""
 
-COMPUTE = "compute"
 REPORT_FILE = Path("protrain") / "report.json"
 REPORT_KEYS = frozenset(
     "about alternatives assumptions blocks compared device_bytes hardware host_bytes "
@@ -141,7 +140,7 @@ class RunReport:
         host_optimizer = self._of_a_node("host_optimizer_bytes", seen)
         host_swap = self._of_a_node("host_swap_bytes", seen)
         out, back = (micro * sum(way) for way in (moved.out, moved.back))
-        exposed_s = sum(s for lane, s in step.exposed_s.items() if lane != COMPUTE)
+        exposed_s = sum(s for lane, s in step.exposed_s.items() if lane != "compute")
         waits = "waits of compute, seconds a step"
         timed = {waits: (exposed_s, seen.stall_s / steps)}
         evaluated = {}
