@@ -45,7 +45,7 @@ from transformers.integrations.integration_utils import WandbLogModel
 from transformers.modeling_outputs import CausalLMOutput
 
 REPORT = Path("protrain") / "report.json"
-SAVING = "protrain-save"
+SAVING = "protrain-save_0"
 """Name of the thread that writes beside training."""
 FAMILY = "llama"
 MODEL = model_path(FAMILY)

@@ -61,7 +61,7 @@ def disk(act: Callable[[], None]) -> Iterator[None]:
     plain = os.pwrite
 
     def write(*args: Any) -> int:
-        if threading.current_thread().name.startswith("protrain-save"):
+        if threading.current_thread().name == "protrain-save_0":
             act()
         return plain(*args)
 
