@@ -46,6 +46,7 @@ RANKS = "| " + " ".join(
     for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
 )
 TESTS: dict[str, tuple[frozenset[str], str]] = {
+    "core/engine/access.py": (ORDERING, f"access session optimizer state {RANKS}"),
     "core/engine/apply.py": (
         ORDERING,
         f"races deferred simulated state pieces {RANKS}",
@@ -56,8 +57,10 @@ TESTS: dict[str, tuple[frozenset[str], str]] = {
         ORDERING,
         f"races deferred schedules optimizer access {RANKS}",
     ),
-    "core/engine/host_chunks.py": (ORDERING, f"races masters {RANKS}"),
-    "core/engine/offloaded_grad.py": (ORDERING, "access deferred optimizer"),
+    "core/engine/host_chunks.py": (
+        ORDERING,
+        f"races masters access deferred optimizer {RANKS}",
+    ),
     "core/engine/optimizer.py": (ORDERING, "races deferred optimizer state access"),
     "core/engine/param_store.py": (ORDERING, "session access structures failures"),
     "core/engine/ranks.py": (ORDERING, RANKS),

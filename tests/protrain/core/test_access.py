@@ -38,7 +38,7 @@ from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
 from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk, HostMemory
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
-from axolotl.integrations.protrain.core.engine.offloaded_grad import (
+from axolotl.integrations.protrain.core.engine.host_chunks import (
     GradPlaceholders,
     OffloadedGrad,
 )

@@ -35,8 +35,9 @@ from .engine.data_parallel import (
     without_ddp,
 )
 from .engine.device import open_device
-from .engine.optimizer import ShowingOptimizer, clone_for, states_of
+from .engine.optimizer import ShowingOptimizer
 from .engine.ranks import Alone, Ranks
+from .engine.recorded_step import clone_for, states_of
 from .engine.session import Measured, Options, Session
 from .errors import AccessError, BudgetError, ConfigError
 from .host import host_memory

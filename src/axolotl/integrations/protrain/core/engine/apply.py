@@ -35,7 +35,7 @@ from ..types import IN_FLIGHT, Update
 from .device import Event
 from .host_chunks import HostChunk, HostMemory, MainGrads
 from .host_pool import StateMemory
-from .optimizer import (
+from .recorded_step import (
     Clip,
     RecordedStep,
     is_elementwise,

@@ -19,6 +19,7 @@ from weakref import KeyedRef
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -520,3 +521,11 @@ def open_device(torch_device: torch.device) -> Device:
         index = torch_device.index
         return CudaDevice(torch.cuda.current_device() if index is None else index)
     raise ValueError(f"ProTrain runs on cpu and cuda devices, not on {torch_device}")
+
+
+def range_of(name: str) -> AbstractContextManager[object]:
+    """A range that profilers show; where none runs it would cost more than the work."""
+    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
+
+
+_NO_RANGE = nullcontext()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..types import Counters
+from .calls import AroundCall
 from .device import Device, Event
-from .hooks import AroundCall
 from .host_pool import host_buffer
 
 

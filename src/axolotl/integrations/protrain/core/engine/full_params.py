@@ -17,16 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils import _python_dispatch
 
 from ..errors import AccessError
-
-if TYPE_CHECKING:
-    from .step import Step
+from .step import Step
 
 not_counted = _python_dispatch._disable_current_modes
 """Copies that are shown are no work of the device."""
@@ -84,7 +81,7 @@ class FullParams:
 
     def show_again(self) -> None:
         """Show them again where a context is open: a pass has ended, or a step."""
-        if self.num_inside and not self._step.is_inside_forward:
+        if self.num_inside and not self._step.inside_forward:
             self._show()
 
     def before_copy(self, module: nn.Module) -> None:
@@ -115,7 +112,7 @@ class FullParams:
         if step.closed or self.shows_writes:
             return
         self.hide()
-        if step.is_running:
+        if step.slots.in_forward:
             raise AccessError(
                 "weights and gradients can be looked at between two passes through the "
                 "model, not inside of one"
@@ -125,7 +122,7 @@ class FullParams:
             step.settle_all()
         else:
             step.slots.end_use()
-            step.settle()
+            step.due.settle()
             if step.plan.shards > 1:
                 # what stays on the device is gathered by all ranks or by none
                 shown |= step.store.on_host.keys()

@@ -102,6 +102,20 @@ class Gradients:
         for main_grads in self._expected:
             main_grads.arrived.clear()
 
+    def make_room(self, host: HostChunk, index: int, is_last: bool) -> None:
+        """Let autograd add a gradient: see `GradPlaceholders.make_room`.
+
+        A gradient that somebody has set replaces what was sent, and None drops it.
+        """
+        param = host.params[index]
+        if param.grad is not host.grads.placeholders[index]:
+            if param.grad is not None:
+                self.settle_own()
+            host.grads.hide_one(index)
+            if param.grad is None:
+                self.drop(host, index)
+        host.grads.make_room(index, is_last)
+
     def take(self, host: HostChunk, index: int, gradient: Tensor) -> None:
         """Take the gradient of a parameter that autograd has accumulated."""
         self._add(host.main_grads, index, gradient)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,90 +19,10 @@ from ..errors import AccessError
 from ..layout import Direction
 from ..layout.tensors import Binding, map_tensors, tensors_in
 from ..types import Chunk, Layout
+from .access import StateAccess
+from .calls import AroundCall, Hook, Removable, inside_backward, nothing
 from .host_chunks import HostChunk
-
-if TYPE_CHECKING:
-    from .step import Step
-
-
-class Removable(Protocol):
-    """A binding that can be undone, as torch's hook handles are."""
-
-    def remove(self) -> None:
-        """Undo the binding."""
-
-
-class Hook:
-    """A module's hook, which a copy of the module does not take along.
-
-    `copying` is called before a copy: the parameters of the module's children are not
-    copied yet, its own are.
-    """
-
-    def __init__(
-        self, call: Callable[..., Any], copying: Callable[[], None] = lambda: None
-    ) -> None:
-        self._call, self._copying = call, copying
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, _memo: Any) -> Hook:
-        self._copying()
-        return Hook(_nothing)
-
-    def __reduce__(self) -> Any:
-        self._copying()
-        return Hook, (_nothing,)
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing: the hook of a copied module."""
-
-
-class AroundCall:
-    """Surrounds each call of a module, hooks included, until `remove`.
-
-    It stands where `nn.Module.compile` puts what a call runs: outside of all hooks,
-    global and later ones too, and a copy of the module does not take it along. The last
-    one made is the outermost, and is removed first.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._inner: Callable[..., Any] | None = module._compiled_call_impl
-        self._set(self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self._inner or self._module._call_impl, args, kwargs)
-
-    def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make one `call`; may be called again in backward."""
-        raise NotImplementedError
-
-    def require_bound(self) -> None:
-        """Raise AccessError if `compile` of a module has taken the place since."""
-        outer = self._module._compiled_call_impl
-        while outer is not self:
-            if not isinstance(outer, AroundCall):
-                raise AccessError(
-                    f"{type(self._module).__name__}.compile() was called on a block in "
-                    "the middle of training, which is paged around its calls. Compile "
-                    "blocks with `torch_compile: true`, or before training begins."
-                )
-            outer = outer._inner
-
-    def remove(self) -> None:
-        """Undo the binding."""
-        if self._module._compiled_call_impl is self:
-            self._set(self._inner)
-
-    def _set(self, call: Callable[..., Any] | None) -> None:
-        if call is not None:
-            self._module._compiled_call_impl = call
-        else:
-            # the class has None
-            del self._module._compiled_call_impl
+from .step import Step
 
 
 class AroundBlock(AroundCall):
@@ -233,7 +153,9 @@ def _accumulates(param: Tensor) -> bool:
         return False
 
 
-def attach_entry(model: nn.Module, layout: Layout, step: Step) -> list[Removable]:
+def attach_entry(
+    model: nn.Module, layout: Layout, step: Step, access: StateAccess
+) -> list[Removable]:
     """Tell `step` of each forward of a module through which weights can be reached.
 
     Those are ancestors of the blocks, because a fused loss reads the head without calling
@@ -253,7 +175,7 @@ def attach_entry(model: nn.Module, layout: Layout, step: Step) -> list[Removable
     for module in map(model.get_submodule, dict.fromkeys(names)):
         hook = Hook(
             lambda module, *_: step.forward_begins(module),
-            partial(step.copying, module),
+            partial(access.copying, module),
         )
         # before those of others, which may look at weights
         handles.append(module.register_forward_pre_hook(hook, prepend=True))
@@ -262,10 +184,10 @@ def attach_entry(model: nn.Module, layout: Layout, step: Step) -> list[Removable
     return handles
 
 
-def announce_copies(module: nn.Module, step: Step) -> Removable:
-    """Tell `step` when a module is about to be copied."""
+def announce_copies(module: nn.Module, access: StateAccess) -> Removable:
+    """Tell `access` when a module is about to be copied."""
     # a table that no forward reads
-    hook = Hook(_nothing, partial(step.copying, module))
+    hook = Hook(nothing, partial(access.copying, module))
     return module.register_state_dict_pre_hook(hook)
 
 
@@ -279,7 +201,7 @@ class StateHooks:
         owner: The module that registers the parameters.
         chunk: In host memory.
         host: What is bound meanwhile, with its host tensor.
-        step: Settles before a read or a load.
+        access: Settles before a read or a load.
     """
 
     def __init__(
@@ -287,12 +209,12 @@ class StateHooks:
         owner: nn.Module,
         chunk: Chunk,
         host: list[tuple[Binding, Tensor]],
-        step: Step,
+        access: StateAccess,
     ) -> None:
-        self._chunk, self._host, self._step = chunk, host, step
+        self._chunk, self._host, self._access = chunk, host, access
         # a stack: a read may run inside a read
         self._bound: list[list[tuple[Binding, Tensor]]] = []
-        copying = partial(step.copying, owner)
+        copying = partial(access.copying, owner)
         self._handles: list[Removable] = [
             owner.register_state_dict_pre_hook(Hook(self._before_read)),
             owner.register_state_dict_post_hook(Hook(self._after_read, copying)),
@@ -310,14 +232,14 @@ class StateHooks:
             self._handles.pop().remove()
 
     def _before_read(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        self._step.before_read([tensor for _, tensor in self._host])
+        self._access.before_read([tensor for _, tensor in self._host])
         self._keeps_vars = keep_vars
         self._bind()
 
     def _after_read(
         self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        if self._keeps_vars and not self._step.shows_writes:
+        if self._keeps_vars and not self._access.shows_writes:
             # parameters would show their slots again
             for binding, tensor in self._host:
                 name = prefix + binding.name.rpartition(".")[2]
@@ -326,15 +248,15 @@ class StateHooks:
         self._unbind()
 
     def _before_load(self, *_: Any) -> None:
-        self._step.before_load([tensor for _, tensor in self._host])
+        self._access.before_load([tensor for _, tensor in self._host])
         self._bind()
 
     def _after_load(self, *_: Any) -> None:
         self._unbind()
-        self._step.after_load(self._chunk)
+        self._access.after_load(self._chunk)
 
     def _bind(self) -> None:
-        shown = self._step.shows_writes
+        shown = self._access.shows_writes
         host = [] if shown else self._host
         self._bound.append([(binding, binding.tensor) for binding, _ in host])
         for binding, tensor in host:
@@ -344,23 +266,4 @@ class StateHooks:
         for binding, tensor in self._bound.pop():
             binding.bind(tensor)
         # no others: somebody may have written one of them
-        self._step.store.remember(binding.name for binding, _ in self._host)
-
-
-def drop_ended_backward(device: torch.device) -> None:
-    """Let go of the graph of a backward pass that an error ended.
-
-    torch keeps its nodes that were ready, in a queue of the calling thread and in one of
-    the device's, until some backward comes past them: here one whose only node sorts
-    last, without memory, which may be short.
-    """
-    for queue in (torch.device("cpu"), device):
-        with torch.inference_mode(False), torch.enable_grad():
-            end = torch.empty(0, device=queue, requires_grad=True) * 1
-        end.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
-        end.backward(end.detach())
-
-
-def inside_backward() -> bool:
-    """True on a thread that the autograd engine is running (as in torch.utils.checkpoint)."""
-    return torch._C._current_graph_task_id() != -1
+        self._access.remember(binding.name for binding, _ in self._host)

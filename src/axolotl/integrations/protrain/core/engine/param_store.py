@@ -24,12 +24,11 @@ pass that finds another address or version than it left refuses to go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +44,8 @@ from ..layout.tensors import (
 )
 from ..types import Chunk, TensorSpec
 from .device import Device
-from .hooks import StateHooks
 from .host_pool import HostPool, copy_together, host_buffer, return_freed_memory
 from .ranks import Ranks
-
-if TYPE_CHECKING:
-    from .step import Step
 
 _COPIERS, _ROOM_BYTES = 4, 64 << 20
 
@@ -93,10 +88,12 @@ class ParamStore:
         self._harmless: set[str] = set()
         self._shown: HostPool | None = None
         self._held: ExitStack | None = None
-        self._state_hooks: list[StateHooks] = []
 
     def move_in(
-        self, chunks: Sequence[Chunk], buffer_for: Callable[[Chunk], Tensor], step: Step
+        self,
+        chunks: Sequence[Chunk],
+        buffer_for: Callable[[Chunk], Tensor],
+        on_host: Callable[[Chunk], None],
     ) -> None:
         """Bind every parameter to its place, one chunk at a time.
 
@@ -104,7 +101,8 @@ class ParamStore:
             chunks: Those in host memory; a later call names those that move again.
             buffer_for: Gives the device buffer (uint8) that the parameters of a chunk
                 become views of: a slot, or memory of its own.
-            step: Told of reads and loads of the chunks' state from here on.
+            on_host: Called when a chunk is in host memory, before its parameters point
+                at a buffer: see Note [Who reads the state].
         """
         if self._held is None:
             self._held = hold_quantised(self._model)
@@ -113,8 +111,7 @@ class ParamStore:
             buffer = buffer_for(chunk)
             if chunk.index not in self.on_host:
                 self._copy_to_host(chunk)
-                # see Note [Who reads the state]
-                self._attach_state(chunk, step)
+                on_host(chunk)
                 self.on_host[chunk.index] = chunk
             for spec in chunk.tensors:
                 # frees the original
@@ -301,17 +298,15 @@ class ParamStore:
             rooms.put(room)
         return home
 
-    def detach_state(self) -> None:
-        """Readers of the state find it without being told: everything has moved out."""
-        while self._state_hooks:
-            self._state_hooks.pop().remove()
-
     def buffer_of(self, chunk: Chunk) -> Tensor:
         """The device memory that a chunk's parameters are views of, uint8."""
         return _bytes_of(self._places[chunk.tensors[0].name].untyped_storage())
 
-    def _attach_state(self, chunk: Chunk, step: Step) -> None:
-        """Hook the modules that register the parameters of a chunk, tied names too."""
+    def state_of(
+        self, chunk: Chunk
+    ) -> Iterator[tuple[nn.Module, list[tuple[Binding, Tensor]]]]:
+        """The modules that register parameters of a chunk, by tied names too, each with
+        what is bound of them and its host tensors."""
         host = {id(self._bindings[spec.name].owner): spec for spec in chunk.tensors}
         for module in self._model.modules():
             own = [
@@ -322,12 +317,14 @@ class ParamStore:
             if not own:
                 continue
             prefixes = tuple(f"{name}." for name in own)
-            bound = [
-                (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
-                for spec in chunk.tensors
-                if spec.name in own or spec.name.startswith(prefixes)
-            ]
-            self._state_hooks.append(StateHooks(module, chunk, bound, step))
+            yield (
+                module,
+                [
+                    (self._bindings[spec.name], self._pool.tensor(chunk.index, spec))
+                    for spec in chunk.tensors
+                    if spec.name in own or spec.name.startswith(prefixes)
+                ],
+            )
 
     def _copy_to_host(self, chunk: Chunk) -> None:
         pairs = [

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..layout import CACHES
-from .hooks import AroundCall
+from .calls import AroundCall
 from .swap import Swap
 
 

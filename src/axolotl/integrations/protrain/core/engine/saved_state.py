@@ -17,7 +17,7 @@ from ..errors import AccessError, CheckpointError
 from .apply import ChunkUpdate, Updates
 from .host_chunks import MASTER_KEY, HostMemory
 from .host_pool import StateMemory, open_of
-from .optimizer import states_of
+from .recorded_step import states_of
 from .state import Place, form_of
 
 

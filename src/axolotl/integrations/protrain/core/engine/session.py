@@ -36,26 +36,28 @@ from torch import Tensor, nn
 from ..layout import PIECE_NUMEL
 from ..layout.tensors import model_bindings
 from ..types import Chunk, Counters, Layout, Placement, Plan, main_grads_in_fp32
+from .access import StateAccess
 from .apply import Updates
+from .calls import Hook, drop_ended_backward
 from .compiled import CompiledForward
 from .device import POISON_BYTE, Device
 from .embedding import HostEmbedding
+from .full_params import FullParams
 from .gradients import Gradients
 from .hooks import (
     AroundBlock,
     GradientHooks,
-    Hook,
-    Removable,
+    StateHooks,
     announce_copies,
     attach_entry,
-    drop_ended_backward,
 )
 from .host_chunks import HostChunk, HostMemory
 from .host_pool import HostPool
-from .optimizer import page_optimizer, show_to_hooks, states_of
+from .optimizer import page_optimizer, show_to_hooks
 from .param_store import ParamStore
 from .ranks import Alone, Ranks
 from .recompute import Recompute
+from .recorded_step import states_of
 from .reduction import GradientReduction
 from .slots import Slots
 from .staging import Staging
@@ -155,7 +157,10 @@ class Session:
             worker,
             self.counters,
         )
-        self._step.gradients = self._new_gradients()
+        self._full_params = self._step.full_params = FullParams(self._step)
+        self._access = StateAccess(self._step, self._full_params)
+        self._state_hooks: list[StateHooks] = []
+        self._take_gradients()
         self._step.take_plan(plan, self._new_slots())
         try:
             self._open()
@@ -183,17 +188,17 @@ class Session:
         """
         self._optimizer, self._kind = plain, type(plain)
         if self._step.hosts:
-            page_optimizer(plain, self._step)
+            page_optimizer(plain, self._step, self._access)
             self._step.updates.take_optimizer(plain, self._kind)
             self._step.updates.take_chunks(self._step.hosts)
-        show_to_hooks(plain, self._step)
+        show_to_hooks(plain, self._step, self._full_params)
         return plain
 
     def gathered_state(self) -> AbstractContextManager[None]:
         """Give the first rank of each node the optimizer state of all weights inside,
         which all ranks have to enter, to be saved; a rank alone always has it."""
-        self._step.apply_all()
-        return self._step.saved_state.gathered()
+        self._step.due.apply_all()
+        return self._access.saved_state.gathered()
 
     def full_params(self) -> AbstractContextManager[None]:
         """Show parameters and gradients as plain tensors with their true values inside;
@@ -204,7 +209,7 @@ class Session:
             AccessError: A forward or backward pass runs, or a parameter was replaced by
                 a tensor of another kind.
         """
-        return self._step.full_params.inside()
+        return self._full_params.inside()
 
     def begin_micro_batch(self, synchronises: bool) -> None:
         """A micro-batch of training begins; several ranks have to say so, and which
@@ -241,7 +246,7 @@ class Session:
                 raise ValueError(f"chunk {index} cannot go from {old} to {new}")
         step = self._step
         # where a chunk moves, what is shown is not its place
-        step.full_params.hide()
+        self._full_params.hide()
         self.forget_gradients()
         self.settle()
         self.device.synchronize()
@@ -254,12 +259,12 @@ class Session:
         before, self.plan = self.plan, plan
         step.take_plan(plan, self._new_slots())
         self._open(before)
-        step.gradients = self._new_gradients()
+        self._take_gradients()
         self._attach()
         self._placed_bytes += self.device.used_bytes() - used_bytes
         if self._optimizer is not None and step.hosts:
             step.updates.take_chunks(step.hosts)
-        step.full_params.show_again()
+        self._full_params.show_again()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last update."""
@@ -267,11 +272,11 @@ class Session:
 
     def settle(self) -> None:
         """Return once no update is pending: what is read next is the truth."""
-        self._step.settle()
+        self._step.due.settle()
 
     def ready(self) -> None:
         """Make weights that stay on the device current after a queued update."""
-        self._step.refresh_stale()
+        self._step.due.refresh_stale()
 
     def watch(self) -> AbstractContextManager[object]:
         """Count device bytes exactly inside, a step for example."""
@@ -318,7 +323,7 @@ class Session:
         step = self._step
         self.closed = step.closed = True
         # other ranks may not come to what all do together
-        step.full_params.shows_writes &= self._ranks.world.size == 1
+        self._full_params.shows_writes &= self._ranks.world.size == 1
         # the last one first: see Note [Closing]
         with ExitStack() as undo:
             undo.callback(step.slots.release)
@@ -328,8 +333,8 @@ class Session:
             undo.callback(step.staging.close)
             if self._optimizer is not None:
                 undo.callback(setattr, self._optimizer, "__class__", self._kind)
-            undo.callback(step.saved_state.close)
-            undo.callback(step.store.detach_state)
+            undo.callback(self._access.saved_state.close)
+            undo.callback(_remove, self._state_hooks)
             undo.callback(step.store.move_out)
             undo.callback(_remove, step.handles)
             undo.callback(drop_ended_backward, self.device.torch_device)
@@ -338,8 +343,8 @@ class Session:
             # once no thread adds to it, and before any of it is let go of
             undo.callback(self._count_host_optimizer)
             undo.callback(step.worker.close)
-            undo.callback(step.apply_all)
-            undo.callback(step.full_params.hide)
+            undo.callback(step.due.apply_all)
+            undo.callback(self._full_params.hide)
             step.worker.drain()
 
     # opening
@@ -374,7 +379,8 @@ class Session:
             self.device.compute.fill(element, POISON_BYTE)
             return element
 
-        ranks.together(partial(step.store.move_in, moving, buffer_for, step))
+        move_in = partial(step.store.move_in, moving, buffer_for, self._attach_state)
+        ranks.together(move_in)
         if ranks.world.num_nodes > 1:
             # what trains begins everywhere as it does on rank 0, as under DDP
             ranks.spread([self.pool.chunk(chunk.index) for chunk in trained])
@@ -409,14 +415,22 @@ class Session:
         plan, device, ranks = self.plan, self.device, self._ranks
         return Slots(self.layout, plan, self.pool, device, ranks, self.counters)
 
-    def _new_gradients(self) -> Gradients:
+    def _attach_state(self, chunk: Chunk) -> None:
+        """Hook readers and writers of a chunk's state, which is in host memory."""
+        for module, host in self._step.store.state_of(chunk):
+            self._state_hooks.append(StateHooks(module, chunk, host, self._access))
+
+    def _take_gradients(self) -> None:
+        """Give the step gradients of the plan."""
         step = self._step
         if self._ranks.world.size == 1:
-            return Gradients(self.device, step.staging, self.counters)
-        order = self.plan.gradient_order
-        return GradientReduction(
-            self._memory, step.staging, self.counters, step.worker, order
-        )
+            gradients = Gradients(self.device, step.staging, self.counters)
+        else:
+            order = self.plan.gradient_order
+            gradients = GradientReduction(
+                self._memory, step.staging, self.counters, step.worker, order
+            )
+        step.gradients = step.due.gradients = gradients
 
     def _attach(self) -> None:
         """Hook the model, which is where the plan has it."""
@@ -447,7 +461,7 @@ class Session:
                 step.handles.append(SwapBlock(block, index, swaps))
             if needs_step:
                 around = AroundBlock(block, index, step, policy.recomputes)
-                step.handles += announce_copies(block, step), around
+                step.handles += announce_copies(block, self._access), around
             if policy.recomputes:
                 # around the block's own, which a recomputation calls again
                 step.handles.append(Recompute(block, index, swaps))
@@ -456,7 +470,7 @@ class Session:
         step.handles += (GradientHooks(host, step) for host in step.hosts)
         looked_up = [i for i, at in enumerate(self.plan.placements) if at is _LOOKUP]
         if step.handles or looked_up:
-            step.handles += attach_entry(self.model, self.layout, step)
+            step.handles += attach_entry(self.model, self.layout, step, self._access)
         for index in looked_up:
             spec = self.layout.chunks[index].tensors[0]
             owner = self.model.get_submodule(spec.name.rpartition(".")[0])
@@ -474,7 +488,7 @@ def _block(chunk: Chunk) -> int:
     return -1 if chunk.block is None else chunk.block
 
 
-def _remove(handles: list[Removable]) -> None:
+def _remove(handles: list[Any]) -> None:
     """Undo bindings, the last one first, each whatever the others raise."""
     with ExitStack() as undo:
         while handles:

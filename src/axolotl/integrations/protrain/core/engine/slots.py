@@ -43,7 +43,7 @@ from torch import Tensor
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
 from ..types import Chunk, Counters, Layout, Plan
-from .device import POISON_BYTE, Device, Event, Stream
+from .device import POISON_BYTE, Device, Event, Stream, range_of
 from .host_pool import HostPool
 from .ranks import Alone, Ranks
 
@@ -198,6 +198,7 @@ class Slots:
 
     Attributes:
         block: The block whose weights may be read now.
+        in_forward: Whether its forward has begun and not ended.
         chunks: Indices of the chunks that pass through slots, in the order of use.
     """
 
@@ -211,6 +212,7 @@ class Slots:
         counters: Counters,
     ) -> None:
         self.block: int | None = None
+        self.in_forward = False
         self.chunks = plan.paged
         self._device, self._pool, self._counters = device, pool, counters
         self._transport = Transport(device, ranks if plan.shards > 1 else None)
@@ -285,7 +287,8 @@ class Slots:
         if other is not None:
             self._becomes(other, ChunkState.ON_HOST)
         try:
-            slot.fetch(chunk, source)
+            with range_of("protrain::fetch"):
+                slot.fetch(chunk, source)
         except BaseException:
             # raised again as it is
             self._becomes(chunk, ChunkState.ON_HOST)
@@ -293,12 +296,12 @@ class Slots:
         self._counters.fetched_bytes += source.nbytes
         self._counters.num_fetches += 1
 
-    def begin_use(self, block: int) -> None:
+    def begin_use(self, block: int, in_forward: bool) -> None:
         """Make the weights of a block readable, whose chunks are all there or coming."""
         for chunk in self._needed[block]:
             self._becomes(chunk, ChunkState.IN_USE)
             self._slots[chunk].begin_use()
-        self.block = block
+        self.block, self.in_forward = block, in_forward
 
     def end_use(self) -> None:
         """Mark the last use of the weights of the block in use, if there is one."""
@@ -309,7 +312,7 @@ class Slots:
             slot.end_use()
             if self._states[chunk] is ChunkState.IN_USE:
                 self._becomes(chunk, ChunkState.ON_DEVICE)
-        self.block = None
+        self.block, self.in_forward = None, False
 
     @contextmanager
     def using(self, chunk: int) -> Iterator[None]:

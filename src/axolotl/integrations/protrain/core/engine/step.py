@@ -54,32 +54,260 @@ is not prefetched; the prefetch is retried after the forward of the block that i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.profiler import record_function
 
 from ..errors import AccessError, LayoutError
 from ..layout import Direction
 from ..types import Chunk, Counters, Layout, Plan
 from .apply import ChunkUpdate, Updates
-from .device import Device
-from .full_params import FullParams
+from .calls import AroundCall, Removable, drop_ended_backward, inside_backward
+from .device import Device, range_of
 from .gradients import Gradients
-from .hooks import AroundCall, Removable, drop_ended_backward, inside_backward
 from .host_chunks import HostChunk, HostMemory
 from .param_store import ParamStore
 from .pass_order import PassOrder
 from .ranks import Ranks
-from .saved_state import SavedState
 from .slots import Slots
 from .staging import Staging
 from .swap import Swap
 from .worker import HostWorker
+
+
+class Shown(Protocol):
+    """Parameters that are shown to others between two passes: `FullParams`."""
+
+    shown: frozenset[int] | None
+    num_inside: int
+
+    def hide(self) -> None:
+        """Bind parameters as a pass needs them."""
+
+    def show_again(self) -> None:
+        """Bind them to the host again where somebody still looks."""
+
+
+class DueUpdates:
+    """Decides when the recorded step of a chunk is applied; see Note [The deferred update].
+
+    Args:
+        layout: All chunks.
+        memory: Host memory of those that train there.
+        store: Where parameters live.
+        updates: Apply a step to a chunk.
+        worker: Ends updates that are queued.
+
+    Attributes:
+        stale: Chunks on the device that are older than their host copies.
+    """
+
+    plan: Plan
+    slots: Slots
+    gradients: Gradients
+
+    def __init__(
+        self,
+        layout: Layout,
+        memory: HostMemory,
+        store: ParamStore,
+        updates: Updates,
+        worker: HostWorker,
+    ) -> None:
+        self._layout, self._device, self._ranks = layout, memory.device, memory.ranks
+        self._store, self._updates, self._worker = store, updates, worker
+        self.stale: set[int] = set()
+
+    def apply_in_use(self, chunk: int) -> None:
+        """Apply the recorded step of a chunk that is about to be used: see Note [The
+        deferred update]."""
+        own = self._updates.of_chunk.get(chunk)
+        if own is not None and own.recorded is not None and self._updates.defers:
+            changed = [own.params[index] for index in own.changes()]
+            self._apply_on_device(own)
+            if self.slots.slot_of(chunk) is None:
+                # a graph that has read the weights before finds out, as autograd does it
+                increment_version(changed)
+                self._store.remember()
+
+    def _apply_on_device(self, own: ChunkUpdate) -> None:
+        """Apply a recorded step to weights in a slot in use, or on the device for good."""
+        chunk = own.host.chunk
+        slot = self.slots.slot_of(chunk.index)
+        buffer = self._store.buffer_of(chunk) if slot is None else slot.buffer
+        weights = buffer[own.host.weights.within_chunk]
+        try:
+            with range_of("protrain::update"):
+                self._updates.apply(own, weights, slot)
+        except BaseException:
+            # compute has changed some of the weights; raised again as it is
+            if own.written_back is not None:
+                # pieces before have theirs on the host
+                self._device.compute.wait(own.written_back)
+            if slot is not None:
+                slot.changed()
+                self.slots.forget(chunk.index)
+            else:
+                self._device.writes([weights], self._device.compute)
+                if self._ranks.world.size == 1:
+                    self.slots.refresh(chunk, buffer)
+            raise
+
+    def remember(self) -> None:
+        """Remember weights as a pass has left them; refuse writes that updates would lose."""
+        for own in self._updates.all if self._updates.on_host else ():
+            if own.host.chunk.index not in self.plan.away:
+                # the host copy is updated, and overwrites that of the device
+                self._store.require_unwritten(own.host.chunk)
+        self._store.remember()
+
+    def apply_all(self) -> None:
+        """Apply all recorded steps: the host copies are the truth then."""
+        for own in self._updates.all:
+            self._apply_now(own)
+        self._updates.settle()
+
+    def _apply_now(self, own: ChunkUpdate) -> None:
+        index = own.host.chunk.index
+        self.wait(index)
+        if own.recorded is None:
+            return
+        if not self._updates.defers:
+            self._require_between_passes()
+            self._queue_update(own)
+            self.wait(index)
+            return
+        if self.slots.slot_of(index) is None:
+            self._apply_on_device(own)
+            return
+        self._require_between_passes()
+        with self.slots.using(index):
+            self._apply_on_device(own)
+
+    def _require_between_passes(self) -> None:
+        """End the use of a block that backward came to last; inside of a pass nobody looks."""
+        if self.slots.in_forward or inside_backward():
+            raise AccessError(
+                "weights, gradients and optimizer state can be read between two passes "
+                "through the model, not inside of one"
+            )
+        self.slots.end_use()
+
+    def queue_all(self) -> None:
+        """Queue the recorded step of all chunks: see Note [Updates beside the next
+        forward]."""
+        updates = self._updates
+        waiting = [own for own in updates.all if own.recorded is not None]
+        # what lies outside of blocks is larger than a buffer, and gets memory of its own
+        ahead = deque(
+            own
+            for own in waiting
+            if own.block >= 0
+            and own.changes()
+            and own.host.chunk.index in self.plan.away
+        )
+        for own in waiting:
+            while ahead and not updates.on_host:
+                if not updates.prefetch_operands(ahead[0]):
+                    break
+                ahead.popleft()
+            self._queue_update(own)
+
+    def _queue_update(self, own: ChunkUpdate) -> None:
+        chunk = own.host.chunk
+        self._worker.wait(chunk.index)
+        if self.slots.slot_of(chunk.index) is not None:
+            self.slots.begin_update(chunk.index)
+        else:
+            self.stale.add(chunk.index)
+        # copies of the weights that came before it, those on compute's stream too
+        read, event = [self._device.fetch.record()], None
+        if chunk.index not in self.plan.away:
+            read.append(self._device.compute.record())
+        on_host = self._updates.on_host
+        if not on_host:
+            weights = None
+            if chunk.index not in self.plan.away:
+                buffer = self._store.buffer_of(chunk)
+                weights = buffer[own.host.weights.within_chunk]
+            with range_of("protrain::update"):
+                event = self._updates.apply(own, weights)
+
+        def end() -> Any:
+            if on_host:
+                for copied in read:
+                    copied.synchronize()
+                self._updates.apply(own)
+            elif event is not None:
+                event.synchronize()
+            return self._ranks.updated()
+
+        self._worker.submit(end, changes=chunk.index)
+
+    def wait(self, chunk: int) -> None:
+        """Return once the queued update of a chunk is done, if there is one."""
+        if not self._updates.defers:
+            self._worker.wait(chunk)
+            self.slots.end_update(chunk)
+
+    def require_updated(self, chunk: Chunk) -> None:
+        """Raise AccessError if a weight that is used has an update that is still due."""
+        own = self._updates.of_chunk.get(chunk.index)
+        if own is None:
+            return
+        if self._updates.defers:
+            waits = own.recorded is not None
+        else:
+            waits = self._worker.pending(chunk.index)
+        if waits or chunk.index in self.stale:
+            raise AccessError(
+                f"{chunk.tensors[0].name}: this weight has a gradient, but it has been "
+                "used since the last step without a forward of the model that would have "
+                "updated it. Call the model, not functions of its weights."
+            )
+
+    def refresh_stale(self) -> None:
+        """Make weights that stay on the device current after a queued update."""
+        for index in sorted(self.stale):
+            self._worker.wait(index)
+            chunk = self._layout.chunks[index]
+            self.slots.refresh(chunk, self._store.buffer_of(chunk))
+            self.stale.discard(index)
+
+    def settle(self) -> None:
+        """Return once no update is pending, without other ranks."""
+        self._worker.drain()
+        self.apply_all()
+        if self.plan.shards == 1:
+            # a gather waits for the ranks that do not ask now
+            self.refresh_stale()
+
+    def settle_gradients(self) -> None:
+        """Return once every gradient is where it is read, and clipped."""
+        if not self._updates.all:
+            return
+        self.apply_all()
+        self.take_gradients_back()
+        self._updates.scale()
+        self._updates.scale_used()
+        # what other ranks have scaled is read next
+        self._ranks.node_sum(torch.zeros(1))
+
+    def take_gradients_back(self) -> None:
+        """Return once gradients are in host memory, those that somebody has set too."""
+        self.gradients.settle()
+        for own in self._updates.all:
+            if own.host.grads.is_replaced:
+                # an update may be reading the sum, whose place it takes, and the clip is
+                # not for it
+                self._apply_now(own)
+                self._updates.settle()
+                self._updates.scale()
+            own.host.grads.take_back()
 
 
 class Step:
@@ -97,6 +325,7 @@ class Step:
     slots: Slots
     gradients: Gradients
     swap: Swap | None = None
+    full_params: Shown
 
     def __init__(
         self,
@@ -115,15 +344,13 @@ class Step:
         self.store, self.updates = store, updates
         self.staging, self.worker = staging, worker
         self.params = dict(model.named_parameters())
-        self.saved_state = SavedState(updates, memory)
-        self.full_params = FullParams(self)
+        self.memory = memory
+        self.due = DueUpdates(layout, memory, store, updates, worker)
         self.hosts: list[HostChunk] = []
         self.handles: list[Removable] = []
-        self.closed = False
+        self.closed = self.inside_forward = False
         self._outside = [chunk for chunk in layout.chunks if chunk.block is None]
-        # chunks on the device that are older than their host copies
-        self._stale: set[int] = set()
-        self._forward_runs = self._prefetch_held = self._autocasts = False
+        self._prefetch_held = self._autocasts = False
         self._order: PassOrder | None = None
         self._outermost: nn.Module | None = None
         # graph task of the backward that runs, or ran last
@@ -132,7 +359,7 @@ class Step:
     def take_plan(self, plan: Plan, slots: Slots) -> None:
         """Run another plan from here on, of which nothing is in use."""
         self.plan, self.slots, self._order = plan, slots, None
-        self._forward_runs = self._prefetch_held = False
+        self.due.plan, self.due.slots, self._prefetch_held = plan, slots, False
         if plan.shards > 1:
             self._order = PassOrder(len(self.layout.blocks), self.ranks)
 
@@ -149,26 +376,26 @@ class Step:
         """A forward begins in a module above the blocks."""
         self._hide_params()
         if self._outermost in (None, module):
-            self._outermost = module
+            self._outermost, self.inside_forward = module, True
             self.store.verify()
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
-        if not self.is_running and not inside_backward():
+        if not self.slots.in_forward and not inside_backward():
             # else it is called inside a block, which goes on to read its weights
             self.slots.end_use()
         self.updates.prefetch(0)
         for chunk in self._outside:
-            self._update_in_use(chunk.index)
+            self.due.apply_in_use(chunk.index)
         # or gradients would stay on the device until backward sends the next ones
         self.gradients.retire()
-        self.refresh_stale()
+        self.due.refresh_stale()
 
     def forward_ended(self, module: nn.Module) -> None:
         """A forward of a module above the blocks has ended, or failed."""
         if module is self._outermost:
-            self._outermost = None
-            self._remember()
+            self._outermost, self.inside_forward = None, False
+            self.due.remember()
             self._show_params_again()
 
     def before_block(self, block: int, direction: Direction) -> None:
@@ -180,7 +407,7 @@ class Step:
         if self.slots.block == block:
             return
         if self._order is not None:
-            direction = self._keep_order(block, direction)
+            direction = self._skip_to(block, direction)
         self._use(block, direction)
 
     def after_block(self, block: int, direction: Direction) -> None:
@@ -196,12 +423,17 @@ class Step:
         backward = direction is Direction.BACKWARD
         self._hide_params()
         if backward:
-            self._backward_begins()
+            task = torch._C._current_graph_task_id()
+            # -1 outside of backward, where the rest of a pass is used
+            if task not in (self._backward, -1):
+                self._backward = task
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._backward_ended)
             for ahead in (block, block - 1):
                 self._fetch_sums(ahead)
             self.gradients.reach(block)
         if self.slots.block is not None:
-            if self._forward_runs and not backward:
+            if self.slots.in_forward and not backward:
                 raise LayoutError(
                     f"block {block} is called inside block {self.slots.block}: one of "
                     "them is not a repeated layer, so this model cannot be paged. Set "
@@ -212,15 +444,14 @@ class Step:
             self.slots.end_use()
         for chunk in self.slots.missing(block):
             self.counters.num_misses += 1
-            self._wait_update(chunk)
-            self._fetch(chunk)
-        self.slots.begin_use(block)
-        self._forward_runs = not backward
+            self.due.wait(chunk)
+            self.slots.fetch(chunk)
+        self.slots.begin_use(block, in_forward=not backward)
         if not backward:
             kind = self.device.torch_device.type
             self._autocasts = self._autocasts or torch.is_autocast_enabled(kind)
             for chunk in self.layout.blocks[block].chunks:
-                self._update_in_use(chunk)
+                self.due.apply_in_use(chunk)
             self.updates.prefetch(block + 1)
         elif self.swap is not None:
             self.swap.open_backward(block)
@@ -233,15 +464,6 @@ class Step:
                 if self.slots.slot_of(chunk) is not None:
                     self.store.require_unwritten(self.layout.chunks[chunk])
 
-    def _remember(self) -> None:
-        """Remember weights as a pass has left them; refuse writes that updates would lose."""
-        if self.updates.on_host:
-            for host in self.hosts:
-                if host.chunk.index not in self.plan.away:
-                    # the host copy is updated, and overwrites that of the device
-                    self.store.require_unwritten(host.chunk)
-        self.store.remember()
-
     def _prefetch(self, block: int, direction: Direction) -> None:
         """Fetch chunks ahead of a block; see Note [From forward to backward]."""
         self._prefetch_held = False
@@ -252,18 +474,9 @@ class Step:
                     self._prefetch_held = True
                     return
                 self.slots.end_update(chunk)
-            self._fetch(chunk)
-
-    def _fetch(self, chunk: int) -> None:
-        with _range("protrain::fetch"):
             self.slots.fetch(chunk)
 
-    def _wait_update(self, chunk: int) -> None:
-        if not self.updates.defers:
-            self.worker.wait(chunk)
-            self.slots.end_update(chunk)
-
-    def _keep_order(self, block: int, direction: Direction) -> Direction:
+    def _skip_to(self, block: int, direction: Direction) -> Direction:
         """Use blocks that this rank leaves out; see Note [Fetches that all ranks make]."""
         order = self._order
         assert order is not None
@@ -302,7 +515,7 @@ class Step:
             )
         before = self.slots.block
         if before != block:
-            if self.is_running:
+            if self.slots.in_forward:
                 raise LayoutError(
                     f"backward comes to block {block} inside the forward of block "
                     f"{before}, whose weights would leave. Call it between two blocks, "
@@ -310,7 +523,9 @@ class Step:
                 )
             self.before_block(block, Direction.BACKWARD)
             if before is not None:
-                self._backward_left(before)
+                # see Note [The end of a block in backward]
+                self.gradients.send_rest(before)
+                self._fetch_sums(before - 2)
 
     @contextmanager
     def block_inside_backward(self, block: int, stays: bool) -> Iterator[None]:
@@ -324,71 +539,41 @@ class Step:
             if before is not None and not stays:
                 self.before_block(before, Direction.BACKWARD)
 
-    def _backward_left(self, block: int) -> None:
-        """Backward has come past a block: see Note [The end of a block in backward]."""
-        self.gradients.send_rest(block)
-        self._fetch_sums(block - 2)
-
     def _fetch_sums(self, block: int) -> None:
         for grads in self.gradients.sums_of(block):
-            self._require_updated(grads.chunk)
+            self.due.require_updated(grads.chunk)
             self.updates.scale()
             self.gradients.fetch_sum(grads)
 
-    def _backward_begins(self) -> None:
-        task = torch._C._current_graph_task_id()
-        # -1 outside of backward, where the rest of a pass is used
-        if task not in (self._backward, -1):
-            self._backward = task
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._backward_ended)
-
     def _backward_ended(self) -> None:
         self._require_unwritten()
-        self._remember()
+        self.due.remember()
         self._show_params_again()
 
     def gradient_arrives(self, host: HostChunk, index: int, is_last: bool) -> None:
         """Autograd is about to add a gradient to `.grad`; `is_last` of its hooks is ours."""
-        self._require_updated(host.chunk)
-        self._require_in_use(host.chunk)
-        # it finds the sum so far as the plain run has it
-        self.updates.scale()
-        host.grads.make_room(index, self.gradients, is_last)
-
-    def gradient_ready(self, host: HostChunk, index: int) -> None:
-        """Autograd has added a gradient to `.grad`: take it away."""
-        with _range("protrain::gradient"):
-            gradient = host.grads.arrived(index)
-            if gradient is not None:
-                self.gradients.take(host, index, gradient)
-
-    def _require_in_use(self, chunk: Chunk) -> None:
+        chunk = host.chunk
+        self.due.require_updated(chunk)
         # autocast keeps casts of fp32 weights for later blocks and forwards
-        if self._autocasts and chunk.tensors[0].dtype is torch.float32:
-            return
-        if self.slots.slot_of(chunk.index) and self.slots.block != chunk.block:
+        kept = self._autocasts and chunk.tensors[0].dtype is torch.float32
+        paged = self.slots.slot_of(chunk.index) is not None
+        if paged and self.slots.block != chunk.block and not kept:
             raise AccessError(
                 f"{chunk.tensors[0].name}: a gradient of this weight, which is paged, "
                 "arrives while its block is not in use: something outside of the block's "
                 "forward, or computed in it apart from what it returns, reads the weight. "
                 "Return it from the block, or use protrain_force_all_persistent: true."
             )
+        # it finds the sum so far as the plain run has it
+        self.updates.scale()
+        self.gradients.make_room(host, index, is_last)
 
-    def _require_updated(self, chunk: Chunk) -> None:
-        own = self.updates.of_chunk.get(chunk.index)
-        if own is None:
-            return
-        if self.updates.defers:
-            waits = own.recorded is not None
-        else:
-            waits = self.worker.pending(chunk.index)
-        if waits or chunk.index in self._stale:
-            raise AccessError(
-                f"{chunk.tensors[0].name}: this weight has a gradient, but it has been "
-                "used since the last step without a forward of the model that would have "
-                "updated it. Call the model, not functions of its weights."
-            )
+    def gradient_ready(self, host: HostChunk, index: int) -> None:
+        """Autograd has added a gradient to `.grad`: take it away."""
+        with range_of("protrain::gradient"):
+            gradient = host.grads.arrived(index)
+            if gradient is not None:
+                self.gradients.take(host, index, gradient)
 
     # the optimizer
 
@@ -405,8 +590,8 @@ class Step:
         if self.updates.all:
             if self.updates.clip is not None:
                 # once more without a step: it sees what the first one has scaled
-                self.settle_gradients()
-            self._take_gradients_back()
+                self.due.settle_gradients()
+            self.due.take_gradients_back()
             norm = self.updates.clip_grad_norm(params, max_norm)
         self._show_params_again()
         return norm
@@ -417,202 +602,35 @@ class Step:
         # what is shown would be taken for what somebody has written after it
         self._hide_params()
         self.slots.end_use()
-        self._take_gradients_back()
-        self.apply_all()
+        self.due.take_gradients_back()
+        self.due.apply_all()
         with self.updates.recording():
             yield
         if self.updates.defers:
             self.updates.prefetch(0)
         else:
-            self._queue_updates()
+            self.due.queue_all()
         self._show_params_again()
 
     def switch_optimizer(self, method: str) -> None:
         """Call `train` or `eval` of a schedule-free optimizer, wherever weights are."""
-        self.settle_gradients()
+        self.due.settle_gradients()
         updates = self.updates
         with updates.recording_call(method):
             getattr(updates.kind, method)(updates.plain)
-        self.apply_all()
-
-    def _update_in_use(self, chunk: int) -> None:
-        """Apply the recorded step of a chunk that is about to be used: see Note [The
-        deferred update]."""
-        own = self.updates.of_chunk.get(chunk)
-        if own is not None and own.recorded is not None and self.updates.defers:
-            changed = [own.params[index] for index in own.changes()]
-            self._apply_on_device(own)
-            if self.slots.slot_of(chunk) is None:
-                # a graph that has read the weights before finds out, as autograd does it
-                increment_version(changed)
-                self.store.remember()
-
-    def _apply_on_device(self, own: ChunkUpdate) -> None:
-        """Apply a recorded step to weights in a slot in use, or on the device for good."""
-        chunk = own.host.chunk
-        slot = self.slots.slot_of(chunk.index)
-        buffer = self.store.buffer_of(chunk) if slot is None else slot.buffer
-        weights = buffer[own.host.weights.within_chunk]
-        try:
-            with _range("protrain::update"):
-                self.updates.apply(own, weights, slot)
-        except BaseException:
-            # compute has changed some of the weights; raised again as it is
-            if own.written_back is not None:
-                # pieces before have theirs on the host
-                self.device.compute.wait(own.written_back)
-            if slot is not None:
-                slot.changed()
-                self.slots.forget(chunk.index)
-            else:
-                self.device.writes([weights], self.device.compute)
-                if self.ranks.world.size == 1:
-                    self.slots.refresh(chunk, buffer)
-            raise
-
-    def apply_all(self) -> None:
-        """Apply all recorded steps: the host copies are the truth then."""
-        for own in self.updates.all:
-            self._apply_now(own)
-        self.updates.settle()
-
-    def _apply_now(self, own: ChunkUpdate) -> None:
-        index = own.host.chunk.index
-        self._wait_update(index)
-        if own.recorded is None:
-            return
-        if not self.updates.defers:
-            self._require_between_passes()
-            self._queue_update(own)
-            self._wait_update(index)
-            return
-        if self.slots.slot_of(index) is None:
-            self._apply_on_device(own)
-            return
-        self._require_between_passes()
-        with self.slots.using(index):
-            self._apply_on_device(own)
-
-    def _require_between_passes(self) -> None:
-        """End the use of a block that backward came to last; inside of a pass nobody looks."""
-        if self.is_running or inside_backward():
-            raise AccessError(
-                "weights, gradients and optimizer state can be read between two passes "
-                "through the model, not inside of one"
-            )
-        self.slots.end_use()
-
-    def _queue_updates(self) -> None:
-        """Queue the recorded step of all chunks: see Note [Updates beside the next
-        forward]."""
-        updates = self.updates
-        waiting = [own for own in updates.all if own.recorded is not None]
-        # what lies outside of blocks is larger than a buffer, and gets memory of its own
-        ahead = deque(
-            own
-            for own in waiting
-            if own.block >= 0
-            and own.changes()
-            and own.host.chunk.index in self.plan.away
-        )
-        for own in waiting:
-            while ahead and not updates.on_host:
-                if not updates.prefetch_operands(ahead[0]):
-                    break
-                ahead.popleft()
-            self._queue_update(own)
-
-    def _queue_update(self, own: ChunkUpdate) -> None:
-        chunk = own.host.chunk
-        self.worker.wait(chunk.index)
-        if self.slots.slot_of(chunk.index) is not None:
-            self.slots.begin_update(chunk.index)
-        else:
-            self._stale.add(chunk.index)
-        # copies of the weights that came before it, those on compute's stream too
-        read, event = [self.device.fetch.record()], None
-        if chunk.index not in self.plan.away:
-            read.append(self.device.compute.record())
-        on_host = self.updates.on_host
-        if not on_host:
-            weights = None
-            if chunk.index not in self.plan.away:
-                buffer = self.store.buffer_of(chunk)
-                weights = buffer[own.host.weights.within_chunk]
-            with _range("protrain::update"):
-                event = self.updates.apply(own, weights)
-
-        def end() -> Any:
-            if on_host:
-                for copied in read:
-                    copied.synchronize()
-                self.updates.apply(own)
-            elif event is not None:
-                event.synchronize()
-            return self.ranks.updated()
-
-        self.worker.submit(end, changes=chunk.index)
+        self.due.apply_all()
 
     # between two passes
-
-    @property
-    def is_inside_forward(self) -> bool:
-        """Whether a forward of a module above the blocks has begun and not ended."""
-        return self._outermost is not None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a block's forward has begun and not ended."""
-        return self.slots.block is not None and self._forward_runs
-
-    def refresh_stale(self) -> None:
-        """Make weights that stay on the device current after a queued update."""
-        for index in sorted(self._stale):
-            self.worker.wait(index)
-            chunk = self.layout.chunks[index]
-            self.slots.refresh(chunk, self.store.buffer_of(chunk))
-            self._stale.discard(index)
-
-    def settle(self) -> None:
-        """Return once no update is pending, without other ranks."""
-        self.worker.drain()
-        self.apply_all()
-        if self.plan.shards == 1:
-            # a gather waits for the ranks that do not ask now
-            self.refresh_stale()
 
     def settle_all(self) -> None:
         """Return once weights and gradients are as the plain run has them, with all ranks."""
         self.gradients.settle()
         self.slots.end_use()
         self.worker.drain()
-        self.settle_gradients()
-        self.refresh_stale()
+        self.due.settle_gradients()
+        self.due.refresh_stale()
         # copies to slots read what may be written now
         self.device.synchronize()
-
-    def settle_gradients(self) -> None:
-        """Return once every gradient is where it is read, and clipped."""
-        if not self.updates.all:
-            return
-        self.apply_all()
-        self._take_gradients_back()
-        self.updates.scale()
-        self.updates.scale_used()
-        # what other ranks have scaled is read next
-        self.ranks.node_sum(torch.zeros(1))
-
-    def _take_gradients_back(self) -> None:
-        """Return once gradients are in host memory, those that somebody has set too."""
-        self.gradients.settle()
-        for own in self.updates.all:
-            if own.host.grads.is_replaced:
-                # an update may be reading the sum, whose place it takes, and the clip is
-                # not for it
-                self._apply_now(own)
-                self.updates.settle()
-                self.updates.scale()
-            own.host.grads.take_back()
 
     def forget_gradients(self) -> None:
         """Undo the forward and backward passes since the last optimizer step."""
@@ -638,69 +656,3 @@ class Step:
     def _show_params_again(self) -> None:
         if self.full_params.num_inside:
             self.full_params.show_again()
-
-    @property
-    def shows_writes(self) -> bool:
-        """Whether the parameters themselves are the truth now."""
-        return self.full_params.shows_writes
-
-    def before_read(self, host: Collection[Tensor]) -> None:
-        """Somebody is about to read these host tensors of the model's state."""
-        self.settle()
-        self.device.reads(host)
-
-    def before_load(self, host: Collection[Tensor]) -> None:
-        """Somebody is about to write these host tensors of the model's state."""
-        self.settle()
-        self.device.synchronize()
-        self.device.writes(host)
-
-    def after_load(self, chunk: Chunk) -> None:
-        """A load wrote the host tensors of a chunk."""
-        for host in self.hosts:
-            if host.chunk is chunk:
-                host.renew_masters(range(len(host.params)))
-        self.slots.forget_all()
-        if not self.full_params.shows_writes and chunk.index not in self.plan.away:
-            self._stale.add(chunk.index)
-            if self.plan.shards == 1:
-                # a gather waits for the ranks that do not load now
-                self.refresh_stale()
-
-    def before_state_access(self) -> None:
-        """Somebody is about to read or write optimizer state."""
-        if not self.updates.own_code:
-            self.apply_all()
-            self.saved_state.require_gathered()
-            self.saved_state.order_new()
-
-    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
-        """Overwrite fp32 masters, and weights with them."""
-        self._hide_params()
-        self.slots.end_use()
-        # a copy to the device may be reading weights
-        self.device.synchronize()
-        for param in saved:
-            own, _ = self.updates.place_of(param)
-            if own is None:
-                continue
-            index = own.host.chunk.index
-            if self.slots.slot_of(index) is not None:
-                self.slots.forget(index)
-            else:
-                self._stale.add(index)
-        self.saved_state.load_masters(saved)
-        self._show_params_again()
-
-    def copying(self, module: nn.Module) -> None:
-        """A module is about to be copied, after its own parameters."""
-        if not self.closed:
-            self.full_params.before_copy(module)
-
-
-def _range(name: str) -> AbstractContextManager[object]:
-    """A range that profilers show; where none runs it would cost more than the work."""
-    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
-
-
-_NO_RANGE = nullcontext()

@@ -42,8 +42,8 @@ from torch import Tensor, nn
 
 from ..errors import AccessError
 from ..types import SMALLEST_SWAP_BYTES, Counters
+from .calls import AroundCall
 from .device import Device, Event
-from .hooks import AroundCall
 from .host_pool import host_buffer
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..engine.optimizer import is_elementwise, require_separable
+from ..engine.recorded_step import is_elementwise, require_separable
 from ..engine.state import state_tensors
 from ..errors import FOREIGN_ERRORS, ConfigError
 from .meta import without_global_hooks

@@ -1,0 +1,96 @@
+"""Reads and writes of a model's and an optimizer's state, between two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from ..types import Chunk
+from .full_params import FullParams
+from .saved_state import SavedState
+from .step import Step
+
+
+class StateAccess:
+    """Settles what is under way before somebody reads or writes state.
+
+    Args:
+        step: The training step.
+        full_params: Shows parameters.
+
+    Attributes:
+        saved_state: Optimizer state as it is read and saved.
+    """
+
+    def __init__(self, step: Step, full_params: FullParams) -> None:
+        self._step, self._full_params = step, full_params
+        self.saved_state = SavedState(step.updates, step.memory)
+
+    @property
+    def shows_writes(self) -> bool:
+        """Whether the parameters themselves are the truth now."""
+        return self._full_params.shows_writes
+
+    def before_read(self, host: Collection[Tensor]) -> None:
+        """Somebody is about to read these host tensors of the model's state."""
+        step = self._step
+        step.due.settle()
+        step.device.reads(host)
+
+    def before_load(self, host: Collection[Tensor]) -> None:
+        """Somebody is about to write these host tensors of the model's state."""
+        step = self._step
+        step.due.settle()
+        step.device.synchronize()
+        step.device.writes(host)
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Remember parameters as they are bound now."""
+        self._step.store.remember(names)
+
+    def after_load(self, chunk: Chunk) -> None:
+        """A load wrote the host tensors of a chunk."""
+        step = self._step
+        for host in step.hosts:
+            if host.chunk is chunk:
+                host.renew_masters(range(len(host.params)))
+        step.slots.forget_all()
+        if not self._full_params.shows_writes and chunk.index not in step.plan.away:
+            step.due.stale.add(chunk.index)
+            if step.plan.shards == 1:
+                # a gather waits for the ranks that do not load now
+                step.due.refresh_stale()
+
+    def before_state_access(self) -> None:
+        """Somebody is about to read or write optimizer state."""
+        step = self._step
+        if not step.updates.own_code:
+            step.due.apply_all()
+            self.saved_state.require_gathered()
+            self.saved_state.order_new()
+
+    def load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
+        """Overwrite fp32 masters, and weights with them."""
+        step = self._step
+        self._full_params.hide()
+        step.slots.end_use()
+        # a copy to the device may be reading weights
+        step.device.synchronize()
+        for param in saved:
+            own, _ = step.updates.place_of(param)
+            if own is None:
+                continue
+            index = own.host.chunk.index
+            if step.slots.slot_of(index) is not None:
+                step.slots.forget(index)
+            else:
+                step.due.stale.add(index)
+        self.saved_state.load_masters(saved)
+        self._full_params.show_again()
+
+    def copying(self, module: nn.Module) -> None:
+        """A module is about to be copied, after its own parameters."""
+        step = self._step
+        if not step.closed:
+            self._full_params.before_copy(module)
