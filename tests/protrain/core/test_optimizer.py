@@ -467,9 +467,9 @@ LINEAR = (
     {"update": Update.HOST},
 )
 WHOLE = {
-    "optimizer.py replay",
-    "optimizer.py <listcomp>",
-    "optimizer.py <dictcomp>",
+    "recorded_step.py replay",
+    "recorded_step.py <listcomp>",
+    "recorded_step.py <dictcomp>",
 }
 """A recorded step has all parameters in its groups: their places there count."""
 
