@@ -78,7 +78,7 @@ _OPAQUE = type, nn.Module, torch.optim.Optimizer, FunctionType, MethodType
 """Objects that are no state."""
 
 
-def map_tensors(
+def map_state(
     value: Any,
     change: Callable[[Path, Tensor], Tensor],
     path: Path = (),
@@ -105,7 +105,7 @@ def map_tensors(
     # an object may lead back to what it is in
     within = *within, id(value)
     inside = {
-        key: map_tensors(item, change, (*path, key), within)
+        key: map_state(item, change, (*path, key), within)
         for key, item in members.items()
     }
     kind: Any = type(value)
@@ -122,7 +122,7 @@ def map_tensors(
 def state_tensors(value: Any) -> dict[Path, Tensor]:
     """Every plain tensor in a state by its path, in the order of its structure."""
     found: dict[Path, Tensor] = {}
-    map_tensors(value, found.setdefault)
+    map_state(value, found.setdefault)
     return found
 
 
@@ -192,7 +192,7 @@ class OffloadedState:
             # or an update in place would change what further pieces read
             return view if self._leaves(path, piece) else view.clone()
 
-        return map_tensors(self._states(), here)
+        return map_state(self._states(), here)
 
     def take_back(
         self, states: Mapping[nn.Parameter, Any], parts: Sequence[Tensor], piece: Piece
@@ -330,7 +330,7 @@ class OffloadedState:
     def _bind(self, states: Mapping[nn.Parameter, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""
         own = vars(self._optimizer)["state"]
-        for param, bound in map_tensors(states, self._on_host.get).items():
+        for param, bound in map_state(states, self._on_host.get).items():
             kept = own.setdefault(param, bound)
             if kept is not bound:
                 # as without paging the object stays
