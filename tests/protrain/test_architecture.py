@@ -15,6 +15,9 @@ import pytest
 
 CORE = Path(__file__).resolve().parents[2] / "src/axolotl/integrations/protrain/core"
 MODULES = sorted(CORE.rglob("*.py"))
+PLUGIN = sorted(CORE.parent.rglob("*.py"))
+sys.path.insert(0, str(CORE.parents[4] / "benchmarks"))
+import step_trace  # noqa: E402 - a benchmark is no package
 
 LIBRARIES = {
     "torch",
@@ -29,6 +32,12 @@ NO_TORCH = {
     *(f"planner/{name}" for name in ("memory", "demand", "trained_bytes", "seconds")),
     *(f"planner/{name}" for name in ("plans", "search", "planner")),
 }
+
+IN_A_STEP = {"files": 17, "functions": 168, "classes": 29}
+"""Of core, as `benchmarks/step_trace.py` counts them."""
+MOST_CALLABLES = 9
+LARGE = {"seconds.py:Step", "run.py:TrainingRun", "engine.py:AdapterService"}
+"""Classes of more than 25 methods that are left."""
 
 BASE = {"types", "errors", "sizes"}
 # Each part of core and the parts that it may import, itself aside.
@@ -115,14 +124,10 @@ def test_what_prices_a_plan_knows_nothing_of_the_choice() -> None:
                 assert path[1] in PRICES[:number], f"{name}:{line}"
 
 
-def test_modules_around_core_import_in_no_circle() -> None:
+def test_modules_import_in_no_circle() -> None:
     """Neither in functions nor for types."""
     root = CORE.parent
-    modules = {
-        path.relative_to(root).with_suffix("").parts: path
-        for path in root.rglob("*.py")
-        if CORE not in path.parents
-    }
+    modules = {path.relative_to(root).with_suffix("").parts: path for path in PLUGIN}
     graph = {}
     for name, path in modules.items():
         targets = graph[name] = set()
@@ -134,6 +139,62 @@ def test_modules_around_core_import_in_no_circle() -> None:
                 found = {above, *((*above, alias.name) for alias in node.names)}
                 targets |= (found & modules.keys()) - {name}
     TopologicalSorter(graph).prepare()
+
+
+def test_no_class_is_too_large_to_take_in() -> None:
+    """Its methods fit on a page when they are listed."""
+    large = {
+        f"{path.name}:{node.name}": methods
+        for path in PLUGIN
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+        for methods in (sum(isinstance(m, ast.FunctionDef) for m in node.body),)
+        if methods > 25
+    }
+    assert large.keys() <= LARGE
+
+
+def test_few_classes_of_core_keep_callables() -> None:
+    """An order that stored callables compose is written nowhere."""
+    kept = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                kept |= {f"{path.name}:{node.name}.{n}" for n in _callables(node)}
+    assert len(kept) <= MOST_CALLABLES, sorted(kept)
+
+
+def _callables(owner: ast.ClassDef) -> Iterator[str]:
+    """Fields and attributes that are set to what a caller gives as a callable."""
+    for node in owner.body:
+        if isinstance(node, ast.AnnAssign) and "Callable" in ast.unparse(
+            node.annotation
+        ):
+            yield ast.unparse(node.target)
+        if not isinstance(node, ast.FunctionDef) or node.name != "__init__":
+            continue
+        given = {
+            arg.arg
+            for arg in (*node.args.args, *node.args.kwonlyargs)
+            if arg.annotation and "Callable" in ast.unparse(arg.annotation)
+        }
+        for assigned in ast.walk(node):
+            if (
+                isinstance(assigned, ast.Assign)
+                and {
+                    name.id
+                    for name in ast.walk(assigned.value)
+                    if isinstance(name, ast.Name)
+                }
+                & given
+            ):
+                yield ast.unparse(assigned.targets[0])
+
+
+def test_a_training_step_passes_through_little_of_core() -> None:
+    """Ceilings that only go down: who adds a layer to the step takes one away."""
+    found = step_trace.passed()
+    assert {what: len(names) for what, names in found._asdict().items()} == IN_A_STEP
 
 
 @pytest.mark.parametrize("room", ["job.py", "offline", "cli"])
@@ -153,9 +214,6 @@ def test_what_is_served_knows_no_model(name: str) -> None:
     text = (CORE.parent / "service" / f"{name}.py").read_text("utf-8")
     assert not re.search(r"^(from|import) (axolotl|transformers|peft)", text, re.M)
     assert not re.search(r"^from \.(live|engine|http) ", text, re.M)
-
-
-PLUGIN = sorted(CORE.parent.rglob("*.py"))
 
 
 @pytest.mark.parametrize(

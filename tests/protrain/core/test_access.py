@@ -36,12 +36,13 @@ from torch.optim.optimizer import (
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.full_params import MOMENTS
-from axolotl.integrations.protrain.core.engine.host_chunks import HostChunk, HostMemory
-from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.host_chunks import (
     GradPlaceholders,
+    HostChunk,
+    HostMemory,
     OffloadedGrad,
 )
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
     AccessError,

@@ -240,9 +240,9 @@ class _Watch(OperatorMode):
     Host work runs on a thread of its own, where no mode is active.
     """
 
-    def __init__(self, follow: Callable[[torch.UntypedStorage], None]) -> None:
+    def __init__(self, device: CpuDevice) -> None:
         super().__init__()
-        self._follow = follow
+        self._device = device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -252,7 +252,7 @@ class _Watch(OperatorMode):
             given = {storage._cdata for storage in _storages((args, kwargs))}
             for storage in _storages(output):
                 if storage._cdata not in given:
-                    self._follow(storage)
+                    self._device.follow(storage)
         return output
 
 
@@ -286,19 +286,19 @@ class CpuDevice(Device):
 
     def allocate(self, nbytes: int) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._follow(buffer.untyped_storage())
+        self.follow(buffer.untyped_storage())
         return buffer
 
     def place(self, tensor: Tensor) -> Tensor:
         # memory of its own, as on any device: a view of a mapped shard keeps it mapped
         placed = tensor.clone()
-        self._follow(placed.untyped_storage())
+        self.follow(placed.untyped_storage())
         return placed
 
     def watch(self, already: int) -> AbstractContextManager[Any]:
         self._settle()
         self._count(already)
-        return _Watch(self._follow)
+        return _Watch(self)
 
     def probe(self, nbytes: int) -> None:
         self._settle()
@@ -313,7 +313,7 @@ class CpuDevice(Device):
         self._settle()
         return self._used
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def follow(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is gone."""
         self._settle()
         key, nbytes = storage._cdata, storage.nbytes()

@@ -29,25 +29,26 @@ class LookUp(AroundCall):
 
     Args:
         embedding: Its `weight` is the one.
-        answer: Gives the rows, [*shape, width], of indices of any shape.
     """
 
-    def __init__(
-        self, embedding: nn.Module, answer: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, embedding: nn.Module) -> None:
         # not what a functional call has in its place
-        self._weight, self._answer = embedding.weight, answer
+        self.weight: Any = embedding.weight
         super().__init__(embedding)
 
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Give the rows, [*shape, width], of indices of any shape."""
+        raise NotImplementedError
+
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _Answering(self._weight, self._answer):
+        with _Answering(self):
             return call(*args, **kwargs)
 
 
 class _Answering(TorchFunctionMode):
-    def __init__(self, weight: Any, answer: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, asked: LookUp) -> None:
         super().__init__()
-        self._weight, self._answer = weight, answer
+        self._asked = asked
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -55,10 +56,10 @@ class _Answering(TorchFunctionMode):
         # a bound is one of the weight's own
         if (
             func is F.embedding
-            and args[1] is self._weight
+            and args[1] is self._asked.weight
             and kwargs["max_norm"] is None
         ):
-            return self._answer(args[0])
+            return self._asked.look_up(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -78,7 +79,7 @@ class HostEmbedding(LookUp):
         self._table, self._device, self._counters = table, device, counters
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: Event | None = None
-        super().__init__(embedding, self._look_up)
+        super().__init__(embedding)
 
     def remove(self) -> None:
         """Undo the binding and give the memory back. No copy may be in flight."""
@@ -86,7 +87,7 @@ class HostEmbedding(LookUp):
         self._take_room(0)
 
     @torch.no_grad()
-    def _look_up(self, ids: Tensor) -> Tensor:
+    def look_up(self, ids: Tensor) -> Tensor:
         table, device = self._table, self._device
         shape = *ids.shape, table.shape[1]
         rows = torch.empty(shape, dtype=table.dtype, device=device.torch_device)

@@ -96,8 +96,15 @@ class _Made:
     """In place of a tensor in an output: an input, by its number, or a new one."""
 
     input_number: int | None
-    make: Callable[[], Tensor]
+    numel: int
+    place: tuple[Any, ...]
+    dtype: torch.dtype
     requires_grad: bool
+
+    def make(self) -> Tensor:
+        """A new tensor of this form."""
+        whole = torch.empty(self.numel, dtype=self.dtype, device=_META)
+        return whole.as_strided(*self.place)
 
 
 def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
@@ -107,14 +114,9 @@ def _form(output: Any, inputs: Sequence[Tensor]) -> Any:
     def described(tensor: Tensor) -> _Made:
         numel = tensor.untyped_storage().nbytes() // tensor.itemsize
         place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        dtype = tensor.dtype
-
         # it may not keep the tensor
-        def make() -> Tensor:
-            whole = torch.empty(numel, dtype=dtype, device=_META)
-            return whole.as_strided(*place)
-
-        return _Made(numbers.get(id(tensor)), make, tensor.requires_grad)
+        form = numel, place, tensor.dtype, tensor.requires_grad
+        return _Made(numbers.get(id(tensor)), *form)
 
     return map_tensors(output, described)
 

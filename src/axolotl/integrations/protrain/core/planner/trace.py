@@ -244,6 +244,17 @@ class _Record:
         return kept, dropped, dropped if self.large else kept, kept
 
 
+class _TracedLookUp(LookUp):
+    """Lets a recorder count the rows that an embedding's look-ups ask for."""
+
+    def __init__(self, embedding: nn.Module, name: str, recorder: _Recorder) -> None:
+        self._name, self._recorder = name, recorder
+        super().__init__(embedding)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self._recorder.look_up(self._name, self.weight, ids)
+
+
 class _Recorder(MetaMode):
     """Follows storages; the running segment is that of the last hook that fired."""
 
@@ -335,8 +346,8 @@ class _Recorder(MetaMode):
                 enter(block.register_forward_hook(partial(self._after, index)))
             for name, module in _tables(self._model, self._blocks):
                 self._tables.add(module.weight.untyped_storage()._cdata)
-                look_up = partial(self._look_up, f"{name}.weight", module.weight)
-                stack.callback(LookUp(module, look_up).remove)
+                look_up = _TracedLookUp(module, f"{name}.weight", self)
+                stack.callback(look_up.remove)
             for name, param in self._model.named_parameters():
                 if param.requires_grad:
                     arrived = partial(self._arrived, name)
@@ -388,7 +399,8 @@ class _Recorder(MetaMode):
                 self._without_graph[key] for key in given & self._without_graph.keys()
             }
 
-    def _look_up(self, name: str, weight: Tensor, ids: Tensor) -> Tensor:
+    def look_up(self, name: str, weight: Tensor, ids: Tensor) -> Tensor:
+        """Look up rows of an embedding, and count them."""
         self._rows[name] += ids.numel() * weight.shape[1] * weight.itemsize
         self._looked_up = weight.untyped_storage()._cdata
         rows = F.embedding(ids, weight)
