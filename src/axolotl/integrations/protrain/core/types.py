@@ -27,10 +27,6 @@ STATE_ALIGNMENT_BYTES = 16
 """Tensors of optimizer state begin at multiples of it, as wide as the widest load of a
 kernel."""
 
-GRAD_PIECE_BYTES = 1 << 26
-"""Sums outside of blocks come back to the device in pieces of at most as much, or as its
-staging has."""
-
 ADAM_MOVED_BYTES = 7
 """Bytes that AdamW moves for each byte it updates, moments in the weights' dtype: reads
 weight, gradient and two moments, writes all but the gradient. Other work on them is

@@ -137,7 +137,6 @@ class Updates:
         memory: Host memory of the chunks.
         staging: Brings operands to the device.
         where: The place where weights are updated.
-        numel: Elements of a piece of a chunk.
 
     Attributes:
         plain: The optimizer that the run would have used without paging.
@@ -150,10 +149,8 @@ class Updates:
     plain: torch.optim.Optimizer
     kind: Any
 
-    def __init__(
-        self, memory: HostMemory, staging: Staging, where: Update, numel: int
-    ) -> None:
-        self._numel = numel
+    def __init__(self, memory: HostMemory, staging: Staging, where: Update) -> None:
+        self._numel = memory.piece_numel
         self._device, self._ranks = memory.device, memory.ranks
         self._staging, self.on_host = staging, where is Update.HOST
         self.defers = not self.on_host and self._ranks.world.size == 1

@@ -7,10 +7,10 @@ device tensors are held until the copy's event, and at most two chunks are in fl
 # Note [Sums of micro-batches]
 
 The first micro-batch sends its gradients as they are. In later ones the sum so far comes
-back through `Staging`, a block ahead, is added to the new gradient, in place, which is what
-autograd does without paging, and the result leaves. The norm of each is taken as it passes,
-by the kernel that the plain run takes. What lies outside blocks comes back in pieces, when
-its gradient is there. A parameter whose gradient of the micro-batch before still waits for
+back through `Staging`, piece by piece in the order of the micro-batch before, as far ahead as
+there is room, is added to the new gradient, in place, which is what autograd does without
+paging, and the result leaves. The norm of each is taken as it passes, by the kernel that the
+plain run takes. A parameter whose gradient of the micro-batch before still waits for
 its chunk sends that one first. What never arrives, because the loss does not depend on it,
 stays without a sum, so the optimizer skips it as in the plain run; what has arrived goes
 when backward has come past the block.
@@ -26,10 +26,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..types import GRAD_PIECE_BYTES, IN_FLIGHT, Counters
+from ..types import IN_FLIGHT, Counters
 from .device import Device, Event
 from .host_chunks import HostChunk, MainGrads
-from .staging import Source, Staging
+from .staging import Staging
 
 
 class Gradients:
@@ -52,7 +52,6 @@ class Gradients:
         self._of_block: dict[int | None, list[MainGrads]] = {}
         self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
         self._synchronises = True
-        self._piece_bytes = GRAD_PIECE_BYTES
 
     def attach(self, chunks: Sequence[HostChunk]) -> None:
         """Expect gradients of these chunks, whose state is on the host."""
@@ -67,9 +66,14 @@ class Gradients:
         """Gradients of a block's chunks to which another micro-batch will add."""
         return [grads for grads in self._of_block.get(block, ()) if grads.present]
 
-    def fetch_sum(self, grads: MainGrads) -> None:
-        """Bring a sum back ahead of the gradient that is added to it."""
-        self._staging.fetch(_key(grads), [_source(grads)])
+    def fetch_sum(self, grads: MainGrads) -> bool:
+        """Bring sums back ahead of the gradients that are added to them, as far as there
+        is room; False if that was not for all."""
+        return all(
+            self._staging.fetch(grads.key(number), [grads.source(number)])
+            for number in grads.order
+            if number in grads.unread
+        )
 
     def reach(self, block: int) -> None:
         """Note that backward has come to a block, which is not in use yet."""
@@ -128,11 +132,6 @@ class Gradients:
         """Gradients of a chunk will come."""
         self._expected.append(main_grads)
         self._of_block.setdefault(main_grads.chunk.block, []).append(main_grads)
-        # sums outside of blocks come back in pieces as large as the staging has for blocks
-        in_blocks = [
-            g.memory.numel() for g in self._expected if g.chunk.block is not None
-        ]
-        self._piece_bytes = max(in_blocks, default=GRAD_PIECE_BYTES)
 
     def _send_all(self) -> None:
         """Send what has arrived: parameters the loss does not depend on never do."""
@@ -169,32 +168,37 @@ class Gradients:
             return gradient
         # on the host it is old from now on
         main_grads.present.discard(index)
-        compute = self._device.compute
-        if main_grads.chunk.block is not None:
-            (memory,) = self._staging.take(_key(main_grads), [_source(main_grads)])
-            own = main_grads.within(memory, index)
-            gradient.add_(own)
+        compute, staging = self._device.compute, self._staging
+        for number in main_grads.pieces_of[index]:
+            piece, key = main_grads.pieces[number], main_grads.key(number)
+            (memory,) = staging.take(key, [main_grads.source(number)])
+            own = main_grads.in_piece(memory, piece, index)
+            if piece.elements is None:
+                gradient.add_(own)
+            else:
+                gradient = gradient.contiguous()
+                gradient.view(-1)[piece.elements].add_(own)
             self._device.reads((own,), compute)
-            self._device.writes((gradient,), compute)
-            return gradient
-        flat = gradient.contiguous().view(-1)
-        for piece in flat.split(self._piece_bytes // flat.element_size()):
-            first = (piece.data_ptr() - flat.data_ptr(), piece.nbytes)
-            where = main_grads.memory[first[0] : sum(first)]
-            key = *_key(main_grads), first[0]
-            (memory,) = self._staging.take(key, [Source(where, main_grads.sent)])
-            piece.add_(memory.view(piece.dtype))
-            self._device.reads((memory,), compute)
-            self._staging.give_back(key)
-        self._device.writes((flat,), compute)
-        return flat.view(gradient.shape)
+            if main_grads.present.isdisjoint(piece.span):
+                self._give_back(main_grads, number)
+        self._device.writes((gradient,), compute)
+        return gradient
+
+    def _give_back(self, main_grads: MainGrads, number: int) -> None:
+        """Give the staged sums of a piece back, and use the room for the next ones."""
+        main_grads.unread.discard(number)
+        self._staging.give_back(main_grads.key(number))
+        block = main_grads.chunk.block
+        if self.fetch_sum(main_grads) and block is not None:
+            all(map(self.fetch_sum, self.sums_of(block - 1)))
 
     def _let_go(self, main_grads: MainGrads) -> None:
-        """Give the staged sum of a chunk back, which compute has added to a gradient."""
-        fetched = self._staging.give_back(_key(main_grads))
-        if fetched is not None:
-            # it has read what is overwritten next
-            self._device.offload.wait(fetched)
+        """Give back what is staged of a chunk's sums."""
+        for number in range(len(main_grads.pieces)):
+            fetched = self._staging.give_back(main_grads.key(number))
+            if fetched is not None:
+                # it has read what is overwritten next
+                self._device.offload.wait(fetched)
 
     def _send(self, main_grads: MainGrads) -> None:
         self._let_go(main_grads)
@@ -207,6 +211,7 @@ class Gradients:
         for index, gradient in gradients.items():
             stream.copy(main_grads.tensors[index], gradient)
             main_grads.present.add(index)
+        main_grads.sent_in_order(gradients)
         self._counters.offloaded_bytes += sum(g.nbytes for g in gradients.values())
         self._leaves(main_grads, list(gradients.values()))
 
@@ -215,11 +220,3 @@ class Gradients:
         main_grads.sent = self._device.offload.record()
         self._in_flight.append((main_grads.sent, gradients))
         self.retire()
-
-
-def _key(main_grads: MainGrads) -> tuple[str, int]:
-    return "sum", main_grads.chunk.index
-
-
-def _source(main_grads: MainGrads) -> Source:
-    return Source(main_grads.memory, main_grads.sent)

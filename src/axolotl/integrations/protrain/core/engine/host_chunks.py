@@ -21,12 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AccessError
-from ..layout import Piece, main_chunk, master_chunk, span_bytes, spans
+from ..layout import (
+    PIECE_NUMEL,
+    Piece,
+    main_chunk,
+    master_chunk,
+    pieces,
+    span_bytes,
+    spans,
+)
 from ..layout.tensors import tensors_in
 from ..types import Chunk
 from .device import Device, Event
 from .host_pool import HostPool
 from .ranks import Alone, Ranks
+from .staging import Source
 
 MASTER_KEY = "master"
 """Key of the fp32 master weight beside the optimizer's own in a state dict."""
@@ -38,7 +47,8 @@ class HostMemory:
     and masters in pools of their own.
 
     The `ranks` of a node share it. With `has_masters` 16-bit weights have fp32 masters,
-    and with `main_grads_fp32` their gradients add up in fp32.
+    and with `main_grads_fp32` their gradients add up in fp32. Pieces of a chunk have so many
+    elements.
     """
 
     weights: HostPool
@@ -46,6 +56,7 @@ class HostMemory:
     ranks: Ranks = field(default_factory=Alone)
     has_masters: bool = False
     main_grads_fp32: bool = False
+    piece_numel: int = PIECE_NUMEL
     spans: dict[int, tuple[range, ...]] = field(default_factory=dict)
     """For each chunk the indices of the tensors that each rank of the node updates."""
 
@@ -130,6 +141,10 @@ class MainGrads(HostTensors):
     Attributes:
         present: Indices of parameters that have a sum.
         arrived: Gradients that autograd has produced but nobody has sent, by index.
+        pieces: Parts of the sums that come to the device at once.
+        pieces_of: The numbers of a parameter's pieces, by index.
+        order: Numbers of the pieces in the order in which backward needs them.
+        unread: Pieces to whose sums the micro-batch that runs has not added yet.
         norms: Norms of sums, on the device, as far as they are known.
         sent: The event after the last copy into `memory`.
     """
@@ -144,6 +159,28 @@ class MainGrads(HostTensors):
         self.norms: dict[int, Tensor] = {}
         self.sent: Event | None = None
         self._device, self._norms_fp32 = memory.device, memory.has_masters
+        # sums are added to element by element, whatever the optimizer
+        self.pieces = pieces(chunk, span, splits=True, numel=memory.piece_numel)
+        self.pieces_of: dict[int, list[int]] = {index: [] for index in span}
+        for number, piece in enumerate(self.pieces):
+            for index in piece.span:
+                self.pieces_of[index].append(number)
+        self.order = [*range(len(self.pieces))][::-1]
+        self.unread: set[int] = set()
+
+    def key(self, number: int) -> tuple[str, int, int]:
+        """The key of a piece's sums on the device."""
+        return "sum", self.chunk.index, number
+
+    def source(self, number: int) -> Source:
+        """The host bytes of a piece's sums."""
+        return Source(self.memory[self.where(self.pieces[number])], self.sent)
+
+    def sent_in_order(self, indices: Iterable[int]) -> None:
+        """Note that sums of these parameters, in the order of backward, are under way."""
+        numbers = dict.fromkeys(n for index in indices for n in self.pieces_of[index])
+        self.unread.update(numbers)
+        self.order = [*numbers, *(n for n in self.order if n not in numbers)]
 
     def norm(self, gradient: Tensor) -> Tensor:
         """The 2-norm of one gradient, by the kernel that the plain run takes."""

@@ -141,9 +141,11 @@ class Session:
         masters, world = options.fp32_master, ranks.world
         widens = main_grads_in_fp32(masters, options.accumulates, world, plan.update)
         self.pool = HostPool(ranks=ranks, shards=plan.shards)
-        self._memory = HostMemory(self.pool, device, ranks, masters, widens)
+        self._memory = HostMemory(
+            self.pool, device, ranks, masters, widens, options.piece_numel
+        )
         staging, worker = Staging(device, self.counters), HostWorker(device)
-        updates = Updates(self._memory, staging, plan.update, options.piece_numel)
+        updates = Updates(self._memory, staging, plan.update)
         staging.nbytes = plan.staging_bytes
         store = ParamStore(model, self.pool, device, ranks, absent)
         self._step = Step(

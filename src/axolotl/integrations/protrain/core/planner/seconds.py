@@ -360,7 +360,7 @@ class Step(Clocks):
             for at in range(block, max(block - 2, -1), -1):
                 for work in self._demand.gradients[at]:
                     if work.chunk not in self._staged:
-                        self._stage(work.chunk, work.sum_bytes)
+                        self._stage(work.chunk, self._sum_ahead(work))
 
     def _stage(self, key: object, nbytes: float) -> bool:
         """Fetch what an update or a sum needs, if there is room."""
@@ -418,9 +418,17 @@ class Step(Clocks):
 
     def _add(self, work: TrainedWork, first: bool) -> None:
         if not first:
-            self._await(self._take(work.chunk, work.sum_bytes))
+            ahead = self._sum_ahead(work)
+            self._await(self._take(work.chunk, ahead))
+            rest_s = (work.sum_bytes - ahead) * self._traffic.fetch_s
+            # in pieces: what had no room comes while compute adds
+            self._await(self._queue("fetch", rest_s, self.now) if rest_s else 0.0)
             self._run(work.sum_s)
             self._room.append(self.now)
+
+    def _sum_ahead(self, work: TrainedWork) -> float:
+        """Bytes of a chunk's sums that come before compute reaches its gradients."""
+        return work.sum_bytes / self._demand.num_parts
 
     def _leave(self, nbytes: int, ready: float) -> None:
         """Gradients are sent once there is room for them on the way."""

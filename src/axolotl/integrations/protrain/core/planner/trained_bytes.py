@@ -5,7 +5,7 @@ The first term of the paper's peak (equations 8 to 11): resident chunks plus slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
@@ -22,7 +22,6 @@ from ..layout import (
 )
 from ..layout.shards import PAGE_BYTES
 from ..types import (
-    GRAD_PIECE_BYTES,
     IN_FLIGHT,
     STATE_ALIGNMENT_BYTES,
     Chunk,
@@ -133,20 +132,33 @@ class TrainedBytes:
     def operands(self) -> list[int]:
         """Bytes beside the weights for the whole of an update: gradients, masters and
         state, of several ranks with the paged weights of the largest span; or sums."""
-        return self._staged({i: [*map(Piece, own)] for i, own in self._spans.items()})
+        whole = {index: [*map(Piece, own)] for index, own in self._spans.items()}
+        return self._staged(whole, self._whole_sum)
 
     @cached_property
     def piece_operands(self) -> list[int]:
         """Bytes beside the weights for the largest piece of an update, or sums."""
-        return self._staged(self._pieces)
+        return self._staged(self._pieces, self.sum_piece)
 
-    def _staged(self, cut: Mapping[int, Sequence[Piece]]) -> list[int]:
+    def sum_piece(self, chunk: Chunk) -> int:
+        """Bytes of the largest piece of a chunk's sums."""
+        laid = self.sums[chunk.index]
+        every = pieces(chunk, range(len(chunk.tensors)), splits=True)
+        return aligned(max((_bytes_of(laid, piece) for piece in every), default=0))
+
+    def _whole_sum(self, chunk: Chunk) -> int:
+        return aligned(self.sums[chunk.index].nbytes)
+
+    def _staged(
+        self, cut: Mapping[int, Sequence[Piece]], sums: Callable[[Chunk], int]
+    ) -> list[int]:
         found = [0] * len(self.layout.chunks)
         for index, own in cut.items():
+            chunk = self.layout.chunks[index]
             if self.workload.accumulation > 1:
-                found[index] = aligned(self.sums[index].nbytes)
+                found[index] = sums(chunk)
             if self.workload.update is Update.DEVICE:
-                most = max(self._operands(self.layout.chunks[index], p) for p in own)
+                most = max(self._operands(chunk, piece) for piece in own)
                 found[index] = max(found[index], most)
         return found
 
@@ -301,8 +313,7 @@ def state_bytes(
     )
     if not largest and workload.accumulation > 1:
         # sums outside blocks come back through buffers of their own then
-        whole = max((chunk.payload_bytes for chunk in leaving), default=0)
-        largest = aligned(min(whole, GRAD_PIECE_BYTES))
+        largest = max((trained.sum_piece(chunk) for chunk in leaving), default=0)
     return StateBytes(
         fixed=fixed,
         adapters=adapters,
