@@ -36,18 +36,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
         os.environ.pop(name, None)
 
-TRAININGS = (
-    "test_features.py",
-    "test_parity.py",
-    "test_compatibility.py",
-    "test_kernels.py",
-    "test_several_ranks.py",
-    "test_prediction.py",
-    "test_qlora.py",
-    "test_recovery.py",
-    "test_vision.py",
-    "test_optimizers.py",
-)
+TRAININGS = ("test_parity.py", "test_prediction.py", "test_recovery.py")
 """Files that share their trainings, which run in the background."""
 LONG = (
     *TRAININGS,

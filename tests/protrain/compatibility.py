@@ -11,12 +11,11 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import matrix_adapters
 import matrix_bases
@@ -24,11 +23,9 @@ import matrix_composition
 import matrix_families
 import matrix_kernels
 import matrix_optimizers
-import torch
-from axolotl_jobs import Job, Result, Workers, differences, history_differences
+from axolotl_jobs import Workers
 from checked_device import CHECKED
-from matrix import Cell
-from saving_jobs import difference
+from matrix import Cell, problems
 
 from axolotl.integrations.protrain.refusals import EXCLUDED, PLACES
 
@@ -93,59 +90,20 @@ def entry(cell: Cell) -> Entry:
     )
 
 
-def problems(cell: Cell, run: Callable[[Job], Result]) -> list[str]:
-    """Why a cell does not hold, as lines to read; none if it does."""
-    if cell.refused is not None:
-        error = run(cell.refused).error
-        if cell.message in " ".join(error.split()):
-            return []
-        return [f"refused with other words than {cell.message!r}:\n{error or 'not'}"]
-    assert cell.trainings is not None, cell.name
-    paged, plain = run(cell.trainings.paged), run(cell.trainings.plain)
-    found = differences(paged, plain, cell.tolerance)
-    if not found:
-        found = state_differences(paged.output, plain.output)
-    if not found and not paged.report["measured"]["fetched_bytes"]:
-        found.append("nothing was paged")
-    if not found and cell.without is not None:
-        without = run(cell.without)
-        if without.error or not history_differences(plain.history, without.history, 0):
-            found.append(f"trains the same without what it is about {without.error}")
-    return found
-
-
-def state_differences(got: Path, wanted: Path) -> list[str]:
-    """What differs first in each optimizer.pt that the first one of two runs has."""
-    files = [
-        {p.relative_to(folder) for p in folder.glob("checkpoint-*/optimizer.pt")}
-        for folder in (got, wanted)
-    ]
-    found = [f"{path}: only in one of them" for path in files[0] - files[1]]
-    if files[1] and not files[0]:
-        found.append("no optimizer.pt")
-    for path in sorted(files[0] & files[1]):
-        states = (
-            torch.load(f / path, weights_only=False)  # nosec B614 - written just now
-            for f in (got, wanted)
-        )
-        found.append(difference(*states, str(path)))
-    return [line for line in found if line is not None]
-
-
 def read_record() -> tuple[dict[str, str], list[Entry]]:
     """Versions and entries of the record."""
     record = json.loads(RECORD.read_text())
-    return record["versions"], [Entry(**entry) for entry in record["cells"]]
+    return record["versions"], [Entry(*entry) for entry in record["cells"]]
 
 
 def write(versions: Mapping[str, str], entries: Iterable[Entry]) -> None:
     """Write record and document."""
     entries = list(entries)
-    record: dict[str, Any] = {
-        "versions": versions,
-        "cells": [asdict(entry) for entry in entries],
-    }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    # a line for each cell, so that a change is seen where it is
+    cells = ",\n".join(json.dumps(astuple(entry)) for entry in entries)
+    RECORD.write_text(
+        f'{{"versions": {json.dumps(versions)},\n"cells": [\n{cells}\n]}}\n'
+    )
     DOCUMENT.write_text(render(versions, entries) + refused_keys())
 
 

@@ -135,7 +135,7 @@ VISION_MODELS = {
     ),
 }
 
-# what a key masks is no part of the loss: test_vision.py has that each of them does
+# what a key masks is no part of the loss: test_parity.py has that each of them does
 MARKS: Settings = {
     "role_boundaries": [
         {"role": role, "start": f"<|{role}|>", "end": "eos_token"}

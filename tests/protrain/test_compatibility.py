@@ -2,73 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 
-import pytest
-import torch
-from axolotl_jobs import Job, Result
+import matrix_plans
 from compatibility import (
     CELLS,
     DOCUMENT,
     Entry,
     entry,
     fingerprint,
-    problems,
     read_record,
     refused_keys,
     render,
 )
-from matrix import Cell
-from matrix_optimizers import TABLE as OPTIMIZERS
-
-Run = Callable[[Job], Result]
-
-QUICK = {
-    *{
-        cell.table: cell.name
-        for cell in reversed(CELLS)
-        # core/test_compiled.py compiles less
-        if cell.table != "Compiled blocks"
-    }.values(),
-    "Model families/Qwen3-Next (hybrid)/full",
-    "Model families/T5 (encoder and decoder)/LoRA",
-    *(
-        f"{OPTIMIZERS}/`{cell}"
-        for cell in (
-            "adamw_bnb_8bit`/full, clipped sums",
-            "adafactor`/full",
-            "lion_8bit`/full",
-            "adamw_torch_8bit`/full, clipped sums",
-        )
-    ),
-}
-"""The first cell of each table, stacks that are not one chain of equal blocks, and state
-of each kind: blocks of 8 bits, rows and columns, made of tensors."""
-
-GATED = {"Qwen3-Next (hybrid)", "Qwen3.5 (hybrid)"}
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(
-            cell,
-            id=cell.name,
-            marks=() if cell.name in QUICK else pytest.mark.full,
-        )
-        for cell in CELLS
-    ],
-)
-@pytest.mark.sampled(6)
-def test_cell(run: Run, cell: Cell) -> None:
-    if not cell.is_possible:
-        pytest.skip(f"{cell.needs} is not installed")
-    if cell.row in GATED and find_spec("fla") and not torch.cuda.is_available():
-        pytest.skip("plain runs fail too: flash-linear-attention asks for a GPU")
-    found = problems(cell, run)
-    assert not found, "\n".join(found)
 
 
 def test_the_record_is_of_these_cells() -> None:
@@ -82,14 +28,8 @@ def test_the_document_is_the_rendering_of_the_record() -> None:
     assert DOCUMENT.read_text() == render(*read_record()) + refused_keys()
 
 
-def test_no_two_cells_have_one_place() -> None:
-    names = [cell.name for cell in CELLS]
-    assert len(set(names)) == len(names)
-    assert set(names) >= QUICK
-
-
 def test_a_cell_is_a_training_or_a_refusal_with_its_reason() -> None:
-    for cell in CELLS:
+    for cell in (*CELLS, *matrix_plans.CELLS):
         assert (cell.trainings is None) != (cell.refused is None), cell.name
         assert bool(cell.refused) == bool(cell.message), cell.name
         if cell.refused or cell.tolerance:

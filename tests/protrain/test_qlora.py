@@ -1,21 +1,15 @@
-"""QLoRA: a 4-bit base pages like any other, scales included, and trains the same.
-
-Axolotl quantises while it loads. Every cell trains twice, paged and plain, and compares
-losses, gradient norms, rates and adapters bit by bit; slots are filled with NaN bytes before each copy.
-"""
+"""QLoRA: what a paged run over 4 bits saves is what the plain one does, and loads as that."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from axolotl_jobs import LORA, Job, Pair, Result, assert_equal, overrides, pair
+from axolotl_jobs import LORA, overrides
 from peft import PeftModel
 from saving_jobs import PAGED, Jobs, difference, load, weights
 from tiny_models import NUM_BLOCKS, build_model, model_path
@@ -23,110 +17,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
 from axolotl.integrations.protrain.loading import quantise_on
-from axolotl.integrations.protrain.run import NOT_REPACKED
-
-Run = Callable[[Job], Result]
 
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
-KINDS: dict[str, dict[str, Any]] = {
-    # Axolotl's default is NF4 with double quantisation
-    "nf4-double": {},
-    "nf4": {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
-    "evaluated": {"val_set_size": 0.2, "eval_strategy": "steps", "eval_steps": 1},
-}
-
-
-def qlora_pair(
-    family: str, kind: str, n_persist: int, recompute: bool, bf16: bool, steps: int
-) -> Pair:
-    """Paged in two slots with `n_persist` resident chunks, and plain."""
-    settings = {
-        **QLORA,
-        **KINDS[kind],
-        "bf16": bf16,
-        "gradient_accumulation_steps": steps,
-        "gradient_checkpointing": recompute,
-        "max_grad_norm": 0.1,
-    }
-    plan = overrides(n_persist, 2, (NUM_BLOCKS - n_persist) * recompute)
-    plain = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    return pair(family, settings, plan=plan, plain=plain if recompute else {})
-
-
-GRID = list(
-    product(
-        ("llama", "mistral"),
-        ("nf4-double", "nf4"),
-        (0, NUM_BLOCKS // 2),
-        (False, True),
-        (True, False),
-        (1, 3),
-    )
-)
-MORE = [
-    # biases that bitsandbytes casts, experts, norms in fp32
-    ("qwen2", "nf4-double", 0, True, True, 1),
-    ("mixtral", "nf4-double", 0, True, True, 3),
-    ("gemma3", "nf4", NUM_BLOCKS // 2, False, True, 1),
-    ("llama", "evaluated", 0, False, True, 1),
-]
-QUICK = [cell for number, cell in enumerate(GRID) if number % 9 == 0]
-
-
-@pytest.mark.parametrize(
-    "trainings",
-    [
-        pytest.param(
-            qlora_pair(*cell),
-            id="-".join(map(str, cell)),
-            marks=() if cell in QUICK + MORE else pytest.mark.full,
-        )
-        for cell in GRID + MORE
-    ],
-)
-@pytest.mark.sampled(5)
-def test_paged_is_plain(run: Run, trainings: Pair) -> None:
-    paged, plain = run(trainings.paged), run(trainings.plain)
-    assert_equal(paged, plain)
-    plan, measured = paged.report["plan"], paged.report["measured"]
-    assert plan["mode"] == "B"
-    assert measured["fetched_bytes"] > 0
-    assert measured["offloaded_bytes"] == 0
-    evaluates = bool(trainings.paged.settings["val_set_size"])
-    assert (NOT_REPACKED in paged.report["notes"]) == evaluates
-
-
-@pytest.mark.parametrize(
-    "bases",
-    [
-        pytest.param(
-            Pair(
-                *(
-                    pair("llama", {**base, "bf16": True}, plan=overrides(0, 2)).paged
-                    for base in (QLORA, LORA)
-                )
-            ),
-            id="bf16",
-        )
-    ],
-)
-def test_a_4_bit_base_is_smaller(run: Run, bases: Pair) -> None:
-    """Otherwise nothing of this file is about 4 bits.
-
-    By little: codebooks and alignment gaps weigh as much as rows this short, and less
-    than the rest of the page on which a chunk ends.
-    """
-    four, sixteen = (
-        run(job).report["measured"]["fetched_bytes"]
-        for job in (bases.paged, bases.plain)
-    )
-    assert four < sixteen
-
-
-# ---------------------------------------------------- saving, resuming, using an adapter
-
 PLAN = {**PAGED, "protrain_capacity_bytes": "1GiB", **overrides(0, 2, NUM_BLOCKS)}
-MERGES = ("legacy", "memory_efficient")
 FAMILY = "llama-wide"
 MODEL = model_path(FAMILY)
 
@@ -140,15 +33,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.train("paged", base, PLAN)
     second_half = {"resume_from_checkpoint": "paged/checkpoint-2"}
     jobs.train("resumed", base, PLAN, second_half, after=["paged"])
-    for name, method in product(("plain", "paged"), MERGES):
-        jobs.command(
-            f"{method}_{name}",
-            "merge_lora",
-            base,
-            PLAN if name == "paged" else {},
-            {"lora_model_dir": name, "merge_method": method},
-            after=[name],
-        )
+    for name, plan in {"plain": {}, "paged": PLAN}.items():
+        legacy = {"lora_model_dir": name, "merge_method": "legacy"}
+        jobs.command(f"merge_{name}", "merge_lora", base, plan, legacy, after=[name])
     yield jobs
     jobs.close()
 
@@ -164,10 +51,9 @@ def test_a_run_that_saves_is_the_plain_one(jobs: Jobs, ours: str) -> None:
     assert difference(weights(paged.folder), weights(plain.folder)) is None
 
 
-@pytest.mark.parametrize("method", MERGES)
-def test_an_adapter_merges(jobs: Jobs, method: str) -> None:
+def test_an_adapter_merges(jobs: Jobs) -> None:
     ours, plain = (
-        weights(jobs[f"{method}_{name}"].finished.folder / "merged")
+        weights(jobs[f"merge_{name}"].finished.folder / "merged")
         for name in ("paged", "plain")
     )
     assert difference(ours, plain) is None
@@ -227,14 +113,3 @@ def test_the_base_never_exists_in_16_bits() -> None:
     run = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("holds") == 3
-
-
-def test_the_host_looks_up_an_embedding_for_which_there_is_no_room(run: Run) -> None:
-    settings = {**QLORA, **KINDS["evaluated"], "bf16": True}
-    settings["gradient_accumulation_steps"] = 3
-    trainings = pair("llama", settings, plan=overrides(0, 2))
-    paged = run(trainings.paged)
-    while "rows" not in paged.report["plan"]["placements"]:
-        less = f"{paged.report['device_bytes']['peak'] - 1}B"
-        paged = run(trainings.paged.but({"protrain_capacity_bytes": less}))
-    assert_equal(paged, run(trainings.plain))

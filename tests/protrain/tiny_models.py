@@ -7,11 +7,11 @@ mix-up that equal sizes would hide.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,96 +42,95 @@ _COMMON = _TOKENS | {
 }
 
 
-def _llama(**settings: Any) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**(_COMMON | settings))
-
-
-def _llama_tied() -> Any:
-    return _llama(tie_word_embeddings=True)
-
-
-def _qwen3() -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**_COMMON, head_dim=12, tie_word_embeddings=False)
-
-
-def _mistral() -> Any:
-    from transformers import MistralConfig
-
-    return MistralConfig(**_COMMON, head_dim=12, sliding_window=16)
-
-
-def _gemma3() -> Any:
-    from transformers import Gemma3TextConfig
-
-    kinds = ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2)
-    return Gemma3TextConfig(
-        **_COMMON,
-        head_dim=12,
-        query_pre_attn_scalar=12,
-        sliding_window=16,
-        layer_types=kinds,
-    )
-
-
-def _phi3() -> Any:
-    from transformers import Phi3Config
-
-    return Phi3Config(**_COMMON)
-
-
-def _gpt2() -> Any:
-    from transformers import GPT2Config
-
+_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _COMMON),
+    "llama-tied": ("llama", _COMMON | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", _COMMON | {"head_dim": 12, "tie_word_embeddings": False}),
+    "mistral": ("mistral", _COMMON | {"head_dim": 12, "sliding_window": 16}),
+    "gemma3": (
+        "gemma3_text",
+        _COMMON
+        | {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+        },
+    ),
+    "phi3": ("phi3", _COMMON),
     # dropout stays at its default: what recomputes has to repeat it
-    return GPT2Config(
-        **_TOKENS,
-        eos_token_id=2,
-        n_embd=36,
-        n_layer=NUM_BLOCKS,
-        n_head=3,
-        n_positions=256,
-    )
-
-
-def _mixtral() -> Any:
-    from transformers import MixtralConfig
-
+    "gpt2": (
+        "gpt2",
+        _TOKENS
+        | {
+            "eos_token_id": 2,
+            "n_embd": 36,
+            "n_layer": NUM_BLOCKS,
+            "n_head": 3,
+            "n_positions": 256,
+        },
+    ),
     # the grouped matrix product of the experts wants rows of 16 bytes
-    sizes = _COMMON | {"hidden_size": 40, "num_attention_heads": 5}
-    return MixtralConfig(**sizes, num_local_experts=3, num_experts_per_tok=2)
-
-
-def _opt_skipping_layers() -> Any:
-    from transformers import OPTConfig
-
-    return OPTConfig(
-        **_TOKENS,
-        eos_token_id=2,
-        hidden_size=36,
-        word_embed_proj_dim=36,
-        ffn_dim=56,
-        num_hidden_layers=NUM_BLOCKS,
-        num_attention_heads=3,
-        max_position_embeddings=256,
-        layerdrop=0.5,
-    )
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": _llama,
-    "llama-tied": _llama_tied,
-    "qwen3": _qwen3,
-    "mistral": _mistral,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
-    "mixtral": _mixtral,
+    "mixtral": (
+        "mixtral",
+        _COMMON
+        | {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
+FAMILIES = tuple(_PLAIN)
+"""Those that most tests train."""
 SKIPPING = "opt-skipping-layers"
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    SKIPPING: (
+        "opt",
+        _TOKENS
+        | {
+            "eos_token_id": 2,
+            "hidden_size": 36,
+            "word_embed_proj_dim": 36,
+            "ffn_dim": 56,
+            "num_hidden_layers": NUM_BLOCKS,
+            "num_attention_heads": 3,
+            "max_position_embeddings": 256,
+            "layerdrop": 0.5,
+        },
+    ),
+    "llama-reward": ("llama", _COMMON | {"num_labels": 1}),
+    "qwen3-steps": _PLAIN["qwen3"],
+    # 4-bit rows and columns that bitsandbytes can repack, on CPUs where it does
+    "llama-wide": (
+        "llama",
+        _COMMON
+        | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2},
+    ),
+    "t5-seq2seq": (
+        "t5",
+        _TOKENS
+        | {
+            "d_model": 36,
+            "d_kv": 12,
+            "d_ff": 56,
+            "num_layers": NUM_BLOCKS - 1,
+            "num_decoder_layers": NUM_BLOCKS,
+            "num_heads": 3,
+            "decoder_start_token_id": 0,
+            "feed_forward_proj": "gated-gelu",
+        },
+    ),
+    "bart-seq2seq": (
+        "bart",
+        _TOKENS
+        | {"d_model": 36, "max_position_embeddings": 256}
+        | {f"{s}_attention_heads": 3 for s in ("encoder", "decoder")}
+        | {f"{s}_ffn_dim": 56 for s in ("encoder", "decoder")}
+        | {f"{s}_layers": NUM_BLOCKS for s in ("encoder", "decoder")},
+    ),
+}
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _HYBRID = {
@@ -220,13 +219,6 @@ _OTHER: dict[str, dict[str, Any]] = {
 """More model types of transformers, and what their configurations need."""
 
 
-def _other(model_type: str) -> Any:
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return AutoConfig.for_model(model_type, **(_COMMON | sizes | _OTHER[model_type]))
-
-
 _WORDS = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _IMAGE_TOKENS = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN}
 _TOWER = {
@@ -277,49 +269,6 @@ _VISION: dict[str, dict[str, Any]] = {
 """Models with two stacks of blocks, one for images and one for text."""
 
 
-def _vision(model_type: str) -> Any:
-    from transformers import AutoConfig
-
-    settings = _VISION[model_type]
-    text = {**_COMMON, **_WORDS, **settings["text_config"]}
-    tokens = _IMAGE_TOKENS | {"tie_word_embeddings": False}
-    return AutoConfig.for_model(
-        model_type, **(tokens | settings | {"text_config": text})
-    )
-
-
-def _t5() -> Any:
-    from transformers import T5Config
-
-    return T5Config(
-        **_TOKENS,
-        d_model=36,
-        d_kv=12,
-        d_ff=56,
-        num_layers=NUM_BLOCKS - 1,
-        num_decoder_layers=NUM_BLOCKS,
-        num_heads=3,
-        decoder_start_token_id=0,
-        feed_forward_proj="gated-gelu",
-    )
-
-
-def _bart() -> Any:
-    from transformers import BartConfig
-
-    stacks: dict[str, int] = {}
-    for stack in ("encoder", "decoder"):
-        stacks |= {f"{stack}_attention_heads": 3, f"{stack}_ffn_dim": 56}
-        stacks[f"{stack}_layers"] = NUM_BLOCKS
-    return BartConfig(**_TOKENS, d_model=36, max_position_embeddings=256, **stacks)
-
-
-def _by_rule(model_type: str) -> Any:
-    from shrunk_models import shrunk_config
-
-    return shrunk_config(model_type)
-
-
 _BY_RULE = (
     "aria_text",
     "blt",
@@ -347,32 +296,42 @@ _QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
 """Families whose weights bitsandbytes has quantised before they were saved."""
 
 
-def _gpt_oss_wide() -> Any:
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **_PLAIN,
+    **_MORE,
+    **{name: (name, _COMMON | _WORDS | keys) for name, keys in _OTHER.items()},
     # as many columns as a block of MXFP4 has
-    config = _other("gpt_oss")
-    config.update({"hidden_size": 64, "intermediate_size": 32})
-    return config
-
-
-_ALL = {
-    **FAMILIES,
-    SKIPPING: _opt_skipping_layers,
-    **{name: partial(_other, name) for name in _OTHER},
-    **{name: partial(_by_rule, name) for name in _BY_RULE},
-    "bart-seq2seq": _bart,
-    "t5-seq2seq": _t5,
-    "llama-reward": partial(_llama, num_labels=1),
-    # 4-bit rows and columns that bitsandbytes can repack, on CPUs where it does
-    "llama-wide": partial(
-        _llama, hidden_size=64, intermediate_size=128, num_attention_heads=2
+    "gpt_oss-mxfp4": (
+        "gpt_oss",
+        _COMMON
+        | _WORDS
+        | _OTHER["gpt_oss"]
+        | {"hidden_size": 64, "intermediate_size": 32},
     ),
-    "gpt_oss-mxfp4": _gpt_oss_wide,
-    "qwen3-steps": _qwen3,
-    **{f"{name}-vision": partial(_vision, name) for name in _VISION},
+    **{
+        f"{name}-vision": (
+            name,
+            _IMAGE_TOKENS
+            | {"tie_word_embeddings": False}
+            | keys
+            | {"text_config": _COMMON | _WORDS | keys["text_config"]},
+        )
+        for name, keys in _VISION.items()
+    },
 }
 
 
-MODEL_NAMES = tuple(_ALL)
+def _config(family: str) -> Any:
+    from shrunk_models import shrunk_config
+    from transformers import AutoConfig
+
+    if family in _BY_RULE:
+        return shrunk_config(family)
+    model_type, keys = _CONFIGS[family]
+    return AutoConfig.for_model(model_type, **copy.deepcopy(keys))
+
+
+MODEL_NAMES = (*_CONFIGS, *_BY_RULE)
 """All that `random_model` makes."""
 
 _KINDS = {
@@ -443,7 +402,7 @@ def random_model(family: str) -> Any:
     torch.manual_seed(0)
     kind = _KINDS.get(family.rpartition("-")[2], "CausalLM")
     loader = getattr(transformers, f"AutoModelFor{kind}")
-    return loader.from_config(_ALL[family]())
+    return loader.from_config(_config(family))
 
 
 def _llava_processor() -> Any:
