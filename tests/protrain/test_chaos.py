@@ -32,12 +32,9 @@ from axolotl.integrations.protrain.core.checkpoint import (
 
 QUICK = {
     "Struck at a moment/kill -9, save/0",
-    "Damaged checkpoints/optimizer.pt: moments of another shape",
+    "Disk full in a save/within a file, after 300,000 bytes",
     "Damaged checkpoints/optimizer.pt of the newest: truncated",
-    "Callbacks, hooks and trainers/norms of weights in every event/full",
-    "Callbacks, hooks and trainers/p.data.mul_/full",
     "Callbacks, hooks and trainers/hooks of the optimizer's step/full",
-    "Callbacks, hooks and trainers/a trainer whose schedule reads weights/full",
 }
 
 
@@ -53,7 +50,6 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Chaos:
         for a in ATTACKS
     ],
 )
-@pytest.mark.sampled(3)
 def test_attack(chaos: Chaos, attack: Attack) -> None:
     """Ends as the plain run does or with the cause; raises what it ended with if not."""
     assert attack.judge(chaos)
