@@ -132,19 +132,9 @@ def test_every_key_is_described_and_carries_the_prefix():
     ("value", "num_bytes"),
     [
         (1 << 20, 1 << 20),
-        (23622320128, 22 * 2**30),
         ("22.5B", 22),
-        ("123B", 123),
-        ("22GiB", 22 * 2**30),
-        ("22gib", 22 * 2**30),
-        (" 22 GiB ", 22 * 2**30),
-        ("512MiB", 512 * 2**20),
-        ("1.5GB", 1_500_000_000),
-        ("800MB", 800_000_000),
-        ("3KB", 3000),
-        ("3KiB", 3072),
+        (" 22 gib ", 22 * 2**30),
         ("0.5TiB", 2**39),
-        ("2TB", 2 * 10**12),
     ],
 )
 def test_byte_sizes(value, num_bytes):
@@ -153,29 +143,9 @@ def test_byte_sizes(value, num_bytes):
     assert args.protrain_capacity_bytes == num_bytes
 
 
-NOT_BYTES = [
-    -1,
-    True,
-    False,
-    1.5e9,
-    float("nan"),
-    float("inf"),
-    "",
-    "0GiB",
-    "0.1B",
-    "-22GiB",
-    "nan",
-    "1e9",
-    "22 gazillion",
-    "22G",
-    "22GiB or so",
-    "GiB",
-    "1.GiB",
-    "1,5GB",
-    "٣GiB",
-    [22],
-    {"GiB": 22},
-]
+NOT_BYTES = [-1, True, 1.5e9, float("nan"), [22], {"GiB": 22}]
+NOT_BYTES += ["", "0.1B", "-22GiB", "nan", "1e9", "22G", "22GiB or so", "1.GiB"]
+NOT_BYTES += ["1,5GB", "٣GiB"]
 BUDGET, HEADROOM = "protrain_capacity_bytes", "protrain_vision_headroom_bytes"
 
 
@@ -615,6 +585,8 @@ MISSPELT = [
     ("ProTrain_Auto_Mode", "protrain_auto_mode"),
     ("protrain_zero_3_shard", "protrain_zero3_shard"),
     ("protrainautomemory", "protrain_auto_memory"),
+    ("pro_train_fp32_master", "protrain_fp32_master"),
+    ("protrain_cpu_optimiser", "protrain_cpu_optimizer"),
 ]
 
 
@@ -627,6 +599,20 @@ def test_a_misspelt_key_is_named_with_the_nearest_real_one(key, nearest):
 def test_all_misspelt_keys_are_named():
     lines = unknown_keys({key: 1 for key, _ in MISSPELT})
     assert lines == [f"`{key}`: did you mean `{near}`?" for key, near in MISSPELT]
+
+
+def test_a_key_that_is_gone_is_named() -> None:
+    (line,) = unknown_keys({"protrain_check_races": True})
+    assert line.startswith("`protrain_check_races` is no key any more")
+
+
+def test_what_the_host_cannot_update_is_told_what_it_can() -> None:
+    keys = {"optimizer": "adamw_bnb_8bit", "protrain_cpu_optimizer": "torch"}
+    assert (
+        "`optimizer: adamw_bnb_8bit` cannot update weights on the host, which "
+        "`protrain_cpu_optimizer` asks for. Use adamw_torch or adamw_torch_fused, "
+        "train an adapter, or remove `protrain_cpu_optimizer`."
+    ) in complaint(**keys)
 
 
 @pytest.mark.parametrize("block", ["protrain", "pro_train", "ProTrain"])
@@ -667,79 +653,32 @@ def fresh_plugin_manager(monkeypatch):
     monkeypatch.setattr(PluginManager, "_cfg", None)
 
 
+MODULE = PLUGIN.replace(".ProTrain", ".plugin.ProTrain")
+NEW = pytest.mark.skipif(
+    not hasattr(base, "get_builtin_plugins"),
+    reason="before 0.21 Axolotl loads only the plugins that a YAML lists",
+)
+
+
 @pytest.mark.usefixtures("fresh_plugin_manager")
-class TestThroughThePlugin:
-    """What ``load_cfg`` does up to validation, with the plugin listed in the YAML."""
-
-    GPU = {
-        "capabilities": {"bf16": True, "n_gpu": 1, "compute_capability": "sm_90"},
-        "env_capabilities": {"torch_version": "2.13.0"},
-    }
-
-    def load(self, capabilities=None, env_capabilities=None, **settings):
-        cfg = DictDefault({**PLAIN, "plugins": [PLUGIN], **settings})
-        prepare_plugins(cfg)
-        return validate_config(cfg, capabilities, env_capabilities)
-
-    @pytest.mark.parametrize("machine", [{}, GPU], ids=["unknown", "gpu"])
-    def test_the_two_lines_are_enough(self, machine):
-        cfg = self.load(protrain_auto_memory=True, **machine)
-        assert cfg.protrain_auto_memory is True
-        assert cfg.protrain_auto_mode is True
-        assert cfg.protrain_capacity_bytes is None
-        assert overrides(cfg) is None
-
-    def test_sizes_and_overrides_arrive(self):
-        cfg = self.load(
-            **LORA, protrain_capacity_bytes="22GiB", protrain_n_buffer_override=3
-        )
-        assert cfg.protrain_capacity_bytes == 22 * 2**30
-        assert overrides(cfg)[0].n_buffer == 3
-
-    @pytest.mark.parametrize("machine", [{}, GPU], ids=["unknown", "gpu"])
-    @pytest.mark.parametrize(
-        ("named", "settings"),
-        [
-            ("deepspeed", {"deepspeed": "zero3.json"}),
-            ("optimizer: lomo", {"optimizer": "lomo"}),
-            ("tiled_mlp", {"tiled_mlp": True}),
-            ("protrain_capacity_bytes", {"protrain_capacity_bytes": "lots"}),
-        ],
-    )
-    def test_a_refusal_reaches_the_person(self, machine, named, settings):
-        with pytest.raises(ValueError, match=f"`{named}"):
-            self.load(**settings, **machine)
-
-    def test_a_misspelt_key_is_not_dropped(self):
-        with pytest.raises(ConfigError, match="did you mean `protrain_capacity_bytes`"):
-            self.load(protrain_capcity_bytes="22GiB")
-
-    def test_switched_off_the_config_passes(self):
-        cfg = self.load(protrain_auto_memory=False, layer_offloading=True)
-        assert cfg.protrain_auto_memory is False
-
-    @pytest.mark.skipif(
-        not hasattr(base, "get_builtin_plugins"),
-        reason="before 0.21 Axolotl loads only the plugins that a YAML lists",
-    )
-    @pytest.mark.parametrize(
-        ("settings", "pages"),
-        [
-            ({"plugins": None}, False),
-            ({"plugins": None, "protrain_auto_memory": True}, True),
-            ({"plugins": [PLUGIN]}, True),
-            ({"plugins": [PLUGIN.replace(".ProTrain", ":ProTrain")]}, True),
-            ({"plugins": [PLUGIN.replace(".ProTrain", ".plugin.ProTrain")]}, True),
-        ],
-        ids=["not asked for", "asked for", "listed", "entry point", "module"],
-    )
-    def test_an_installed_plugin_is_found_and_loaded_once(self, settings, pages):
-        assert self.load(**settings).protrain_auto_memory is pages
-        plugins = PluginManager.get_instance().plugins.values()
-        assert [type(plugin) for plugin in plugins].count(ProTrainPlugin) == 1
-
-    def test_listed_under_two_names_it_is_loaded_once(self):
-        module = PLUGIN.replace(".ProTrain", ".plugin.ProTrain")
-        assert self.load(plugins=[module, PLUGIN]).protrain_auto_memory is True
-        plugins = PluginManager.get_instance().plugins.values()
-        assert [type(plugin) for plugin in plugins].count(ProTrainPlugin) == 1
+@pytest.mark.parametrize(
+    ("settings", "pages"),
+    [
+        pytest.param({"plugins": None}, False, marks=NEW),
+        pytest.param({"plugins": None, "protrain_auto_memory": True}, True, marks=NEW),
+        pytest.param({"plugins": [PLUGIN]}, True, marks=NEW),
+        pytest.param(
+            {"plugins": [PLUGIN.replace(".ProTrain", ":ProTrain")]}, True, marks=NEW
+        ),
+        pytest.param({"plugins": [MODULE]}, True, marks=NEW),
+        ({"plugins": [MODULE, PLUGIN]}, True),
+    ],
+    ids=["not asked for", "asked for", "listed", "entry point", "module", "twice"],
+)
+def test_an_installed_plugin_is_found_and_loaded_once(settings, pages):
+    """As `load_cfg` does it; examples (test_demo.py) and trainings go through it too."""
+    cfg = DictDefault({**PLAIN, "plugins": [PLUGIN], **settings})
+    prepare_plugins(cfg)
+    assert validate_config(cfg, None, None).protrain_auto_memory is pages
+    plugins = PluginManager.get_instance().plugins.values()
+    assert [type(plugin) for plugin in plugins].count(ProTrainPlugin) == 1
