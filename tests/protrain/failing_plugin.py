@@ -39,58 +39,42 @@ class FailingPlugin(BasePlugin):
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
         return [
-            _Fail(_Operators(_PLACES[self.where], self.times, self.error), self.rank)
+            _Fail(_Operators(PLACES[self.where], self.times, self.error), self.rank)
         ]
 
 
-class FailForward(FailingPlugin):
-    where = "forward"
-
-
-class FailBackward(FailingPlugin):
-    where = "backward"
-
-
-class FailClipping(FailingPlugin):
-    where = "clipping"
-
-
-class FailInputs(FailingPlugin):
-    where = "inputs"
-
-
-class FailBefore(FailingPlugin):
-    """Between the inputs and the model's forward."""
-
-    where = "before"
-
-
-class FailEntry(FailingPlugin):
-    where = "entry"
-
-
-class FailTurn(FailingPlugin):
-    where = "turn"
-
-
-class FailLate(FailingPlugin):
-    """When weights of the last blocks, and of the first, have had their gradients."""
-
-    where = "late"
-
-
-class FailProbe(FailingPlugin):
-    """When room for the update is looked for."""
-
-    where = "probe"
-
-
-class FailUpdate(FailingPlugin):
-    where = "update"
+PLACES: dict[str, Callable[[str, int], bool]] = {
+    # late enough for dropout to have drawn numbers in both
+    "Forward": lambda name, batch: batch >= MICRO_BATCH and name == "_log_softmax",
+    "Backward": lambda name, batch: (
+        batch == MICRO_BATCH
+        and name == "_scaled_dot_product_flash_attention_for_cpu_backward"
+    ),
+    "Inputs": lambda name, batch: batch == MICRO_BATCH - 1 and name == "inputs",
+    # between the inputs and the model's forward
+    "Before": lambda name, batch: batch == MICRO_BATCH - 1 and name == "before",
+    "Entry": lambda name, batch: batch == MICRO_BATCH and name == "embedding",
+    "Turn": lambda name, batch: (
+        batch == MICRO_BATCH and name == "_log_softmax_backward_data"
+    ),
+    # when weights of the last blocks, and of the first, have had their gradients
+    "Late": lambda name, batch: (
+        batch == MICRO_BATCH and name == "embedding_dense_backward"
+    ),
+    "Clipping": lambda name, _: name in ("_foreach_norm", "linalg_vector_norm"),
+    # when room for the update is looked for
+    "Probe": lambda name, _: name == "probe",
+    "Update": lambda name, _: name == "_fused_adamw_",
+}
+"""Operators and moments, by the place of which the plugins `Fail…` have the name."""
+for _place in PLACES:
+    globals()[f"Fail{_place}"] = type(
+        f"Fail{_place}", (FailingPlugin,), {"where": _place}
+    )
 
 
 class FailThrice(FailingPlugin):
-    where = "forward"
+    where = "Forward"
     times = 3
     error = RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -102,14 +86,14 @@ class FailFourTimes(FailThrice):
 
 
 class FailWithoutMeasure(FailingPlugin):
-    where = "backward"
+    where = "Backward"
     error = torch.OutOfMemoryError("Tried to allocate 1.00 GiB.")
 
 
 class FailBesideGradients(FailingPlugin):
     """In a step that begins with gradients, as after an epoch of unknown length."""
 
-    where = "forward"
+    where = "Forward"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
         return [*super().add_callbacks_pre_trainer(cfg, model), _LeaveGradients()]
@@ -256,28 +240,6 @@ class _Operators(TorchDispatchMode):
         if self._times_left and self._place(name, self._num_forwards):
             self._times_left -= 1
             raise type(self._error)(*self._error.args)
-
-
-_PLACES: dict[str, Callable[[str, int], bool]] = {
-    # late enough for dropout to have drawn numbers in both
-    "forward": lambda name, batch: batch >= MICRO_BATCH and name == "_log_softmax",
-    "backward": lambda name, batch: (
-        batch == MICRO_BATCH
-        and name == "_scaled_dot_product_flash_attention_for_cpu_backward"
-    ),
-    "inputs": lambda name, batch: batch == MICRO_BATCH - 1 and name == "inputs",
-    "before": lambda name, batch: batch == MICRO_BATCH - 1 and name == "before",
-    "entry": lambda name, batch: batch == MICRO_BATCH and name == "embedding",
-    "turn": lambda name, batch: (
-        batch == MICRO_BATCH and name == "_log_softmax_backward_data"
-    ),
-    "late": lambda name, batch: (
-        batch == MICRO_BATCH and name == "embedding_dense_backward"
-    ),
-    "clipping": lambda name, _: name in ("_foreach_norm", "linalg_vector_norm"),
-    "probe": lambda name, batch: name == "probe",
-    "update": lambda name, _: name == "_fused_adamw_",
-}
 
 
 class _Fail(TrainerCallback):

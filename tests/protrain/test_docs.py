@@ -12,15 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 import yaml
 from fork_server import Fork
 from plan_jobs import BASE, run_command
+from published_models import GEMMA_27B, LLAMA_8B, LLAMA_70B, QWEN_30B, SMALL
 from test_examples import refused
-from test_plan import GEMMA_27B, LLAMA_8B, QWEN_14B, SMALL
 
 from axolotl.integrations.protrain.args import ProTrainArgs
 from axolotl.integrations.protrain.cli import protrain
@@ -37,30 +36,13 @@ EXAMPLES = [
 ]
 RUN = {"plan", "migrate", "keys", "doctor"}
 """Commands run here; `make demo` trains, and selftest and serve have tests of their own."""
-BASES: dict[str, dict[str, Any]] = {
+BASES = {
     "NousResearch/Meta-Llama-3.1-8B": LLAMA_8B,
-    "NousResearch/Meta-Llama-3-70B": LLAMA_8B
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-    "Qwen/Qwen3-30B-A3B": QWEN_14B
-    | {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
+    "NousResearch/Meta-Llama-3-70B": LLAMA_70B,
+    "Qwen/Qwen3-30B-A3B": QWEN_30B,
     "google/gemma-3-27b-it": GEMMA_27B,
 }
-"""config.json of the examples' models, as far as it decides a plan."""
+"""Of the examples."""
 
 
 def commands() -> Iterator[tuple[str, ...]]:

@@ -13,8 +13,9 @@ from axolotl.utils.dict import DictDefault
 from axolotl_jobs import BASE, LORA, PROTRAIN
 from fork_server import Fork
 from plan_jobs import Plans
+from published_models import SMALL
 from saving_jobs import run_command
-from test_plan import LONG, LORA as SMALL_LORA, SMALL, SMALL_CARD
+from test_plan import LONG, LORA as SMALL_LORA, SMALL_CARD
 from tiny_models import build_inputs, build_model, model_path
 
 from axolotl.integrations.protrain.cli.migrate import with_keys

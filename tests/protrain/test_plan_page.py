@@ -531,10 +531,6 @@ def test_card_that_does_not_fit_says_what_is_missing() -> None:
     assert root.one(style="lead").text == "RTX 3060 ✕ does not fit."
     assert "n_persist" not in root.text and "tokens/s" not in root.one("header").text
     assert "no plan to time" in figure(root, "Step time").text
-
-
-def test_host_memory_can_be_what_is_missing() -> None:
-    card = unfit()
     card["host_bytes"]["budget"] = 16 * GIB
     assert "Missing: 5.00 GiB of host memory." in page_of(card).one(style="reason").text
 
@@ -567,11 +563,8 @@ def test_four_cards_side_by_side() -> None:
     assert pressed == ["true", "false", "false", "false"]
     assert "3 of 4 cards fit; the fastest is H100 at 30,840 tokens/s." in root.text
     assert "12% of the fastest" in buttons[3].text
-
-
-def test_one_card_is_no_choice() -> None:
-    root = page_of(forecast())
-    assert not root.all("button") and len(root.all("section", "panel")) == 1
+    alone = page_of(cards[0])
+    assert not alone.all("button") and len(alone.all("section", "panel")) == 1
 
 
 def test_terms_keep_their_colour_and_many_stay_distinct() -> None:
@@ -588,11 +581,6 @@ def test_terms_keep_their_colour_and_many_stay_distinct() -> None:
         for piece in bar.all("rect", "seg"):
             name = piece.attrs["data-tip"].rsplit(" ", 2)[0]
             assert styles[name] in piece.attrs["class"].split()
-
-
-def test_no_forecast_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one forecast"):
-        plan_page([])
 
 
 def test_the_text_takes_no_name_for_markup() -> None:
@@ -723,33 +711,31 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         read_reports([tmp_path])
 
 
-@pytest.mark.parametrize(
-    "key", [None, "hardware", "notes", "plan", "step_s", "verdict"]
-)
-def test_a_report_of_other_versions_is_refused(key: str | None, tmp_path: Path) -> None:
-    """One that lacks a key names it; with other contents it is none."""
-    report, file = finished(1.0), tmp_path / "report.json"
-    said = "no report of a finished run" if key is None else f"lacks {key}, as another"
-    report["plan"] = {"mode": "B"}
-    report.pop(key, None)
-    file.write_text(json.dumps(report))
-    with pytest.raises(ConfigError, match=said):
-        read_reports([file])
+OTHER = "no report of a finished run"
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "lacks", "said"),
     [
-        {"losses": None},
-        {"verdict": "perhaps"},
-        {"blocks": [{}]},
+        ({"plan": {"mode": "B"}}, "", OTHER),
+        ({"losses": None}, "", OTHER),
+        ({"verdict": "perhaps"}, "", OTHER),
+        ({"blocks": [{}]}, "", OTHER),
+        *(
+            ({}, key, f"lacks {key}, as another")
+            for key in ("hardware", "notes", "plan", "step_s", "verdict")
+        ),
     ],
     ids=str,
 )
-def test_what_no_page_can_show_is_refused(damage: Any, tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    file.write_text(json.dumps(finished(1.0) | damage))
-    with pytest.raises(ConfigError, match="no report of a finished run"):
+def test_a_report_of_other_versions_is_refused(
+    damage: dict[str, Any], lacks: str, said: str, tmp_path: Path
+) -> None:
+    """One that lacks a key names it; with other contents it is none."""
+    report, file = finished(1.0) | damage, tmp_path / "report.json"
+    report.pop(lacks, None)
+    file.write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=said):
         read_reports([file])
 
 
