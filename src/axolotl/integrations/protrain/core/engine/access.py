@@ -29,7 +29,7 @@ class StateAccess:
 
     @property
     def shows_writes(self) -> bool:
-        """Whether the parameters themselves are the truth now."""
+        """True while the parameters themselves are the truth."""
         return self._full_params.shows_writes
 
     def before_read(self, host: Collection[Tensor]) -> None:

@@ -596,7 +596,7 @@ def _clip(own: ChunkUpdate, indices: Iterable[int], clip: Clip) -> None:
 
 
 def _scales(clip: Clip | None) -> bool:
-    """Whether `clip_grads_with_norm_` changes anything, as it computes it."""
+    """Return whether `clip_grads_with_norm_` changes anything, as it computes it."""
     one = torch.ones(1)
     one.grad = torch.ones(1)
     if clip is not None:

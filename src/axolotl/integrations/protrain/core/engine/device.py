@@ -171,7 +171,7 @@ class Device:
         """Compute reads a buffer from here on."""
 
     def end_use(self, buffer: Tensor) -> None:
-        """It has queued the last of these reads."""
+        """Compute has queued the last of these reads."""
 
     def free(self, buffer: Tensor) -> None:
         """Nobody uses what `allocate` gave any more."""
@@ -472,14 +472,14 @@ SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_
 
 
 def is_shortage(error: RuntimeError) -> bool:
-    """Whether the device had no memory for what failed."""
+    """Return whether the device had no memory for what failed."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return any(words in str(error) for words in SHORTAGES)
 
 
 def asked_bytes(error: RuntimeError) -> int:
-    """What could not be allocated, as the error words it; 0 if it does not say."""
+    """Return the bytes that could not be allocated, as the error words it; 0 if it does not say."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     said = re.search(r"allocate ([\d.]+) (bytes|[KMG]iB)", str(error))
     return round(float(said[1]) * units[said[2]]) if said else 0
@@ -502,7 +502,7 @@ def expand_segments() -> None:
 
 
 def allocator_note(environment: Mapping[str, str]) -> str:
-    """How torch keeps the memory of GPUs, as a line of the plan."""
+    """Describe the settings of torch's allocator of GPU memory, as a line of the plan."""
     said = [f"{n}={environment[n]}" for n in ALLOCATOR_KEYS if n in environment]
     grows = any("expandable_segments:true" in line.lower() for line in said)
     how = "grow" if grows else "do not grow, so pieces of it may be free and of no use"

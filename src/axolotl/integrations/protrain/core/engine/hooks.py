@@ -143,7 +143,7 @@ class GradientHooks:
 
 
 def _accumulates(param: Tensor) -> bool:
-    """Whether the backward pass that runs ends in `.grad`; `torch.autograd.grad` calls
+    """Return whether the backward pass that runs ends in `.grad`; `torch.autograd.grad` calls
     the hooks of a leaf, too."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:

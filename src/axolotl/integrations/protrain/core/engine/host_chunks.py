@@ -103,7 +103,7 @@ class HostTensors:
             self.memory = pool.chunk(laid.index)[self.within_chunk]
 
     def where(self, piece: Piece) -> slice:
-        """Where a piece lies in `memory`."""
+        """Return the bytes of a piece within `memory`."""
         own = span_bytes(self._laid, piece.span)
         start, stop = own.start, own.stop
         if piece.elements is not None and own.start < own.stop:
@@ -316,7 +316,7 @@ class GradPlaceholders:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether some `.grad` is a tensor that somebody has set."""
+        """True if some `.grad` is a tensor that somebody has set."""
         return any(
             param.grad is not None and param.grad is not placeholder
             for param, placeholder in zip(
@@ -362,7 +362,7 @@ class GradPlaceholders:
                 param.grad = self._shown[index]
 
     def keep_replaced(self) -> None:
-        """What stands in for another gradient may be that of a third parameter."""
+        """Copy gradients that somebody has set: they may be those of a third parameter."""
         for index, shown in self._shown.items():
             param = self.host.params[index]
             if param.grad is not None and param.grad is not shown:
@@ -420,7 +420,7 @@ class GradPlaceholders:
 
 
 def _lend(tensor: Tensor) -> tuple[Tensor, weakref.ref[Any]]:
-    """The same memory as a storage of its own, and what tells whether that still lives."""
+    """Return a tensor's memory as a storage of its own, and a reference to its life."""
     memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     # it must not outlive the memory
     memory.owner = tensor

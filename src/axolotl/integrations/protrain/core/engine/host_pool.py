@@ -85,7 +85,7 @@ class HostPool:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
     def share(self, chunk: Chunk) -> Tensor:
-        """What this rank fetches of a chunk, uint8: all of it, or its shard."""
+        """Return the bytes that this rank fetches of a chunk, uint8: all, or its shard."""
         if chunk.index not in self._shares:
             memory, start, _ = self._places[chunk.index]
             size = shard_bytes(chunk, self._shards)
@@ -107,7 +107,7 @@ class HostPool:
         return flat.view(spec.shape)
 
     def copy_on_write(self) -> HostPool:
-        """The same bytes, as far as this rank does not write others over them; itself
+        """Map these bytes again, as far as this rank does not write others over them; itself
         where that makes no difference."""
         if not self._files:
             return self
@@ -163,7 +163,7 @@ class StateMemory:
         self._device.synchronize()
 
     def release(self, region: Tensor) -> None:
-        """It is not needed any longer; who still reads it may."""
+        """Unlock a region that is not needed any longer; a reader keeps its memory."""
         if self._locks:
             self._device.unpin(region)
         descriptor, _ = self._files.pop(region.data_ptr(), (None, 0))

@@ -166,7 +166,7 @@ def plain_class(kind: type) -> type:
 
 
 def hooks_look(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of somebody else's may look at weights, gradients or state."""
+    """Return whether some hook of a step may look at weights, gradients or state."""
     tables = (
         torch_hooks._global_optimizer_pre_hooks,
         torch_hooks._global_optimizer_post_hooks,
@@ -177,6 +177,6 @@ def hooks_look(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _looks(hook: Any) -> bool:
-    """Whether a hook of somebody else's may look at weights, gradients or state."""
+    """Return whether a hook is somebody else's and does not say that it looks at nothing."""
     home = getattr(hook, "__module__", None) or ""
     return getattr(hook, "looks_at_weights", True) and not home.startswith(_BLIND)

@@ -1,4 +1,4 @@
-"""Where the parameters of an open model live, and how they got there and get back.
+"""Parameters of an open model: moving them to their places and back, and binding them.
 
 # Note [Who reads the state]
 

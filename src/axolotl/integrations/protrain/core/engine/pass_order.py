@@ -35,11 +35,11 @@ class PassOrder:
 
     @property
     def goes_down(self) -> bool:
-        """Whether the pass is a backward."""
+        """True for a backward pass."""
         return self.direction is Direction.BACKWARD
 
     def begins(self, block: int, direction: Direction) -> bool:
-        """Whether a pass begins with a block, because it goes the other way or back."""
+        """Return whether a pass begins with a block, because it goes the other way or back."""
         turns = (direction is Direction.BACKWARD) != self.goes_down
         behind = block > self._at if self.goes_down else block < self._at
         return turns or behind

@@ -1,4 +1,4 @@
-"""Who trains together, and all that processes say to each other.
+"""The processes that train together, and all that they say to each other.
 
 Everything is carried by torch.distributed. Device collectives run on a group of the
 node's ranks and on one across nodes, apart from the group that DDP uses; what the host
@@ -162,15 +162,15 @@ class Ranks:
         return values
 
     def from_first(self, act: Callable[[], Result]) -> Result:
-        """What rank 0's `act` returns; all ranks raise what it raises."""
+        """Return what rank 0's `act` returns; all ranks raise what it raises."""
         return self._from(0, self._host, act)
 
     def from_first_of_node(self, act: Callable[[], Result]) -> Result:
-        """The same of the first rank of the node, for the node's ranks."""
+        """Return what `act` returns on the first rank of the node, on all of its ranks."""
         return self._from(self._own_node[0], self._node_host, act)
 
     def together(self, act: Callable[[], Result]) -> Result:
-        """What this rank's `act` returns, once all have acted.
+        """Return what this rank's `act` returns, once all have acted.
 
         Raises:
             ProTrainError: Another rank failed; what it raised, named by its rank.
@@ -297,7 +297,7 @@ class Alarm:
 
 
 def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What an act returned, and what it raised."""
+    """Return the result of an act, and what it raised."""
     try:
         return act(), None
     # whatever it is: the others wait to hear of it before it is raised again

@@ -69,7 +69,7 @@ numbers: a large parameter may be updated in pieces."""
 
 
 def is_elementwise(kind: type) -> bool:
-    """Whether an optimizer updates each element of a parameter independently of others."""
+    """Return whether an optimizer updates each element of a parameter independently of others."""
     return kind in _ELEMENTWISE
 
 
@@ -195,12 +195,12 @@ def clone_for(
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """What `state` is, as it is now: steps may be pending."""
+    """Return an optimizer's state as it is now: steps may be pending."""
     return vars(optimizer)["state"]
 
 
 def non_tensor_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What neither is nor holds a tensor in the state of a parameter."""
+    """Return the items of a parameter's state that neither are nor hold a tensor."""
     simple = bool, int, float, str, type(None)
     return {key: value for key, value in state.items() if isinstance(value, simple)}
 
@@ -218,12 +218,12 @@ def _by_value(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_hooks(step: Any) -> Any:
-    """What torch has wrapped to call the hooks of a step, which run around that alone."""
+    """Return the `step` that torch has wrapped to call hooks, which run elsewhere."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _step_of_bitsandbytes(clone: Any) -> None:
-    """Its step without what it waits for after each tensor, and without managed memory."""
+    """Make the step of a bitsandbytes optimizer without its waits and managed memory."""
     clone.is_paged = False
     for g, group in enumerate(clone.param_groups):
         for number, param in enumerate(group["params"]):

@@ -69,7 +69,7 @@ from .worker import HostWorker
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a plan."""
+    """Options of running a plan."""
 
     fp32_master: bool = False
     """Update 16-bit weights through fp32 masters."""

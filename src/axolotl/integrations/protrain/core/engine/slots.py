@@ -49,7 +49,7 @@ from .ranks import Alone, Ranks
 
 
 class ChunkState(Enum):
-    """Where the weights of a chunk in host memory can be read."""
+    """State of a chunk: the memory in which its weights can be read."""
 
     ON_HOST = "its slot does not hold it"
     FETCHING = "an H2D copy into its slot is queued"
@@ -254,7 +254,7 @@ class Slots:
         return self._slots.get(chunk)
 
     def is_paged(self, block: int) -> bool:
-        """Whether weights of a block pass through slots."""
+        """Return whether weights of a block pass through slots."""
         return bool(self._needed[block])
 
     def buffer_for(self, chunk: Chunk) -> Tensor:
@@ -343,7 +343,7 @@ class Slots:
             self._becomes(chunk, ChunkState.ON_HOST)
 
     def is_updating(self, chunk: int) -> bool:
-        """Whether a queued update has not been noted as ended."""
+        """Return whether a queued update of a chunk is still to end."""
         return self._states.get(chunk) is ChunkState.UPDATING
 
     def forget(self, chunk: int) -> None:

@@ -118,7 +118,7 @@ class Staging:
         return segment.arrival
 
     def forget(self) -> None:
-        """What was fetched ahead, or taken, is not wanted."""
+        """Give up what was fetched ahead, or taken."""
         for key in [*self._held]:
             self._let_go(key)
 

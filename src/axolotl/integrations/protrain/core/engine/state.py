@@ -34,7 +34,7 @@ Path = tuple[Any, ...]
 
 
 class Place(NamedTuple):
-    """Where a tensor of a state lies in a region; `stride` is None in plain order."""
+    """Place of a tensor of a state in a region; `stride` is None in plain order."""
 
     offset: int
     shape: torch.Size
@@ -269,7 +269,7 @@ class OffloadedState:
         return tensor.shape, None, tensor.dtype
 
     def _leaves(self, path: Path, piece: Piece) -> bool:
-        """Whether an update of a piece brings a tensor home: a number of all elements,
+        """Return whether an update of a piece brings a tensor home: a number of all elements,
         as a count of steps, is read by every piece and changed by the last."""
         return piece.is_last or self._is_by_element(self._places[path])
 
@@ -277,7 +277,7 @@ class OffloadedState:
         return place.shape == self._params[0].shape
 
     def _range(self, place: Place, piece: Piece) -> slice:
-        """Where the part of a tensor that belongs to a piece lies in the region."""
+        """Return the bytes of the region that a piece has of a tensor."""
         if piece.elements is None or not self._is_by_element(place):
             return slice(place.offset, place.offset + place.nbytes)
         first, stop = piece.elements.start, piece.elements.stop

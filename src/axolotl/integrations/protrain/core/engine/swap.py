@@ -113,7 +113,7 @@ class Swapped:
         self._here: torch.UntypedStorage | None = None
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Whether it holds what `storage` holds now."""
+        """Return whether it holds what `storage` holds now."""
         return self._original() is storage and self._version == version
 
     def fetch(self) -> None:
@@ -146,7 +146,7 @@ class Swapped:
 
 
 class _Life(weakref.ref[Swapped]):
-    """Whether a `Swapped` is still wanted, and what is under way for it."""
+    """Life of a `Swapped`: whether it is still wanted, and what is under way for it."""
 
     __slots__ = ("arriving", "key", "region")
     key: int
