@@ -222,7 +222,7 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         "two slots",
     ),
     "their memory is used again before they have left": (
-        *(torch.cuda.Event, "synchronize", "_retire", "gradients.py"),
+        *(torch.cuda.Event, "synchronize", "retire", "gradients.py"),
         "two slots",
     ),
     "state is fetched before it is there, into what is in use": (
