@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ def states_after(calls: list[Call], refused: bool = False) -> list[ChunkState]:
     slots = slots_of(FaultyDevice())
     for number, (name, chunk) in enumerate(calls):
         call: Callable[..., object] = getattr(slots, name)
+        if name == "begin_use":
+            call = partial(call, in_forward=True)
         args = () if chunk is None else (chunk,)
         if refused and number == len(calls) - 1:
             with pytest.raises(LayoutError):
@@ -108,7 +111,7 @@ def test_a_fetch_that_fails_leaves_an_empty_slot() -> None:
         slots.fetch(2)
     assert slots.missing(0) == [0] and slots.missing(2) == [2]
     slots.fetch(2)
-    slots.begin_use(2)
+    slots.begin_use(2, in_forward=True)
     slots.end_use()
     slots.release()
 

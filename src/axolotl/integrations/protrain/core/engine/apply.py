@@ -331,7 +331,7 @@ class Updates:
         """
         event, compute = None, self._device.compute
         if own.changes() and own.written_back is not None and not self.on_host:
-            # the last way home may still read what is written now
+            # the last copy to the host may still read what is written now
             compute.wait(own.written_back)
         while own.num_applied < len(own.pieces):
             piece = own.pieces[own.num_applied]

@@ -389,7 +389,7 @@ class Session:
         # not before: pages are committed as chunks move in
         if plan.shards > 1:
             self.pool.forget_pages()
-        # of what trains each rank sends whole tensors home; what is looked up is copied
+        # of what trains each rank sends whole tensors to the host; what is looked up is copied
         # once more
         regions = [
             self.pool.chunk(chunk.index) if chunk.trainable else self.pool.share(chunk)
