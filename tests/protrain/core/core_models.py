@@ -140,6 +140,10 @@ class Stack(nn.Module):
         x = self.embed(tokens)
         for index in self.order:
             x = self.layers[index](x)
+        return self.loss(x, tokens)
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Of the hidden states after the last layer."""
         logits = self.head(self.norm(x))
         return nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()

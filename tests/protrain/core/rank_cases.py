@@ -69,7 +69,7 @@ class Case:
         absent: Whether each rank begins with some of the quantised weights only.
         looks: Whether somebody reads and writes weights and gradients in each step.
         hooks: Whether hooks of the optimizer's step do.
-        optimizer: A key of test_deferred.OPTIMIZERS; empty for AdamW.
+        optimizer: A key of grid.OPTIMIZERS; empty for AdamW.
         resumes: Whether it begins with what a plain run has left.
     """
 
@@ -248,8 +248,8 @@ def _two_dtypes(case: Case) -> Any:
 
 def _llama(quantised: bool) -> Any:
     # imported here: each takes seconds, in every process
+    from odd_models import DOUBLE, SHAPES, quantised_llama
     from peft import LoraConfig, get_peft_model
-    from test_quantised import DOUBLE, SHAPES, quantised_llama
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -274,9 +274,9 @@ def _model(case: Case) -> Any:
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if not case.optimizer:
         return adamw(model)
-    from test_deferred import OPTIMIZERS, grouped
+    from grid import OPTIMIZERS, grouped
 
-    return OPTIMIZERS[case.optimizer](grouped(model))
+    return OPTIMIZERS[case.optimizer](grouped([*model.parameters()]))
 
 
 def _loss(case: Case, net: nn.Module, tokens: Tensor) -> Tensor:

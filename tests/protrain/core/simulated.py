@@ -303,7 +303,9 @@ class _QueuedStream:
 
 def _carry_out(work: Callable[[], object], before: Future[None]) -> None:
     before.result()
-    work()
+    # what an evaluation has made is an inference tensor
+    with torch.inference_mode():
+        work()
 
 
 class _QueuedEvent:
@@ -335,5 +337,5 @@ class _CallerStream(_ImmediateStream):
 
 def _copy(target: Tensor, source: Tensor, seconds: float) -> None:
     time.sleep(seconds)
-    with torch.no_grad():
+    with torch.inference_mode():
         target.copy_(source)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,16 +12,11 @@ import torch
 from core_models import (
     ALL,
     adamw,
-    assert_same,
     batches,
     checked,
-    freeze,
     make_plan,
     train,
-    twin,
-    weights,
 )
-from covering import pairwise
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.session import Options, Session
@@ -30,12 +24,6 @@ from axolotl.integrations.protrain.core.layout import build_layout
 
 AOT = {"backend": "aot_eager"}
 """Graphs, their partition and what they save as with inductor, without its kernels."""
-POLICIES: dict[str, dict[str, Any]] = {
-    "keep": {},
-    "recompute": {"recompute": ALL},
-    "swap": {"swap": ALL},
-    "swap inputs": {"swap": ALL, "recompute": ALL},
-}
 LENGTH = 40
 """Tokens of a row, so that hidden states are large enough to be swapped."""
 
@@ -81,41 +69,6 @@ def compiled(model: nn.Module, keep: Any = (), how: Any = AOT, **plan: Any) -> S
     layout = build_layout(model, keep)
     options = Options(compiled=how)
     return Session(model, layout, make_plan(layout, **plan), checked(), options)
-
-
-def compile_plain(model: Any) -> Any:
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, **AOT)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("policy", "trained", "resident", "autocast"),
-    pairwise([*product(POLICIES, ("full", "adapter"), ((), (1, 4)), (True, False))]),
-)
-@pytest.mark.sampled(4)
-def test_training_equals_plain_compiled_blocks(
-    policy: str, trained: str, resident: tuple[int, ...], autocast: bool
-) -> None:
-    model = Model()
-    keep = freeze(model, ["norm", "bias"]) if trained == "adapter" else ()
-    plain = compile_plain(twin(model))
-    data = [batches(2, seed, LENGTH) for seed in range(3)]
-    with (
-        closing(
-            compiled(model, keep, resident=resident, **POLICIES[policy])
-        ) as session,
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        torch.manual_seed(5)
-        theirs = train(plain, adamw(plain), data, clip=0.5)
-        torch.manual_seed(5)
-        optimizer = session.wrap_optimizer(adamw(model))
-        assert train(model, optimizer, data, session, clip=0.5) == theirs
-        measured = session.measured()
-    assert ("swap" in POLICIES[policy]) == (measured.swapped_out_bytes > 0)
-    ours = weights(model)
-    assert_same(ours, dict(zip(ours, plain.state_dict().values(), strict=True)))
 
 
 def test_all_blocks_share_a_graph_and_evaluation_has_another() -> None:

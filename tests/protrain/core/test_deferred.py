@@ -13,15 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import bitsandbytes
 import pytest
-import schedulefree
 import torch
-import torchao.optim
-import transformers
-from axolotl.utils.optimizers.adopt import ADOPT
 from core_models import (
-    ALL,
     HOST_STATE,
     adamw,
     assert_same,
@@ -32,6 +26,7 @@ from core_models import (
     train,
     twin,
 )
+from grid import OPTIMIZERS, Make, assert_same_content, leaves
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
@@ -41,8 +36,6 @@ from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.types import Counters, Placement, Update
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 16, "inner": 16}
-LARGE: dict[str, Any] = {"num_layers": 3, "width": 64, "inner": 64}
-"""Matrices are large enough for the quantised states of torchao."""
 
 PAGED: dict[str, Any] = {"n_buffer": 2}
 MIXED: dict[str, Any] = {
@@ -50,65 +43,6 @@ MIXED: dict[str, Any] = {
     "inside": HOST_STATE,
     "n_buffer": 1,
     "outside": HOST_STATE,
-}
-STAYS: dict[str, Any] = {
-    "resident": ALL[:3],
-    "inside": HOST_STATE,
-    "outside": HOST_STATE,
-}
-
-Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-def of(kind: Any, **defaults: Any) -> Make:
-    return lambda groups: kind(groups, **{"lr": 1e-2, **defaults})
-
-
-def small(name: str, **defaults: Any) -> Make:
-    """One of bitsandbytes, with 8-bit state for small tensors too."""
-    return of(getattr(bitsandbytes.optim, name), min_8bit_size=16, **defaults)
-
-
-def at_a_tensor_lr(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    own = [{**group, "lr": torch.tensor(1e-2)} for group in groups]
-    return torch.optim.AdamW(own, fused=True)
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "fused": of(torch.optim.AdamW, fused=True),
-    "foreach": of(torch.optim.AdamW, foreach=True),
-    "amsgrad": of(torch.optim.AdamW, amsgrad=True, foreach=False),
-    "tensor lr": at_a_tensor_lr,
-    "Adam": of(torch.optim.Adam, weight_decay=0.1),
-    "SGD": of(torch.optim.SGD),
-    "momentum": of(torch.optim.SGD, momentum=0.9, nesterov=True),
-    "RMSprop": of(torch.optim.RMSprop, momentum=0.9, centered=True),
-    # has state before its first step
-    "Adagrad": of(torch.optim.Adagrad),
-    "Adadelta": of(torch.optim.Adadelta),
-    "Adamax": of(torch.optim.Adamax),
-    "NAdam": of(torch.optim.NAdam, decoupled_weight_decay=True),
-    "RAdam": of(torch.optim.RAdam),
-    "Rprop": of(torch.optim.Rprop),
-    "torch Adafactor": of(torch.optim.Adafactor),
-    "AdamW8bit": small("AdamW8bit"),
-    "PagedAdamW8bit": small("PagedAdamW8bit"),
-    "PagedAdamW32bit": small("PagedAdamW32bit"),
-    "Lion8bit": small("Lion8bit"),
-    "AdEMAMix8bit": small("AdEMAMix8bit"),
-    "RMSprop8bit": small("RMSprop8bit"),
-    "LAMB": small("LAMB8bit"),
-    "Adafactor": of(
-        transformers.Adafactor, relative_step=False, scale_parameter=False, beta1=0.9
-    ),
-    # the size of a step is that of the weights, and goes with their number
-    "relative Adafactor": of(
-        transformers.Adafactor, lr=None, relative_step=True, warmup_init=True
-    ),
-    "torchao 8-bit": of(torchao.optim.AdamW8bit),
-    "torchao 4-bit": of(torchao.optim.AdamW4bit, block_size=64),
-    "schedule-free": of(schedulefree.AdamWScheduleFree, warmup_steps=3),
-    "ADOPT": of(ADOPT),
 }
 
 
@@ -120,36 +54,6 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
         {"params": matrices, "weight_decay": 0.1},
         {"params": others, "weight_decay": 0.0},
     ]
-
-
-def leaves(value: Any) -> Any:
-    """A state with tensors made of tensors as dicts of them."""
-    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
-        names, _ = value.__tensor_flatten__()
-        return {name: leaves(getattr(value, name)) for name in names}
-    if isinstance(value, dict):
-        return {key: leaves(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [leaves(item) for item in value]
-    return value
-
-
-def assert_same_content(ours: Any, theirs: Any, at: str = "") -> None:
-    """Equal structure, types and bits."""
-    assert type(ours) is type(theirs), at
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs), at
-        for key, value in ours.items():
-            assert_same_content(value, theirs[key], f"{at}.{key}")
-    elif isinstance(ours, list):
-        assert len(ours) == len(theirs), at
-        for number, pair in enumerate(zip(ours, theirs, strict=True)):
-            assert_same_content(*pair, f"{at}.{number}")
-    elif isinstance(ours, Tensor):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), at
-        assert torch.equal(ours, theirs), at
-    else:
-        assert ours == theirs, at
 
 
 def by_number(packed: dict[str, Any]) -> dict[str, Any]:
@@ -220,48 +124,6 @@ class Run:
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(12)
-def test_an_optimizer_is_the_plain_one(name: str) -> None:
-    """Also what is saved, and what goes on from there under another plan or none."""
-    dtype = (torch.float32, torch.bfloat16)[list(OPTIMIZERS).index(name) % 2]
-    make, sizes = OPTIMIZERS[name], LARGE if "torchao" in name else SIZES
-    model = stack(dtype=dtype, **sizes)
-    plain, ours = Run(twin(model), make), Run(model, make, MIXED)
-    for number in range(3):
-        assert ours.step(number) == plain.step(number)
-        for run in (plain, ours):
-            for group in run.optimizer.param_groups:
-                # what a scheduler does
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(0.01 / (number + 2))
-                elif group["lr"] is not None:
-                    group["lr"] = 0.01 / (number + 2)
-    file = io.BytesIO()
-    torch.save(ours.optimizer.state_dict(), file)
-    saved = file.getvalue()
-
-    def load() -> Any:
-        return torch.load(io.BytesIO(saved), weights_only=True)
-
-    assert_same_content(leaves(load()), leaves(plain.optimizer.state_dict()))
-    weights = copy.deepcopy(model.state_dict())
-    ours.close()
-    assert_same(model.state_dict(), plain.model.state_dict())
-    # some optimizers are not what they were when plain runs resume, either
-    resumed, other = (
-        Run(stack(seed=7, dtype=dtype, **sizes), make, plan) for plan in (None, STAYS)
-    )
-    for run in (resumed, other):
-        run.model.load_state_dict(weights)
-        run.optimizer.load_state_dict(load())
-    for number in (3, 4):
-        assert other.step(number, None) == resumed.step(number, None)
-    assert_same_state(other.optimizer, resumed.optimizer)
-    other.close()
-    assert_same(other.model.state_dict(), resumed.model.state_dict())
 
 
 # between a step and its updates
@@ -583,7 +445,13 @@ def test_state_that_is_read_has_come_home() -> None:
     """Copies come as late as events let them, and nothing pages that would wait."""
     model = stack(**SIZES)
     plain = twin(model)
-    ours = open_session(model, device=DeferredDevice(), **STAYS)
+    ours = open_session(
+        model,
+        device=DeferredDevice(),
+        resident=range(3),
+        inside=HOST_STATE,
+        outside=HOST_STATE,
+    )
     states = []
     for net, session in ((model, ours), (plain, None)):
         optimizer = adamw(net)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from core_models import (
@@ -21,7 +18,6 @@ from core_models import (
     weights,
     wrapped,
 )
-from covering import pairwise
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
@@ -31,16 +27,6 @@ from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import CheckpointError
 from axolotl.integrations.protrain.core.types import Chunk, TensorSpec, Update
-
-PLANS: dict[str, dict[str, Any]] = {
-    "paged": {"n_buffer": 2, "outside": HOST_STATE},
-    "one slot": {"n_buffer": 1, "outside": HOST_STATE, "recompute": (0, 2)},
-    "weights stay": {
-        "resident": range(6),
-        "inside": HOST_STATE,
-        "outside": HOST_STATE,
-    },
-}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -87,111 +73,6 @@ def opened(update: Update, accumulation: int = 1, **plan: Any) -> Session:
     return open_session(
         model, fp32_master=True, accumulates=accumulation > 1, update=update, **more
     )
-
-
-def result(session: Session, optimizer: torch.optim.Optimizer) -> list[Any]:
-    state = copy.deepcopy(optimizer.state_dict()["state"])
-    session.close()
-    return [weights(session.model), state]
-
-
-def assert_same_result(ours: list[Any], theirs: list[Any]) -> None:
-    assert_same(ours[0], theirs[0])
-    assert ours[1].keys() == theirs[1].keys()
-    for number, state in ours[1].items():
-        assert state["master"].dtype is torch.float32
-        assert_same(
-            {key: state[key] for key in sorted(state)},
-            {key: theirs[1][number][key] for key in sorted(state)},
-        )
-
-
-@pytest.mark.parametrize(
-    ("plan", "accumulation", "clip"),
-    pairwise([*itertools.product(PLANS, (1, 3), (None, 0.5))]),
-)
-@pytest.mark.sampled(3)
-def test_the_device_updates_masters_as_the_host_does(
-    plan: str, accumulation: int, clip: float | None
-) -> None:
-    data = [batches(accumulation, seed) for seed in range(4)]
-    numbers, results = [], []
-    for update in Update:
-        session = opened(update, accumulation, **PLANS[plan])
-        # so little that bf16 weights alone would often stay as they are
-        optimizer = wrapped(session, lr=1e-4)
-        numbers.append(train(session.model, optimizer, data, session, clip))
-        results.append(result(session, optimizer))
-    assert numbers[0] == numbers[1]
-    assert_same_result(*results)
-
-
-Make = Callable[[list[Any]], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
-    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
-    "8 bits": lambda params: bitsandbytes.optim.AdamW8bit(
-        params, 1e-3, min_8bit_size=8
-    ),
-    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_masters_of_any_optimizer_are_those_of_a_loop_by_hand(name: str) -> None:
-    plain = stack(dtype=torch.bfloat16)
-    masters = [p.detach().float() for p in plain.parameters()]
-    by_hand = OPTIMIZERS[name](masters)
-    session = opened(Update.DEVICE)
-    optimizer = session.wrap_optimizer(OPTIMIZERS[name]([*session.model.parameters()]))
-    theirs = []
-    for seed in range(4):
-        (tokens,) = batches(1, seed)
-        loss = plain(tokens)
-        loss.backward()
-        for master, param in zip(masters, plain.parameters(), strict=True):
-            assert param.grad is not None
-            master.grad, param.grad = param.grad.float(), None
-        norm = torch.nn.utils.clip_grad_norm_(masters, 0.5)
-        by_hand.step()
-        for master, param in zip(masters, plain.parameters(), strict=True):
-            param.data.copy_(master)
-        theirs += [loss.item(), norm.item()]
-    data = [batches(1, seed) for seed in range(4)]
-    assert train(session.model, optimizer, data, session, clip=0.5) == theirs
-    saved = optimizer.state_dict()["state"]
-    for number, master in enumerate(masters):
-        assert torch.equal(saved[number]["master"], master)
-    session.close()
-    assert_same(weights(session.model), weights(plain))
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [*itertools.product(Update, Update)], ids=str
-)
-@pytest.mark.sampled(2)
-def test_masters_resume_wherever_they_were_updated(
-    before: Update, after: Update
-) -> None:
-    """In one curve, from what was saved."""
-    data = [batches(2, seed) for seed in range(4)]
-    whole = opened(before, 2)
-    optimizer = wrapped(whole, lr=1e-4)
-    losses = train(whole.model, optimizer, data, whole, 0.5)
-    expected = result(whole, optimizer)
-
-    first = opened(before, 2)
-    optimizer = wrapped(first, lr=1e-4)
-    resumed = train(first.model, optimizer, data[:2], first, 0.5)
-    saved, own = copy.deepcopy(optimizer.state_dict()), weights(first.model)
-    first.close()
-    second = opened(after, 2, **PLANS["weights stay"])
-    optimizer = wrapped(second, lr=1e-4)
-    second.model.load_state_dict(own)
-    optimizer.load_state_dict(saved)
-    resumed += train(second.model, optimizer, data[2:], second, 0.5)
-    assert resumed == losses
-    assert_same_result(result(second, optimizer), expected)
 
 
 def test_masters_that_are_loaded_bring_their_weights() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +16,6 @@ from core_models import (
     assert_same,
     batches,
     freeze,
-    host_weight,
     make_plan,
     open_session,
     stack,
@@ -26,7 +24,6 @@ from core_models import (
     weights,
     wrapped,
 )
-from covering import pairwise
 from torch import nn
 
 from axolotl.integrations.protrain.core.engine import session as session_module
@@ -34,7 +31,6 @@ from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import (
     AccessError,
-    CheckpointError,
     ConfigError,
 )
 from axolotl.integrations.protrain.core.layout import build_layout
@@ -72,15 +68,6 @@ def pair(
     return plain, adamw(plain, **defaults), session, optimizer
 
 
-def host_gradient(session: Session, optimizer: Any, model: nn.Module) -> float:
-    """The norm of all gradients, wherever they are."""
-    norm = session.clip_grad_norm(float("inf"))
-    if norm is None:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
-    return norm.item()
-
-
 def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Two optimizer states, without the names that only ours carries."""
     assert list(ours["state"]) == list(theirs["state"])
@@ -92,24 +79,6 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert torch.equal(value, other[key]), (index, key)
     for mine, other in zip(ours["param_groups"], theirs["param_groups"], strict=True):
         assert {k: v for k, v in mine.items() if k != "param_names"} == other
-
-
-@pytest.mark.parametrize(
-    ("plan", "dtype", "update"), pairwise([*product(PLANS, DTYPES, Update)])
-)
-@pytest.mark.sampled(5)
-def test_training_is_that_of_adamw(
-    plan: str, dtype: torch.dtype, update: Update
-) -> None:
-    model = stack(dtype=dtype)
-    plain, optimizer, session, paged = pair(model, plan, update)
-    data = [batches(3, seed) for seed in range(4)]
-    theirs = train(plain, optimizer, data, clip=0.5)
-    assert train(model, paged, data, session, clip=0.5) == theirs
-    assert_same(model.state_dict(), plain.state_dict())
-    assert_same_state(paged.state_dict(), optimizer.state_dict())
-    session.close()
-    assert_same(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,105 +101,10 @@ def test_gradients_add_up_like_grad(num_micro_batches: int, dtype: torch.dtype) 
     session.close()
 
 
-GROUPS = {
-    "lr and decay": [{"lr": 3e-2, "weight_decay": 0.5}, {"lr": 1e-3}],
-    "betas": [{"betas": (0.5, 0.6)}, {"betas": (0.8, 0.99), "eps": 1e-3}],
-    "amsgrad": [{"amsgrad": True}, {"amsgrad": False}],
-    "maximize": [{"maximize": True}, {}],
-}
-
-
-@pytest.mark.parametrize("plan", ["all paged", "mixed"])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_every_group_keeps_its_hyperparameters(groups: str, plan: str) -> None:
-    def grouped(model: nn.Module) -> torch.optim.AdamW:
-        params = list(model.parameters())
-        # every chunk has members of both groups
-        split = [params[0::2], params[1::2]]
-        return torch.optim.AdamW(
-            [
-                {"params": members, **values}
-                for members, values in zip(split, GROUPS[groups], strict=True)
-            ],
-            fused=True,
-        )
-
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, **PLANS[plan])
-    optimizer, paged = grouped(plain), session.wrap_optimizer(grouped(model))
-    data = [batches(1, seed) for seed in range(3)]
-    assert train(model, paged, data, session) == train(plain, optimizer, data)
-    assert_same(model.state_dict(), plain.state_dict())
-    assert_same_state(paged.state_dict(), optimizer.state_dict())
-    session.close()
-
-
-def test_the_scheduler_reaches_the_host() -> None:
-    model = stack()
-    plain, optimizer, session, paged = pair(model, "mixed")
-    factors = [lambda step: 1 / (step + 1), lambda step: 0.1 * step]
-    for own, used, run in ((plain, optimizer, None), (model, paged, session)):
-        scheduler = torch.optim.lr_scheduler.LambdaLR(used, factors)
-        for seed in range(4):
-            train(own, used, [batches(1, seed)], run)
-            scheduler.step()
-        assert [g["lr"] for g in used.param_groups] == scheduler.get_last_lr()
-    assert_same(model.state_dict(), plain.state_dict())
-    assert_same_state(paged.state_dict(), optimizer.state_dict())
-    session.close()
-
-
 def extra_in(model: Stack, used: list[int]) -> None:
     """Let the loss depend on `extra` of these layers only."""
     for index, layer in enumerate(model.layers):
         layer.use_extra = index in used
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_parameter_that_is_never_used_stays_as_it_is(dtype: torch.dtype) -> None:
-    """No gradient: neither updated nor decayed, and without state."""
-    model = stack(dtype=dtype)
-    extra_in(model, [0, 3])
-    plain, optimizer, session, paged = pair(model, weight_decay=0.3)
-    for used in (optimizer, paged):
-        for group in used.param_groups:
-            group["weight_decay"] = 0.3
-    before = model.layers[1].extra.shape, host_weight(session, "layers.1.extra").clone()
-    data = [batches(2, seed) for seed in range(3)]
-    assert train(model, paged, data, session) == train(plain, optimizer, data)
-    assert_same(model.state_dict(), plain.state_dict())
-    assert_same_state(paged.state_dict(), optimizer.state_dict())
-    assert torch.equal(host_weight(session, "layers.1.extra"), before[1])
-    session.close()
-
-
-USED_IN = {
-    "first only": [[0, 1], [], [], []],
-    "second only": [[], [0, 1], [], []],
-    "alternating": [[0, 2], [1, 2], [0, 2], [1, 2]],
-    "last only": [[], [], [], [0, 1, 2, 3, 4, 5]],
-    "growing": [[], [0], [0, 1], [0, 1, 2]],
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", USED_IN)
-def test_a_parameter_that_some_micro_batches_use(case: str, dtype: torch.dtype) -> None:
-    """Sums in the order of the micro-batches, whichever chunk was complete when."""
-    model = stack(dtype=dtype)
-    plain, optimizer, session, paged = pair(model)
-    for step in range(3):
-        for own in (plain, model):
-            for used, tokens in zip(USED_IN[case], batches(4, step), strict=True):
-                extra_in(own, used)
-                own(tokens).backward()
-        for used in (optimizer, paged):
-            used.step()
-            used.zero_grad()
-    assert_same_state(paged.state_dict(), optimizer.state_dict())
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
 
 
 def test_two_graphs_in_one_micro_batch() -> None:
@@ -310,45 +184,6 @@ def test_a_step_without_gradients_changes_nothing() -> None:
     session.close()
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "dtype"),
-    pairwise(
-        [
-            point
-            for point in product(
-                ("plain", "all paged", "mixed"), [*PLANS, "plain"], DTYPES
-            )
-            if point[:2] != ("plain", "plain")
-        ]
-    ),
-)
-@pytest.mark.sampled(8)
-def test_state_moves_between_plans(first: str, then: str, dtype: torch.dtype) -> None:
-    """Two steps under one plan, two under another, as if nothing had happened."""
-    model = stack(dtype=dtype)
-    reference = twin(model)
-    data = [batches(2, seed) for seed in range(4)]
-    train(reference, expected := adamw(reference), data)
-
-    state: dict[str, Any] | None = None
-    for plan, half in ((first, data[:2]), (then, data[2:])):
-        model = twin(model)
-        session = None if plan == "plain" else open_session(model, **PLANS[plan])
-        optimizer = adamw(model)
-        if session is not None:
-            optimizer = session.wrap_optimizer(optimizer)
-        if state is not None:
-            optimizer.load_state_dict(state)
-        train(model, optimizer, half, session)
-        state = optimizer.state_dict()
-        if session is not None:
-            session.close()
-    assert_same(model.state_dict(), reference.state_dict())
-    for group in state["param_groups"]:
-        group.pop("param_names", None)
-    assert_same_state(state, expected.state_dict())
-
-
 def test_loading_does_not_tie_two_runs_together() -> None:
     model = stack()
     plain, optimizer, session, paged = pair(model)
@@ -374,37 +209,6 @@ def test_moments_of_another_precision_are_converted() -> None:
     assert train(model, paged, data, session) == train(plain, optimizer, data)
     assert_same_state(paged.state_dict(), optimizer.state_dict())
     session.close()
-
-
-def test_masters_keep_what_bf16_would_round_away() -> None:
-    """The weights are those of a fp32 run from the same start, rounded."""
-    model = stack(dtype=torch.bfloat16)
-    session = open_session(
-        model, fp32_master=True, outside=Placement.OPTIMIZER_OFFLOADED
-    )
-    paged = session.wrap_optimizer(adamw(model, lr=1e-6))
-    data = [batches(1, seed) for seed in range(4)]
-    before = weights(model)
-    train(model, paged, data, session)
-    state = paged.state_dict()
-    moved = 0
-    names = {id(param): name for name, param in model.named_parameters()}
-    params = [p for group in paged.param_groups for p in group["params"]]
-    for index, param in enumerate(params):
-        name, master = names[id(param)], state["state"][index]["master"]
-        assert master.dtype == torch.float32
-        assert torch.equal(host_weight(session, name), master.bfloat16())
-        moved += not torch.equal(master, before[name].float())
-    assert moved > len(before) // 2
-    session.close()
-
-    plain = adamw(stack(dtype=torch.bfloat16))
-    other = open_session(stack(dtype=torch.bfloat16), update=Update.HOST)
-    without = other.wrap_optimizer(adamw(other.model))
-    with pytest.raises(CheckpointError, match="protrain_fp32_master: true"):
-        without.load_state_dict(state)
-    assert not plain.state_dict()["state"]
-    other.close()
 
 
 def test_adapters_keep_the_plain_optimizer() -> None:

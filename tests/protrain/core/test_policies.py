@@ -6,25 +6,19 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from core_models import (
     ALL,
-    adamw,
-    assert_same,
     batches,
     freeze,
     hook_counts,
     open_session,
     stack,
-    train,
     twin,
-    wrapped,
 )
-from covering import pairwise
 from simulated import DeferredDevice, SimulatedDevice, at_rate
 from torch import Tensor, nn
 
@@ -49,9 +43,6 @@ LENGTH = 40
 """Tokens of a row; the hidden states of a batch are 10 KB then, enough to be swapped."""
 
 
-RESIDENT = {"paged": (), "some": (1, 4), "all": ALL}
-
-
 @pytest.fixture(params=DELAYS)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = DELAYS[request.param]()
@@ -60,37 +51,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
             yield device
     else:
         yield device
-
-
-@pytest.mark.parametrize(
-    ("policy", "resident", "trained", "dropout", "device"),
-    pairwise([*product(POLICIES, RESIDENT, ("adapter", "full"), (0.1, 0.0), DELAYS)]),
-    indirect=["device"],
-)
-@pytest.mark.sampled(12)
-def test_training_equals_plain(
-    policy: str, resident: str, trained: str, dropout: float, device: Device
-) -> None:
-    model = stack(width=32, dropout=dropout)
-    keep = freeze(model, ["extra", "norm"]) if trained == "adapter" else ()
-    plain = twin(model)
-    session = open_session(
-        model, keep, device=device, resident=RESIDENT[resident], **POLICIES[policy]
-    )
-    data = [batches(2, seed, LENGTH) for seed in range(2)]
-    torch.manual_seed(5)
-    theirs = train(plain, adamw(plain), data, clip=0.5)
-    torch.manual_seed(5)
-    assert train(model, wrapped(session), data, session, clip=0.5) == theirs
-    assert_same(model.state_dict(), plain.state_dict())
-    measured = session.measured()
-    session.close()
-    swaps = "swap" in POLICIES[policy]
-    assert swaps == (measured.swapped_out_bytes > 0) == (measured.host_swap_bytes > 0)
-    if swaps:
-        # 2 steps of 2 micro-batches: the same bytes each time, through the same memory
-        assert measured.host_swap_bytes * 4 == measured.swapped_out_bytes
-    assert_same(model.state_dict(), plain.state_dict())
 
 
 class Counted(CpuDevice):
@@ -175,80 +135,6 @@ def test_recompute_costs_one_more_forward_of_each_block() -> None:
         with torch.no_grad():
             model(tokens)
         assert runs == [3, 3, 2, 3, 2, 2]
-
-
-class Views(nn.Module):
-    """A block that saves views: transposed, expanded, overlapping, of one storage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(64))
-        self.mix = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([x, self.mix(x).exp()], -1) * self.scale.repeat(2)
-        left, right = both.chunk(2, -1)
-        wide = left.sum(0, keepdim=True).expand_as(left)
-        windows = right.flatten().unfold(0, 64, 32)
-        x = left * right.sigmoid() * wide.tanh()
-        x = x + (windows * windows).mean() * (left.mT @ right).mean().tanh()
-        return x * self.scale
-
-
-class Odd(nn.Module):
-    def __init__(self, block: type[Views] = Views) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(4))
-        self.head = nn.Linear(64, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x).square().mean()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_views_come_back_as_they_were(policy: str, device: Device) -> None:
-    torch.manual_seed(0)
-    model = Odd()
-    plain = twin(model)
-    rows = {
-        knob: [index for index in blocks if index < 4]
-        for knob, blocks in POLICIES[policy].items()
-    }
-    x = torch.randn(40, 64)
-    plain(x).backward()
-    with closing(open_session(model, device=device, resident=range(4), **rows)):
-        model(x).backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
-            assert torch.equal(ours.grad, theirs.grad)
-
-
-class Changing(Views):
-    """Saves a tensor for a result that nobody uses, changes it and saves it again."""
-
-    kept: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.mix(x)
-        self.kept = hidden.sin()
-        hidden.mul_(self.scale)
-        return hidden.cos()
-
-
-def test_a_storage_that_changes_is_sent_again(device: Device) -> None:
-    torch.manual_seed(0)
-    model = Odd(Changing)
-    plain = twin(model)
-    x = torch.randn(40, 64)
-    plain(x).backward()
-    every = range(4)
-    with closing(open_session(model, device=device, resident=every, swap=every)):
-        model(x).backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
-            assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_two_graphs_at_once(device: Device) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import cache
-from itertools import product
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from core_models import batches, checked, host_weight, open_session
-from counted_steps import as_linear_8_bit
-from peft import LoraConfig, get_peft_model
+from odd_models import DOUBLE, FORMATS, quantise, quantised_llama
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import LayoutError
@@ -26,89 +22,12 @@ from axolotl.integrations.protrain.core.types import Chunk, Placement
 
 NUM_BLOCKS = 4
 BLOCKS = range(NUM_BLOCKS)
-SHAPES = {
-    "vocab_size": 64,
-    # rows of a multiple of 32, as the repacking for the CPU wants them
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": NUM_BLOCKS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 PLANS: dict[str, dict[str, Any]] = {
     "two slots": {"n_buffer": 2},
     "half resident": {"resident": (1, 3), "n_buffer": 2},
     "resident": {"resident": BLOCKS},
 }
-FORMATS = {
-    f"{quant_type}{'-double' * nested}": {
-        "quant_type": quant_type,
-        "compress_statistics": nested,
-    }
-    for quant_type, nested in product(("nf4", "fp4"), (False, True))
-}
-FORMATS["int8"] = {"in_8_bits": True}
-DOUBLE = FORMATS["nf4-double"]
-
-
-def quantise(
-    linear: nn.Linear,
-    storage: torch.dtype = torch.uint8,
-    in_8_bits: bool = False,
-    **quantised_as: Any,
-) -> Any:
-    """The same layer in few bits, computing in the dtype of `linear`."""
-    if in_8_bits:
-        return as_linear_8_bit(linear)
-    layer = bnb.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=linear.weight.dtype,
-        device="meta",
-    )
-    packed, state = bnb.functional.quantize_4bit(
-        linear.weight.data, quant_storage=storage, **quantised_as
-    )
-    layer.weight = bnb.nn.Params4bit(
-        packed,
-        quant_state=state,
-        quant_storage=storage,
-        module=layer,
-        bnb_quantized=True,
-        **quantised_as,
-    )
-    layer.quant_state = state
-    layer.bias = linear.bias
-    return layer
-
-
-def quantised_llama(
-    dtype: torch.dtype = torch.float32,
-    bias: bool = False,
-    adapter: bool = True,
-    **quantised_as: Any,
-) -> Any:
-    """A Llama with 4-bit blocks and, with `adapter`, LoRA on each of their layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES, attention_bias=bias)
-    model = LlamaForCausalLM(config).to(dtype)
-    for name, module in list(model.model.layers.named_modules()):
-        if isinstance(module, nn.Linear):
-            if bias and module.bias is not None:
-                # what preparing a model for 4-bit training leaves behind
-                module.bias.data = torch.randn_like(module.bias, dtype=torch.float32)
-            parent, _, own = name.rpartition(".")
-            layer = quantise(module, **quantised_as)
-            setattr(model.model.layers.get_submodule(parent), own, layer)
-    model.requires_grad_(False)
-    if not adapter:
-        return model
-    in_8_bits = "in_8_bits" in quantised_as
-    setattr(model, "is_loaded_in_8bit" if in_8_bits else "is_loaded_in_4bit", True)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    return get_peft_model(model, lora)
 
 
 def adapters(model: nn.Module) -> set[str]:
@@ -194,62 +113,9 @@ def assert_same_steps(ours: list[Any], theirs: list[Any]) -> None:
         assert_same_bits(gradients, plain)
 
 
-@cache
-def reference(quantised_as: str, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
-    """Steps and final state of the plain model."""
-    plain = quantised_llama(dtype, **FORMATS[quantised_as])
-    return list(steps(plain)), plain.state_dict()
-
-
 def frozen_chunk(session: Session, block: int) -> Chunk:
     (index,) = session.layout.blocks[block].chunks
     return session.layout.chunks[index]
-
-
-GRID = list(
-    product(PLANS, FORMATS, (torch.float32, torch.bfloat16), (False, True)),
-)
-
-
-def is_quick(plan: str, quantised_as: str, dtype: torch.dtype, recompute: bool) -> bool:
-    if quantised_as in ("nf4-double", "int8"):
-        return True
-    return plan == "two slots" and (dtype is torch.bfloat16) is recompute
-
-
-@pytest.mark.parametrize(
-    ("plan", "quantised_as", "dtype", "recompute"),
-    [
-        pytest.param(*cell, marks=() if is_quick(*cell) else pytest.mark.full)
-        for cell in GRID
-    ],
-)
-@pytest.mark.sampled(14)
-def test_training_equals_plain(
-    plan: str, quantised_as: str, dtype: torch.dtype, recompute: bool
-) -> None:
-    wanted, final = reference(quantised_as, dtype)
-    model = quantised_llama(dtype, **FORMATS[quantised_as])
-    original = copied(all_parts(model))
-    session = open_session(
-        model, adapters(model), recompute=BLOCKS if recompute else (), **PLANS[plan]
-    )
-    assert_same_steps(list(steps(model)), wanted)
-    assert_same_bits(model.state_dict(), final)
-    session.close()
-    assert_same_bits(all_parts(model), original)
-    assert_same_bits(model.state_dict(), final)
-
-
-@pytest.mark.parametrize("packed_as", [torch.bfloat16, torch.float32], ids=str)
-def test_packed_bytes_may_be_stored_as_floats(packed_as: torch.dtype) -> None:
-    """As FSDP wants them, and Axolotl asks for; read as floats some are NaN."""
-    plain = quantised_llama(storage=packed_as, **DOUBLE)
-    model = quantised_llama(storage=packed_as, **DOUBLE)
-    assert {layer.weight.dtype for layer in linears(model).values()} == {packed_as}
-    session = open_session(model, adapters(model), n_buffer=2)
-    assert_trains_the_same(model, plain)
-    session.close()
 
 
 def test_the_module_and_its_weight_keep_one_quant_state() -> None:

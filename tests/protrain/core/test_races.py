@@ -6,21 +6,17 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from checked_device import CheckedDevice, RaceError
 from core_models import (
     ALL,
-    HOST_STATE,
     adamw,
     assert_same,
     batches,
     before_updates,
     checked,
-    freeze,
     make_plan,
     slowly,
     stack,
@@ -28,16 +24,13 @@ from core_models import (
     twin,
     weights,
 )
-from covering import pairwise
 from simulated import DeferredDevice
-from torch import Tensor, nn
+from torch import Tensor
 
-from axolotl.integrations.protrain.core.engine.device import CpuDevice
-from axolotl.integrations.protrain.core.engine.session import Options, Session
+from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
 from axolotl.integrations.protrain.core.layout import build_layout
-from axolotl.integrations.protrain.core.types import Update
 
 
 def bytes_of(value: int, size: int = 8) -> Tensor:
@@ -304,97 +297,6 @@ def test_what_nothing_orders_raises(misuse: Callable[[Rig, bool], None]) -> None
 
 
 # real sessions
-
-
-DELAYS: dict[str, Callable[[], CpuDevice]] = {
-    "none": CpuDevice,
-    "random": lambda: DeferredDevice(5),
-    "latest": DeferredDevice,
-}
-
-
-def trained(
-    model: nn.Module, optimizer: Any, clip: Callable[[float], Tensor]
-) -> list[float]:
-    """Losses and norms of three steps; evaluations before, between, after backward."""
-    numbers = []
-    torch.manual_seed(11)
-    for step in range(3):
-        # a second micro-batch is added by the host, which waits for the copies itself
-        for tokens in batches(2 - step % 2, step):
-            loss = model(tokens) / 2
-            loss.backward()
-            numbers.append(loss.item())
-            with torch.no_grad():
-                # the last thing before the update: its look ahead is in flight then
-                numbers.append(model.eval()(tokens).item())
-            model.train()
-        numbers.append(clip(0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return numbers
-
-
-RACING = ("adapters", "adapters' state", "full", "host-state", "masters")
-
-
-@pytest.mark.parametrize(
-    ("plan", "dropout", "recompute", "delays"),
-    pairwise([*product(RACING, (0.0, 0.2), ((), (0, 1, 4)), DELAYS)], strength=3),
-)
-@pytest.mark.sampled(14)
-def test_sessions_have_no_race_and_equal_plain(
-    plan: str, dropout: float, recompute: Any, delays: str
-) -> None:
-    masters = plan == "masters"
-    model = stack(dtype=torch.bfloat16 if masters else torch.float32)
-    for layer in model.layers:
-        layer.norm = nn.Sequential(layer.norm, nn.Dropout(dropout))
-    names = freeze(model, ["extra", "down"]) if plan.startswith("adapters") else ()
-    waiting = names if "state" in plan else ()
-    keep = set(names) - set(waiting)
-    plain, layout = twin(model), build_layout(model, keep, adapters=waiting)
-    knobs: dict[str, Any] = {"n_buffer": 2, "recompute": recompute}
-    if masters:
-        knobs.update(update=Update.HOST)
-    if waiting:
-        # also where no weight pages
-        knobs.update(outside=HOST_STATE, resident=ALL if dropout else ())
-    if plan == "host-state":
-        knobs.update(resident=(1, 2, 4), inside=HOST_STATE, outside=HOST_STATE)
-
-    def run(own: nn.Module, device: Any) -> list[float]:
-        options = Options(fp32_master=masters)
-        session = Session(own, layout, make_plan(layout, **knobs), device, options)
-        optimizer = session.wrap_optimizer(adamw(own))
-
-        def clip(max_norm: float) -> Tensor:
-            norm = session.clip_grad_norm(max_norm)
-            if norm is None:
-                norm = nn.utils.clip_grad_norm_(own.parameters(), max_norm)
-            return norm
-
-        with closing(session):
-            with session.watch():
-                numbers = trained(own, optimizer, clip)
-            # reads and writes of the state while an update is queued
-            state = weights(own)
-            own.load_state_dict(state)
-            assert_same(weights(own), state)
-        return numbers
-
-    if masters:
-        # rounds where no plain run does
-        expected = run(plain, CpuDevice())
-    else:
-        optimizer = adamw(plain)
-        expected = trained(
-            plain,
-            optimizer,
-            lambda norm: nn.utils.clip_grad_norm_(plain.parameters(), norm),
-        )
-    assert run(model, CheckedDevice(DELAYS[delays]())) == expected
-    assert_same(weights(model), weights(plain))
 
 
 def test_loading_while_weights_are_fetched_ahead() -> None:

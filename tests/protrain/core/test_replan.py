@@ -10,111 +10,20 @@ import torch
 from core_models import (
     ALL,
     HOST_STATE,
-    adamw,
     assert_same,
     batches,
     freeze,
-    hook_counts,
     host_weight,
     make_plan,
     open_session,
     stack,
     train,
-    twin,
     weights,
     wrapped,
 )
-from simulated import SimulatedDevice, at_random
 from torch import nn
 
-from axolotl.integrations.protrain.core.engine.session import Session
-
-NOTCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "recompute": ({"resident": [1, 4]}, {"resident": [1, 4], "recompute": [0, 1, 2]}),
-    "chunk": ({"resident": [1, 4]}, {"resident": [4], "n_buffer": 3}),
-    "all": ({"resident": [0, 1, 3]}, {"n_buffer": 1, "recompute": ALL}),
-    "state": (
-        {"resident": [0, 1], "inside": HOST_STATE},
-        {"resident": [1], "inside": HOST_STATE, "outside": HOST_STATE},
-    ),
-    "slots": ({"n_buffer": 4}, {"n_buffer": 2}),
-    "state back": (
-        {"n_buffer": 2, "recompute": ALL, "resident": [1], "inside": HOST_STATE},
-        {"n_buffer": 3, "recompute": [0], "resident": [0, 1], "inside": HOST_STATE},
-    ),
-}
-"""Plans before and after, as `make_plan` takes them."""
-
-
-def interrupted(
-    session: Session, optimizer: torch.optim.Optimizer, data: list[Any], after: Any
-) -> list[float]:
-    """Half of the second step, another plan, then all of that step and two more."""
-    model = session.model
-    numbers = train(model, optimizer, data[:1], session, clip=0.5)
-    (model(data[1][0]) / 2).backward()
-    model(data[1][1])
-    session.replan(make_plan(session.layout, **after))
-    return numbers + train(model, optimizer, data[1:], session, clip=0.5)
-
-
 DATA = [batches(2, seed) for seed in range(4)]
-
-
-@pytest.mark.parametrize("before, after", NOTCHES.values(), ids=NOTCHES.keys())
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-@pytest.mark.sampled(8)
-def test_training_goes_on_under_another_plan(
-    frozen: bool, before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    model = stack()
-    # a frozen block has two chunks, so that its positions are other ones
-    keep = freeze(model, ["extra"]) if frozen else ()
-    plain = twin(model)
-    hooks = hook_counts(model)
-    reference = adamw(plain)
-    theirs = train(plain, reference, DATA, clip=0.5)
-    session = open_session(model, keep, **before)
-    optimizer = wrapped(session)
-    assert interrupted(session, optimizer, DATA, after) == theirs
-    assert_same(model.state_dict(), plain.state_dict())
-    states = (own.state_dict()["state"] for own in (optimizer, reference))
-    for ours, expected in zip(*(s.values() for s in states), strict=True):
-        assert_same(ours, expected)
-    session.close()
-    assert hook_counts(model) == hooks
-    assert_same(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("notch", ["all", "state", "state back"])
-def test_updates_may_be_due(notch: str) -> None:
-    """Between two steps those of paged weights have not been made yet."""
-    before, after = NOTCHES[notch]
-    model = stack()
-    plain = twin(model)
-    theirs = train(plain, adamw(plain), DATA, clip=0.5)
-    session = open_session(model, **before)
-    optimizer = wrapped(session)
-    ours = train(model, optimizer, DATA[:2], session, clip=0.5)
-    session.replan(make_plan(session.layout, **after))
-    ours += train(model, optimizer, DATA[2:], session, clip=0.5)
-    session.close()
-    assert ours == theirs
-    assert_same(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_copies_may_be_under_way(seed: int) -> None:
-    model = stack()
-    plain = twin(model)
-    theirs = train(plain, adamw(plain), DATA, clip=0.5)
-    device = SimulatedDevice(at_random(seed, 0.003), at_random(seed + 9, 0.003))
-    before, after = NOTCHES["chunk"]
-    session = open_session(model, device=device, **before)
-    assert interrupted(session, wrapped(session), DATA, after) == theirs
-    session.close()
-    device.close()
-    assert_same(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -21,14 +19,12 @@ from core_models import (
     assert_same,
     batches,
     freeze,
-    hook_counts,
     open_session,
     stack,
     train,
     twin,
     weights,
 )
-from simulated import DeferredDevice
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
@@ -44,20 +40,6 @@ WIDTH = 32
 NAME = "embed.weight"
 ROWS = {NAME: 12 * WIDTH * 4}
 DATA = [[batches(2, seed, length=6 + seed)[n] for n in range(2)] for seed in range(3)]
-DEVICES: dict[str, Callable[[], CpuDevice]] = {
-    "at once": CpuDevice,
-    "at random": lambda: DeferredDevice(5),
-    "at last": DeferredDevice,
-}
-
-
-class Scaled(nn.Embedding):
-    """As Gemma's: what the look-up gives is changed, by the dtype of the weight too; and
-    the row of padding counted from the end."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = F.embedding(ids, self.weight, -1)
-        return rows.mul_(torch.tensor(1.7).to(self.weight.dtype))
 
 
 def built(embedding: type[nn.Embedding] = nn.Embedding, **sizes: Any) -> Stack:
@@ -65,40 +47,6 @@ def built(embedding: type[nn.Embedding] = nn.Embedding, **sizes: Any) -> Stack:
     weight = model.embed.weight
     model.embed = embedding(VOCAB, WIDTH, padding_idx=VOCAB - 1, _weight=weight.data)
     return model
-
-
-@pytest.mark.parametrize("embedding", [nn.Embedding, Scaled])
-@pytest.mark.parametrize("delays", DEVICES)
-def test_training_equals_plain(delays: str, embedding: type[nn.Embedding]) -> None:
-    """Micro-batches of growing size, evaluations between, reads and a load at the end."""
-    model = built(embedding)
-    keep = freeze(model, ["extra"])
-    plain, hooks = twin(model), hook_counts(model)
-    device = DEVICES[delays]()
-    session = open_session(model, keep, device=device, rows=ROWS)
-    found = []
-    with closing(session):
-        for own, optimizer, opened in (
-            (model, session.wrap_optimizer(adamw(model)), session),
-            (plain, adamw(plain), None),
-        ):
-            found.append([])
-            for micro_batches in DATA:
-                found[-1] += train(own, optimizer, [micro_batches], opened, 0.5)
-                with torch.inference_mode():
-                    found[-1].append(own.eval()(micro_batches[0]).item())
-        assert found[0] == found[1]
-        assert_same(weights(model), weights(plain))
-        with session.full_params():
-            assert torch.equal(model.embed.weight, plain.embed.weight)
-        assert_same(weights(copy.deepcopy(model)), weights(plain))
-        other = built(embedding, seed=7)
-        for own in model, plain:
-            own.load_state_dict(other.state_dict())
-        assert model(DATA[0][0]) == plain(DATA[0][0])
-    assert hook_counts(model) == hooks
-    assert_same(weights(model), weights(plain))
-    assert model(DATA[0][0]) == plain(DATA[0][0])
 
 
 def test_the_weight_takes_no_room_on_the_device() -> None:

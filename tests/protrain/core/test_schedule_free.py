@@ -8,16 +8,9 @@ import pytest
 import schedulefree
 import torch
 from core_models import Stack, batches, open_session, stack, train, twin
-from test_optimizer import PLANS, assert_same_state
+from test_optimizer import PLANS
 
 from axolotl.integrations.protrain.core.types import Update
-
-KINDS = {
-    "AdamW": (schedulefree.AdamWScheduleFree, {"warmup_steps": 3}),
-    "AdamW, one by one": (schedulefree.AdamWScheduleFree, {"foreach": False}),
-    "RAdam": (schedulefree.RAdamScheduleFree, {}),
-    "SGD": (schedulefree.SGDScheduleFree, {"momentum": 0.8}),
-}
 
 
 def evaluated(model: Stack, optimizer: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -30,44 +23,6 @@ def evaluated(model: Stack, optimizer: Any) -> tuple[float, dict[str, torch.Tens
     optimizer.train()
     model.train()
     return loss, weights
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.sampled(8)
-def test_evaluation_sees_the_mean_and_training_goes_on(kind: str, plan: str) -> None:
-    made, settings = KINDS[kind]
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, **PLANS[plan])
-    ours = session.wrap_optimizer(made(model.parameters(), lr=0.01, **settings))
-    theirs = made(plain.parameters(), lr=0.01, **settings)
-    for optimizer in (ours, theirs):
-        # twice, as transformers does before each micro-batch
-        optimizer.train()
-        optimizer.train()
-    data = [batches(2, seed=step) for step in range(5)]
-    for first in (0, 2, 3):
-        steps = data[first : first + 2]
-        assert train(model, ours, steps, session, clip=0.1) == train(
-            plain, theirs, steps, clip=0.1
-        )
-        # the last update is still pending
-        (loss, weights), (other, wanted) = (
-            evaluated(model, ours),
-            evaluated(plain, theirs),
-        )
-        assert loss == other
-        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
-    assert_same_state(ours.state_dict(), theirs.state_dict())
-    session.close()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    # what is closed is the plain optimizer again
-    ours.eval()
-    theirs.eval()
-    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("update", Update)

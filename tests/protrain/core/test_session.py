@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 import transformers
 from checked_device import RaceError
 from core_models import (
-    ALL,
     HOST_STATE,
     Stack,
     adamw,
@@ -32,7 +29,7 @@ from core_models import (
     weights,
     wrapped,
 )
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from odd_models import TIES
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
@@ -50,34 +47,6 @@ from axolotl.integrations.protrain.core.types import Placement
 
 # the same numbers
 
-PLANS: dict[str, dict[str, Any]] = {
-    "one slot": {"n_buffer": 1},
-    "two slots": {"n_buffer": 2},
-    "as many slots as chunks": {"n_buffer": 6},
-    "mixed": {"resident": (0, 3), "n_buffer": 2},
-    "recompute": {"n_buffer": 2, "recompute": ALL},
-    "recompute some": {"n_buffer": 2, "resident": (1,), "recompute": (0, 1, 2)},
-    "resident": {"resident": ALL, "recompute": (0, 5)},
-    "resident, some state on the host": {"resident": (0, 2, 5), "inside": HOST_STATE},
-}
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.sampled(10)
-def test_training_equals_plain(plan: str, frozen: bool) -> None:
-    model = stack()
-    keep = freeze(model, ["extra"]) if frozen else ()
-    plain = twin(model)
-    session = open_session(model, keep, **PLANS[plan])
-    optimizer = wrapped(session)
-    data = [batches(2, seed) for seed in range(3)]
-    theirs = train(plain, adamw(plain), data, clip=0.5)
-    assert train(model, optimizer, data, session, clip=0.5) == theirs
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
-    assert_same(model.state_dict(), plain.state_dict())
-
 
 def test_gradients_that_have_arrived_leave_the_device_before_the_next_forward() -> None:
     model, device = stack(), DeferredDevice()
@@ -94,116 +63,6 @@ def test_gradients_that_have_arrived_leave_the_device_before_the_next_forward() 
     session.close()
 
 
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-def test_skipped_and_repeated_blocks_equal_plain(frozen: bool) -> None:
-    """Layer drop, and a model that runs its layers twice, in any order."""
-    model = stack()
-    keep = freeze(model, ["extra"]) if frozen else ()
-    plain = twin(model)
-    session = open_session(model, keep, recompute=(1, 4))
-    runs = ((plain, adamw(plain), None), (model, wrapped(session), session))
-    drawn = random.Random(0)
-    orders: list[list[int]] = [
-        [n for n in ALL if drawn.random() < 0.6] for _ in "12345"
-    ]
-    orders += [[*ALL, *ALL], [3, 3, 0], drawn.sample(ALL, 6), list(ALL)]
-    for step, order in enumerate(orders):
-        numbers = []
-        for own, optimizer, run in runs:
-            own.order = order
-            numbers.append(train(own, optimizer, [batches(2, step)], run))
-        assert numbers[0] == numbers[1]
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
-def test_recompute_replays_what_forward_drew(frozen: bool) -> None:
-    """Dropout and autocast, against a plain run that keeps its activations."""
-    model = stack()
-    for layer in model.layers:
-        layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.2))
-    keep = freeze(model, ["extra"]) if frozen else ()
-    plain = twin(model)
-    session = open_session(model, keep, recompute=(0, 1, 4))
-    numbers = []
-    for own, optimizer in ((plain, adamw(plain)), (model, wrapped(session))):
-        torch.manual_seed(3)
-        losses = []
-        for tokens in batches(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = own(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        numbers.append(losses)
-    assert numbers[0] == numbers[1]
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
-
-
-@pytest.mark.parametrize("outside", [Placement.RESIDENT, HOST_STATE])
-def test_tied_weights_are_stepped_once(outside: Placement) -> None:
-    model = stack(tie=True)
-    plain = twin(model)
-    session = open_session(model, outside=outside)
-    data = [batches(2, seed) for seed in range(3)]
-    ours = train(model, wrapped(session), data, session, clip=0.5)
-    assert ours == train(plain, adamw(plain), data, clip=0.5)
-    assert model.head.weight is model.embed.weight
-    assert_same(model.state_dict(), plain.state_dict())
-    session.close()
-    assert model.head.weight is model.embed.weight
-
-
-def of_another(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """A parameter of its own on bytes of another's."""
-    return nn.Parameter(tensor.data, requires_grad)
-
-
-def tie_whole(model: Any) -> None:
-    """As Axolotl's `fix_untrained_tokens` leaves tied embeddings."""
-    model.head.weight = of_another(model.embed.weight)
-
-
-def tie_slice(model: Any) -> None:
-    model.layers[1].up.weight = of_another(model.embed.weight[:32])
-
-
-def tie_transpose(model: Any) -> None:
-    model.layers[3].down.weight = of_another(model.layers[1].up.weight.t())
-
-
-def tie_buffer(model: Any) -> None:
-    model.register_buffer("scale", model.layers[0].extra.data[4:12])
-
-
-def tie_frozen(model: Any) -> None:
-    model.layers[4].up.weight = of_another(model.layers[5].up.weight, False)
-
-
-def tie_both_frozen(model: Any) -> None:
-    model.embed.weight.requires_grad = False
-    model.head.weight = of_another(model.embed.weight, False)
-
-
-def tie_expanded(model: Any) -> None:
-    row = model.layers[2].up.bias[3:4].expand(16)
-    model.layers[2].norm.bias = of_another(row, False)
-
-
-TIES: dict[str, Callable[[Any], None]] = {
-    "whole": tie_whole,
-    "slice": tie_slice,
-    "transpose": tie_transpose,
-    "buffer": tie_buffer,
-    "frozen": tie_frozen,
-    "both frozen": tie_both_frozen,
-    "expanded": tie_expanded,
-}
-
-
 def ties(model: nn.Module) -> list[list[int]]:
     return shared_bytes([*model.parameters(), *model.buffers()])
 
@@ -211,7 +70,7 @@ def ties(model: nn.Module) -> list[list[int]]:
 @pytest.mark.parametrize("outside", [Placement.RESIDENT, HOST_STATE])
 @pytest.mark.parametrize("tie", TIES)
 def test_what_shares_bytes_goes_on_sharing_them(tie: str, outside: Placement) -> None:
-    model, plain = stack(), stack()
+    model, plain = stack(width=32), stack(width=32)
     for net in (model, plain):
         TIES[tie](net)
     assert len(ties(model)) == 1
@@ -249,24 +108,6 @@ def test_meta_tensors_share_storages() -> None:
         [0, 2]
     ]
     assert not shared_bytes([first[:4], first[4:]])
-
-
-@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
-def test_evaluation_between_steps_equals_plain(no_grad: Callable[[], Any]) -> None:
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, outside=HOST_STATE)
-    runs = ((plain, adamw(plain), None), (model, wrapped(session), session))
-    for step in range(3):
-        numbers = []
-        for own, optimizer, run in runs:
-            losses = train(own, optimizer, [batches(1, step)], run)
-            own.eval()
-            with no_grad():
-                losses += [own(tokens).item() for tokens in batches(2, 50 + step)]
-            numbers.append(losses)
-        assert numbers[0] == numbers[1]
-    session.close()
 
 
 def test_the_number_of_fetches_is_the_closed_form() -> None:
@@ -325,33 +166,6 @@ def addresses(session: Session) -> dict[str, int]:
         for index in session.plan.paged
         for spec in session.layout.chunks[index].tensors
     }
-
-
-def test_addresses_never_change() -> None:
-    model = stack()
-    session = open_session(model, recompute=(2, 3))
-    optimizer = wrapped(session)
-    opened = addresses(session)
-    assert opened
-    seen = []
-
-    def look(*_: Any) -> None:
-        seen.append(addresses(session) == opened)
-
-    handles = [layer.register_forward_hook(look) for layer in model.layers]
-    handles += [layer.up.register_full_backward_hook(look) for layer in model.layers]
-    for step in range(2):
-        train(model, optimizer, [batches(2, step)], session)
-        with torch.no_grad():
-            model(batches(1)[0])
-        model.state_dict()
-        model.load_state_dict(weights(model))
-        look()
-    for handle in handles:
-        handle.remove()
-    assert len(seen) > 40 and all(seen)
-    session.close()
-    assert not set(addresses(session).values()) & set(opened.values())
 
 
 # what a stale read gives
@@ -508,134 +322,7 @@ def test_close_frees_the_slots() -> None:
     assert session.closed
 
 
-def test_a_closed_model_is_an_ordinary_one() -> None:
-    model = stack()
-    plain = twin(model)
-    session = open_session(model)
-    data = [batches(1, seed) for seed in range(4)]
-    train(model, wrapped(session), data[:2], session)
-    train(plain, adamw(plain), data[:2])
-    session.close()
-    assert train(model, adamw(model), data[2:]) == train(plain, adamw(plain), data[2:])
-    assert_same(model.state_dict(), plain.state_dict())
-
-
-def test_a_second_session_follows_the_first() -> None:
-    model = stack()
-    plain = twin(model)
-    train(plain, adamw(plain), [batches(1)])
-    train(plain, adamw(plain), [batches(1)])
-    for plan in ({"n_buffer": 1}, {"n_buffer": 3, "recompute": ALL}):
-        session = open_session(model, **plan)
-        train(model, wrapped(session), [batches(1)], session)
-        session.close()
-    assert_same(model.state_dict(), plain.state_dict())
-
-
 # unusual blocks
-
-
-@pytest.mark.parametrize("recompute", [(), ALL], ids=["keep", "recompute"])
-def test_parameters_of_a_block_that_are_read_outside_it(recompute: Any) -> None:
-    """Head and norm are tied to weights of layer 0, one of them the layer's own."""
-
-    def build() -> Stack:
-        model = stack(width=16, inner=64)
-        model.head.weight = model.layers[0].up.weight
-        model.norm.weight = model.layers[0].extra
-        return model
-
-    model, plain = build(), build()
-    session = open_session(model, n_buffer=1, recompute=recompute)
-    data = [batches(1, seed) for seed in range(2)]
-    ours = train(model, wrapped(session), data, session)
-    assert ours == train(plain, adamw(plain), data)
-    session.close()
-
-
-class InPlace(nn.Module):
-    """Writes into its input and returns it: the same tensor, made by another node."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(self.inner(x.clone()))
-
-
-class HandOn(nn.Module):
-    """Returns its input beside its output, as some models hand on a bias."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, first = given if isinstance(given, tuple) else (given, given)
-        return self.inner(x + first), first
-
-
-@pytest.mark.parametrize(
-    ("kind", "recompute"),
-    # a block that changes its input cannot be run again
-    [(InPlace, ()), (HandOn, ()), (HandOn, ALL)],
-)
-def test_blocks_that_return_their_input(kind: type[nn.Module], recompute: Any) -> None:
-    class Kinds(Stack):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            x = x[0] + x[1] if isinstance(x, tuple) else x
-            return self.head(self.norm(x)).square().mean()
-
-    torch.manual_seed(0)
-    model = Kinds()
-    model.layers = nn.ModuleList(kind(layer) for layer in model.layers)
-    plain = twin(model)
-    session = open_session(model, recompute=recompute)
-    data = [batches(1, seed) for seed in range(3)]
-    ours = train(model, wrapped(session), data, session)
-    assert ours == train(plain, adamw(plain), data)
-    session.close()
-
-
-@dataclass
-class Output:
-    """Neither a tensor nor a tuple nor a mapping of them."""
-
-    hidden: Tensor
-
-
-class Boxed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor | Output) -> Output:
-        return Output(self.inner(x.hidden if isinstance(x, Output) else x))
-
-
-def test_blocks_may_return_a_dataclass() -> None:
-    """Backward opens its windows where a block's tensors come out."""
-
-    class Boxes(Stack):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(self.norm(x.hidden)).square().mean()
-
-    torch.manual_seed(0)
-    model = Boxes()
-    model.layers = nn.ModuleList(Boxed(layer) for layer in model.layers)
-    plain = twin(model)
-    session = open_session(model)
-    data = [batches(1, seed) for seed in range(3)]
-    ours = train(model, wrapped(session), data, session)
-    assert ours == train(plain, adamw(plain), data)
-    session.close()
 
 
 # real models
@@ -683,33 +370,6 @@ def llama_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
-
-
-@pytest.mark.parametrize("recompute", [(), range(4)], ids=["keep", "recompute"])
-def test_lora_equals_plain(recompute: Any) -> None:
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    models = [get_peft_model(twin(base), config) for base in (llama(), llama())]
-    for model in models:
-        torch.manual_seed(1)
-        for name, param in model.named_parameters():
-            if "lora_" in name:
-                nn.init.normal_(param, std=0.02)
-    plain, model = models
-    adapters = {n for n, p in model.named_parameters() if p.requires_grad}
-    session = open_session(model, adapters, recompute=recompute)
-    optimizers = adamw(plain), wrapped(session)
-    for _ in range(3):
-        theirs, ours = (
-            llama_step(own, used) for own, used in zip(models, optimizers, strict=True)
-        )
-        assert ours == theirs
-    assert session.measured().num_fetches > 0
-    saved = [get_peft_model_state_dict(own) for own in (model, plain)]
-    assert_same(*saved)
-    # merging reads and writes the base's weights: an ordinary model again
-    session.close()
-    merged = [own.merge_and_unload().state_dict() for own in (model, plain)]
-    assert_same(*merged)
 
 
 def test_layout_and_plan_must_fit() -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +30,6 @@ from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.engine.slots import Slot
 from axolotl.integrations.protrain.core.layout import build_layout
 from axolotl.integrations.protrain.core.types import Update
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def at_once(_nbytes: int) -> float:

@@ -53,27 +53,6 @@ def test_state_dict_waits_for_updates(part: str) -> None:
     session.close()
 
 
-def test_slow_updates_change_nothing() -> None:
-    """Forward, evaluation, saving and loading all wait for what they read."""
-    model = stack()
-    plain = twin(model)
-    session = open_session(model, n_buffer=2, outside=HOST_STATE)
-    optimizer, reference = wrapped(session), adamw(plain)
-    with before_updates(slowly):
-        for step in range(2):
-            data = [batches(2, step)]
-            theirs = train(plain, reference, data, clip=0.5)
-            assert train(model, optimizer, data, session, clip=0.5) == theirs
-            with torch.no_grad():
-                assert model(data[0][0]) == plain(data[0][0])
-            train(plain, reference, data)
-            train(model, optimizer, data, session)
-            state = optimizer.state_dict()
-            assert_same(weights(model), weights(plain))
-            optimizer.load_state_dict(state)
-    session.close()
-
-
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "full"])
 def test_loading_weights_equals_plain(frozen: bool) -> None:
     """Right after a step, whose updates are still queued."""

@@ -21,24 +21,6 @@ from axolotl.integrations.protrain.core.planner.trace import trace_step
 NUM_BLOCKS = 5
 
 
-class BiasBlock(nn.Module):
-    """T5's way: the first block makes a bias, the others use it and hand it on."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.bias = nn.Linear(8, 8) if first else None
-
-    def forward(
-        self, x: Tensor, *, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if bias is None:
-            assert self.bias is not None
-            bias = self.bias(x)
-        # the product keeps the weights of this block busy late in its backward
-        return x + torch.tanh(self.inner(torch.tanh(self.inner(x)) * bias)), bias
-
-
 class IdentityBlock(nn.Module):
     """Returns its input, as a skipped layer does."""
 
@@ -57,21 +39,6 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(torch.tanh(self.inner(x))))
-
-
-class BiasModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        # a gradient for the first block's input needs that block's weights last
-        self.embed = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(BiasBlock(i == 0) for i in range(NUM_BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None
-        x = self.embed(x)
-        for layer in self.layers:
-            x, bias = layer(x, bias=bias)
-        return x.square().sum() + bias.sum()
 
 
 class ChainModel(nn.Module):
@@ -163,30 +130,6 @@ def steps(model: nn.Module, session: Session | None) -> list[float]:
     return losses
 
 
-def equals_plain(model: nn.Module, n_buffer: int, n_checkpoint: int) -> bool:
-    plain = copy.deepcopy(model)
-    session = open_session(model, n_buffer, n_checkpoint)
-    losses = steps(model, session)
-    session.close()
-    assert losses == steps(plain, None)
-    truth = plain.state_dict()
-    return all(torch.equal(v, truth[k]) for k, v in model.state_dict().items())
-
-
-@pytest.mark.parametrize("n_checkpoint", [0, NUM_BLOCKS])
-@pytest.mark.parametrize("n_buffer", [1, 2, 3])
-def test_a_tensor_that_blocks_hand_on(n_buffer: int, n_checkpoint: int) -> None:
-    torch.manual_seed(0)
-    assert equals_plain(BiasModel(), n_buffer, n_checkpoint)
-
-
-@pytest.mark.parametrize("identity", range(NUM_BLOCKS))
-@pytest.mark.parametrize("n_buffer", [1, 2])
-def test_a_block_that_returns_its_input(n_buffer: int, identity: int) -> None:
-    torch.manual_seed(0)
-    assert equals_plain(ChainModel(identity), n_buffer, 0)
-
-
 @pytest.mark.parametrize("trained", ["layers", "embed"])
 def test_a_backward_that_runs_parts_of_blocks_again_is_refused(trained: str) -> None:
     """As that of Reformer, whatever trains; without gradients nothing runs again."""
@@ -230,14 +173,6 @@ def test_backward_twice_through_one_graph(n_checkpoint: int) -> None:
         gradients.append(x.grad)
     session.close()
     assert torch.equal(*gradients)
-
-
-def test_a_strided_parameter_keeps_its_layout() -> None:
-    model = ChainModel(identity=-1)
-    strided = torch.randn(8, 8).t()
-    model.layers[1].inner.weight = nn.Parameter(strided)
-    assert equals_plain(model, 2, 0)
-    assert model.layers[1].inner.weight.stride() == strided.stride()
 
 
 class ReadingDevice(CpuDevice):

@@ -8,16 +8,8 @@ import pytest
 import torch
 from core_models import Layer, Stack, adamw, assert_same, batches, open_session, wrapped
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from axolotl.integrations.protrain.core.errors import AccessError, ProTrainError
-
-
-class View(Layer):
-    """What a linear with a bias gives is a view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(Stack):
@@ -30,13 +22,8 @@ class Model(Stack):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        if self.how == "reentrant":
-            for layers in self.layers[:3], self.layers[3:]:
-                x = checkpoint(nn.Sequential(*layers), x, use_reentrant=True)
-        for layer in self.layers if self.how != "reentrant" else ():
+        for layer in self.layers:
             y = layer(x)
-            if self.how == "in place":
-                y += x
             x = y if self.how != "attribute" else layer.kept
         logits = self.head(self.norm(x))
         return nn.functional.cross_entropy(logits[:, 0], tokens[:, 1])
@@ -84,8 +71,6 @@ def calls_the_model(model: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "how", "hook"),
     (
-        (View, "in place", None),
-        (Layer, "reentrant", None),
         (Layer, "plain", calls_another),
         (Layer, "plain", calls_the_model),
     ),
