@@ -143,6 +143,7 @@ class Row:
             state is on the host between steps.
         masters: Weights are 16 bits and updated in fp32; a plain run does so by hand.
         looks: An evaluation comes before each step and after its first backward.
+        piece_numel: Elements updated at once; whole vectors, or torch rounds otherwise.
         then: Where weights are after two steps; None for no change. With `resumes` from
             what was saved, otherwise another plan of the session, `inside` of a step.
     """
@@ -166,11 +167,12 @@ class Row:
     device: str = "at once"
     then: str | None = None
     inside: bool = False
+    piece_numel: int = Options.piece_numel
 
     @property
     def plain(self) -> Row:
         """The row of its plain run."""
-        where = ("place", "policy", "update", "device", "then", "inside")
+        where = ("place", "policy", "update", "device", "then", "inside", "piece_numel")
         return replace(self, **{name: getattr(ORDINARY, name) for name in where})
 
     def __str__(self) -> str:
@@ -258,6 +260,7 @@ class Run:
         options = Options(
             row.masters,
             row.accumulation > 1,
+            row.piece_numel,
             {"backend": "aot_eager"} if row.compiled else None,
         )
         plan = self.plan(layout, row.place, row.policy)
@@ -361,7 +364,7 @@ class Run:
         state = self.optimizer.state_dict()
         for group in state["param_groups"]:
             group.pop("param_names", None)
-        if self.row.model == "sometimes":
+        if self.row.model in ("sometimes", "orders"):
             # they come in the order in which they are made
             state["state"] = dict(sorted(state["state"].items()))
         masters = [own.pop("master", None) for own in state["state"].values()]
@@ -416,7 +419,8 @@ def left_behind(model: nn.Module) -> Any:
             for m in model.modules()
         ],
         [vars(m).keys() & {"forward", "_compiled_call_impl"} for m in model.modules()],
-        [sorted(vars(p)) for p in model.parameters()],
+        # those of 8-bit weights have a `quant_state` from the first session on
+        [sorted(vars(p).keys() - {"quant_state"}) for p in model.parameters()],
         [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
         {thread.name for thread in threading.enumerate()},
     ]
