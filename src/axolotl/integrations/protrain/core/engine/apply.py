@@ -142,12 +142,14 @@ class Updates:
         plain: The optimizer that the run would have used without paging.
         kind: Its class.
         clip: How gradients in host memory are still to be scaled, None for not at all.
+        staging_bytes: Device memory that the plan has for operands.
         all: The updates of all chunks, in the order in which the next step uses them.
         defers: Whether a recorded step is applied when its chunk is used next.
     """
 
     plain: torch.optim.Optimizer
     kind: Any
+    staging_bytes = 0
 
     def __init__(self, memory: HostMemory, staging: Staging, where: Update) -> None:
         self._numel = memory.piece_numel
@@ -221,6 +223,9 @@ class Updates:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the plain step: record it for all chunks, of which it must see nothing."""
+        if states_of(self.plain):
+            # not before: first updates make state beside the ring
+            self._staging.reserve(self.staging_bytes)
         stood: list[tuple[nn.Parameter, Tensor]] = []
         clip, self.clip = self.clip, None
         self.own_code = True

@@ -146,7 +146,6 @@ class Session:
         )
         staging, worker = Staging(device, self.counters), HostWorker(device)
         updates = Updates(self._memory, staging, plan.update)
-        staging.nbytes = plan.staging_bytes
         store = ParamStore(model, self.pool, device, ranks, absent)
         self._step = Step(
             model,

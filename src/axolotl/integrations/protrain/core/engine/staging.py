@@ -66,6 +66,13 @@ class Staging:
         # of segments that are gone: what the next filling waits for
         self._passed: list[Event] = []
 
+    def reserve(self, nbytes: int) -> None:
+        """Let the ring have so many bytes at least; nothing is in use."""
+        if self._ring is None:
+            self.nbytes = max(self.nbytes, nbytes)
+        elif self.nbytes < nbytes:
+            self._grow(nbytes)
+
     def fetch(self, key: Hashable, sources: Sequence[Source]) -> bool:
         """Fill a segment ahead, unless one holds this already; False if there is no room."""
         if key in self._held:

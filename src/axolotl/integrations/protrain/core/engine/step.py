@@ -360,6 +360,7 @@ class Step:
         """Run another plan from here on, of which nothing is in use."""
         self.plan, self.slots, self._order = plan, slots, None
         self.due.plan, self.due.slots, self._prefetch_held = plan, slots, False
+        self.updates.staging_bytes = plan.staging_bytes
         if plan.shards > 1:
             self._order = PassOrder(len(self.layout.blocks), self.ranks)
 
