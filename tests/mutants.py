@@ -99,7 +99,7 @@ TESTS: dict[str, tuple[frozenset[str], str]] = {
 where the one before has noticed nothing."""
 
 EQUIVALENT = {
-    "apply.py Updates.apply: device.compute.wait(own.written_back)": "compute waits for "
+    "apply.py Updates.apply: compute.wait(own.written_back)": "compute waits for "
     "operands, which are fetched after that event",
     "swap.py Swap.open_backward: self.settle()": "only gives memory back earlier",
 }
