@@ -14,6 +14,7 @@ from fork_server import Fork
 from plan_jobs import run_command
 
 from axolotl.integrations.protrain.cli import doctor
+from axolotl.integrations.protrain.core import gpu
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.host import RESERVE_BYTES
 
@@ -72,5 +73,5 @@ def test_numbers_that_differ_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:
         opened(self, model, *rest)
 
     monkeypatch.setattr(Session, "__init__", other_weights)
-    line = doctor.parity(torch.device("cpu"))
+    line = doctor.parity(torch.device("cpu"), gpu("RTX 4090"))
     assert line.level == "bad" and doctor.EXIT_CODES[doctor.worst([line])] == 3

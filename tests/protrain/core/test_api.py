@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -51,6 +55,7 @@ def paged(model: nn.Module, optimizer: torch.optim.Optimizer, **other: Any) -> P
     known = {
         "example": EXAMPLE,
         "budget": "1GiB",
+        "host_budget": "1GiB",
         "knobs": ALL_PAGED,
         "hardware": gpu("RTX 4090"),
         "device": "cpu",
@@ -97,8 +102,9 @@ def test_the_fastest_plan_under_a_budget_trains_as_the_plain_loop() -> None:
     )
     resident = least.device.peak_bytes
     hooks = hook_counts(model)
+    room = int(0.8 * resident)
     with page(
-        model, optimizer, example=EXAMPLE, budget=int(0.8 * resident), device="cpu"
+        model, optimizer, example=EXAMPLE, budget=room, host_budget="1GiB", device="cpu"
     ) as run:
         assert run.forecast.plan.mode == "B"
         assert run.forecast.device.peak_bytes <= 0.8 * resident
@@ -274,9 +280,23 @@ def test_the_least_budget_that_is_named_is_enough() -> None:
     model = stack(width=64)
     optimizer = adamw(model)
     with pytest.raises(BudgetError, match="budget: no plan fits 64.0 KiB") as refused:
-        page(model, optimizer, example=EXAMPLE, budget="64KiB", device="cpu")
+        page(
+            model,
+            optimizer,
+            example=EXAMPLE,
+            budget="64KiB",
+            host_budget="1GiB",
+            device="cpu",
+        )
     least = str(refused.value).split('budget="')[1].split('"')[0]
-    with page(model, optimizer, example=EXAMPLE, budget=least, device="cpu"):
+    with page(
+        model,
+        optimizer,
+        example=EXAMPLE,
+        budget=least,
+        host_budget="1GiB",
+        device="cpu",
+    ):
         pass
     with pytest.raises(BudgetError, match='host_budget="'):
         page(
@@ -340,6 +360,35 @@ def test_a_model_that_cannot_be_paged_is_refused() -> None:
     bare = nn.Linear(4, 1)
     with pytest.raises(LayoutError, match="no recognisable blocks"):
         paged(bare, adamw(bare), example=torch.ones(1, 4), loss=lambda m, x: m(x).sum())
+
+
+def test_a_model_stays_paged_when_nobody_holds_its_page() -> None:
+    """Or another one would take what is in the slots for its weights."""
+    model = stack()
+    paged(model, adamw(model))
+    gc.collect()
+    with pytest.raises(ConfigError, match="paged already"):
+        paged(model, adamw(model))
+
+
+def test_two_ranks_train_as_plain_ones(tmp_path: Path) -> None:
+    """Beside DistributedDataParallel: by hand, measured, with weights that this reduces."""
+    script = Path(__file__).with_name("api_on_ranks.py")
+    environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "store")],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    for words in said:
+        assert words.count("equal") == 4 and "differs" not in words, words
+    assert "DistributedDataParallel: equal" in said[0]
 
 
 def test_what_is_closed_says_so() -> None:

@@ -22,15 +22,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from ..core import page
 from ..core.engine.device import Device, open_device
 from ..core.engine.host_pool import host_buffer
-from ..core.engine.session import Session
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
-from ..core.layout import build_layout, slot_floor
 from ..core.planner.hardware import device_name, measure_hardware, median_s
 from ..core.sizes import format_bytes
-from ..core.types import Hardware, Placement, Plan, Policy, Update
+from ..core.types import Hardware, Knobs
 from ..versions import require_internals, supported
 
 GOOD, POOR, BAD = "good", "poor", "bad"
@@ -69,10 +68,11 @@ def findings(device: torch.device) -> Iterator[Finding]:
         # beyond its limit a container is killed, without a word
         return
     yield _page_locking(device, min(LOCKED_BYTES, usable // 4))
-    yield from _rates(measure_hardware(device))
+    rates = measure_hardware(device)
+    yield from _rates(rates)
     if device.type == "cuda":
         yield _overlap(open_device(device))
-    yield parity(device)
+    yield parity(device, rates)
 
 
 def as_json(lines: list[Finding]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _overlap(device: Device) -> Finding:
     )
 
 
-def parity(device: torch.device) -> Finding:
+def parity(device: torch.device, rates: Hardware) -> Finding:
     """Three steps of a tiny model, all its blocks paged, beside the plain ones."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(3, 8, _Tower.WIDTH, generator=generator).to(device)
@@ -275,25 +275,17 @@ def parity(device: torch.device) -> Finding:
         paged = _Tower()
     plain = copy.deepcopy(paged).to(device)
     wanted = _trained(plain, torch.optim.AdamW(plain.parameters()), rows)
-    layout = build_layout(paged, ())
-    places = tuple(
-        Placement.PARAM_OFFLOADED if chunk.pageable else Placement.OPTIMIZER_OFFLOADED
-        for chunk in layout.chunks
-    )
-    plan = Plan(
-        n_persist=0,
-        n_buffer=slot_floor(layout, places),
-        n_swap=0,
-        n_checkpoint=3,
-        placements=places,
-        policies=(Policy.KEEP, Policy.RECOMPUTE) * 3,
-        origin="doctor",
-        update=Update.DEVICE,
-    )
-    with ExitStack() as undo:
-        session = Session(paged, layout, plan, open_device(device))
-        undo.callback(session.close)
-        optimizer = session.wrap_optimizer(torch.optim.AdamW(paged.parameters()))
+    optimizer = torch.optim.AdamW(paged.parameters())
+    with page(
+        paged,
+        optimizer,
+        example=rows[0],
+        budget="1GiB",
+        host_budget="1GiB",
+        device=device,
+        knobs=Knobs(n_persist=0, n_buffer=2, n_swap=0, n_checkpoint=3),
+        hardware=rates,
+    ):
         got = _trained(paged, optimizer, rows)
     got += [param.detach().cpu() for param in paged.parameters()]
     wanted += [param.detach().cpu() for param in plain.parameters()]

@@ -13,7 +13,6 @@ that; `page` then opens a `Session` (engine/session.py), which `Paged` holds.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -191,7 +190,8 @@ def page(
     return paged
 
 
-_OPEN: weakref.WeakSet[Paged] = weakref.WeakSet()
+_OPEN: set[Paged] = set()
+"""Not weak: a model stays paged when nobody holds what `page` returned."""
 
 
 class Paged:
