@@ -14,6 +14,7 @@ from covering import array
 from grid import DEVICES, OPTIMIZERS, PLACES, POLICIES, Row, build, same
 from odd_models import LOOKED_UP, MODELS
 
+from axolotl.integrations.protrain.core.layout import PIECE_NUMEL
 from axolotl.integrations.protrain.core.types import Update
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,6 +30,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "trained": ("full", "adapters", "waiting"),
     "dtype": DTYPES,
     "update": (*Update,),
+    # whole vectors: torch's kernels round what is left of one otherwise
+    "piece_numel": (PIECE_NUMEL, 128),
     "accumulation": (1, 2, 3),
     "clip": (None, 0.5),
     "dropout": (0.0, 0.1),

@@ -385,7 +385,7 @@ class Updates:
             raise
         device.writes(parts, device.compute)
         if slot is not None:
-            slot.changed()
+            slot.changed(here)
         elif weights is not None:
             device.writes([here], device.compute)
         copies.append((host.weights.memory[where], here))

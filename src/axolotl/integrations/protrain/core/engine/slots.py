@@ -162,10 +162,10 @@ class Slot:
         self._device.end_use(self.buffer)
         self._last_use = self._device.compute.record()
 
-    def changed(self) -> None:
-        """Note that compute has written while a block uses the slot."""
+    def changed(self, part: Tensor) -> None:
+        """Note that compute has written a part of the slot while a block uses it."""
         self._device.end_use(self.buffer)
-        self._device.writes([self.buffer], self._device.compute)
+        self._device.writes([part], self._device.compute)
         self._device.begin_use(self.buffer)
 
     def write_back_ends(self, event: Event) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..layout import aligned
@@ -99,7 +100,7 @@ class Staging:
             elif self._ring is not None and IN_FLIGHT * nbytes <= self.nbytes:
                 segment = self._place(nbytes)
             if segment is None:
-                segment = _Segment(self._device.allocate(nbytes))
+                segment = _Segment(self._allocate(nbytes))
                 # an allocator hands out what compute may just have used
                 segment.busy = [self._device.compute.record()]
                 self._apart.append(segment)
@@ -201,9 +202,14 @@ class Staging:
         # none is referred to when the next one is allocated
         self._ring = None
         self.nbytes = max(self.nbytes, nbytes)
-        self._ring = self._device.allocate(self.nbytes)
+        self._ring = self._allocate(self.nbytes)
         self._passed = [self._device.compute.record()]
         return True
+
+    # an evaluation in inference mode may be the first to need it, training the next
+    @torch.inference_mode(False)
+    def _allocate(self, nbytes: int) -> Tensor:
+        return self._device.allocate(nbytes)
 
     def _fill(
         self, segment: _Segment, key: Hashable, sources: Sequence[Source]

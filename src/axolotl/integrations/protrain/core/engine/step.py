@@ -149,7 +149,7 @@ class DueUpdates:
                 # pieces before have theirs on the host
                 self._device.compute.wait(own.written_back)
             if slot is not None:
-                slot.changed()
+                slot.changed(slot.buffer)
                 self.slots.forget(chunk.index)
             else:
                 self._device.writes([weights], self._device.compute)
