@@ -264,7 +264,7 @@ class _Fail(TrainerCallback):
 
         def failing(*args: Any, **kwargs: Any) -> Any:
             # a watched device looks for the room of each operator too
-            if moment != "probe" or sys._getframe(1).f_code.co_name != "_follow":
+            if moment != "probe" or sys._getframe(1).f_code.co_name != "follow":
                 self._operators.fail(moment)
             return plain(*args, **kwargs)
 
