@@ -30,7 +30,13 @@ def faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield a line and what is wrong there, for each docstring and each name."""
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 1)
-        if isinstance(node, OWNERS) and (text := ast.get_docstring(node)) is not None:
+        text = None
+        if isinstance(node, OWNERS):
+            text = ast.get_docstring(node)
+        # a string below a name says what that is
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value if isinstance(node.value.value, str) else None
+        if text is not None:
             if found := BEGINNING.match(text):
                 yield line, f"a docstring begins with {found[1]!r}: name its subject"
             for found in PRIVATE.finditer(re.sub(r"`[^`]*`", "", text)):

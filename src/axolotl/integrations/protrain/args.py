@@ -31,7 +31,7 @@ from .refusals import as_yaml, changes, refusals
 
 PLUGIN = "axolotl.integrations.protrain.ProTrainPlugin"
 OURS = re.compile("pro[-_]?train", re.IGNORECASE)
-"""How keys begin that are meant for us."""
+"""Beginning of the keys that are meant for us."""
 DROPPED = {
     "protrain_check_races": "the tests check accesses, a training does not",
     "protrain_snapshot_bytes": "a save copies what has room",

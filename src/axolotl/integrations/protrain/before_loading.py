@@ -36,7 +36,7 @@ AT_ONCE_BYTES = 256 << 20
 """A base this small is loaded before a dry run has begun."""
 
 Answer = tuple[bool, str]
-"""Whether it is certain that no plan fits, and why; or else why that is not known."""
+"""True where it is certain that no plan fits, and why; or else why that is not known."""
 
 
 def joined(cfg: Any, device: torch.device) -> Ranks | None:

@@ -29,7 +29,7 @@ from .offline.yaml_file import read_yaml
 from .refusals import as_yaml, refusals
 
 _CLOSE = 0.85
-"""How alike a key that Axolotl does not know is to the one that was meant."""
+"""Least likeness of a key that Axolotl does not know to the one that was meant."""
 _MOST_MISSPELT = 100
 """Keys beyond these are not compared: it takes milliseconds a key."""
 _FROM_ONE = "sequence_len", "micro_batch_size", "gradient_accumulation_steps"

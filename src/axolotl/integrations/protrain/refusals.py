@@ -108,7 +108,7 @@ _MIGRATED = (
         instead="protrain_auto_memory: true",
     ),
 )
-"""What training refuses in one line, takes over or never sees, and `migrate` changes."""
+"""Keys that training refuses in one line, takes over or never sees, and `migrate` changes."""
 
 EXCLUDED = (
     *_each("tensor_parallel_size context_parallel_size", _PARALLEL, when=_several),

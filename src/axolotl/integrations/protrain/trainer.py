@@ -47,7 +47,7 @@ _UPLOADERS = (
     "TrainerCallback WandbCallback MLflowCallback TrackioCallback ClearMLCallback "
     "SwanLabCallback"
 ).split()
-"""Whose `on_save` does nothing, or sends the folder of the state's step and looks at
+"""Callbacks whose `on_save` does nothing, or sends the folder of the state's step and looks at
 nothing else that training changes: they may wait for the folder."""
 
 

@@ -106,4 +106,4 @@ FOREIGN_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a model's own code raises where it was not made for a batch or its own sizes."""
+"""Errors that a model's own code raises where it was not made for a batch or its own sizes."""

@@ -55,10 +55,10 @@ class Update(Enum):
     """Device that updates weights whose optimizer state is on the host."""
 
     DEVICE = "device"
-    """Where they compute: state comes with their next fetch and goes back changed, and
+    """On the device that computes: state comes with their next fetch and goes back changed, and
     the optimizer of the plain run does it."""
     HOST = "host"
-    """Where their state is."""
+    """On the host, where their state is."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class Policy(Enum):
     """The fate of the tensors that a block saves for backward."""
 
     KEEP = "keep"
-    """They stay on the device."""
+    """Saved tensors stay on the device."""
     RECOMPUTE = "recompute"
     """Only the block's inputs stay; backward computes the rest again."""
     SWAP = "swap"
-    """They go to the host in forward and come back for backward."""
+    """Saved tensors go to the host in forward and come back for backward."""
     SWAP_INPUT = "swap-input"
     """As RECOMPUTE, and the inputs passed by position go to the host meanwhile."""
 

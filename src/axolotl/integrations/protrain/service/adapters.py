@@ -33,7 +33,7 @@ from ..core.layout.chunks import aligned
 LOG = logging.getLogger(__name__)
 
 KINDS = ("attn", "mlp", "unembed")
-"""Which linear layers: of attention, all others of the blocks, the head."""
+"""Groups of linear layers: of attention, all others of the blocks, the head."""
 WEIGHTS = "adapter_model.safetensors"
 REST, ABOUT = "optimizer.safetensors", "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -158,7 +158,7 @@ class AdapterStore:
         self._cached: OrderedDict[str, AdapterState] = OrderedDict()
         self.used_bytes = 0
         self.layouts: dict[str, AdapterLayout] = {}
-        """Of the models, wherever they are."""
+        """Layouts of the models by name, wherever they are."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def new(self, layout: AdapterLayout) -> AdapterState:

@@ -31,17 +31,17 @@ from .requests import ANSWERED, QUEUED, REFUSED, UNLOADED, answer, queue, worded
 LOG = get_logger(__name__)
 
 MOST_BYTES = 64 << 20
-"""Of a request's body, and of what it is when it is no longer compressed."""
+"""Most bytes of a request's body, and of what it is when it is no longer compressed."""
 BODY_S = 60
-"""How long a body may take to arrive."""
+"""Seconds that a body may take to arrive."""
 WAIT_S = 20
-"""How long an answer waits for its result before the client asks again."""
+"""Seconds that an answer waits for its result before the client asks again."""
 PARSED_BYTES = 48
-"""Of the host, for each of a body while it is parsed: numbers as objects of Python."""
+"""Bytes of the host for each of a body while it is parsed: numbers as objects of Python."""
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""How clients on this machine may call it, as `Host` has it."""
+"""Names by which clients on this machine may call it, as `Host` has it."""
 _POLLED = ("/retrieve_future", "/session_heartbeat", "/healthz")
-"""What clients ask for again and again; not logged where nothing is wrong."""
+"""Paths that clients ask for again and again; not logged where nothing is wrong."""
 _PROTOBUF = "application/x-protobuf"
 
 

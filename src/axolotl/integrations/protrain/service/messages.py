@@ -18,7 +18,7 @@ from ..core.errors import RequestError
 from .losses import Datum
 
 MOST_ROWS = 1 << 16
-"""Of one request."""
+"""Most rows of one request."""
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _PACKAGE = "axolotl_protrain.tinker"
 _TABLE = """

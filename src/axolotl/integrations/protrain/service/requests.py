@@ -37,7 +37,7 @@ REFUSED = {
     "copy_weights": "Load a state by its path instead (load_weights).",
     "auth/token": "Keys are not exchanged here: send X-API-Key.",
 }
-"""What is not served, and what to use instead."""
+"""Requests that are not served, and what to use instead."""
 _NOT_HONOURED = {
     "ttl_seconds": "a state stays until its folder is deleted",
     "sampling_session_seq_id": _ELSEWHERE,
@@ -214,7 +214,7 @@ def _new_session(*_: object) -> dict[str, Any]:
 
 
 _CLIENT = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False}
-"""Its own transport of HTTP/2 is of no use on loopback."""
+"""Setting of a client: its own transport of HTTP/2 is of no use on loopback."""
 ANSWERED: dict[str, tuple[type[_Message] | None, Callable[..., dict[str, Any]]]] = {
     "client/config": (None, lambda *_: _CLIENT),
     "client/dynamic_config": (None, lambda *_: {}),
@@ -225,7 +225,7 @@ ANSWERED: dict[str, tuple[type[_Message] | None, Callable[..., dict[str, Any]]]]
     "weights_info": (_Info, _weights_info),
     "unload_model": (_Model, _unload),
 }
-"""What is answered at once: the message, if it is read, and what answers it."""
+"""Requests that are answered at once: the message, if it is read, and what answers it."""
 
 
 def _create(service: AdapterService, asked: _Create, _: int | None) -> Ticket:
@@ -275,7 +275,7 @@ QUEUED: dict[str, tuple[type[_Message], Callable[..., Ticket]]] = {
         lambda s, a, n: s.load(a.model_id, a.path, a.optimizer, n),
     ),
 }
-"""What takes its turn: the message, and what queues it under a number."""
+"""Requests that take their turn: the message, and what queues it under a number."""
 
 
 def answer(service: AdapterService, name: str, body: bytes) -> dict[str, Any]:

@@ -30,7 +30,7 @@ LOG = get_logger(__name__)
 LAST = "_last"
 """Name under which `close` saves what has changed since its last save."""
 FAULTS = (ProTrainError, OSError, MemoryError, *FOREIGN_ERRORS)
-"""What ends one request, and not the service."""
+"""Errors that end one request, and not the service."""
 
 
 class Steps:

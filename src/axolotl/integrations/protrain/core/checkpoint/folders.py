@@ -36,7 +36,7 @@ _LOCK, _HOLDER = "_lock", 200
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 SLACK_BYTES, TOKEN_BYTES = 1 << 20, 136
-"""What is written beside the tensors: headers, configuration, trainer and random states;
+"""Bytes written beside the tensors: headers, configuration, trainer and random states;
 and of tokenizer.json for each token (Llama 2 to Gemma 3: 75 to 136). A write that fails
 all the same leaves nothing behind, so this need not be an upper bound."""
 

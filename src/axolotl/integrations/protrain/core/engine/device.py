@@ -27,9 +27,9 @@ from ..host import memory_nodes, node_of, processors
 from ..layout.tensors import tensors_in
 
 BUSY_THREADS = 2
-"""Of each rank: the one that queues work, and autograd's."""
+"""Busy threads of each rank: the one that queues work, and autograd's."""
 ALLOCATOR_KEYS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-"""Of the environment, read when CUDA begins; the second is the older name."""
+"""Variables of the environment, read when CUDA begins; the second is the older name."""
 POISON_BYTE = 0xFF
 """Read as bf16, fp16, fp32 or fp64, bytes of ones are NaN."""
 
@@ -468,7 +468,7 @@ class CudaDevice(Device):
 
 
 SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What errors of the driver, Triton, cuBLAS and cuDNN say where torch's do not."""
+"""Words of a shortage in errors of the driver, Triton, cuBLAS and cuDNN say where torch's do not."""
 
 
 def is_shortage(error: RuntimeError) -> bool:

@@ -45,8 +45,8 @@ MOMENTS = {
     "any other code between passes": "Has to enter `full_params`. A write outside is an "
     "error in the next pass, a read is not noticed.",
 }
-"""When code of users may run while weights, gradients or state are not true, and what it
-finds then; see Note [Who looks between two passes]."""
+"""Moments at which code of users may run while weights, gradients or state are not true,
+and what it finds then; see Note [Who looks between two passes]."""
 
 
 class FullParams:

@@ -217,7 +217,7 @@ class OffloadedGrad(Tensor):
     awaited_by: int = -1
     """The backward pass that is about to add a gradient."""
     arrived: Tensor | None = None
-    """That gradient."""
+    """The gradient that autograd has added."""
 
     @staticmethod
     def __new__(cls, name: str, param: Tensor) -> OffloadedGrad:

@@ -30,7 +30,7 @@ HEARD_S = 10.0
 """The longest that a rank waits for others to hear it, and then for itself to end."""
 _WORDS, _HEARD = "words", "heard"
 LIMIT = timedelta(minutes=30)
-"""How long torch waits for a rank, and transformers (`ddp_timeout`), unless told."""
+"""The longest that torch waits for a rank, and transformers (`ddp_timeout`), unless told."""
 
 
 class Ranks:

@@ -12,7 +12,7 @@ VISION_MODULES = ("visual", "vision_tower", "vision_model")
 CACHES = frozenset(
     "past_key_values past_key_value layer_past cache_params cache".split()
 )
-"""What transformers calls the argument that a block writes its keys and values to."""
+"""Names that transformers gives the argument that a block writes its keys and values to."""
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -100,7 +100,7 @@ def device_memory(device: torch.device) -> int:
 
 
 _HIGHEST = ("kernel_s", "unseen_bytes")
-"""Of several machines; of all other figures the lowest counts."""
+"""Figures of several machines of which the highest counts; of all others the lowest."""
 
 
 def weakest(hardware: Sequence[Hardware]) -> Hardware:

@@ -61,7 +61,7 @@ from .seconds import block_times
 from .trace import TracedStep, trace_step
 
 Seconds = Mapping[int | None, BlockSeconds]
-"""Of blocks by their index, and under None of what is outside of them."""
+"""Measured seconds of blocks by their index; under None of what runs outside of them."""
 
 
 @dataclass(frozen=True)
