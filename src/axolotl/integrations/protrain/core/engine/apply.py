@@ -50,6 +50,13 @@ from .state import OffloadedState, Path
 class ChunkUpdate:
     """The span of a chunk that this rank updates: its state, and the step it waits for.
 
+    Args:
+        host: The chunk.
+        plain: The optimizer, of class `kind`, that has the state.
+        where: The device of updates.
+        memory: Host memory for the state.
+        numel: Elements of a piece.
+
     Attributes:
         params: Parameters of the span, by index.
         master_params: The parameters that the optimizer changes in their place.
@@ -62,41 +69,35 @@ class ChunkUpdate:
         written_back: The event after the last D2H copy of weights and state.
     """
 
-    def __init__(self, host: HostChunk) -> None:
-        self.host, self.main_grads = host, host.main_grads
-        self.block = -1 if host.chunk.block is None else host.chunk.block
-        self.params = {index: host.params[index] for index in host.span}
-        self.master_params = {
-            param: nn.Parameter(param.new_empty(0, dtype=host.main_dtype(index)))
-            for index, param in enumerate(host.params)
-        }
-        self.pieces: list[Piece] = []
-        self.states: list[OffloadedState] = []
-        self.recorded: RecordedStep | None = None
-        self.num_applied = 0
-        self.used: tuple[int, ...] = ()
-        self.clip: Clip | None = None
-        self.written_back: Event | None = None
-
-    def add_state(
+    def __init__(
         self,
+        host: HostChunk,
         plain: torch.optim.Optimizer,
         kind: type,
         where: torch.device,
         memory: StateMemory,
         numel: int,
     ) -> None:
-        """Take over what an optimizer of some kind has for the span, in pieces of so
-        many elements."""
-        self.plain = plain
-        cut = is_elementwise(kind)
-        for piece in pieces(self.host.chunk, self.host.span, cut, numel):
+        self.host, self.plain, self.main_grads = host, plain, host.main_grads
+        self.block = -1 if host.chunk.block is None else host.chunk.block
+        self.params = {index: host.params[index] for index in host.span}
+        self.master_params = {
+            param: nn.Parameter(param.new_empty(0, dtype=host.main_dtype(index)))
+            for index, param in enumerate(host.params)
+        }
+        self.pieces = pieces(host.chunk, host.span, is_elementwise(kind), numel)
+        self.states: list[OffloadedState] = []
+        for piece in self.pieces:
             if piece.elements is None or not piece.elements.start:
                 params = [self.params[index] for index in piece.span]
                 is_cut = piece.elements is not None
                 state = OffloadedState(plain, params, where, memory, is_cut)
-            self.pieces.append(piece)
             self.states.append(state)
+        self.recorded: RecordedStep | None = None
+        self.num_applied = 0
+        self.used: tuple[int, ...] = ()
+        self.clip: Clip | None = None
+        self.written_back: Event | None = None
 
     def changes(self, span: Iterable[int] | None = None) -> list[int]:
         """Indices of the parameters, of a `span`, that the recorded step changes here."""
@@ -180,8 +181,8 @@ class Updates:
         where = torch.device("cpu") if self.on_host else self._device.torch_device
         new = [host for host in chunks if host.chunk.index not in self.of_chunk]
         for host in new:
-            self.of_chunk[host.chunk.index] = own = ChunkUpdate(host)
-            own.add_state(self.plain, self.kind, where, self.state_memory, self._numel)
+            given = self.plain, self.kind, where, self.state_memory, self._numel
+            self.of_chunk[host.chunk.index] = ChunkUpdate(host, *given)
         self.all = [self.of_chunk[host.chunk.index] for host in chunks]
         self._places = {
             id(param): (own, index)
