@@ -145,7 +145,9 @@ class Job:
     @property
     def patches(self) -> bool:
         """Whether it leaves its process in another state than it found it."""
-        return not set(PATCHES).isdisjoint(self.settings["plugins"])
+        patches = not set(PATCHES).isdisjoint(self.settings["plugins"])
+        # Axolotl sets the loss of all models to come
+        return patches or bool(self.settings.get("chunked_cross_entropy"))
 
     @property
     def interpreted(self) -> bool:
