@@ -405,6 +405,11 @@ def test_the_nearest_plan_lacks_the_least_of_both(
     taken = case.memory.device(nearest), case.memory.host(nearest)
     least = min(lacks(judged.device_bytes, judged.host_bytes) for judged in plans)
     assert lacks(*(estimate.peak_bytes for estimate in taken)) == least
+    with pytest.raises(BudgetError) as refusal:
+        case.search(device, host).fastest()
+    if refusal.value.of_device:
+        of_host = [j.host_bytes for j in plans if j.device_bytes <= device]
+        assert refusal.value.or_host == min(of_host, default=0)
 
 
 def test_a_refusal_says_where_the_host_could_update() -> None:

@@ -553,12 +553,13 @@ def _named_here() -> Iterator[None]:
         yield
     except BudgetError as error:
         name = "budget" if error.of_device else "host_budget"
-        least = -(-error.needs // 2**20)
+        least, host = -(-error.needs // 2**20), -(-error.or_host // 2**20)
         raise BudgetError(
             f"{name}: no plan fits {format_bytes(error.has)}; the one that lacks least "
             f'needs {format_bytes(error.needs)}. Give {name}="{least}MiB" if the '
-            f"{'device' if error.of_device else 'host'} has it, else a smaller example or "
-            "an adapter instead of a full fine-tune."
+            f"{'device' if error.of_device else 'host'} has it, "
+            + f'host_budget="{host}MiB" if the host has that, ' * bool(host)
+            + "else a smaller example or an adapter instead of a full fine-tune."
         ) from error
 
 

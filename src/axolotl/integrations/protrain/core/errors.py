@@ -59,10 +59,12 @@ class BudgetError(ProTrainError):
     Attributes:
         needs: Bytes that the plan which lacks least takes, of the device if `of_device`,
             else of the host; `has` may be used.
+        or_host: Bytes of the host with which another plan would fit the device, 0 for
+            none.
     """
 
     of_device = True
-    needs = has = 0
+    needs = has = or_host = 0
 
 
 class DeviceMemoryError(ProTrainError):

@@ -166,7 +166,7 @@ class Search:
         if best is None:
             resident = modes == ONLY_A
             what = "keeping everything resident" if resident else "the smallest plan"
-            self._refuse(self.nearest(modes), what)
+            self._refuse(self.nearest(modes), what, modes)
         return best
 
     def by_hand(self, knobs: Knobs, shards: int = 1) -> Plan:
@@ -212,9 +212,10 @@ class Search:
             )
         return plan
 
-    def nearest(self, modes: Set[str] = MODES) -> Plan:
-        """The plan that lacks the least, of device and host together; among equals what
-        swaps nothing and takes the fewest slots."""
+    def nearest(self, modes: Set[str] = MODES, lacks_host: bool = False) -> Plan:
+        """The plan that lacks the least, of device and host together, or with `lacks_host`
+        of the host alone, if any fits the device; among equals what swaps nothing and takes
+        the fewest slots."""
         usable, host_bytes = self._budget.usable_bytes, self._budget.host_bytes
         nothing = self._place(0, 0, self._outside[0], 1)
         best, least = self._candidate(_Row(0, 0), min(nothing.slots), nothing), inf
@@ -229,7 +230,8 @@ class Search:
                 host = max(loading, max(phases.values()) + swapped)
                 missing = max(host - host_bytes, 0)
                 while missing < least:
-                    room = usable + least - missing - 1 - slots
+                    more = 0 if lacks_host else least - missing - 1
+                    room = usable + more - slots
                     if (row := self._first_that_fits(rows, at, room)) is None:
                         break
                     best = self._candidate(row, n_buffer, at)
@@ -399,24 +401,31 @@ class Search:
             in_pieces=at.in_pieces,
         )
 
-    def _refuse(self, plan: Plan, what: str) -> NoReturn:
-        """Say what `plan` lacks and what would make it fit."""
+    def _refuse(
+        self, plan: Plan, what: str, modes: Set[str] = frozenset()
+    ) -> NoReturn:
+        """Say what `plan` lacks and what would make it, or another of `modes`, fit."""
         budget = self._budget
         estimate = self.memory.device(plan)
         missing = estimate.peak_bytes - budget.usable_bytes
         if missing > 0:
+            or_host = self._host_instead(modes) if modes else 0
+            other = (
+                f"if the host has {format_bytes(or_host)}, set "
+                f"`protrain_cpu_capacity_bytes: {_limit(or_host)}`; "
+            )
             error = BudgetError(
                 f"protrain_capacity_bytes: {what} needs {format_bytes(estimate.peak_bytes)} "
                 f"on the device {estimate.peak.moment} ({_largest(estimate.terms)}); "
                 f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
                 f"used, {format_bytes(missing)} too little. If the device has it, set "
                 f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
-                "else lower micro_batch_size, sequence_len or the adapter's rank, or let "
+                f"{other * bool(or_host)}else lower micro_batch_size, sequence_len or the adapter's rank, or let "
                 "`axolotl-protrain plan YOUR.yaml --write NEW.yaml` do that."
                 f"{self._way_out()}"
             )
             error.needs = budget.device_bytes + missing
-            error.has = budget.device_bytes
+            error.has, error.or_host = budget.device_bytes, or_host
             raise error
         host = self.memory.host(plan)
         missing = host.peak_bytes - budget.host_bytes
@@ -434,6 +443,13 @@ class Search:
             budget.host_bytes,
         )
         raise error
+
+    def _host_instead(self, modes: Set[str]) -> int:
+        """Bytes of the host with which a plan would fit the device; 0 if none would."""
+        plan = self.nearest(modes, lacks_host=True)
+        if self.memory.device(plan).peak_bytes > self._budget.usable_bytes:
+            return 0
+        return self.memory.host(plan).peak_bytes
 
     def _way_out(self) -> str:
         """Name AdamW on the host, which needs no room on the device for updates, if it
