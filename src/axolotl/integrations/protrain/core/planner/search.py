@@ -401,9 +401,7 @@ class Search:
             in_pieces=at.in_pieces,
         )
 
-    def _refuse(
-        self, plan: Plan, what: str, modes: Set[str] = frozenset()
-    ) -> NoReturn:
+    def _refuse(self, plan: Plan, what: str, modes: Set[str] = frozenset()) -> NoReturn:
         """Say what `plan` lacks and what would make it, or another of `modes`, fit."""
         budget = self._budget
         estimate = self.memory.device(plan)
