@@ -129,6 +129,8 @@ def traced_job(
         )
     assumptions += used
     workload = _workload(cfg, args, optimizer, batch, world)
+    if workload.host_can_update and device_type == "cpu" and not masters:
+        workload = replace(workload, host_is_exact=True)
     own, said = None if objective else dict(batch), tuple(assumptions)
     return TracedJob(traced, layout, workload, own, redone, headroom, said, optimizer)
 

@@ -18,7 +18,7 @@ from ..core.planner.cards import GPUS, gpu_hardware
 from ..core.planner.job import TracedJob, this_machine
 from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
-from ..core.types import PAGING_GAIN, Budget, Hardware, Update, World
+from ..core.types import PAGING_GAIN, Budget, Hardware, World
 from ..job import about, choice_of, plan_for, traced_job, uncomputed
 from ..loading import is_of_experts
 from ..offline.fake_kernels import without_logits
@@ -305,8 +305,7 @@ class DryRun:
     def _on_host(self, card: Hardware) -> Forecast:
         """With AdamW on the host for weights whose state is there."""
         subject = self._subject()
-        workload = replace(subject.workload, update=Update.HOST)
-        subject = replace(subject, workload=workload)
+        subject = replace(subject, workload=subject.workload.on_host())
         return plan_for(self._args_on(card), subject, card, anyway=True)[0]
 
     def _fused(self, card: Hardware, lacking: Forecast) -> Iterator[dict[str, Any]]:

@@ -413,6 +413,8 @@ class _Step:
                 (t.numel() for t in tensors if not t.is_floating_point()), default=0
             ),
             saves_state=True,
+            host_is_exact=device_type == "cpu"
+            and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW),
             **held.in_workload,
             eval_ratio=float(self.evaluates),
             loader_bytes=sum(tensor.nbytes for tensor in tensors),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from operator import add
@@ -400,6 +400,7 @@ class Workload:
         update_parameter_copies: The same for the largest single one of them.
         update: Where weights with state on the host are updated.
         host_can_update: Whether the device does that, and AdamW on the host could.
+        host_is_exact: The same, and it would give the same bits: the device is the CPU.
         elementwise: Whether the optimizer updates each element of a parameter
             independently of others.
         eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
@@ -419,11 +420,18 @@ class Workload:
     update_parameter_copies: float = 0.0
     update: Update = Update.DEVICE
     host_can_update: bool = False
+    host_is_exact: bool = False
     elementwise: bool = True
     eval_ratio: float = 0.0
     loader_bytes: int = 0
     mapped_bytes: int = 0
     world: World = ALONE
+
+    def on_host(self) -> Workload:
+        """The same with weights updated on the host, where their state is there."""
+        return replace(
+            self, update=Update.HOST, host_can_update=False, host_is_exact=False
+        )
 
 
 def main_grads_in_fp32(

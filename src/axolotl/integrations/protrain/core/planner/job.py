@@ -246,6 +246,9 @@ def plan_for(
 ) -> tuple[Forecast, Planner]:
     """Plan a subject on one machine; limits of the choice win over what it has.
 
+    Where updates on the host would give the same bits, they are planned too, and taken if
+    they save more than `PAGING_GAIN` of a step, or if nothing else fits.
+
     `measured` is as for `block_times`; for the rest see `choose`.
     """
     trace, layout = subject.traced.trace, subject.layout
@@ -258,9 +261,27 @@ def plan_for(
         host_bytes=choice.host_bytes or hardware.host_bytes,
     )
     times = block_times(trace, layout, hardware, measured)
-    memory = MemoryModel(layout, trace, subject.workload, hardware)
-    planner = Planner(memory, times, budget, redone_if_paged=subject.redone_if_paged)
-    return choose(choice, planner, anyway), planner
+    redone = subject.redone_if_paged
+
+    def planner_for(workload: Workload) -> Planner:
+        memory = MemoryModel(layout, trace, workload, hardware)
+        return Planner(memory, times, budget, redone_if_paged=redone)
+
+    planner = planner_for(subject.workload)
+    if choice.knobs is not None or not subject.workload.host_is_exact:
+        return choose(choice, planner, anyway), planner
+    on_host = planner_for(subject.workload.on_host())
+    try:
+        forecast = choose(choice, planner)
+    except BudgetError:
+        with suppress(BudgetError):
+            return choose(choice, on_host), on_host
+        return choose(choice, planner, anyway), planner
+    with suppress(BudgetError):
+        other = choose(choice, on_host)
+        if (1 + PAGING_GAIN) * other.step.total_s < forecast.step.total_s:
+            return other, on_host
+    return forecast, planner
 
 
 def choose(choice: Choice, planner: Planner, anyway: bool = False) -> Forecast:

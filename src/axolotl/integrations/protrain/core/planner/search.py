@@ -407,8 +407,10 @@ class Search:
         estimate = self.memory.device(plan)
         missing = estimate.peak_bytes - budget.usable_bytes
         if missing > 0:
-            or_host = self._host_instead(modes) if modes else 0
-            other = (
+            or_host, other = 0, self.nearest(modes, lacks_host=True) if modes else plan
+            if self.memory.device(other).peak_bytes <= budget.usable_bytes:
+                or_host = self.memory.host(other).peak_bytes
+            more_host = (
                 f"if the host has {format_bytes(or_host)}, set "
                 f"`protrain_cpu_capacity_bytes: {_limit(or_host)}`; "
             )
@@ -418,8 +420,9 @@ class Search:
                 f"{format_bytes(budget.usable_bytes)} of {format_bytes(budget.device_bytes)} may be "
                 f"used, {format_bytes(missing)} too little. If the device has it, set "
                 f"`protrain_capacity_bytes: {_limit(budget.device_bytes + missing)}`; "
-                f"{other * bool(or_host)}else lower micro_batch_size, sequence_len or the adapter's rank, or let "
-                "`axolotl-protrain plan YOUR.yaml --write NEW.yaml` do that."
+                f"{more_host * bool(or_host)}else lower micro_batch_size, sequence_len or "
+                "the adapter's rank, or let `axolotl-protrain plan YOUR.yaml --write "
+                "NEW.yaml` do that."
                 f"{self._way_out()}"
             )
             error.needs = budget.device_bytes + missing
@@ -442,21 +445,14 @@ class Search:
         )
         raise error
 
-    def _host_instead(self, modes: Set[str]) -> int:
-        """Bytes of the host with which a plan would fit the device; 0 if none would."""
-        plan = self.nearest(modes, lacks_host=True)
-        if self.memory.device(plan).peak_bytes > self._budget.usable_bytes:
-            return 0
-        return self.memory.host(plan).peak_bytes
-
     def _way_out(self) -> str:
         """Name AdamW on the host, which needs no room on the device for updates, if it
         would make something fit."""
         memory, workload = self.memory, self.memory.workload
         if not workload.host_can_update:
             return ""
-        on_host = replace(workload, update=Update.HOST, host_can_update=False)
-        other = MemoryModel(memory.layout, memory.trace, on_host, memory.hardware)
+        on_host, hardware = workload.on_host(), memory.hardware
+        other = MemoryModel(memory.layout, memory.trace, on_host, hardware)
         redone = self._redone_if_paged
         try:
             Search(other, self._times, self._budget, self._reachable, redone).fastest()
