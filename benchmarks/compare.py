@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import date
 from json import loads
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from comparison import report
 from comparison.cases import CASES, GPU, QUICK, Case
 from comparison.system_run import EXTENSIONS, SystemRun, build, prepare
-from comparison.systems import COMPILED, LABELS
+from comparison.systems import COMPILED, EQUAL, LABELS, PEERS
 from machine import command, describe
 
 HERE = Path(__file__).parent
@@ -47,6 +48,11 @@ _FIRST, _SECOND = tuple(LABELS)[:4], tuple(LABELS)[4:]
 @click.option("--output", default=HERE / "results", type=click.Path(path_type=Path))
 @click.option("--label", default="", help="Goes into the names of the files.")
 @click.option(
+    "--readme",
+    type=click.Path(exists=True, path_type=Path),
+    help="Measure nothing: write README's sentence from this JSON file.",
+)
+@click.option(
     "--redraw",
     multiple=True,
     type=click.Path(exists=True, path_type=Path),
@@ -60,8 +66,12 @@ def main(
     minutes: float,
     output: Path,
     label: str,
+    readme: Path | None,
     redraw: Sequence[Path],
 ) -> None:
+    if readme:
+        report.write_readme(HERE.parent / "README.md", readme)
+        return
     if gpu:
         for line in gpu_commands():
             click.echo(line)
@@ -141,20 +151,33 @@ def _in_turns(
     case: Case, systems: Sequence[str], device_type: str, deadline: float
 ) -> list[dict[str, Any]]:
     with ExitStack() as ends:
-        runs = []
-        for system in systems:
-            run = SystemRun(case, system, device_type)
+        runs: dict[str, SystemRun] = {}
+
+        def start(system: str, case: Case) -> None:
+            runs[system] = run = SystemRun(case, system, device_type)
             ends.callback(run.close)
-            runs.append(run)
-            # alone until it is open: time to the first step is one of the figures
+            # alone until it is warm: time to the first step is one of the figures
             run.wait(deadline)
-            run.begin_step()
-            run.wait(deadline)
-        for _ in range(case.warmup + case.steps - 1):
-            for run in runs:
+            for _ in range(case.warmup):
                 run.begin_step()
                 run.wait(deadline)
-        return [run.record() for run in runs]
+
+        for system in systems:
+            if system != EQUAL:
+                start(system, case)
+        if EQUAL in systems:
+            start(EQUAL, replace(case, capacity_bytes=_least(runs, case)))
+        for _ in range(case.steps):
+            for run in runs.values():
+                run.begin_step()
+                run.wait(deadline)
+        return [run.record() for run in runs.values()]
+
+
+def _least(runs: Mapping[str, SystemRun], case: Case) -> int:
+    """Device memory of the peer that takes least."""
+    peaks = [runs[peer].peak_bytes for peer in PEERS if peer in runs]
+    return min((peak for peak in peaks if peak), default=case.capacity_bytes)
 
 
 def _say(case: Case, record: dict[str, Any]) -> None:

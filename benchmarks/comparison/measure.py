@@ -13,52 +13,56 @@ from typing import Any
 import torch
 
 from . import meters
-from .cases import CASES
+from .cases import Case
 from .setup import Setup, Training
-from .systems import REFERENCE
+from .systems import UNCAPPED
 
 
 def measure(
     system: str,
-    case_name: str,
+    case: Case,
     device_type: str,
     started: float,
-    wait_for_turn: Callable[[], None],
+    wait_for_turn: Callable[[int | None], None],
 ) -> dict[str, Any]:
     """Train and count.
 
     Args:
         system: Module in `comparison.systems`.
-        case_name: Key of `CASES`.
+        case: What it trains.
         device_type: cpu or cuda.
         started: When the process was started, seconds of `time.time`.
-        wait_for_turn: Returns when a step may begin.
+        wait_for_turn: Is told the device's peak so far; returns when a step may begin.
     """
-    case = CASES[case_name]
     device = torch.device(device_type, 0 if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # else even two plain runs differ; all systems pay for it alike
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    setup = Setup(case, device, capped=system != REFERENCE)
+    setup = Setup(case, device, capped=system not in UNCAPPED)
     if setup.capped:
         meters.limit_memory(device, case.capacity_bytes)
     adapter = importlib.import_module(f".systems.{system}", __package__)
     imported_s = time.time() - started
     training = adapter.open(setup)
     opened_s = time.time() - started
-    wait_for_turn()
+
+    def device_peak() -> int | None:
+        peak = meters.allocated_peak(device)
+        return peak[0] if peak else training.peak_bytes()
+
+    wait_for_turn(None)
     losses = [_step(setup, training, 0)[0]]
     first_s = time.time() - started
     for number in range(1, case.warmup):
-        wait_for_turn()
+        wait_for_turn(device_peak())
         losses.append(_step(setup, training, number)[0])
     before = training.moved() if training.moved else None
     seconds = []
     for number in range(case.warmup, case.warmup + case.steps):
         training.between()
-        wait_for_turn()
+        wait_for_turn(device_peak())
         loss, step_s = _step(setup, training, number, watched=False)
         losses.append(loss)
         seconds.append(step_s)
@@ -71,8 +75,8 @@ def measure(
     resident = meters.resident_peak_bytes()
     copied = None
     if device.type == "cuda":
-        batch = setup.batch(len(losses))
-        copied = meters.copied_bytes(partial(training.step, batch))
+        batches = setup.batches(len(losses))
+        copied = meters.copied_bytes(partial(training.step, batches))
     return {
         "case": asdict(case),
         "system": system,
@@ -82,7 +86,7 @@ def measure(
         "imported_s": imported_s,
         "opened_s": opened_s,
         "first_step_s": first_s,
-        "device_allocated_bytes": peak[0] if peak else training.peak_bytes(),
+        "device_allocated_bytes": device_peak(),
         "device_reserved_bytes": peak[1] if peak else None,
         "host_resident_bytes": resident,
         "host_pinned_bytes": pinned,
@@ -98,10 +102,10 @@ def _step(
     setup: Setup, training: Training, number: int, watched: bool = True
 ) -> tuple[float, float]:
     """Loss and seconds of one step."""
-    batch = setup.batch(number)
+    batches = setup.batches(number)
     meters.synchronise(setup.device)
     start = time.perf_counter()
     with training.watch() if watched else nullcontext():
-        loss = training.step(batch)
+        loss = training.step(batches)
     meters.synchronise(setup.device)
     return float(loss), time.perf_counter() - start

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 
 def synchronise(device: torch.device) -> None:
@@ -35,6 +39,50 @@ def allocated_peak(device: torch.device) -> tuple[int, int] | None:
         torch.cuda.max_memory_allocated(device),
         torch.cuda.max_memory_reserved(device),
     )
+
+
+class DeviceBytes(TorchDispatchMode):
+    """Counts the device bytes of a system that keeps its host copy in the same memory.
+
+    What operators read or make while it is active is on the device, but for what `host`
+    names. Storages count by the size that they have at the moment: FSDP2 frees its
+    parameters by resizing them.
+
+    Attributes:
+        peak: Highest count after an operator.
+    """
+
+    def __init__(self, host: Callable[[], Iterable[Tensor]]) -> None:
+        super().__init__()
+        self._host, self.peak = host, 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for value in tree_iter((args, kwargs, output)):
+            if isinstance(value, Tensor) and not value.is_meta:
+                storage = local(value).untyped_storage()
+                self._seen[storage._cdata] = weakref.ref(storage)
+        self._count()
+        return output
+
+    def _count(self) -> None:
+        elsewhere = {local(tensor).untyped_storage()._cdata for tensor in self._host()}
+        nbytes = 0
+        for key, seen in [*self._seen.items()]:
+            storage = seen()
+            if storage is None:
+                del self._seen[key]
+            elif key not in elsewhere:
+                nbytes += storage.nbytes()
+        self.peak = max(self.peak, nbytes)
+
+
+def local(tensor: Any) -> Tensor:
+    """Return a tensor of this rank alone."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def torch_pinned_bytes(device: torch.device) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 from .cases import SHAPES, Case
 
@@ -39,7 +40,10 @@ def build(case: Case, home: torch.device, quantises_on: torch.device) -> nn.Modu
         quantises_on: Where 4-bit weights are made, one at a time.
     """
     shape = SHAPES[case.shape]
-    config = LlamaConfig(
+    kind: Any = MixtralForCausalLM if shape.experts else LlamaForCausalLM
+    experts = {"num_local_experts": shape.experts} if shape.experts else {}
+    config = kind.config_class(
+        **experts,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -53,7 +57,7 @@ def build(case: Case, home: torch.device, quantises_on: torch.device) -> nn.Modu
     )
     dtype = weight_dtype(case)
     with init_empty_weights():
-        model = LlamaForCausalLM(config)
+        model = kind(config)
     if case.method == "qlora":
         first, *others = model.model.layers
         _quantise_linears(first, quantises_on, dtype)

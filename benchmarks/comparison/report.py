@@ -12,12 +12,14 @@ from typing import Any
 
 from .cases import CASES, MIB, Case
 from .system_run import NOT_IN_TIME
-from .systems import EXACT, LABELS, REFERENCE
+from .systems import EQUAL, EXACT, LABELS, PEERS, REFERENCE
 
 Record = Mapping[str, Any]
 
 OTHER_ROUNDING = 1e-3
 """Relative difference that a loss may have where one update rounds otherwise."""
+NOISE = 0.2
+"""Of the reference's quartiles over its median: beyond, a ratio would be the machine's."""
 
 
 def merge(path: Path, new: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
     ]
     for case, of_case in _by_case(records):
         lines += [f"## {case.name}", "", _sentence(case), "", *_table(of_case), ""]
-        lines += [*_excuses(of_case), *_roofline(of_case)]
+        lines += [*_ratios(of_case), *_excuses(of_case), *_roofline(of_case)]
     path.write_text("\n".join(lines).rstrip() + "\n")
 
 
@@ -192,7 +194,7 @@ def _table(of_case: Sequence[Record]) -> list[str]:
                     _label(record),
                     f"{tokens / middle:,.0f}",
                     f"{tokens / high:,.0f} – {tokens / low:,.0f}",
-                    size(record["device_allocated_bytes"]),
+                    _peak(record),
                     size(record["device_reserved_bytes"]),
                     size(record["host_resident_bytes"]),
                     size(record["host_pinned_bytes"] or None),
@@ -205,6 +207,79 @@ def _table(of_case: Sequence[Record]) -> list[str]:
             )
         )
     return lines
+
+
+def _peak(record: Record) -> str:
+    """Device peak, marked where it is beyond what the case allows."""
+    peak, case = record["device_allocated_bytes"], record["case"]
+    over = peak is not None and peak > case["capacity_bytes"]
+    return size(peak) + " (over)" * over
+
+
+def ratio(of_case: Sequence[Record], ours: str, other: str) -> float | None:
+    """Tokens per second of one system over another's in a case; None where one has none,
+    or where the reference's steps vary by more than `NOISE`."""
+    seconds = {r["system"]: r["step_s"] for r in of_case if "excuse" not in r}
+    if not {ours, other, REFERENCE} <= seconds.keys():
+        return None
+    low, middle, high = statistics.quantiles(seconds[REFERENCE], n=4)
+    if high - low > NOISE * middle:
+        return None
+    return statistics.median(seconds[other]) / statistics.median(seconds[ours])
+
+
+def _ratios(of_case: Sequence[Record]) -> list[str]:
+    lines = []
+    for ours in ("ours", EQUAL):
+        if not any(r["system"] == ours and "excuse" not in r for r in of_case):
+            continue
+        found = [
+            f"{LABELS[other]} {'open' if value is None else format(value, '.2f')}"
+            for other in (REFERENCE, "plain_recompute", *PEERS)
+            if any(r["system"] == other and "excuse" not in r for r in of_case)
+            for value in [ratio(of_case, ours, other)]
+        ]
+        lines.append(f"{LABELS[ours]} over {', '.join(found)}.  ")
+    return [*lines, ""] if lines else []
+
+
+README_MARK = "<!-- compared -->"
+
+
+def write_readme(readme: Path, results: Path) -> None:
+    """Write what a file of results says between the marks of README."""
+    before, _, after = readme.read_text().split(README_MARK)
+    said = sentence(results.name[:10], json.loads(results.read_text())["records"])
+    readme.write_text(f"{before}{README_MARK}{said}{README_MARK}{after}")
+
+
+def sentence(day: str, records: Sequence[Record]) -> str:
+    """Say in one sentence how this plugin compares, by ratios of medians of cases in
+    which plain training does not fit."""
+    tight = [
+        of_case
+        for _, of_case in _by_case(records)
+        if any(
+            r["system"] == "plain" and "OutOfMemoryError" in r.get("excuse", "")
+            for r in of_case
+        )
+    ]
+
+    def span(ours: str, other: str) -> str:
+        found = [r for case in tight if (r := ratio(case, ours, other)) is not None]
+        if not found:
+            return "an open number"
+        return f"{min(found):.2f} to {max(found):.2f} (median {statistics.median(found):.2f})"
+
+    return (
+        f" on {day}, two CPU cores, {len(tight)} trainings with equal losses, at limits of "
+        "memory that plain training does not\n  fit under: "
+        f"{span('ours', REFERENCE)} of the speed of plain training without a limit,\n  "
+        f"{span('ours', 'fsdp2')} times FSDP2, {span('ours', 'zero3')} times ZeRO-3,\n  "
+        "which are held to no limit; with the memory of the smaller of both "
+        f"{span(EQUAL, 'fsdp2')} times FSDP2\n  and {span(EQUAL, 'zero3')} times ZeRO-3\n  "
+        "([benchmarks/README.md](benchmarks/README.md)). "
+    )
 
 
 def _label(record: Record) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 
 from . import models
-from .cases import Case
+from .cases import SHAPES, Case
+from .meters import DeviceBytes
 
 HOST = torch.device("cpu")
 LEARNING_RATE = 1e-4
 
 Batch = dict[str, Tensor]
+Step = Callable[[list[Batch]], Tensor]
+Clip = Callable[[float], Any]
 
 
 class CannotRunError(RuntimeError):
@@ -35,7 +38,7 @@ class Training:
     """A model that a system has taken over.
 
     Attributes:
-        step: Forward, backward and update on one batch; returns the loss.
+        step: Forward and backward on each micro-batch, and the update; returns the loss.
         config: What the system was told, for the record.
         arithmetic: What its update does differently from plain torch, if anything.
         watch: While inside, device memory is counted on a machine without a GPU.
@@ -48,7 +51,7 @@ class Training:
         record: More for the JSON file, asked for at the end.
     """
 
-    step: Callable[[Batch], Tensor]
+    step: Step
     config: dict[str, Any] = field(default_factory=dict)
     arithmetic: str = ""
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -72,6 +75,10 @@ class Setup:
         return self.device.type == "cpu"
 
     @property
+    def hidden(self) -> int:
+        return SHAPES[self.case.shape].hidden
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.case.precision == "bf16" else None
 
@@ -79,8 +86,13 @@ class Setup:
         """The model with its weights at `home`."""
         return models.build(self.case, home, self.device)
 
-    def batch(self, step: int) -> Batch:
-        return models.batch(self.case, step, self.device)
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of a step."""
+        count = self.case.accumulation
+        return [
+            models.batch(self.case, step * count + number, self.device)
+            for number in range(count)
+        ]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         with self.autocast():
@@ -101,15 +113,27 @@ class Setup:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
-    def step(self, model: nn.Module, optimizer: Any) -> Callable[[Batch], Tensor]:
-        return partial(self._step, model, optimizer)
+    def step(
+        self, model: nn.Module, optimizer: Any, clip: Clip | None = None
+    ) -> Step:
+        """A plain loop's step; `clip` clips all gradients where torch's own does not."""
+        if clip is None:
+            clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+        return partial(self._step, model, optimizer, clip)
 
-    def _step(self, model: nn.Module, optimizer: Any, batch: Batch) -> Tensor:
-        loss = self.loss(model, batch)
-        loss.backward()
+    def _step(
+        self, model: nn.Module, optimizer: Any, clip: Clip, batches: list[Batch]
+    ) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            loss = self.loss(model, batch) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        if self.case.max_norm is not None:
+            clip(self.case.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
     def resident(self, model: nn.Module, optimizer: Any, **config: Any) -> Training:
         """A model that is on the device and is trained by a plain loop."""
@@ -130,4 +154,25 @@ class Setup:
             config,
             watch=watch,
             peak_bytes=device.peak_bytes,
+        )
+
+    def beside_host(
+        self,
+        host: Callable[[], Iterable[Tensor]],
+        step: Step,
+        config: dict[str, Any],
+        arithmetic: str = "",
+    ) -> Training:
+        """A training of which `host` names what is not on the device."""
+        if not self.on_cpu:
+            return Training(step, config, arithmetic)
+        counter = DeviceBytes(host)
+
+        @contextmanager
+        def watch() -> Iterator[None]:
+            with counter:
+                yield
+
+        return Training(
+            step, config, arithmetic, watch=watch, peak_bytes=lambda: counter.peak
         )

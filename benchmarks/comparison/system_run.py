@@ -23,8 +23,8 @@ EXTENSIONS = Path.home() / ".cache" / "protrain-benchmarks" / "torch_extensions"
 
 NOT_IN_TIME = "not done in time: raise --minutes"
 """Excuse of a system that says nothing about it."""
-READY = "ready"
-"""What a process says before each step."""
+READY, MEASURED = "ready", "measured"
+"""What a process says before each step, and at its end."""
 
 
 def prepare(device_type: str) -> None:
@@ -58,7 +58,12 @@ class SystemRun:
         case: What it trains.
         system: Key of `LABELS`.
         device_type: cpu or cuda.
+
+    Attributes:
+        peak_bytes: Device memory so far, as it says before each step; None if unknown.
     """
+
+    peak_bytes: int | None = None
 
     def __init__(self, case: Case, system: str, device_type: str) -> None:
         self._key = {"case": asdict(case), "system": system}
@@ -69,7 +74,7 @@ class SystemRun:
         self._connection, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.Process(
             target=_measure,
-            args=(system, case.name, device_type, time.time(), theirs, self._said),
+            args=(system, case, device_type, time.time(), theirs, self._said),
         )
         self._process.start()
         theirs.close()
@@ -102,8 +107,10 @@ class SystemRun:
             text = self._said.read_text(errors="replace")
             self._excuse = own_words(text, self._process.exitcode or 0)
             return
-        if said != READY:
-            self._measured = said
+        if said[0] == READY:
+            self.peak_bytes = said[1]
+        else:
+            self._measured = said[1]
 
     def record(self) -> dict[str, Any]:
         """What it has measured, or why it has not."""
@@ -140,7 +147,7 @@ def _build(system: str, device_type: str) -> None:
 
 def _measure(
     system: str,
-    case_name: str,
+    case: Case,
     device_type: str,
     started: float,
     connection: Connection,
@@ -156,11 +163,12 @@ def _measure(
     # imports torch, which the parent has no use for
     from .measure import measure
 
-    def wait_for_turn() -> None:
-        connection.send(READY)
+    def wait_for_turn(peak_bytes: int | None) -> None:
+        connection.send((READY, peak_bytes))
         connection.recv()
 
-    connection.send(measure(system, case_name, device_type, started, wait_for_turn))
+    measured = measure(system, case, device_type, started, wait_for_turn)
+    connection.send((MEASURED, measured))
     sys.stdout.flush()
     # process groups and worker threads of some systems never end
     os._exit(0)

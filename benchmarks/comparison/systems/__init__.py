@@ -2,9 +2,10 @@
 
 LABELS = {
     "ours": "ProTrain (this plugin)",
+    "equal": "ProTrain, a peer's memory",
     "uncapped": "plain, memory not capped",
     "plain": "plain, resident",
-    "plain_recompute": "plain, resident, recompute",
+    "plain_recompute": "plain, recompute, not capped",
     "layer_offloading": "Axolotl layer_offloading",
     "fsdp2": "FSDP2 CPUOffloadPolicy",
     "zero3": "DeepSpeed ZeRO-3 offload",
@@ -15,8 +16,18 @@ LABELS = {
 COMPILED = ("zero3",)
 """Systems that compile kernels when they are first used; `build` does it before."""
 
-EXACT = ("ours", "uncapped", "plain", "plain_recompute")
+PEERS = ("fsdp2", "zero3")
+"""Systems whose device memory `equal` may use: those that move weights, as this one does."""
+
+EXACT = ("ours", "equal", "uncapped", "plain", "plain_recompute")
 """Systems that promise plain training's numbers to the last bit on one device."""
+
+EQUAL = "equal"
+"""This plugin at the memory of a peer."""
 
 REFERENCE = "uncapped"
 """Whose losses the others are compared with: it always fits, if the machine does."""
+
+UNCAPPED = (REFERENCE, "plain_recompute")
+"""Systems that may take all the memory there is: what others lose by their limit, and by
+recomputing, shows beside them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from axolotl.monkeypatch.fsdp2_qlora import (
     apply_init_dtype_attrs_patch,
     apply_init_sharded_param_patch,
     apply_init_unsharded_param_patch,
 )
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -39,8 +42,20 @@ def open(setup: Setup) -> Training:
     for buffer in model.buffers():
         # FSDP2 leaves those where they are
         buffer.data = buffer.data.to(setup.device)
-    return Training(
-        setup.step(model, setup.optimizer(model)),
+    optimizer = setup.optimizer(model)
+    shards = [*model.parameters()]
+
+    def host() -> Iterator[Tensor]:
+        for shard in shards:
+            yield shard
+            if shard.grad is not None:
+                yield shard.grad
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    return setup.beside_host(
+        host,
+        setup.step(model, optimizer),
         {
             "offload_policy": f"CPUOffloadPolicy(pin_memory={not setup.on_cpu})",
             "units": "each block, and the rest",

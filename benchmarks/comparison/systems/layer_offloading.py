@@ -37,9 +37,9 @@ def open(setup: Setup) -> Training:
     manager.setup_hooks()
     step = setup.step(model, setup.optimizer(model))
 
-    def offloaded(batch: Batch) -> Tensor:
+    def offloaded(batches: list[Batch]) -> Tensor:
         # as LayerOffloadingMixin.training_step does
         with _LayerOffloadContext(manager):
-            return step(batch)
+            return step(batches)
 
     return Training(offloaded, {"num_prefetch": 1, "recompute": setup.case.recompute})

@@ -16,13 +16,14 @@ from ..setup import HOST, Setup, Training, nothing
 
 def open(setup: Setup) -> Training:
     case, shape = setup.case, SHAPES[setup.case.shape]
-    size = (case.tokens, shape.hidden, shape.intermediate)
+    size = (case.rows * case.length, shape.hidden, shape.intermediate)
     model = setup.model(HOST)
     optimizer = setup.optimizer(model)
     paged = page(
         model,
         optimizer,
-        example=setup.batch(0),
+        example=setup.batches(0)[0],
+        accumulation=case.accumulation,
         budget=case.capacity_bytes,
         autocast=setup.autocast_dtype,
         device=setup.device,
@@ -58,7 +59,7 @@ def open(setup: Setup) -> Training:
         }
 
     return Training(
-        setup.step(model, optimizer),
+        setup.step(model, optimizer, paged.clip_grad_norm_),
         {"budget": case.capacity_bytes},
         watch=paged.watch,
         peak_bytes=lambda: paged.measured().device_peak_bytes,

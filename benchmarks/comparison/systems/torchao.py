@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torchao.optim import CPUOffloadOptimizer
 
-from ..setup import LEARNING_RATE, Setup, Training
+from ..setup import LEARNING_RATE, CannotRunError, Setup, Training
 
 
 def open(setup: Setup) -> Training:
+    if setup.case.accumulation > 1 or setup.case.max_norm is not None:
+        raise CannotRunError("CPUOffloadOptimizer neither accumulates nor clips")
     model = setup.model(setup.device)
     if setup.case.recompute:
         setup.recompute(model)

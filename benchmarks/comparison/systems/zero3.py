@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ def open(setup: Setup) -> Training:
     pin = not setup.on_cpu
     config = {
         "train_micro_batch_size_per_gpu": setup.case.rows,
+        "gradient_accumulation_steps": setup.case.accumulation,
+        "gradient_clipping": setup.case.max_norm or 0.0,
         "bf16": {"enabled": setup.case.precision == "bf16"},
         "zero_optimization": {
             "stage": 3,
@@ -54,6 +57,10 @@ def open(setup: Setup) -> Training:
             "offload_optimizer": {"device": "cpu", "pin_memory": pin},
             "overlap_comm": True,
             "contiguous_gradients": True,
+            # as transformers fills in "auto"
+            "reduce_bucket_size": setup.hidden**2,
+            "stage3_prefetch_bucket_size": int(0.9 * setup.hidden**2),
+            "stage3_param_persistence_threshold": 10 * setup.hidden,
         },
         "steps_per_print": 1 << 30,
     }
@@ -72,15 +79,38 @@ def open(setup: Setup) -> Training:
             state.to(setup.device)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(batch: Batch) -> Tensor:
-        with torch.autocast(setup.device.type, enabled=False):
-            loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+    def step(batches: list[Batch]) -> Tensor:
+        total = torch.zeros((), device=setup.device)
+        for batch in batches:
+            with torch.autocast(setup.device.type, enabled=False):
+                loss = engine(**batch).loss
+            # it divides by the number of micro-batches itself
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / len(batches)
+        return total
 
-    return Training(
+    partitions = [p.ds_tensor for p in model.parameters()]
+
+    def host() -> Iterator[Tensor]:
+        yield from partitions
+        sharded = engine.optimizer
+        for name in (
+            "fp16_partitioned_groups_flat",
+            "fp32_partitioned_groups_flat",
+            "lp_param_contiguous_flat_buffer",
+            "grad_partitions_flat_buffer",
+        ):
+            held = getattr(sharded, name, None)
+            for tensor in held if isinstance(held, list) else [held]:
+                if tensor is not None:
+                    yield tensor
+                    if tensor.grad is not None:
+                        yield tensor.grad
+
+    return setup.beside_host(
+        host,
         step,
         {**config, "recompute": setup.case.recompute},
-        arithmetic="fp32 masters and moments" if config["bf16"]["enabled"] else "",
+        "fp32 masters and moments" if config["bf16"]["enabled"] else "",
     )

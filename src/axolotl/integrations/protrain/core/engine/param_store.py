@@ -201,11 +201,14 @@ class ParamStore:
 
     def require_unwritten(self, chunk: Chunk) -> None:
         """Raise AccessError if somebody wrote a weight while its block used it."""
+        known = self._known
         for spec in chunk.tensors:
-            param, address, version = self._known.get(spec.name, (None, 0, 0))
+            # what quantises a weight is no parameter, and is not known
+            if spec.name not in known:
+                continue
+            param, address, version = known[spec.name]
             if (
-                param is None
-                or param._version == version
+                param._version == version
                 or param.data_ptr() != address
                 or spec.name in self._harmless
             ):
@@ -226,8 +229,13 @@ class ParamStore:
 
     def remember(self, names: Iterable[str] | None = None) -> None:
         """Remember parameters, all of them or some, as a pass or a load has left them."""
-        every = (spec.name for chunk in self.on_host.values() for spec in chunk.tensors)
-        for name in every if names is None else names:
+        if names is None:
+            # after each pass: most are as they were
+            for name, (param, address, version) in self._known.items():
+                if param._version != version or param.data_ptr() != address:
+                    self._known[name] = param, param.data_ptr(), param._version
+            return
+        for name in names:
             owner = self._bindings[name].owner
             if isinstance(owner, nn.Parameter):
                 self._known[name] = owner, owner.data_ptr(), owner._version

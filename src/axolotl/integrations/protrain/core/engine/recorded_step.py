@@ -8,7 +8,8 @@ and some optimizers count in them. `replay` calls the optimizer class's own `ste
 with these attributes. In its groups master parameters stand for the parameters, at the same
 positions, by which some optimizers go: a pass may be using the parameters' own memory, or it
 has another dtype. Of parameters that are not updated now the clone has non-tensor state
-alone (Muon marks its matrices so). A value that only an update changes in a group (optimi's
+alone (Muon marks its matrices so); where elements are updated independently it has none of
+them, or a replay would take as long as all of them. A value that only an update changes in a group (optimi's
 `kahan_sum`) changes in the optimizer's own group, too. So no optimizer is written down here,
 and what it does to one parameter after another it does later with the same numbers. An
 optimizer that looks at several parameters together would not: `require_separable` knows
@@ -128,7 +129,12 @@ class RecordedStep:
             if fused and "fused" in group:
                 group.update(fused=True, foreach=False, capturable=False)
         self._params = [[*group["params"]] for group in plain.param_groups]
+        self._group_of: dict[nn.Parameter, int] | None = None
         every = [param for params in self._params for param in params]
+        if is_elementwise(kind):
+            lists = enumerate(self._params)
+            self._group_of = {p: number for number, params in lists for p in params}
+            every = []
         self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
         states = states_of(plain)
         self._marks = {
@@ -156,11 +162,17 @@ class RecordedStep:
         vars(clone).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
         known = {m: states[p] for p, m in master_params.items() if p in states}
         clone.state = defaultdict(dict, {**self._marks, **known})
-        here = {**self._absent, **master_params}
+        if self._group_of is None:
+            here = {**self._absent, **master_params}
+            lists = [[here[param] for param in params] for params in self._params]
+        else:
+            lists = [[] for _ in self._groups]
+            for param, main in master_params.items():
+                lists[self._group_of[param]].append(main)
         clone.param_groups = [
             # by value again: some count in place
-            {**_by_value(recorded), "params": [here[param] for param in params]}
-            for recorded, params in zip(self._groups, self._params, strict=True)
+            {**_by_value(recorded), "params": params}
+            for recorded, params in zip(self._groups, lists, strict=True)
         ]
         if self.method == "step" and any(
             base.__module__ == _BITSANDBYTES for base in self._kind.__mro__
