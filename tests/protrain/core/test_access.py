@@ -385,8 +385,27 @@ def test_a_write_that_would_be_lost_is_an_error(act: str) -> None:
     session = open_session(model)
     with torch.no_grad():
         OUTSIDE[act](model)
-    with pytest.raises(AccessError, match=r"layers\.2\.\S+: somebody changed"):
-        model(batches(1)[0])
+    for _ in range(2):
+        # who catches it and goes on has lost it all the same
+        with pytest.raises(AccessError, match=r"layers\.2\.\S+: somebody changed"):
+            model(batches(1)[0])
+    session.close()
+
+
+@pytest.mark.parametrize("update", Update)
+def test_a_weight_that_is_read_before_its_update_is_an_error(update: Update) -> None:
+    """Between a step and the next forward a weight on the device is one step old."""
+    model = stack()
+    stays = {"resident": ALL, "inside": HOST_STATE, "outside": HOST_STATE}
+    session = open_session(model, **stays, update=update)
+    optimizer = wrapped(session)
+    tokens = batches(1)[0]
+    model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    penalty = model.layers[1].up.weight.pow(2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (model(tokens) + penalty).backward()
     session.close()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from core_models import (
     Stack,
     adamw,
@@ -429,3 +430,75 @@ def test_a_loop_on_another_thread() -> None:
         loop.join()
     steps(other, plain, plain_clip(other), batches(2))
     assert_same(weights(model), weights(other))
+
+
+def test_gradients_without_a_step_stay_when_the_model_is_given_back() -> None:
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with paged(model, optimizer, accumulation=3) as run:
+        steps(model, optimizer, run.clip_grad_norm_, batches(3), 3)
+        model(EXAMPLE).backward()
+        run.clip_grad_norm_(0.1)
+        model(EXAMPLE).backward()
+    steps(other, plain, plain_clip(other), batches(3), 3)
+    other(EXAMPLE).backward()
+    nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    other(EXAMPLE).backward()
+    for name, param in other.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, param.grad)  # type: ignore[arg-type]
+    # what a step has used is no gradient of the next one
+    model = stack()
+    optimizer = adamw(model)
+    with paged(model, optimizer):
+        model(EXAMPLE).backward()
+        optimizer.step()
+    assert model.layers[0].up.weight.grad is None
+
+
+def test_a_graph_that_outlives_its_page_is_an_error() -> None:
+    model = stack()
+    with paged(model, adamw(model)):
+        loss = model(EXAMPLE)
+    with pytest.raises(AccessError, match="given back in between"):
+        loss.backward()
+
+
+def test_a_part_of_the_gradients_is_not_clipped_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    # the order of a norm's sum is that of who asks
+    ordered = [
+        [p for group in o.param_groups for p in group["params"]]
+        for o in (optimizer, plain)
+    ]
+    with paged(model, optimizer) as run:
+        run.adapt(accelerator)
+        model(EXAMPLE).backward()
+        with pytest.raises(AccessError, match="these 2 are not the parameters"):
+            accelerator.clip_grad_norm_(ordered[0][:2], 0.5)
+        norm = accelerator.clip_grad_norm_(ordered[0], 0.5)
+        optimizer.step()
+    other(EXAMPLE).backward()
+    assert norm == nn.utils.clip_grad_norm_(ordered[1], 0.5)
+    plain.step()
+    assert_same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("fused", (False, True))
+def test_a_base_that_is_unfrozen_in_training_is_refused(fused: bool) -> None:
+    """A fused step would write it without leaving a trace."""
+    model = stack()
+    model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    with paged(model, optimizer):
+        model(EXAMPLE).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.layers[1].requires_grad_(True)
+        with pytest.raises(AccessError, match=r"layers\.1\..*: it was frozen when"):
+            model(EXAMPLE)
+        with torch.no_grad():
+            model(EXAMPLE)

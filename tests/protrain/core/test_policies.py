@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ import pytest
 import torch
 from core_models import (
     ALL,
+    adamw,
     batches,
     freeze,
     hook_counts,
     open_session,
     stack,
     twin,
+    wrapped,
 )
 from simulated import DeferredDevice, SimulatedDevice, at_rate
 from torch import Tensor, nn
@@ -240,3 +243,57 @@ def test_the_end_of_what_waits_on_the_host_runs_no_python() -> None:
     swap.saving(0).pack_hook(torch.ones(2048))
     assert swap.host_bytes == 8192
     swap.remove()
+
+
+class Counting(nn.Module):
+    """A block that writes buffers in its forward, and whose output depends on one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("drift", torch.zeros(width))
+        self.register_buffer("mask", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.norm(self.up(x + self.drift) * self.mask)
+        if self.training:
+            self.drift.add_(x.detach().mean(0))
+            self.mask = self.mask * 0.99
+        return x + output
+
+
+class CountingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting(16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("swap", ((), (0, 1)))
+def test_a_recomputation_writes_no_buffer_a_second_time(swap: tuple[int, ...]) -> None:
+    """It finds them as its forward did, though others have come since."""
+    torch.manual_seed(0)
+    model = CountingStack()
+    plain = copy.deepcopy(model)
+    data = torch.randn(6, 8, 16)
+    with closing(open_session(model, recompute=(0, 1, 2), swap=swap)) as session:
+        pairs = (model, wrapped(session)), (plain, adamw(plain))
+        losses = []
+        for each, optimizer in pairs:
+            for two in data.split(2):
+                # both graphs are there before either goes backward
+                both = [each(rows) for rows in two]
+                sum(both).backward()
+                losses.append(sum(both).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            each.eval()
+            losses.append(each(data[0]).item())
+        assert losses[:4] == losses[4:]
+        for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(buffer, other)

@@ -146,6 +146,7 @@ def page(
         budget: Device memory, as bytes or "22GiB"; by default what a GPU has free.
         host_budget: Host memory; by default what is free.
         loss: Computes the loss from model and example; by default what the model returns.
+            Needed where the loop adds what it computes of weights, as a penalty.
         accumulation: Micro-batches of an optimizer step.
         autocast: Dtype of the region in which the loop runs the model, bfloat16 or None.
         evaluates: Tokens of an evaluation's batch over those of the example; 0 for none.
@@ -244,14 +245,17 @@ class Paged:
         self.close(failed=kind is not None)
 
     def close(self, failed: bool = False) -> None:
-        """Give the model back in host memory, with all steps applied, and the optimizer.
+        """Give the model back in host memory, with all steps applied, and the optimizer;
+        gradients for which no step was made are in `.grad`.
 
         After a failure the other ranks may never come to what ranks do together.
         """
         if self in _OPEN:
+            waiting = {} if failed else self._session.waiting_gradients()
             _OPEN.discard(self)
             self.module = self.model
             with ExitStack() as undo:
+                undo.callback(_set_gradients, waiting)
                 if not failed:
                     undo.callback(self._ranks.close)
                 undo.callback(_move_state, self._optimizer)
@@ -260,15 +264,20 @@ class Paged:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all parameters of the model, as `torch.nn.utils` does, and
         return their norm; gradients in host memory are among them."""
+        return self._clip(max_norm, norm_type, [*self.model.parameters()])
+
+    def _clip(
+        self, max_norm: float, norm_type: float, params: list[nn.Parameter]
+    ) -> Tensor:
         self._require_open("clipped")
         if norm_type != 2.0:
             raise ConfigError(
                 f"norm_type: {norm_type} cannot be had of gradients that are in host "
                 "memory. Use 2.0, or compute it in `with paged.full_params():`."
             )
-        norm = self._session.clip_grad_norm(max_norm)
+        norm = self._session.clip_grad_norm(max_norm, params)
         if norm is None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            norm = nn.utils.clip_grad_norm_(params, max_norm)
         return norm
 
     def full_params(self) -> AbstractContextManager[None]:
@@ -297,10 +306,19 @@ class Paged:
         own = {id(param) for param in model.parameters()}
 
         def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-            if not own.intersection(map(id, params)):
+            one = isinstance(parameters, Tensor)
+            params: list[Any] = [parameters] if one else [*parameters]
+            given = set(map(id, params))
+            if not self._session.host_kept or not own & given:
                 return plain(params, max_norm, norm_type)
-            return self.clip_grad_norm_(max_norm, norm_type)
+            trained = (p for p in model.parameters() if p.requires_grad)
+            if given - own or not given.issuperset(map(id, trained)):
+                raise AccessError(
+                    "parameters: gradients in host memory are clipped together, and these "
+                    f"{len(params)} are not the parameters of the paged model. Give "
+                    "`model.parameters()`, or clip inside `with paged.full_params():`."
+                )
+            return self._clip(max_norm, norm_type, params)
 
         undo.enter_context(patch.object(accelerator, "clip_grad_norm_", clip))
         undo.enter_context(patch.object(accelerator, "device_placement", False))
@@ -563,6 +581,11 @@ def _named_here() -> Iterator[None]:
             + f'host_budget="{host}MiB" if the host has that, ' * bool(host)
             + "else a smaller example or an adapter instead of a full fine-tune."
         ) from error
+
+
+def _set_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    for param, gradient in gradients.items():
+        param.grad = gradient
 
 
 def _move_state(optimizer: Optimizer, without: Any = ()) -> None:

@@ -400,7 +400,7 @@ class Workload:
         update_parameter_copies: The same for the largest single one of them.
         update: Where weights with state on the host are updated.
         host_can_update: Whether the device does that, and AdamW on the host could.
-        host_is_exact: The same, and it would give the same bits: the device is the CPU.
+        host_is_exact: Whether it would give the device's bits: the device is the CPU.
         elementwise: Whether the optimizer updates each element of a parameter
             independently of others.
         eval_ratio: Tokens of an evaluation batch over those of a micro-batch; 0 without
@@ -428,7 +428,7 @@ class Workload:
     world: World = ALONE
 
     def on_host(self) -> Workload:
-        """The same with weights updated on the host, where their state is there."""
+        """This step with weights updated on the host, where their state is there."""
         return replace(
             self, update=Update.HOST, host_can_update=False, host_is_exact=False
         )

@@ -338,9 +338,13 @@ class GradPlaceholders:
                 self.require_unspent(index)
                 self._spent.add(index)
 
+    def is_spent(self, index: int) -> bool:
+        """Return whether a gradient, still there, is that of the last update."""
+        return index in self._spent
+
     def require_unspent(self, index: int) -> None:
         """Raise AccessError if a gradient, still there, is that of the last update."""
-        if index in self._spent:
+        if self.is_spent(index):
             raise AccessError(
                 f"{self.placeholders[index].parameter_name}: the gradient of the last "
                 "update is still there, and on the host it is not used twice. Call "

@@ -32,6 +32,7 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ..errors import AccessError
 from ..layout.tensors import (
@@ -84,6 +85,7 @@ class ParamStore:
         # where a plan binds what is on the host, and address and version since then
         self._places: dict[str, Tensor] = {}
         self._known: dict[str, tuple[nn.Parameter, int, int]] = {}
+        self._frozen: set[str] = set()
         # another version of these has shown the same bytes
         self._harmless: set[str] = set()
         self._shown: HostPool | None = None
@@ -117,6 +119,8 @@ class ParamStore:
                 # frees the original
                 self._places[spec.name] = _view(buffer, spec)
                 self._bindings[spec.name].bind(self._places[spec.name])
+            if not chunk.trainable:
+                self._frozen.update(spec.name for spec in chunk.tensors)
             self.remember(spec.name for spec in chunk.tensors)
             return_freed_memory()
 
@@ -185,13 +189,26 @@ class ParamStore:
             place.copy_(now)
         return wrong
 
+    def updated(self, specs: Sequence[TensorSpec]) -> None:
+        """Weights that stay on the device have an update: a graph that has read them before
+        finds out, as autograd does it."""
+        increment_version([self._bindings[spec.name].owner for spec in specs])
+        self.remember(spec.name for spec in specs)
+
     def verify(self) -> None:
         """A pass begins: parameters are as the last one left them.
 
         Raises:
-            AccessError: One was written, or replaced, where that is lost.
+            AccessError: One was written, replaced or unfrozen, where that is lost.
         """
+        frozen = self._frozen if torch.is_grad_enabled() else ()
         for name, (param, address, version) in self._known.items():
+            if name in frozen and param.requires_grad:
+                raise AccessError(
+                    f"{name}: it was frozen when it was paged and requires a gradient "
+                    "now, whose update would be lost. Set `requires_grad` of what will "
+                    "train before training begins; it may be frozen again after that."
+                )
             if param.data_ptr() != address or param._version != version:
                 raise AccessError(
                     f"{name}: somebody changed this weight while it was paged out, "
@@ -258,7 +275,7 @@ class ParamStore:
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
         self.unload(self.on_host)
-        self.on_host, self._known = {}, {}
+        self.on_host, self._known, self._frozen = {}, {}, set()
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None

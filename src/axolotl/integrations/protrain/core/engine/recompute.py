@@ -38,6 +38,7 @@ class Recompute(AroundCall):
         swap: Swap | None = None,
     ) -> None:
         self._index, self._swap = index, swap
+        self._buffers = _Buffers(block)
         super().__init__(block)
 
     def around(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -48,12 +49,69 @@ class Recompute(AroundCall):
         # the recomputation would find what the forward wrote there, unless it only reads
         if getattr(self._module, "_can_checkpoint_with_cache", False):
             caches = []
-        run = partial(call, **{**kwargs, **dict.fromkeys(caches)})
+        given = partial(call, **{**kwargs, **dict.fromkeys(caches)})
+        run = self._buffers.around(given)
         if self._swap is not None:
             with self._swap.saving(self._index):
                 saved = _SavedArguments(args)
             run, args = partial(saved.passed_to, run), (saved.on_device,)
         return checkpoint(run, *args, use_reentrant=False)
+
+
+class _Buffers:
+    """Lets a recomputation find the buffers as its forward found them, and change none.
+
+    A forward may write some, as a batch norm its running statistics. The first one, in
+    training and apart from it, shows which.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._written: dict[bool, list[tuple[dict[str, Any], str]]] = {}
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Surround the two runs of a call, the second of which is the recomputation."""
+        trains = self._block.training
+        places = self._written.get(trains)
+        if places is None:
+            places = [
+                (module._buffers, name)
+                for module in self._block.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+        if not places:
+            return run
+        found = [own[name] for own, name in places]
+        before = [buffer.clone() for buffer in found]
+        is_first = True
+
+        def surrounded(*args: Any) -> Any:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                output = run(*args)
+                each = zip(places, found, before, strict=True)
+                self._written.setdefault(
+                    trains,
+                    [
+                        (own, name)
+                        for (own, name), buffer, as_found in each
+                        # a batch norm leaves versions as they are
+                        if own[name] is not buffer or not torch.equal(buffer, as_found)
+                    ],
+                )
+                return output
+            now = [own[name] for own, name in places]
+            for (own, name), buffer in zip(places, before, strict=True):
+                own[name] = buffer.clone()
+            try:
+                return run(*args)
+            finally:
+                for (own, name), buffer in zip(places, now, strict=True):
+                    own[name] = buffer
+
+        return surrounded
 
 
 class _SavedArguments:

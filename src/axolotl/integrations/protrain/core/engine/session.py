@@ -24,7 +24,7 @@ state is handed over, not copied. A rank takes another plan only where it is alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -217,9 +217,28 @@ class Session:
         one `synchronises`: the last of a step, after which gradients are averaged."""
         self._step.begin_micro_batch(synchronises)
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor | None:
-        """Clip over device and host gradients; None if the plain way sees them all."""
-        return self._step.clip_grad_norm([*self.model.parameters()], max_norm)
+    def clip_grad_norm(
+        self, max_norm: float, params: Sequence[nn.Parameter] | None = None
+    ) -> Tensor | None:
+        """Clip over device and host gradients, in the order of `params` if given; None if
+        the plain way sees them all."""
+        every = [*self.model.parameters()] if params is None else params
+        return self._step.clip_grad_norm(every, max_norm)
+
+    def waiting_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients, on the host, for which no step has been made yet."""
+        spent = {
+            param
+            for host in self._step.hosts
+            for index, param in enumerate(host.params)
+            if host.grads.is_spent(index)
+        }
+        every = set(self.model.parameters()) - spent
+        if all(param.grad is None for param in every):
+            return {}
+        with self.full_params():
+            shown = ((param, param.grad) for param in every)
+            return {param: g.cpu().clone() for param, g in shown if g is not None}
 
     @property
     def movable(self) -> frozenset[int]:

@@ -60,7 +60,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from ..errors import AccessError, LayoutError
 from ..layout import Direction
@@ -127,12 +126,10 @@ class DueUpdates:
         deferred update]."""
         own = self._updates.of_chunk.get(chunk)
         if own is not None and own.recorded is not None and self._updates.defers:
-            changed = [own.params[index] for index in own.changes()]
+            changed = [own.host.chunk.tensors[index] for index in own.changes()]
             self._apply_on_device(own)
             if self.slots.slot_of(chunk) is None:
-                # a graph that has read the weights before finds out, as autograd does it
-                increment_version(changed)
-                self._store.remember()
+                self._store.updated(changed)
 
     def _apply_on_device(self, own: ChunkUpdate) -> None:
         """Apply a recorded step to weights in a slot in use, or on the device for good."""
@@ -277,6 +274,7 @@ class DueUpdates:
             chunk = self._layout.chunks[index]
             self.slots.refresh(chunk, self._store.buffer_of(chunk))
             self.stale.discard(index)
+            self._store.updated(chunk.tensors)
 
     def settle(self) -> None:
         """Return once no update is pending, without other ranks."""
@@ -377,8 +375,9 @@ class Step:
         """A forward begins in a module above the blocks."""
         self._hide_params()
         if self._outermost in (None, module):
-            self._outermost, self.inside_forward = module, True
+            # first: after an error the forward that ends remembers nothing
             self.store.verify()
+            self._outermost, self.inside_forward = module, True
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
@@ -508,6 +507,11 @@ class Step:
         Raises:
             AccessError: This backward pass has a graph of its own.
         """
+        if self.closed:
+            raise AccessError(
+                "backward comes to a graph whose model was given back in between, and "
+                "whose weights were elsewhere. End a step before `close`."
+            )
         if torch.is_grad_enabled() and self.slots.is_paged(block):
             raise AccessError(
                 f"block {block} is paged, and `create_graph=True` would let a second "
