@@ -583,6 +583,39 @@ def master(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def loads(ranks: Ranks) -> dict[str, Any]:
+    """How far ranks are apart in a pass before a load, which the last one makes late, and
+    after it: of the model, and of an optimizer with masters."""
+    model = stack(dtype=torch.bfloat16)
+    layout = build_layout(model)
+    options, plan = Options(fp32_master=True), make_plan(layout, outside=HOST_STATE)
+    session = Session(model, layout, plan, CpuDevice(), options, ranks)
+    optimizer = session.wrap_optimizer(adamw(model))
+    first = _copied(model.state_dict())
+    tokens, found = batches(1)[0], {}
+    _accumulate(model, model, [tokens], session, optimizer)
+    with session.gathered_state():
+        state = _copied(optimizer.state_dict()) if ranks.rank == 0 else None
+    state = ranks.collect(state)[0]
+    for name, load in {
+        "model": partial(model.load_state_dict, first),
+        "optimizer": partial(optimizer.load_state_dict, state),
+    }.items():
+        losses = []
+        _accumulate(model, model, [tokens], session, optimizer)
+        for act in (lambda: None, load):
+            act()
+            if ranks.rank == ranks.world.size - 1:
+                time.sleep(0.3)
+            with torch.no_grad():
+                losses.append(model(tokens).item())
+        every = ranks.collect(losses)
+        found[name] = max(max(own) - min(own) for own in zip(*every, strict=True))
+        found[f"{name} changed"] = losses[0] != losses[1]
+    session.close()
+    return found
+
+
 def _far(ours: Tensor, theirs: Tensor) -> float:
     return (ours.float() - theirs.float()).abs().max().item()
 
@@ -698,6 +731,7 @@ def idle(ranks: Ranks, idle_rank: str, moment: str) -> None:
 
 ACTS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "collectives": collectives,
+    "loads": loads,
     "master": master,
     "memory": memory,
     "resume": resume,

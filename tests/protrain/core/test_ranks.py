@@ -202,6 +202,16 @@ def test_masters_on_several_ranks_equal_those_of_one(
     assert max(got.values()) <= 1e-6
 
 
+@pytest.mark.parametrize("case", ["loads"])
+@pytest.mark.parametrize("ranks", [2])
+def test_a_load_waits_for_ranks_in_a_pass(
+    ranks: int, case: str, found: Callable[[int, str], dict[str, Any]]
+) -> None:
+    got = found(ranks, case)
+    assert got.pop("model changed") and got.pop("optimizer changed")
+    assert got == {"model": 0.0, "optimizer": 0.0}
+
+
 @pytest.mark.parametrize("case", ["twice"])
 @pytest.mark.parametrize("ranks", [2])
 def test_two_backward_passes_at_once_are_refused(

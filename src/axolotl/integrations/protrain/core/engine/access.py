@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from ..types import Chunk
@@ -39,11 +40,19 @@ class StateAccess:
         step.device.reads(host)
 
     def before_load(self, host: Collection[Tensor]) -> None:
-        """Somebody is about to write these host tensors of the model's state."""
+        """Somebody is about to write these host tensors of the model's state, on all ranks
+        of a node, which share them."""
+        self._begin_load()
+        self._step.device.writes(host)
+
+    def _begin_load(self) -> None:
+        """Return once no rank of the node reads weights for a pass before the load."""
         step = self._step
         step.due.settle()
         step.device.synchronize()
-        step.device.writes(host)
+        if not self.shows_writes:
+            # else each writes pages of its own
+            step.ranks.node_sum(torch.zeros(1))
 
     def remember(self, names: Iterable[str]) -> None:
         """Remember parameters as they are bound now."""
@@ -58,9 +67,7 @@ class StateAccess:
         step.slots.forget_all()
         if not self._full_params.shows_writes and chunk.index not in step.plan.away:
             step.due.stale.add(chunk.index)
-            if step.plan.shards == 1:
-                # a gather waits for the ranks that do not load now
-                step.due.refresh_stale()
+            step.due.refresh_stale()
 
     def before_state_access(self) -> None:
         """Somebody is about to read or write optimizer state."""
@@ -75,8 +82,7 @@ class StateAccess:
         step = self._step
         self._full_params.hide()
         step.slots.end_use()
-        # a copy to the device may be reading weights
-        step.device.synchronize()
+        self._begin_load()
         for param in saved:
             own, _ = step.updates.place_of(param)
             if own is None:
