@@ -502,3 +502,61 @@ def test_a_base_that_is_unfrozen_in_training_is_refused(fused: bool) -> None:
             model(EXAMPLE)
         with torch.no_grad():
             model(EXAMPLE)
+
+
+def added(model: Stack, tokens: Tensor) -> Tensor:
+    return model(tokens) + 0.1 * penalty(model)
+
+
+def added_before(model: Stack, tokens: Tensor) -> Tensor:
+    return 0.1 * penalty(model) + model(tokens)
+
+
+def between_two_passes(model: Stack, tokens: Tensor) -> Tensor:
+    return model(tokens) + penalty(model) + model(tokens)
+
+
+def penalty(model: Stack) -> Tensor:
+    return sum((p.abs().sum() for p in model.layers[3].parameters()), torch.zeros(()))
+
+
+@pytest.mark.parametrize("loss", (added, added_before, between_two_passes))
+def test_a_penalty_that_nobody_has_seen_is_an_error(loss: Any) -> None:
+    """It would be of another block's weights; whose weights stay may be read."""
+    model = stack()
+    with (
+        paged(model, adamw(model)),
+        pytest.raises(
+            AccessError, match=r"layers\.3\..*outside of the model's forward"
+        ),
+    ):
+        loss(model, EXAMPLE).backward()
+    model = stack()
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with paged(model, optimizer, loss=loss) as run:
+        assert run.forecast.plan.n_persist == 0
+        for each, its in ((model, optimizer), (other, plain)):
+            for tokens in batches(2):
+                loss(each, tokens).backward()
+                its.step()
+                its.zero_grad()
+    assert_same(weights(model), weights(other))
+
+
+def test_other_graphs_and_calls_of_parts_are_not_in_the_way() -> None:
+    """A loss of several passes, of a block alone and of another model; once all pages have
+    closed, in any order, torch is as it was."""
+    backward = torch.autograd.backward
+    first, second = stack(), stack()
+    head = nn.Linear(16, 1)
+    one, two = paged(first, adamw(first)), paged(second, adamw(second))
+    hidden = torch.ones(2, 5, 16, requires_grad=True)
+    for model in (first, second):
+        loss = model(EXAMPLE) * 2 + model(EXAMPLE) + head(model.layers[2](hidden)).sum()
+        loss.backward()
+        model.zero_grad()
+    one.close()
+    second(EXAMPLE).backward()
+    two.close()
+    assert torch.autograd.backward is backward

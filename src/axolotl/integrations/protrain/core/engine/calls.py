@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import AccessError
 
@@ -89,6 +89,72 @@ class AroundCall:
         else:
             # the class has None
             del self._module._compiled_call_impl
+
+
+class LossGraph:
+    """Refuses, at each `torch.autograd.backward`, a loss that reads paged weights outside of
+    the passes through the model, as a penalty does; until `remove`.
+
+    Attributes:
+        paged: Names of trained weights whose values are elsewhere between two passes.
+        passes: Sequence numbers between which nodes lie that a pass since the last step has
+            made.
+    """
+
+    _all: ClassVar[list[LossGraph]] = []
+
+    def __init__(self) -> None:
+        self.paged: dict[Tensor, str] = {}
+        self.passes: list[tuple[int, int]] = []
+
+    def watch(self) -> LossGraph:
+        """Look at each backward from here on."""
+        if not self._all:
+            vars(_looked_at)["plain"] = torch.autograd.backward
+            torch.autograd.backward = _looked_at
+        self._all.append(self)
+        return self
+
+    def remove(self) -> None:
+        """Undo the binding."""
+        self._all.remove(self)
+        # somebody may have wrapped it since, and calls it still
+        if not self._all and torch.autograd.backward is _looked_at:
+            torch.autograd.backward = vars(_looked_at)["plain"]
+
+    def pass_made(self, entered: int) -> None:
+        """Know the nodes of a pass, which began at this sequence number."""
+        made = torch.autograd._get_sequence_nr()
+        if made > entered and self.paged:
+            self.passes.append((entered, made))
+
+    def require_known(self, roots: Sequence[Tensor]) -> None:
+        """Raise AccessError if some node apart from passes reads a paged weight."""
+        nodes = [root.grad_fn for root in roots] if self.paged else []
+        seen = set(nodes)
+        while nodes:
+            node: Any = nodes.pop()
+            name = self.paged.get(getattr(node, "variable", None))  # type: ignore[arg-type]
+            if name is not None:
+                raise AccessError(
+                    f"{name}: the loss reads this weight outside of the model's forward, "
+                    "as a penalty does, and it is paged: its values were not there. "
+                    "Compute it in the forward, let `page` know it by `loss=`, or use "
+                    "protrain_force_all_persistent: true."
+                )
+            number = -1 if node is None else node._sequence_nr()
+            if node is None or any(a <= number < b for a, b in self.passes):
+                continue
+            new = {following for following, _ in node.next_functions} - seen
+            seen |= new
+            nodes += new
+
+
+def _looked_at(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    for graph in LossGraph._all:
+        graph.require_known(roots)
+    vars(_looked_at)["plain"](roots, *args, **kwargs)
 
 
 def drop_ended_backward(device: torch.device) -> None:

@@ -20,7 +20,13 @@ from ..layout import Direction
 from ..layout.tensors import Binding, map_tensors, tensors_in
 from ..types import Chunk, Layout
 from .access import StateAccess
-from .calls import AroundCall, Hook, Removable, inside_backward, nothing
+from .calls import (
+    AroundCall,
+    Hook,
+    Removable,
+    inside_backward,
+    nothing,
+)
 from .host_chunks import HostChunk
 from .step import Step
 
@@ -41,8 +47,11 @@ class AroundBlock(AroundCall):
             with step.block_inside_backward(index, stays=trains):
                 entered = torch.autograd._get_sequence_nr()
                 output = call(*args, **kwargs)
-            # a reentrant checkpoint goes backward through what it has made
-            return self._await_backward(output, entered)[0] if trains else output
+            if trains:
+                # a reentrant checkpoint goes backward through what it has made
+                step.loss_graph.pass_made(entered)
+                output = self._await_backward(output, entered)[0]
+            return output
         direction = Direction.FORWARD if trains else Direction.INFERENCE
         try:
             step.before_block(index, direction)
@@ -51,6 +60,8 @@ class AroundBlock(AroundCall):
         finally:
             step.after_block(index, direction)
         if trains:
+            if not step.inside_forward:
+                step.loss_graph.pass_made(entered)
             output, newest = self._await_backward(output, entered)
             if newest < 0:
                 self._require_no_graph(entered)
@@ -181,6 +192,7 @@ def attach_entry(
         handles.append(module.register_forward_pre_hook(hook, prepend=True))
         hook = Hook(lambda module, *_: step.forward_ended(module))
         handles.append(module.register_forward_hook(hook, always_call=True))
+    handles.append(step.loss_graph.watch())
     return handles
 
 

@@ -65,7 +65,13 @@ from ..errors import AccessError, LayoutError
 from ..layout import Direction
 from ..types import Chunk, Counters, Layout, Plan
 from .apply import ChunkUpdate, Updates
-from .calls import AroundCall, Removable, drop_ended_backward, inside_backward
+from .calls import (
+    AroundCall,
+    LossGraph,
+    Removable,
+    drop_ended_backward,
+    inside_backward,
+)
 from .device import Device, range_of
 from .gradients import Gradients
 from .host_chunks import HostChunk, HostMemory
@@ -317,6 +323,7 @@ class Step:
         hosts: Chunks that train in host memory, in the order of their updates.
         handles: Bindings to the model.
         closed: Nothing is shown any more.
+        loss_graph: Knows which nodes the passes of a step have made.
     """
 
     plan: Plan
@@ -351,6 +358,7 @@ class Step:
         self._prefetch_held = self._autocasts = False
         self._order: PassOrder | None = None
         self._outermost: nn.Module | None = None
+        self.loss_graph, self._entered = LossGraph(), 0
         # graph task of the backward that runs, or ran last
         self._backward = -1
 
@@ -361,6 +369,12 @@ class Step:
         self.updates.staging_bytes = plan.staging_bytes
         if plan.shards > 1:
             self._order = PassOrder(len(self.layout.blocks), self.ranks)
+        chunk_of, paged = self.layout.chunk_of, set(plan.paged)
+        self.loss_graph.paged = {
+            param: name
+            for name, param in self.params.items()
+            if param.requires_grad and chunk_of.get(name) in paged
+        }
 
     # forward
 
@@ -378,6 +392,7 @@ class Step:
             # first: after an error the forward that ends remembers nothing
             self.store.verify()
             self._outermost, self.inside_forward = module, True
+            self._entered = torch.autograd._get_sequence_nr()
         for handle in self.handles:
             if isinstance(handle, AroundCall):
                 handle.require_bound()
@@ -395,6 +410,7 @@ class Step:
         """A forward of a module above the blocks has ended, or failed."""
         if module is self._outermost:
             self._outermost, self.inside_forward = None, False
+            self.loss_graph.pass_made(self._entered)
             self.due.remember()
             self._show_params_again()
 
@@ -609,6 +625,7 @@ class Step:
         self.slots.end_use()
         self.due.take_gradients_back()
         self.due.apply_all()
+        self.loss_graph.passes.clear()
         with self.updates.recording():
             yield
         if self.updates.defers:
