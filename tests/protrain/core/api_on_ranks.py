@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +18,94 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from core_models import adamw, batches, freeze, stack, twin, weights  # noqa: E402
 
-from axolotl.integrations.protrain.core import gpu, page  # noqa: E402
+from axolotl.integrations.protrain.core import Paged, gpu, page  # noqa: E402
 from axolotl.integrations.protrain.core.types import Knobs  # noqa: E402
 
 
-def steps(net: nn.Module, optimizer: Any, clip: Any, around: Any) -> list[float]:
-    """Two micro-batches a step, of this rank's own rows."""
+@dataclass(frozen=True)
+class Loop:
+    """A training loop's parts, plain or `paged`; `net` is called."""
+
+    model: nn.Module
+    net: Any
+    optimizer: torch.optim.Optimizer
+    paged: Paged | None = None
+
+    def around(self, last: bool = True) -> Any:
+        if self.paged is not None:
+            return self.paged.micro_batch(last)
+        return nullcontext() if last else self.net.no_sync()
+
+    def clip(self, most: float) -> float:
+        if self.paged is not None:
+            return self.paged.clip_grad_norm_(most).item()
+        return nn.utils.clip_grad_norm_(self.model.parameters(), most).item()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def rows(count: int) -> list[torch.Tensor]:
+    """This rank's own."""
+    return batches(count, seed=10 + dist.get_rank())
+
+
+def steps(loop: Loop) -> list[float]:
+    """Two micro-batches a step."""
     numbers = []
-    for number, tokens in enumerate(batches(6, seed=10 + dist.get_rank())):
+    for number, tokens in enumerate(rows(6)):
         last = number % 2 == 1
-        with around(last):
-            loss = net(tokens) / 2
+        with loop.around(last):
+            loss = loop.net(tokens) / 2
             loss.backward()
         numbers.append(loss.item())
         if last:
-            numbers.append(clip(0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
+            numbers.append(loop.clip(0.5))
+            loop.update()
     return numbers
 
 
-def compare(knobs: Knobs | None, lora: bool) -> None:
+def skips(loop: Loop) -> list[float]:
+    """A step with a norm that is not finite is left out, one of two micro-batches after it
+    is not."""
+    numbers = []
+    for number, tokens in enumerate(rows(5)):
+        with loop.around(last=number != 2):
+            loss = loop.net(tokens) * (float("inf") if number == 1 else 1.0)
+            loss.backward()
+        if number == 2:
+            continue
+        norm = loop.clip(0.5)
+        if number == 1:
+            loop.optimizer.zero_grad()
+        else:
+            numbers.append(norm)
+            loop.update()
+    return numbers
+
+
+CASES: dict[str, tuple[Callable[[Loop], list[float]], Knobs | None, bool]] = {
+    "full": (steps, Knobs(0, 2, 0, 3), False),
+    "adapter": (steps, Knobs(0, 2, 0, 3), True),
+    "full, measured": (steps, None, False),
+    "adapter, measured": (steps, None, True),
+    "skips": (skips, Knobs(0, 2, 0, 3), False),
+}
+"""A loop, the plan of the paged one, and whether an adapter alone trains."""
+
+
+def compare(name: str) -> None:
+    train, knobs, lora = CASES[name]
     model = stack()
     if lora:
         freeze(model)
-    plain = nn.parallel.DistributedDataParallel(twin(model))
-    optimizer, other = adamw(model), adamw(plain.module)
+    other = twin(model)
+    plain = Loop(other, nn.parallel.DistributedDataParallel(other), adamw(other))
+    ours = Loop(model, model, adamw(model))
     with page(
         model,
-        optimizer,
+        ours.optimizer,
         example=batches(1)[0],
         budget="1GiB",
         host_budget="1GiB",
@@ -54,16 +115,11 @@ def compare(knobs: Knobs | None, lora: bool) -> None:
         device="cpu",
     ) as paged:
         kind = type(paged.module).__name__
-        ours = steps(paged.module, optimizer, paged.clip_grad_norm_, paged.micro_batch)
+        numbers = train(replace(ours, net=paged.module, paged=paged))
         found = weights(model)
-    theirs = steps(
-        plain,
-        other,
-        lambda most: nn.utils.clip_grad_norm_(plain.parameters(), most),
-        lambda last: nullcontext() if last else plain.no_sync(),
-    )
-    same = all(torch.equal(found[n], w) for n, w in weights(plain.module).items())
-    print(f"{kind}: {'equal' if same and ours == theirs else 'differs'}", flush=True)
+    same = numbers == train(plain)
+    same &= all(torch.equal(found[n], w) for n, w in weights(other).items())
+    print(f"{name}: {'equal' if same else 'differs'}, {kind}", flush=True)
 
 
 if __name__ == "__main__":
@@ -71,7 +127,6 @@ if __name__ == "__main__":
     store = f"file://{sys.argv[1]}"
     rank, size = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE"))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    for knobs in (Knobs(0, 2, 0, 3), None):
-        for lora in (False, True):
-            compare(knobs, lora)
+    for name in CASES:
+        compare(name)
     dist.destroy_process_group()

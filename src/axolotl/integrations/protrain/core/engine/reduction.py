@@ -203,6 +203,8 @@ class GradientReduction(Gradients):
         device, host = self._device, self._hosts[number]
         self._worker.wait(host.chunk.index)
         averages = self._scaled(host, self._used[number])
+        # those that other ranks have told are of averages before
+        host.main_grads.norms.clear()
         self.retire(IN_FLIGHT - 1)
         communicate, offload = device.communicate, device.offload
         communicate.wait(device.compute.record())
