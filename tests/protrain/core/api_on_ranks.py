@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from core_models import adamw, batches, freeze, stack, twin, weights  # noqa: E402
 
 from axolotl.integrations.protrain.core import Paged, gpu, page  # noqa: E402
+from axolotl.integrations.protrain.core.errors import AccessError  # noqa: E402
 from axolotl.integrations.protrain.core.types import Knobs  # noqa: E402
 
 
@@ -85,12 +87,26 @@ def skips(loop: Loop) -> list[float]:
     return numbers
 
 
+def refuses(loop: Loop) -> list[float]:
+    """What would lose gradients is an error, after which training goes on."""
+    if loop.paged is not None:
+        tokens = rows(1)[0]
+        with loop.around():
+            loop.net(tokens).backward()
+        for last in (True, False):
+            with pytest.raises(AccessError, match=r"micro_batch\(last=False\)"):
+                loop.around(last).__enter__()
+        loop.optimizer.zero_grad()
+    return steps(loop)
+
+
 CASES: dict[str, tuple[Callable[[Loop], list[float]], Knobs | None, bool]] = {
     "full": (steps, Knobs(0, 2, 0, 3), False),
     "adapter": (steps, Knobs(0, 2, 0, 3), True),
     "full, measured": (steps, None, False),
     "adapter, measured": (steps, None, True),
     "skips": (skips, Knobs(0, 2, 0, 3), False),
+    "refuses": (refuses, Knobs(2, 2, 0, 0), False),
 }
 """A loop, the plan of the paged one, and whether an adapter alone trains."""
 

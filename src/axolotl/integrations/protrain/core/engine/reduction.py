@@ -81,11 +81,34 @@ class GradientReduction(Gradients):
             self._first_of[host.chunk.block] = self._number[host] = number
 
     def begin_micro_batch(self, synchronises: bool) -> None:
+        self._begin_anew()
         super().begin_micro_batch(synchronises)
         if synchronises:
             # or a gradient would be added to less than there is
             self._send_all()
             self._due, self._ends, self._next = bool(self._hosts), False, 0
+
+    def _begin_anew(self) -> None:
+        """Forget averages whose `.grad` somebody has set to None.
+
+        Raises:
+            AccessError: Others are there, to which nothing can be added.
+        """
+        for number, host in enumerate(self._hosts):
+            present = host.main_grads.present
+            launched = self._due and number < self._next
+            for index in range(len(host.params)) if launched or present else ():
+                if host.params[index].grad is None:
+                    present.discard(index)
+                elif launched or index in present:
+                    raise AccessError(
+                        f"{host.chunk.tensors[index].name}: a micro-batch begins where "
+                        "the gradient of this weight has been averaged over the ranks, "
+                        "and cannot be added to. Say which micro-batch of a step is the "
+                        "last (`micro_batch(last=False)` around others, in a Trainer "
+                        "gradient_accumulation_steps), or call `zero_grad` before."
+                    )
+        self._due = False
 
     def reach(self, block: int) -> None:
         # what follows the block in forward is done
