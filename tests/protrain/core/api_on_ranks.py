@@ -91,6 +91,10 @@ def refuses(loop: Loop) -> list[float]:
     """What would lose gradients is an error, after which training goes on."""
     if loop.paged is not None:
         tokens = rows(1)[0]
+        with loop.around(), pytest.raises(AccessError, match=r"Call `paged\.module`"):
+            loop.model(tokens)
+        with torch.no_grad(), loop.around():
+            loop.model(tokens)
         with loop.around():
             loop.net(tokens).backward()
         for last in (True, False):

@@ -39,6 +39,7 @@ NAMES = {
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",
     "torch.autograd:Variable._execution_engine": "queue_callback",
     "torch.nn:Module": "_call_impl _compiled_call_impl _wrapped_call_impl",
+    "torch.nn.parallel:DistributedDataParallel": "_get_active_ddp_module",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.serialization": "skip_data",

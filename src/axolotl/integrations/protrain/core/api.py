@@ -293,8 +293,12 @@ class Paged:
         which one is the `last` of a step: gradients are averaged in it."""
         self._require_open("trained")
         self._session.begin_micro_batch(last)
-        ddp = isinstance(self.module, DistributedDataParallel) and not last
-        with self.module.no_sync() if ddp else nullcontext():  # type: ignore[operator]
+        with ExitStack() as undo:
+            if isinstance(self.module, DistributedDataParallel):
+                hook = self.model.register_forward_pre_hook(_require_wrapper)
+                undo.callback(hook.remove)
+                if not last:
+                    undo.enter_context(self.module.no_sync())
             yield
 
     def adapt(self, accelerator: Any) -> None:
@@ -491,6 +495,16 @@ def _require_budget(device: torch.device, choice: Choice) -> None:
         raise ConfigError(
             "budget: the CPU device has no memory of its own that would limit it. Say how "
             'much it may use, for example budget="2GiB".'
+        )
+
+
+def _require_wrapper(model: nn.Module, _args: Any) -> None:
+    active = DistributedDataParallel._get_active_ddp_module()
+    if torch.is_grad_enabled() and active is None:
+        raise AccessError(
+            f"micro_batch: {type(model).__name__} is called without its "
+            "DistributedDataParallel, and gradients that stay on the device would not be "
+            "averaged over the ranks. Call `paged.module`."
         )
 
 
