@@ -113,9 +113,7 @@ class Setup:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
-    def step(
-        self, model: nn.Module, optimizer: Any, clip: Clip | None = None
-    ) -> Step:
+    def step(self, model: nn.Module, optimizer: Any, clip: Clip | None = None) -> Step:
         """A plain loop's step; `clip` clips all gradients where torch's own does not."""
         if clip is None:
             clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])

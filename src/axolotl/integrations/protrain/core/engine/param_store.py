@@ -206,8 +206,8 @@ class ParamStore:
             if name in frozen and param.requires_grad:
                 raise AccessError(
                     f"{name}: it was frozen when it was paged and requires a gradient "
-                    "now, whose update would be lost. Set `requires_grad` of what will "
-                    "train before training begins; it may be frozen again after that."
+                    "now, which would be lost. Say what trains (`requires_grad`) before "
+                    "training begins; it may be frozen again after that."
                 )
             if param.data_ptr() != address or param._version != version:
                 raise AccessError(
