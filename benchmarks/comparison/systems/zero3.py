@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,26 +92,24 @@ def open(setup: Setup) -> Training:
         return total
 
     partitions = [p.ds_tensor for p in model.parameters()]
-
-    def host() -> Iterator[Tensor]:
-        yield from partitions
-        sharded = engine.optimizer
-        for name in (
-            "fp16_partitioned_groups_flat",
-            "fp32_partitioned_groups_flat",
-            "lp_param_contiguous_flat_buffer",
-            "grad_partitions_flat_buffer",
-        ):
-            held = getattr(sharded, name, None)
-            for tensor in held if isinstance(held, list) else [held]:
-                if tensor is not None:
-                    yield tensor
-                    if tensor.grad is not None:
-                        yield tensor.grad
-
     return setup.beside_host(
-        host,
+        lambda: _on_host(engine.optimizer, partitions),
         step,
         {**config, "recompute": setup.case.recompute},
         "fp32 masters and moments" if config["bf16"]["enabled"] else "",
     )
+
+
+def _on_host(sharded: Any, partitions: list[Tensor]) -> Iterator[Tensor]:
+    """What the sharded optimizer keeps in host memory."""
+    yield from partitions
+    names = "fp16_partitioned_groups_flat fp32_partitioned_groups_flat lp_param_buffer"
+    for name in (*names.split(), "grad_partitions_flat_buffer"):
+        held = getattr(sharded, name, None)
+        for tensor in held if isinstance(held, list) else [held]:
+            if tensor is not None:
+                yield tensor
+                if tensor.grad is not None:
+                    yield tensor.grad
+    for state in sharded.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
