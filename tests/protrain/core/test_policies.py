@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice, Device
 from axolotl.integrations.protrain.core.engine.swap import Swap
+from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.types import SMALLEST_SWAP_BYTES
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -120,6 +121,22 @@ def test_each_storage_travels_once_each_way() -> None:
         measured = session.measured()
         assert measured.swapped_out_bytes == sum(expected)
         assert sorted(device.fetched) == sorted(expected)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap"])
+def test_a_context_that_copies_what_is_written_is_refused(policy: str) -> None:
+    """It would copy saved weights when their slot changes, too late."""
+    model = stack()
+    how: dict[str, Any] = {} if policy == "keep" else {policy: ALL}
+    session = open_session(model, **how)
+    (tokens,) = batches(1)
+    with (
+        torch.autograd.graph.allow_mutation_on_saved_tensors(),
+        pytest.raises(AccessError, match="block 0 is paged.*saved_tensors"),
+    ):
+        model(tokens)
+    model(tokens).backward()
+    session.close()
 
 
 def test_recompute_costs_one_more_forward_of_each_block() -> None:

@@ -60,6 +60,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 
 from ..errors import AccessError, LayoutError
 from ..layout import Direction
@@ -418,10 +419,19 @@ class Step:
         """Make the weights of a block readable; does nothing if they are.
 
         Raises:
+            AccessError: Somebody would copy its weights later than they are there.
             LayoutError: The forward of another block is still running.
         """
         if self.slots.block == block:
             return
+        if graph._allow_mutation_on_saved_tensors_enabled and self.slots.is_paged(
+            block
+        ):
+            raise AccessError(
+                f"block {block} is paged, and `allow_mutation_on_saved_tensors` would copy "
+                "its weights when its slot has changed already. Leave that context, or "
+                "use protrain_force_all_persistent: true."
+            )
         if self._order is not None:
             direction = self._skip_to(block, direction)
         self._use(block, direction)
