@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from core_models import (
+    HOST_STATE,
+    Layer,
     Stack,
     adamw,
     assert_same,
@@ -169,6 +171,37 @@ def test_a_second_clip_sees_the_first() -> None:
     optimizer.step()
     paged.step()
     assert_same_state(paged.state_dict(), optimizer.state_dict())
+    session.close()
+
+
+class Mixed(Layer):
+    """A layer with weights of three dtypes, one of them complex."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 2 * width)
+        self.extra = nn.Parameter(torch.randn(width, dtype=torch.complex64))
+        self.use_extra = False
+        self.narrow = nn.Linear(width, width, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = super().forward(x) * self.extra
+        return turned.real + turned.imag + self.narrow(x.bfloat16())
+
+
+@pytest.mark.parametrize("plan", ["all paged", "mixed", "resident"])
+def test_a_norm_over_several_dtypes_is_that_of_plain(plan: str) -> None:
+    """In torch's order of dtypes, which differs from that of the parameters."""
+    model = stack()
+    model.layers = nn.ModuleList(Mixed(16) for _ in range(6))
+    plain, _optimizer, session, _paged = pair(model, plan)
+    for tokens in batches(12):
+        plain(tokens).backward()
+        model(tokens).backward()
+        theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        ours = session.clip_grad_norm(1e9)
+        if ours is None:
+            ours = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert ours.item() == theirs
     session.close()
 
 

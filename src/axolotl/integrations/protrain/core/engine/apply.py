@@ -482,10 +482,14 @@ class Updates:
         for param in parameters:
             own, index = self.place_of(param)
             if own is not None and index in own.main_grads.present:
-                norms.append(own.main_grads.norms[index])
+                norm = own.main_grads.norms[index]
             elif own is None and param.grad is not None:
-                norms.append(torch.nn.utils.get_total_norm([param.grad]))
+                norm = torch.nn.utils.get_total_norm([param.grad])
                 here.append(param)
+            else:
+                continue
+            # grouped by the gradients' dtype: the norm of a complex one is real
+            norms.append(norm.to(param.dtype) if param.is_complex() else norm)
         # that of a number is the number: its order of dtypes is torch's affair
         total_norm = torch.nn.utils.get_total_norm(norms)
         if max_norm != float("inf"):
