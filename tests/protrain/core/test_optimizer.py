@@ -205,6 +205,33 @@ def test_a_norm_over_several_dtypes_is_that_of_plain(plan: str) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_group_that_changes_between_steps(fused: bool) -> None:
+    """A parameter leaves its group and comes back, another one is in two, one is empty."""
+    model = stack()
+    plain, session = twin(model), open_session(model, outside=HOST_STATE)
+    for own in (model, plain):
+        used: Any = torch.optim.AdamW(own.parameters(), lr=1e-2, fused=fused)
+        used = session.wrap_optimizer(used) if own is model else used
+        (group,) = used.param_groups
+
+        def train_one(seed: int, own: Any = own, used: Any = used) -> None:
+            train(own, used, [batches(1, seed)])
+            own.zero_grad()
+
+        train_one(1)
+        group["params"] = [p for p in group["params"] if p is not own.head.weight]
+        train_one(2)
+        used.param_groups.append({**group, "params": [own.layers[1].up.weight]})
+        train_one(3)
+        used.add_param_group({"params": [own.head.weight], "lr": 0.1})
+        group["params"] = []
+        train_one(4)
+    session.settle()
+    assert_same(model.state_dict(), plain.state_dict())
+    session.close()
+
+
 def test_a_step_without_gradients_changes_nothing() -> None:
     model = stack()
     before = weights(model)

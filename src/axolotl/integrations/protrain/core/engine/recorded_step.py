@@ -129,11 +129,14 @@ class RecordedStep:
             if fused and "fused" in group:
                 group.update(fused=True, foreach=False, capturable=False)
         self._params = [[*group["params"]] for group in plain.param_groups]
-        self._group_of: dict[nn.Parameter, int] | None = None
+        self._groups_of: dict[nn.Parameter, list[int]] | None = None
         every = [param for params in self._params for param in params]
         if is_elementwise(kind):
-            lists = enumerate(self._params)
-            self._group_of = {p: number for number, params in lists for p in params}
+            # none of a parameter that somebody has taken out, several of one put in twice
+            self._groups_of = defaultdict(list)
+            for number, params in enumerate(self._params):
+                for param in params:
+                    self._groups_of[param].append(number)
             every = []
         self._absent = {param: nn.Parameter(torch.empty(0)) for param in every}
         states = states_of(plain)
@@ -162,13 +165,14 @@ class RecordedStep:
         vars(clone).update(self._attributes, **{hooks: {} for hooks in _HOOKS})
         known = {m: states[p] for p, m in master_params.items() if p in states}
         clone.state = defaultdict(dict, {**self._marks, **known})
-        if self._group_of is None:
+        if self._groups_of is None:
             here = {**self._absent, **master_params}
             lists = [[here[param] for param in params] for params in self._params]
         else:
             lists = [[] for _ in self._groups]
             for param, main in master_params.items():
-                lists[self._group_of[param]].append(main)
+                for number in self._groups_of.get(param, ()):
+                    lists[number].append(main)
         clone.param_groups = [
             # by value again: some count in place
             {**_by_value(recorded), "params": params}
