@@ -192,3 +192,18 @@ def test_an_update_on_the_host_waits_for_copies_that_compute_makes() -> None:
         optimizer.step()
     assert_same(model.state_dict(), plain.state_dict())
     session.close()
+
+
+@pytest.mark.parametrize("update", Update, ids=str)
+def test_a_last_piece_of_one_element(update: Update) -> None:
+    """A count of steps has as many elements, and is no part of the parameter's."""
+    model = stack(width=129, num_layers=2, inner=8)
+    plain = twin(model)
+    session = open_session(model, piece_numel=128, update=update, **OFFLOADED)
+    ours, theirs = wrapped(session), adamw(plain)
+    data = [batches(1, seed) for seed in range(3)]
+    assert train(model, ours, data, session) == train(plain, theirs, data)
+    for mine, other in zip(ours.state.values(), theirs.state.values(), strict=True):
+        assert_same(mine, other)
+    session.close()
+    assert_same(model.state_dict(), plain.state_dict())

@@ -163,7 +163,7 @@ class OffloadedState:
         found = {p: t for p, t in every.items() if p not in self._staying}
         # nothing of what is there counts
         self._on_host = {}
-        self._renew({path: self._form(tensor) for path, tensor in found.items()})
+        self._renew({path: self._form(path, tensor) for path, tensor in found.items()})
         for path, tensor in found.items():
             self._on_host[path].copy_(tensor)
         self._bind(states)
@@ -207,7 +207,7 @@ class OffloadedState:
             for path, tensor in self._tensors(states).items()
             if tensor.device == self._torch_device and path not in self._staying
         }
-        forms = {path: self._form(tensor, piece) for path, tensor in found.items()}
+        forms = {path: self._form(path, t, piece) for path, t in found.items()}
         if forms != {path: place[1:] for path, place in self._places.items()}:
             self._renew(forms)
             parts = ()
@@ -259,14 +259,17 @@ class OffloadedState:
         common = {k: v for k, v in vars(self._optimizer).items() if k not in apart}
         return {t.data_ptr() for t in state_tensors(common).values() if t.numel()}
 
-    def _form(self, tensor: Tensor, piece: Piece | None = None) -> Form:
+    def _form(self, path: Path, tensor: Tensor, piece: Piece | None = None) -> Form:
         """The form of a tensor at rest, of which a piece may have a part."""
         if not self._is_cut:
             return form_of(tensor)
-        whole, cut = self._params[0], piece is not None and piece.elements is not None
-        if cut and tensor.numel() == piece.elements.stop - piece.elements.start:  # type: ignore[union-attr]
-            return whole.shape, None, tensor.dtype
-        return tensor.shape, None, tensor.dtype
+        shape, elements = tensor.shape, piece.elements if piece is not None else None
+        if elements is not None and shape == (elements.stop - elements.start,):
+            # a number may have as many elements as the last piece
+            known = self._places.get(path)
+            if known is None or self._is_by_element(known):
+                shape = self._params[0].shape
+        return shape, None, tensor.dtype
 
     def _leaves(self, path: Path, piece: Piece) -> bool:
         """Return whether an update of a piece brings a tensor home: a number of all elements,
