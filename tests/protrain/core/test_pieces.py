@@ -13,7 +13,9 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    before_updates,
     open_session,
+    slowly,
     stack,
     train,
     twin,
@@ -22,6 +24,7 @@ from core_models import (
 from hypothesis import given, strategies as st
 from simulated import DeferredDevice
 
+from axolotl.integrations.protrain.core.errors import AccessError
 from axolotl.integrations.protrain.core.layout import build_layout, pieces
 from axolotl.integrations.protrain.core.types import Placement, Update
 
@@ -207,3 +210,105 @@ def test_a_last_piece_of_one_element(update: Update) -> None:
         assert_same(mine, other)
     session.close()
     assert_same(model.state_dict(), plain.state_dict())
+
+
+State = dict[str, Any]
+
+
+def in_bf16(state: State) -> None:
+    state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+def in_fp64_in_place(state: State) -> None:
+    state["momentum_buffer"].data = state["momentum_buffer"].double()
+
+
+def other_memory(state: State) -> None:
+    state["momentum_buffer"].data = state["momentum_buffer"] * 3
+    state["momentum_buffer"].set_(state["momentum_buffer"] * 2)
+
+
+def forgotten(state: State) -> None:
+    state.clear()
+
+
+def one_more(state: State) -> None:
+    state["mine"] = torch.ones_like(state["momentum_buffer"])
+    state["numbers"] = [torch.ones(3)]
+
+
+CHANGES = in_bf16, in_fp64_in_place, other_memory, forgotten, one_more
+
+
+@pytest.mark.parametrize("update", Update, ids=str)
+@pytest.mark.parametrize("numel", [NUMEL, None], ids=["cut", "whole"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_somebody_puts_into_a_state_counts(
+    change: Any, numel: int | None, update: Update
+) -> None:
+    """Of another dtype, in other memory, or where nothing was, as in the plain run."""
+    model = stack(width=24)
+    plain = twin(model)
+    cut = {"piece_numel": numel} if numel else {}
+    session = open_session(model, update=update, **cut, **OFFLOADED)
+    results = []
+    for own in (model, plain):
+        options = {"lr": 1e-2, "momentum": 0.9, "foreach": False}
+        used: Any = torch.optim.SGD(own.parameters(), **options)
+        used = session.wrap_optimizer(used) if own is model else used
+        losses = train(own, used, [batches(1), batches(1, 2)])
+        for state in used.state.values():
+            change(state)
+        held = [state.get("momentum_buffer") for state in used.state.values()]
+        losses += train(own, used, [batches(1, 3), batches(1, 4)])
+        states = used.state_dict()["state"].values()
+        results.append((losses, [*map(deepcopy, states)], held))
+    (ours, mine, held), (theirs, others, kept) = results
+    assert ours == theirs
+    for state, other in zip(mine, others, strict=True):
+        for name in state.keys() - {"numbers"}:
+            assert_same({name: state[name]}, {name: other[name]})
+    # as in the plain run the tensor itself is what is updated
+    for tensor, other in zip(held, kept, strict=True):
+        assert tensor is other is None or torch.equal(tensor, other)
+    session.close()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_one_tensor_for_two_parameters_is_refused() -> None:
+    model = stack(width=24)
+    session = open_session(model, **OFFLOADED)
+    optimizer = wrapped(session)
+    train(model, optimizer, [batches(1)])
+    first, second = (
+        optimizer.state[model.layers[number].up.weight] for number in (1, 2)
+    )
+    first["exp_avg"] = second["exp_avg"]
+    with pytest.raises(AccessError, match="'exp_avg'|in two places"):
+        train(model, optimizer, [batches(1, 2), batches(1, 3)])
+
+
+@pytest.mark.parametrize("update", Update, ids=str)
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+def test_a_state_that_somebody_holds(key: str, update: Update) -> None:
+    """A write counts once `state` has been asked for; before, it would come too early."""
+    model = stack(width=24)
+    plain = twin(model)
+    session = open_session(model, update=update, piece_numel=NUMEL, **OFFLOADED)
+    ours, theirs = wrapped(session), adamw(plain)
+    for own, used in ((model, ours), (plain, theirs)):
+        train(own, used, [batches(1)])
+        held = [state[key] for state in used.state.values()]
+        train(own, used, [batches(1, 2)])
+        assert used.state
+        for tensor in held:
+            tensor.fill_(2.0)
+        train(own, used, [batches(1, 3)])
+    assert_same(model.state_dict(), plain.state_dict())
+    held = [state[key] for state in ours.state.values()]
+    with pytest.raises(AccessError, match=rf"'{key}'.*`optimizer.state`"):
+        with before_updates(slowly):
+            train(model, ours, [batches(1, 4)])
+            for tensor in held:
+                tensor.fill_(1.0)
+            session.settle()

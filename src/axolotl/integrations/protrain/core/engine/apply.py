@@ -62,6 +62,7 @@ class ChunkUpdate:
         master_params: The parameters that the optimizer changes in their place.
         pieces: The parts of the span that are updated one after another.
         states: The state of each piece, at rest; pieces of one tensor share theirs.
+        every_state: These, each once.
         recorded: The step that is still to be applied.
         num_applied: Pieces to which it has been applied.
         used: Indices of parameters that had a gradient in it.
@@ -87,11 +88,15 @@ class ChunkUpdate:
         }
         self.pieces = pieces(host.chunk, host.span, is_elementwise(kind), numel)
         self.states: list[OffloadedState] = []
+        self.every_state: list[OffloadedState] = []
         for piece in self.pieces:
-            if piece.elements is None or not piece.elements.start:
-                params = [self.params[index] for index in piece.span]
+            if piece.is_first:
+                params = {
+                    self.params[i]: host.chunk.tensors[i].name for i in piece.span
+                }
                 is_cut = piece.elements is not None
                 state = OffloadedState(plain, params, where, memory, is_cut)
+                self.every_state.append(state)
             self.states.append(state)
         self.recorded: RecordedStep | None = None
         self.num_applied = 0
@@ -126,9 +131,9 @@ class ChunkUpdate:
 
     def host_bytes(self) -> int:
         """Host bytes beside the weights."""
-        regions = {id(state): state.region.nbytes for state in self.states}
+        regions = (state.region.nbytes for state in self.every_state)
         own = self.main_grads.memory.nbytes, self.host.masters.memory.nbytes
-        return sum(own) + sum(regions.values())
+        return sum(own) + sum(regions)
 
 
 class Updates:
@@ -191,20 +196,22 @@ class Updates:
         }
         self.adopt([self.of_chunk[host.chunk.index] for host in new])
 
-    def adopt(self, chunks: Sequence[ChunkUpdate]) -> None:
-        """Move state that was created on the device, or loaded, into host memory."""
+    def adopt(self, chunks: Sequence[ChunkUpdate], again: bool = False) -> None:
+        """Move state that was created on the device, or loaded, into host memory; `again`
+        where somebody has put other tensors."""
         groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
 
         def stays(path: Path) -> bool:
-            group = groups[id(path[0])]
+            # somebody may have taken it out of its group
+            group = groups.get(id(path[0]), {})
             # the rule of torch.optim.Optimizer.load_state_dict
             on_device = group.get("fused") or group.get("capturable")
             return not self.on_host and path[-1] == "step" and not on_device
 
         for own in chunks:
             self._drop_others(own)
-            for state in {id(s): s for s in own.states}.values():
-                state.adopt(stays)
+            for state in own.every_state:
+                state.adopt(stays, again)
 
     def place_of(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:
         """The update of a parameter's chunk, None where no host has it, and its index."""
@@ -258,7 +265,7 @@ class Updates:
     def recording_call(self, method: str) -> Iterator[None]:
         """Around `train` or `eval` of a schedule-free optimizer: record it for all chunks
         if it changes the groups."""
-        recorded = RecordedStep(self.plain, self.kind, method=method)
+        recorded = self._recorded_now(method=method)
         before = [dict(group) for group in self.plain.param_groups]
         moved = [*self.all] if states_of(self.plain) else []
         for own in moved:
@@ -273,16 +280,22 @@ class Updates:
             for own in moved:
                 own.recorded = recorded
 
-    def _recorded_now(self, clip: Clip | None) -> RecordedStep:
+    def _recorded_now(
+        self, clip: Clip | None = None, method: str = "step"
+    ) -> RecordedStep:
+        notes = [(own, [state.note() for state in own.every_state]) for own in self.all]
+        moved = [own for own, at_rest in notes if not all(at_rest)]
+        if moved:
+            self.adopt(moved, again=True)
         if not self.on_host:
-            return RecordedStep(self.plain, self.kind, clip)
+            return RecordedStep(self.plain, self.kind, clip, method)
         if clip is not None:
             clip = clip[0], clip[1].cpu()
         # how a device computes is its affair
         fused = self._device.torch_device.type != "cpu"
         # or None: spares a pass over all gradients
         scaling = clip if _scales(clip) else None
-        return RecordedStep(self.plain, self.kind, scaling, fused=fused)
+        return RecordedStep(self.plain, self.kind, scaling, method, fused)
 
     def _hide_states(self, params: Sequence[nn.Parameter]) -> None:
         states = states_of(self.plain)

@@ -174,7 +174,7 @@ class SavedState:
         self.order()
         with ExitStack() as rest:
             for own in self._updates.all:
-                for state in own.states:
+                for state in own.every_state:
                     rest.callback(state.release)
 
     def _with_master(self, param: nn.Parameter) -> tuple[ChunkUpdate | None, int]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..layout import Piece, aligned
 from ..types import STATE_ALIGNMENT_BYTES
 from .host_pool import StateMemory
@@ -66,6 +67,14 @@ class Place(NamedTuple):
 
 Form = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
 """Shape, stride and dtype of a tensor; stride is None in plain order."""
+
+
+Mark = tuple[int, int, int]
+"""What tells a tensor from another, and from itself once it was written."""
+
+
+def _mark(tensor: Tensor) -> Mark:
+    return id(tensor), tensor._version, tensor.data_ptr()
 
 
 def form_of(tensor: Tensor) -> Form:
@@ -131,7 +140,7 @@ class OffloadedState:
 
     Args:
         optimizer: Has the state, by parameter.
-        params: Parameters that are updated together.
+        params: Names of the parameters that are updated together.
         torch_device: The device of updates.
         memory: Gives regions.
         is_cut: Pieces are elements of the only parameter.
@@ -140,33 +149,65 @@ class OffloadedState:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        params: Sequence[nn.Parameter],
+        params: Mapping[nn.Parameter, str],
         torch_device: torch.device,
         memory: StateMemory,
         is_cut: bool,
     ) -> None:
-        self._optimizer, self._params, self._is_cut = optimizer, params, is_cut
+        self._optimizer, self._names, self._is_cut = optimizer, params, is_cut
+        self._shape = next(iter(params)).shape
         self._torch_device, self._memory = torch_device, memory
         self._places: dict[Path, Place] = {}
         # the tensors in the region, each with a storage of its own
         self._on_host: dict[Path, Tensor] = {}
         self._staying: set[Path] = set()
+        # every tensor when a step was recorded, and how it was
+        self._noted: dict[Path, Tensor] = {}
+        self._marks: dict[Path, Mark] = {}
         self._left: list[Tensor] = []
         self.region = torch.empty(0, dtype=torch.uint8)
         """uint8; all that travels, tensors `STATE_ALIGNMENT_BYTES` apart."""
 
-    def adopt(self, stays: Callable[[Path], bool]) -> None:
-        """Take over a state that was made or loaded elsewhere, except what `stays`."""
+    def adopt(self, stays: Callable[[Path], bool], again: bool) -> None:
+        """Take over a state that was made or loaded elsewhere, except what `stays`; `again`
+        where somebody has put other tensors. No copy may be in flight."""
         states = self._states()
         every = self._tensors(states)
-        self._staying = {path for path in every if stays(path)}
+        stayed = self._staying if again else set()
+        self._staying = {path for path in every if stays(path) or path in stayed}
         found = {p: t for p, t in every.items() if p not in self._staying}
         # nothing of what is there counts
-        self._on_host = {}
+        self._on_host, self._noted = {}, {}
         self._renew({path: self._form(path, tensor) for path, tensor in found.items()})
         for path, tensor in found.items():
-            self._on_host[path].copy_(tensor)
+            self._on_host[path].copy_(tensor.detach())
+            if again:
+                # as without paging it is the one that somebody holds
+                tensor.data = self._on_host[path]
+                self._on_host[path] = tensor
         self._bind(states)
+        self._release_left()
+        if not self.note():
+            raise AccessError(
+                f"{', '.join(self._names.values())}: their optimizer state has one tensor "
+                "in two places. Put a copy into one of them."
+            )
+
+    def note(self) -> bool:
+        """Remember the state as it is when a step is recorded; False if not all is at rest."""
+        self._noted = self._tensors(self._states())
+        self._marks = {path: _mark(tensor) for path, tensor in self._noted.items()}
+        if self._noted.keys() - self._staying != self._places.keys():
+            return False
+        start = self.region.data_ptr()
+        for path, place in self._places.items():
+            tensor = self._noted[path]
+            moved = place.nbytes and tensor.data_ptr() != start + place.offset
+            if tensor is not self._on_host[path] or moved:
+                return False
+            if self._form(path, tensor) != place[1:]:
+                return False
+        return True
 
     def sources(self, piece: Piece) -> list[Tensor]:
         """Host bytes that an update of a piece reads, uint8."""
@@ -178,21 +219,35 @@ class OffloadedState:
         self, parts: Sequence[Tensor], piece: Piece
     ) -> dict[nn.Parameter, Any]:
         """The states for an update of a piece: tensors that travel are views of `parts`,
-        which hold what `sources` names, others are copies."""
+        which hold what `sources` names, others are copies.
+
+        Raises:
+            AccessError: Somebody has written the state since the step was recorded.
+        """
         views = self._views(parts, piece) if parts else {}
-        shared = self._shared()
+        shared, marks = self._shared(), {}
 
         def here(path: Path, tensor: Tensor) -> Tensor:
             view = views.get(path)
+            if view is None and tensor.data_ptr() in shared:
+                return tensor
+            marks[path] = _mark(tensor)
             if view is None:
-                return tensor if tensor.data_ptr() in shared else tensor.clone()
-            if tensor is not self._on_host[path]:
-                # somebody has put it there since
-                view.copy_(self._cut(tensor, piece))
+                return tensor.clone()
             # or an update in place would change what further pieces read
             return view if self._leaves(path, piece) else view.clone()
 
-        return map_state(self._states(), here)
+        states = map_state(self._states(), here)
+        # copies home of earlier pieces have written it, too
+        if piece.is_first and marks != self._marks:
+            every = {**self._marks, **marks}
+            path = next(p for p in every if self._marks.get(p) != marks.get(p))
+            raise AccessError(
+                f"{self._names[path[0]]}: its optimizer state {path[1:]} was written after "
+                "`step`, by somebody who has held it since before, and its update is still "
+                "due. Take it from `optimizer.state` after each step."
+            )
+        return states
 
     def take_back(
         self, states: Mapping[nn.Parameter, Any], parts: Sequence[Tensor], piece: Piece
@@ -202,11 +257,13 @@ class OffloadedState:
         Tensors that the optimizer has made, or made larger, get another region. The last
         piece binds the optimizer's state to host memory.
         """
+        every = self._tensors(states)
         found = {
             path: tensor
-            for path, tensor in self._tensors(states).items()
+            for path, tensor in every.items()
             if tensor.device == self._torch_device and path not in self._staying
         }
+        self._staying |= every.keys() - found.keys()
         forms = {path: self._form(path, t, piece) for path, t in found.items()}
         if forms != {path: place[1:] for path, place in self._places.items()}:
             self._renew(forms)
@@ -226,6 +283,8 @@ class OffloadedState:
                 if leaves and found[path].data_ptr() != view.data_ptr():
                     view.copy_(found[path])
         if piece.is_last:
+            for path in self._staying & self._noted.keys() & every.keys():
+                self._noted[path].data = every[path]
             self._bind(states)
         if parts and piece.elements is None:
             return [(self.region, parts[0][: self.region.numel()])]
@@ -237,16 +296,21 @@ class OffloadedState:
 
     def release(self) -> None:
         """Unlock all memory, which goes with its last reader; no copy may be in flight."""
-        regions = [region for region in (*self._left, self.region) if region.numel()]
-        self._left, self._places, self._on_host = [], {}, {}
+        self._left.append(self.region)
+        self._places, self._on_host, self._noted = {}, {}, {}
         self.region = torch.empty(0, dtype=torch.uint8)
+        self._release_left()
+
+    def _release_left(self) -> None:
         with ExitStack() as rest:
-            for region in regions:
-                rest.callback(self._memory.release, region)
+            for region in self._left:
+                if region.numel():
+                    rest.callback(self._memory.release, region)
+            self._left = []
 
     def _states(self) -> dict[nn.Parameter, Any]:
         states = vars(self._optimizer)["state"]
-        return {param: states[param] for param in self._params if param in states}
+        return {param: states[param] for param in self._names if param in states}
 
     def _tensors(self, states: Any) -> dict[Path, Tensor]:
         """Tensors of states, without those that all parameters share."""
@@ -268,7 +332,7 @@ class OffloadedState:
             # a number may have as many elements as the last piece
             known = self._places.get(path)
             if known is None or self._is_by_element(known):
-                shape = self._params[0].shape
+                shape = self._shape
         return shape, None, tensor.dtype
 
     def _leaves(self, path: Path, piece: Piece) -> bool:
@@ -277,7 +341,7 @@ class OffloadedState:
         return piece.is_last or self._is_by_element(self._places[path])
 
     def _is_by_element(self, place: Place) -> bool:
-        return place.shape == self._params[0].shape
+        return place.shape == self._shape
 
     def _range(self, place: Place, piece: Piece) -> slice:
         """Return the bytes of the region that a piece has of a tensor."""
@@ -289,7 +353,7 @@ class OffloadedState:
 
     def _cut(self, tensor: Tensor, piece: Piece) -> Tensor:
         """The part of a whole tensor that belongs to a piece."""
-        if piece.elements is None or tensor.shape != self._params[0].shape:
+        if piece.elements is None or tensor.shape != self._shape:
             return tensor
         return tensor.reshape(-1)[piece.elements]
 
@@ -333,7 +397,8 @@ class OffloadedState:
     def _bind(self, states: Mapping[nn.Parameter, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""
         own = vars(self._optimizer)["state"]
-        for param, bound in map_state(states, self._on_host.get).items():
+        at_rest = {**self._noted, **self._on_host}
+        for param, bound in map_state(states, at_rest.get).items():
             kept = own.setdefault(param, bound)
             if kept is not bound:
                 # as without paging the object stays

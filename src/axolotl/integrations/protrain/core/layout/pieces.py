@@ -24,11 +24,13 @@ class Piece:
         span: Indices of the tensors.
         elements: Of the only tensor, flattened; None for whole tensors.
         is_last: No other piece of that tensor follows.
+        is_first: No other piece of that tensor is before it.
     """
 
     span: range
     elements: slice | None = None
     is_last: bool = True
+    is_first: bool = True
 
 
 def pieces(
@@ -59,4 +61,5 @@ def pieces(
 def _elements(index: int, total: int, numel: int) -> Iterator[Piece]:
     for first in range(0, total, numel):
         stop = min(first + numel, total)
-        yield Piece(range(index, index + 1), slice(first, stop), stop == total)
+        elements = slice(first, stop)
+        yield Piece(range(index, index + 1), elements, stop == total, not first)
