@@ -33,7 +33,7 @@ NO_TORCH = {
     *(f"planner/{name}" for name in ("plans", "search", "planner")),
 }
 
-IN_A_STEP = {"files": 17, "functions": 180, "classes": 31}
+IN_A_STEP = {"files": 17, "functions": 182, "classes": 31}
 """Of core, as `benchmarks/step_trace.py` counts them."""
 MOST_CALLABLES = 9
 

@@ -70,7 +70,7 @@ Form = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
 
 
 Mark = tuple[int, int, int]
-"""What tells a tensor from another, and from itself once it was written."""
+"""Identity, version and address of a tensor, one of which a write changes."""
 
 
 def _mark(tensor: Tensor) -> Mark:
@@ -162,7 +162,7 @@ class OffloadedState:
         self._on_host: dict[Path, Tensor] = {}
         self._staying: set[Path] = set()
         # every tensor when a step was recorded, and how it was
-        self._noted: dict[Path, Tensor] = {}
+        self._recorded: dict[Path, Tensor] = {}
         self._marks: dict[Path, Mark] = {}
         self._left: list[Tensor] = []
         self.region = torch.empty(0, dtype=torch.uint8)
@@ -177,7 +177,7 @@ class OffloadedState:
         self._staying = {path for path in every if stays(path) or path in stayed}
         found = {p: t for p, t in every.items() if p not in self._staying}
         # nothing of what is there counts
-        self._on_host, self._noted = {}, {}
+        self._on_host, self._recorded = {}, {}
         self._renew({path: self._form(path, tensor) for path, tensor in found.items()})
         for path, tensor in found.items():
             self._on_host[path].copy_(tensor.detach())
@@ -195,13 +195,13 @@ class OffloadedState:
 
     def note(self) -> bool:
         """Remember the state as it is when a step is recorded; False if not all is at rest."""
-        self._noted = self._tensors(self._states())
-        self._marks = {path: _mark(tensor) for path, tensor in self._noted.items()}
-        if self._noted.keys() - self._staying != self._places.keys():
+        self._recorded = self._tensors(self._states())
+        self._marks = {path: _mark(tensor) for path, tensor in self._recorded.items()}
+        if self._recorded.keys() - self._staying != self._places.keys():
             return False
         start = self.region.data_ptr()
         for path, place in self._places.items():
-            tensor = self._noted[path]
+            tensor = self._recorded[path]
             moved = place.nbytes and tensor.data_ptr() != start + place.offset
             if tensor is not self._on_host[path] or moved:
                 return False
@@ -283,8 +283,8 @@ class OffloadedState:
                 if leaves and found[path].data_ptr() != view.data_ptr():
                     view.copy_(found[path])
         if piece.is_last:
-            for path in self._staying & self._noted.keys() & every.keys():
-                self._noted[path].data = every[path]
+            for path in self._staying & self._recorded.keys() & every.keys():
+                self._recorded[path].data = every[path]
             self._bind(states)
         if parts and piece.elements is None:
             return [(self.region, parts[0][: self.region.numel()])]
@@ -297,7 +297,7 @@ class OffloadedState:
     def release(self) -> None:
         """Unlock all memory, which goes with its last reader; no copy may be in flight."""
         self._left.append(self.region)
-        self._places, self._on_host, self._noted = {}, {}, {}
+        self._places, self._on_host, self._recorded = {}, {}, {}
         self.region = torch.empty(0, dtype=torch.uint8)
         self._release_left()
 
@@ -397,7 +397,7 @@ class OffloadedState:
     def _bind(self, states: Mapping[nn.Parameter, Any]) -> None:
         """Let the optimizer find states whose tensors are at rest."""
         own = vars(self._optimizer)["state"]
-        at_rest = {**self._noted, **self._on_host}
+        at_rest = {**self._recorded, **self._on_host}
         for param, bound in map_state(states, at_rest.get).items():
             kept = own.setdefault(param, bound)
             if kept is not bound:
