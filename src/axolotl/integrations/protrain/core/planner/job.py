@@ -273,10 +273,12 @@ def plan_for(
     on_host = planner_for(subject.workload.on_host())
     try:
         forecast = choose(choice, planner)
-    except BudgetError:
-        with suppress(BudgetError):
+    except BudgetError as error:
+        try:
             return choose(choice, on_host), on_host
-        return choose(choice, planner, anyway), planner
+        except BudgetError as other:
+            nearer = on_host if other.needs < error.needs else planner
+        return choose(choice, nearer, anyway), nearer
     with suppress(BudgetError):
         other = choose(choice, on_host)
         if (1 + PAGING_GAIN) * other.step.total_s < forecast.step.total_s:
