@@ -166,7 +166,7 @@ def _in_turns(
             if system != EQUAL:
                 start(system, case)
         if EQUAL in systems:
-            start(EQUAL, replace(case, capacity_bytes=_least(runs, case)))
+            start(EQUAL, replace(case, capacity_bytes=_of_peer(runs, case)))
         for _ in range(case.steps):
             for run in runs.values():
                 run.begin_step()
@@ -174,10 +174,10 @@ def _in_turns(
         return [run.record() for run in runs.values()]
 
 
-def _least(runs: Mapping[str, SystemRun], case: Case) -> int:
-    """Device memory of the peer that takes least."""
-    peaks = [runs[peer].peak_bytes for peer in PEERS if peer in runs]
-    return min((peak for peak in peaks if peak), default=case.capacity_bytes)
+def _of_peer(runs: Mapping[str, SystemRun], case: Case) -> int:
+    """Device memory of the first peer that runs."""
+    peaks = (runs[peer].peak_bytes for peer in PEERS if peer in runs)
+    return next((peak for peak in peaks if peak), case.capacity_bytes)
 
 
 def _say(case: Case, record: dict[str, Any]) -> None:

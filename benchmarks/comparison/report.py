@@ -276,7 +276,7 @@ def sentence(day: str, records: Sequence[Record]) -> str:
         "memory that plain training does not\n  fit under: "
         f"{span('ours', REFERENCE)} of the speed of plain training without a limit,\n  "
         f"{span('ours', 'fsdp2')} times FSDP2, {span('ours', 'zero3')} times ZeRO-3,\n  "
-        "which are held to no limit; with the memory of the smaller of both "
+        "which are held to no limit; with the memory of FSDP2 "
         f"{span(EQUAL, 'fsdp2')} times FSDP2\n  and {span(EQUAL, 'zero3')} times ZeRO-3\n  "
         "([benchmarks/README.md](benchmarks/README.md)). "
     )

@@ -17,7 +17,7 @@ COMPILED = ("zero3",)
 """Systems that compile kernels when they are first used; `build` does it before."""
 
 PEERS = ("fsdp2", "zero3")
-"""Systems whose device memory `equal` may use: those that move weights, as this one does."""
+"""Systems that move weights, as this one does; `equal` may use what the first one takes."""
 
 EXACT = ("ours", "equal", "uncapped", "plain", "plain_recompute")
 """Systems that promise plain training's numbers to the last bit on one device."""

@@ -1,4 +1,4 @@
-"""This plugin with the memory of the peer that takes the least of the device."""
+"""This plugin with the device memory that FSDP2 takes."""
 
 from __future__ import annotations
 

@@ -276,8 +276,8 @@ def plan_for(
     except BudgetError as error:
         try:
             return choose(choice, on_host), on_host
-        except BudgetError as other:
-            nearer = on_host if other.needs < error.needs else planner
+        except BudgetError as there:
+            nearer = on_host if there.needs < error.needs else planner
         return choose(choice, nearer, anyway), nearer
     with suppress(BudgetError):
         other = choose(choice, on_host)
