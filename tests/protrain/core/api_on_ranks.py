@@ -8,7 +8,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,6 +106,50 @@ def refuses(loop: Loop) -> list[float]:
     return steps(loop)
 
 
+def by_trainer(
+    loop: Loop, folder: str, resumes_from: str | None = None, **settings: Any
+) -> list[float]:
+    """Let a `transformers.Trainer` train; losses and norms, those before a checkpoint too."""
+    from transformers import Trainer, TrainingArguments
+
+    class Plain(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(inputs["tokens"])
+
+    arguments = TrainingArguments(
+        folder,
+        max_steps=4,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"save_strategy": "no", **settings},
+    )
+    data: Any = [{"tokens": tokens[0]} for tokens in batches(16)]
+    optimizers = loop.optimizer, None
+    # on several ranks its CPU is number 0, to which weights would be copied
+    with patch.object(TrainingArguments, "place_model_on_device", False):
+        trainer = Plain(
+            loop.model, arguments, train_dataset=data, optimizers=optimizers
+        )
+    if loop.paged is not None:
+        loop.paged.adapt(trainer.accelerator)
+    trainer.train(resume_from_checkpoint=resumes_from)
+    log = trainer.state.log_history
+    return [line[key] for line in log for key in ("loss", "grad_norm") if key in line]
+
+
+def saves_weights(loop: Loop) -> list[float]:
+    """Train by a Trainer, which saves the optimizer's state on a rank alone only."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    with TemporaryDirectory() as folder:
+        return by_trainer(loop, folder, **settings)
+
+
 CASES: dict[str, tuple[Callable[[Loop], list[float]], Knobs | None, bool]] = {
     "full": (steps, Knobs(0, 2, 0, 3), False),
     "adapter": (steps, Knobs(0, 2, 0, 3), True),
@@ -111,6 +157,8 @@ CASES: dict[str, tuple[Callable[[Loop], list[float]], Knobs | None, bool]] = {
     "adapter, measured": (steps, None, True),
     "skips": (skips, Knobs(0, 2, 0, 3), False),
     "refuses": (refuses, Knobs(2, 2, 0, 0), False),
+    "Trainer": (saves_weights, Knobs(0, 2, 0, 3), False),
+    "Trainer, some stay": (saves_weights, Knobs(2, 2, 0, 3), False),
 }
 """A loop, the plan of the paged one, and whether an adapter alone trains."""
 

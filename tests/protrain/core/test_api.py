@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from api_on_ranks import CASES
+from api_on_ranks import CASES, Loop, by_trainer
 from core_models import (
     Stack,
     adamw,
@@ -166,6 +166,39 @@ def test_training_goes_on_paged_and_plain(tmp_path: Path) -> None:
         again.load_state_dict(saved[1])
         steps(resumed, again, run.clip_grad_norm_, data[4:])
     assert_same(weights(resumed), weights(other))
+
+
+def test_a_trainer_resumes(tmp_path: Path) -> None:
+    """Paged, from a checkpoint of itself or of a plain run."""
+
+    def trained(folder: str, pages: bool, resumes_from: str = "") -> Any:
+        model = stack(seed=bool(resumes_from))
+        optimizer = adamw(model)
+        with paged(model, optimizer) if pages else nullcontext() as run:
+            loop = Loop(model, model, optimizer, run)
+            checkpoint = str(tmp_path / resumes_from / "checkpoint-2")
+            numbers = by_trainer(
+                loop,
+                str(tmp_path / folder),
+                checkpoint if resumes_from else None,
+                save_strategy="steps",
+                save_steps=2,
+            )
+            state = copy.deepcopy(optimizer.state_dict()["state"])
+        return numbers, weights(model), state
+
+    numbers, found, state = trained("plain", pages=False)
+    assert len(numbers) == 8
+    for folder, resumes_from in (
+        ("paged", ""),
+        ("from paged", "paged"),
+        ("from plain", "plain"),
+    ):
+        ours, own, its = trained(folder, True, resumes_from)
+        assert ours == numbers
+        assert_same(own, found)
+        for number, tensors in state.items():
+            assert_same(its[number], tensors)
 
 
 def test_what_is_looked_at_is_true_and_what_is_written_counts() -> None:

@@ -57,7 +57,8 @@ class SavedState:
             raise AccessError(
                 "optimizer: each rank has the state of the weights that it updates. Read "
                 "`state` or `state_dict` on the first rank of a node, inside `with "
-                "session.gathered_state():`, which all ranks enter."
+                "session.gathered_state():`, which all ranks enter. A transformers Trainer "
+                "around `page` saves without it: save_only_model=True."
             )
 
     @contextmanager
