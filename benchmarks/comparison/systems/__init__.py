@@ -19,7 +19,7 @@ COMPILED = ("zero3",)
 PEERS = ("fsdp2", "zero3")
 """Systems that move weights, as this one does; `equal` may use what the first one takes."""
 
-EXACT = ("ours", "equal", "uncapped", "plain", "plain_recompute")
+EXACT = ("ours", "uncapped", "plain", "plain_recompute", "equal")
 """Systems that promise plain training's numbers to the last bit on one device."""
 
 EQUAL = "equal"

@@ -34,6 +34,7 @@ NAMES = {
     "torch._C": "PyTorchFileReader _DisableFuncTorch _RestorePythonTLSSnapshot "
     "_current_graph_task_id _will_engine_execute_node",
     "torch._C._autograd": "_top_saved_tensors_default_hooks",
+    "torch.autograd.graph": "_allow_mutation_on_saved_tensors_enabled",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
     "torch._dynamo.config": "optimize_ddp",
     "torch._C:_FunctionBase": "_sequence_nr _set_sequence_nr",

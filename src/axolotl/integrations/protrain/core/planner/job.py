@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -271,13 +272,16 @@ def plan_for(
     if choice.knobs is not None or not subject.workload.host_is_exact:
         return choose(choice, planner, anyway), planner
     on_host = planner_for(subject.workload.on_host())
+    needs, forecast = inf, None
     try:
         forecast = choose(choice, planner)
     except BudgetError as error:
+        needs = error.needs
+    if forecast is None:
         try:
             return choose(choice, on_host), on_host
-        except BudgetError as there:
-            nearer = on_host if there.needs < error.needs else planner
+        except BudgetError as error:
+            nearer = on_host if error.needs < needs else planner
         return choose(choice, nearer, anyway), nearer
     with suppress(BudgetError):
         other = choose(choice, on_host)
