@@ -271,8 +271,11 @@ def sentence(day: str, records: Sequence[Record]) -> str:
             return "an open number"
         return f"{min(found):.2f} to {max(found):.2f} (median {statistics.median(found):.2f})"
 
+    count = sum(ratio(case, "ours", REFERENCE) is not None for case in tight)
+    busy = f" ({len(tight) - count} more while others used the machine: open)"
     return (
-        f" on {day}, two CPU cores, {len(tight)} trainings with equal losses, at limits of "
+        f" on {day}, two CPU cores, {count} trainings{busy * (count < len(tight))} with "
+        "equal losses,\n  at limits of "
         "memory that plain training does not\n  fit under: "
         f"{span('ours', REFERENCE)} of the speed of plain training without a limit,\n  "
         f"{span('ours', 'fsdp2')} times FSDP2, {span('ours', 'zero3')} times ZeRO-3,\n  "

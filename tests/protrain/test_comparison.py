@@ -178,3 +178,21 @@ def test_real_systems(tmp_path: Path) -> None:
     records = {r["system"]: r for r in json.loads(path.read_text())["records"]}
     assert records["ours"]["losses"] == records[REFERENCE]["losses"]
     assert "no CUDA parameters" in records["layer_offloading"]["excuse"]
+
+
+def test_the_readme_says_what_the_newest_results_say(tmp_path: Path) -> None:
+    """Written by `compare.py --readme FILE`."""
+    newest = max((BENCHMARKS / "results").glob("*-cpu-compare.json"))
+    readme = tmp_path / "README.md"
+    said = (BENCHMARKS.parent / "README.md").read_text()
+    readme.write_text(said)
+    report.write_readme(readme, newest)
+    assert readme.read_text() == said
+
+
+def test_a_busy_machine_gives_no_ratio() -> None:
+    steady = measured(REFERENCE, 1.0, step_s=[1.0, 1.05, 1.1])
+    ours = measured("ours", 1.0, step_s=[2.0, 2.1, 2.2])
+    assert report.ratio([steady, ours], "ours", REFERENCE) == pytest.approx(0.5)
+    assert report.ratio([PLAIN, ours], "ours", REFERENCE) is None
+    assert report.ratio([steady], "ours", REFERENCE) is None
