@@ -36,7 +36,7 @@ _FIRST, _SECOND = tuple(LABELS)[:4], tuple(LABELS)[4:]
 
 
 @click.command(help=__doc__)
-@click.option("--quick", is_flag=True, help="All cases for two CPU cores, minutes.")
+@click.option("--quick", is_flag=True, help="Cases for two CPU cores, half an hour.")
 @click.option("--gpu", is_flag=True, help="Print the commands of the GPU set.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)))
 @click.option(

@@ -39,7 +39,7 @@ from axolotl.integrations.protrain.core.errors import (
     LayoutError,
     ProTrainError,
 )
-from axolotl.integrations.protrain.core.types import Knobs
+from axolotl.integrations.protrain.core.types import Knobs, Update
 
 ALL_PAGED = Knobs(n_persist=0, n_buffer=2, n_swap=0, n_checkpoint=3)
 EXAMPLE = batches(1)[0]
@@ -475,6 +475,22 @@ def test_a_loop_on_another_thread() -> None:
         loop.start()
         loop.join()
     steps(other, plain, plain_clip(other), batches(2))
+    assert_same(weights(model), weights(other))
+
+
+def test_the_host_updates_where_the_device_has_no_room_and_bits_are_equal() -> None:
+    """On the CPU device either place gives them, so neither has to be asked for."""
+    model = stack(width=64, inner=256)
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    here: dict[str, Any] = {"host_budget": "1GiB", "device": "cpu"}
+    with pytest.raises(BudgetError) as refusal:
+        page(model, optimizer, example=EXAMPLE, budget=4096, **here)
+    least = refusal.value.__cause__.needs  # type: ignore[union-attr]
+    with page(model, optimizer, example=EXAMPLE, budget=least, **here) as run:
+        assert run.forecast.plan.update is Update.HOST
+        ours = steps(model, optimizer, run.clip_grad_norm_, batches(4), 2)
+    assert ours == steps(other, plain, plain_clip(other), batches(4), 2)
     assert_same(weights(model), weights(other))
 
 

@@ -251,15 +251,18 @@ class Paged:
         After a failure the other ranks may never come to what ranks do together.
         """
         if self in _OPEN:
-            waiting = {} if failed else self._session.waiting_gradients()
             _OPEN.discard(self)
             self.module = self.model
+            waiting: dict[nn.Parameter, Tensor] = {}
             with ExitStack() as undo:
                 undo.callback(_set_gradients, waiting)
                 if not failed:
                     undo.callback(self._ranks.close)
                 undo.callback(_move_state, self._optimizer)
                 undo.push(self._undo)
+                if not failed:
+                    # last: an error in it closes all the same
+                    waiting.update(self._session.waiting_gradients())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all parameters of the model, as `torch.nn.utils` does, and
