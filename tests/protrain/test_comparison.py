@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from comparison import report  # noqa: E402 - benchmarks are no package
-from comparison.cases import CASES, GPU, QUICK  # noqa: E402
+from comparison.cases import CASES, GPU, QUICK, SLOW  # noqa: E402
 from comparison.roofline import Roofline  # noqa: E402
 from comparison.system_run import NOT_IN_TIME, own_words  # noqa: E402
 from comparison.systems import EXACT, LABELS, REFERENCE  # noqa: E402
@@ -141,7 +141,8 @@ def test_an_excuse_is_in_the_systems_own_words(
 
 
 def test_cases_cover_what_is_asked() -> None:
-    assert len(CASES) == len(QUICK) + len(GPU)
+    assert len(CASES) == len(QUICK) + len(SLOW) + len(GPU)
+    assert {512, 16384} <= {case.length for case in SLOW}
     for cases in (QUICK, GPU):
         assert {case.method for case in cases} == {"lora", "qlora", "full"}
         assert {1024, 8192} <= {case.length for case in cases}
