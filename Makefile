@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
+DOCS_VENV ?= .venv-docs
 # Named beside the package, so that pip takes this build of torch (a CPU build, where
 # that is what the index has) instead of the one axolotl would pull.
 TORCH ?= torch==2.13.0
@@ -22,7 +23,7 @@ export AXOLOTL_DO_NOT_TRACK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev install-bench demo demo-2 test test-full test-cuda \
-	matrix mutants chaos sweep lint format bench compare clean
+	matrix mutants chaos sweep reference pictures site dist lint format bench compare clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -75,10 +76,31 @@ chaos: install ## attack trainings in every way and write docs/reliability.md
 sweep: install ## train every model type of transformers and write docs/models.md
 	@$(BIN)/python tests/protrain/sweep.py
 
-lint: install-dev ## ruff, mypy, bandit, words: nothing is changed
+reference: install ## write docs/reference/keys.md
+	@$(BIN)/python tools/reference.py
+
+pictures: install ## draw docs/images; a screenshot needs chromium
+	@$(BIN)/python tools/pictures.py
+
+$(DOCS_VENV)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install -qq --upgrade pip
+	@$(DOCS_VENV)/bin/python -m pip install -qq --group docs
+	@touch $@
+
+site: $(DOCS_VENV)/.installed ## build/site, the pages as a site that opens from its folder
+	@$(DOCS_VENV)/bin/python tools/site_pages.py
+	@$(DOCS_VENV)/bin/zensical build --clean --strict
+
+dist: $(DOCS_VENV)/.installed ## dist/, sdist and wheel, checked by twine
+	@rm -rf dist
+	@$(DOCS_VENV)/bin/python -m build --no-isolation >/dev/null
+	@$(DOCS_VENV)/bin/python -m twine check --strict dist/*
+
+lint: install-dev dist ## ruff, mypy, bandit, words, links, sdist: nothing is changed
 	@status=0; \
 	for check in "ruff check" "ruff format --check" mypy \
-		"bandit -q -c pyproject.toml -r src" "python tools/words.py"; do \
+		"bandit -q -c pyproject.toml -r src" "python tools/words.py" "python tools/pages.py"; do \
 		$(BIN)/$$check || status=1; \
 	done; \
 	exit $$status
@@ -100,6 +122,6 @@ bench: install ## what the paging hooks cost per step
 	@$(BIN)/python benchmarks/hook_cost.py
 
 clean: ## remove the environment, caches and everything the demo wrote
-	rm -rf $(VENV) build dist src/*.egg-info examples/.demo
+	rm -rf $(VENV) $(DOCS_VENV) .cache build dist src/*.egg-info examples/.demo
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
         figure,
         "",
     ]
-    for case, of_case in _by_case(records):
+    for case, of_case in by_case(records):
         lines += [f"## {case.name}", "", _sentence(case), "", *_table(of_case), ""]
         lines += [*_ratios(of_case), *_excuses(of_case), *_roofline(of_case)]
     path.write_text("\n".join(lines).rstrip() + "\n")
@@ -94,15 +95,15 @@ def plot(path: Path, records: Sequence[Record]) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "protrain"})
-    by_case = _by_case(records)
-    columns = min(3, len(by_case))
-    rows = -(-len(by_case) // columns)
+    cases = by_case(records)
+    columns = min(3, len(cases))
+    rows = -(-len(cases) // columns)
     figure, fields = pyplot.subplots(
         rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False
     )
-    for field in fields.flat[len(by_case) :]:
+    for field in fields.flat[len(cases) :]:
         field.set_visible(False)
-    for field, (case, of_case) in zip(fields.flat, by_case, strict=False):
+    for field, (case, of_case) in zip(fields.flat, cases, strict=False):
         field.set_title(case.name, fontsize=10)
         field.axvline(case.capacity_bytes / MIB, color="0.8", zorder=0)
         for number, (system, label) in enumerate(LABELS.items()):
@@ -130,7 +131,8 @@ def _draw(field: Any, record: Record, label: str, colour: str) -> None:
         field.plot([peak / MIB], [seconds], "o", color=colour, label=label)
 
 
-def _by_case(records: Sequence[Record]) -> list[tuple[Case, list[Record]]]:
+def by_case(records: Sequence[Record]) -> list[tuple[Case, list[Record]]]:
+    """Group records by their case, in the order of their first ones."""
     names = dict.fromkeys(record["case"]["name"] for record in records)
     return [
         (
@@ -258,7 +260,7 @@ def sentence(day: str, records: Sequence[Record]) -> str:
     which plain training does not fit."""
     tight = [
         of_case
-        for _, of_case in _by_case(records)
+        for _, of_case in by_case(records)
         if any(
             r["system"] == "plain" and "OutOfMemoryError" in r.get("excuse", "")
             for r in of_case
@@ -273,16 +275,16 @@ def sentence(day: str, records: Sequence[Record]) -> str:
 
     count = sum(ratio(case, "ours", REFERENCE) is not None for case in tight)
     busy = f" ({len(tight) - count} more while others used the machine: open)"
-    return (
-        f" on {day}, two CPU cores, {count} trainings{busy * (count < len(tight))} with "
-        "equal losses,\n  at limits of "
-        "memory that plain training does not\n  fit under: "
-        f"{span('ours', REFERENCE)} of the speed of plain training without a limit,\n  "
-        f"{span('ours', 'fsdp2')} times FSDP2, {span('ours', 'zero3')} times ZeRO-3,\n  "
+    said = (
+        f"on {day}, two CPU cores, {count} trainings{busy * (count < len(tight))} with "
+        "equal losses, at limits of memory that plain training does not fit under: "
+        f"{span('ours', REFERENCE)} of the speed of plain training without a limit, "
+        f"{span('ours', 'fsdp2')} times FSDP2, {span('ours', 'zero3')} times ZeRO-3, "
         "which are held to no limit; with the memory of FSDP2 "
-        f"{span(EQUAL, 'fsdp2')} times FSDP2\n  and {span(EQUAL, 'zero3')} times ZeRO-3\n  "
-        "([benchmarks/README.md](benchmarks/README.md)). "
+        f"{span(EQUAL, 'fsdp2')} times FSDP2 and {span(EQUAL, 'zero3')} times ZeRO-3 "
+        "([benchmarks](benchmarks/README.md))."
     )
+    return f"\n{textwrap.fill(said, 100, break_on_hyphens=False)}\n"
 
 
 def _label(record: Record) -> str:
@@ -316,7 +318,7 @@ def unequal(records: Sequence[Record]) -> list[str]:
     To the last bit, unless the system names arithmetic of its own.
     """
     wrong = []
-    for case, of_case in _by_case(records):
+    for case, of_case in by_case(records):
         measured = {r["system"]: r for r in of_case if "excuse" not in r}
         reference = measured.get(REFERENCE)
         if reference is None:

@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +42,8 @@ CELLS: tuple[Cell, ...] = (
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = DOCS / "compatibility.json"
 DOCUMENT = DOCS / "compatibility.md"
+fill = partial(textwrap.fill, width=100, break_on_hyphens=False, break_long_words=False)
+"""As wide as tools/pages.py lets lines be."""
 LIBRARIES = ("axolotl", "torch", "transformers", "peft", "bitsandbytes", "trl")
 
 
@@ -107,11 +111,14 @@ def write(versions: Mapping[str, str], entries: Iterable[Entry]) -> None:
     DOCUMENT.write_text(render(versions, entries) + refused_keys())
 
 
+WRITTEN = (
+    "Written by `make matrix` from docs/compatibility.json: do not edit. Every cell was "
+    "trained on the CPU device with tiny models, paged and plain, with {}."
+)
 HEADER = """\
 # What works together
 
-Written by `make matrix` from docs/compatibility.json: do not edit. Every cell was
-trained on the CPU device with tiny models, paged and plain, with {versions}.
+{written}
 
 * `exact`: losses, gradient norms, learning rates and weights are those of the plain run,
   bit for bit; of optimizers the contents of each optimizer.pt, too.
@@ -130,7 +137,7 @@ def render(versions: Mapping[str, str], entries: Iterable[Entry]) -> str:
     for entry in entries:
         tables.setdefault(entry.table, []).append(entry)
     named = ", ".join(f"{name} {number}" for name, number in versions.items())
-    parts = [HEADER.format(versions=named)]
+    parts = [HEADER.format(written=fill(WRITTEN.format(named)))]
     for heading, cells in tables.items():
         parts.append(f"## {heading}\n\n{_table(cells)}")
     return "\n".join(parts)
@@ -169,7 +176,10 @@ def _table(cells: list[Entry]) -> str:
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     lines += [[row, *(texts.get((row, c), "") for c in columns)] for row in rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    notes = "".join(f"\n{number}. {text}" for number, text in enumerate(reasons, 1))
+    notes = "".join(
+        "\n" + fill(text, initial_indent=f"{number}. ", subsequent_indent="   ")
+        for number, text in enumerate(reasons, 1)
+    )
     return f"{table}{notes}\n" if notes else table
 
 

@@ -80,6 +80,14 @@ GEMMA_27B: Config = {
     },
 }
 
+BASES = {
+    "NousResearch/Meta-Llama-3.1-8B": LLAMA_8B,
+    "NousResearch/Meta-Llama-3-70B": LLAMA_70B,
+    "Qwen/Qwen3-30B-A3B": QWEN_30B,
+    "google/gemma-3-27b-it": GEMMA_27B,
+}
+"""Of the examples."""
+
 TEXT: Config = {
     "model_type": "llama",
     "hidden_size": 48,

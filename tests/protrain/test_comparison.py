@@ -15,7 +15,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from comparison import report  # noqa: E402 - benchmarks are no package
+import first_table  # noqa: E402 - benchmarks are no package
+from comparison import report  # noqa: E402
 from comparison.cases import CASES, GPU, QUICK, SLOW  # noqa: E402
 from comparison.roofline import Roofline  # noqa: E402
 from comparison.system_run import NOT_IN_TIME, own_words  # noqa: E402
@@ -197,3 +198,16 @@ def test_a_busy_machine_gives_no_ratio() -> None:
     assert report.ratio([steady, ours], "ours", REFERENCE) == pytest.approx(0.5)
     assert report.ratio([PLAIN, ours], "ours", REFERENCE) is None
     assert report.ratio([steady], "ours", REFERENCE) is None
+
+
+def test_the_first_table_of_the_readme_is_what_plan_says(tmp_path: Path) -> None:
+    """Written by `first_table.py --write`; the example that takes least is planned again."""
+    said = (BENCHMARKS.parent / "README.md").read_text()
+    _, table, _ = said.split(first_table.MARK)
+    lines = [line for line in table.splitlines() if line.startswith("| [")]
+    assert first_table.written(lines).strip() == table.strip()
+    pairs = list(zip(first_table.ROWS, lines, strict=True))
+    for row, line in pairs:
+        assert line.startswith(f"| [{row.label}][{row.example}] | {row.card} |")
+    cheap = {row: line for row, line in pairs if row.example == "8b-full"}
+    assert first_table.Table(tmp_path, [*cheap]).lines == [*cheap.values()]
