@@ -96,7 +96,7 @@ NUM_BLOCKS = 6
 ROWS, LENGTH = 2, 8192
 BLOCKS_HELD = 2
 CARD = "RTX 4090"
-FROZEN, TRAINED = "LoRA: frozen blocks", "full fine-tune: blocks that train"
+FROZEN, TRAINED = "LoRA: frozen blocks", "full fine-tune, one micro-batch per step"
 LANES = {
     "compute": "GPU computes",
     "fetch": "host to GPU",

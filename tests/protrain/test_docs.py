@@ -6,8 +6,10 @@ Commands are parsed by those who would get them; the `full` tests also run them.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +134,30 @@ def test_an_issue_is_asked_for_its_report() -> None:
         assert "body" not in form or any(
             "report.json" in str(field["attributes"]) for field in form["body"]
         ), path
+
+
+BROWSER = shutil.which("chromium")
+ZENSICAL = shutil.which("zensical", path=f"{ROOT}/.venv-docs/bin:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(not (BROWSER and ZENSICAL), reason="no browser, or no `make site`")
+def test_a_browser_opens_the_site_and_its_pictures(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "tools/site_pages.py"], cwd=ROOT, check=True)
+    build = [str(ZENSICAL), "build", "--clean", "--strict"]
+    subprocess.run(build, cwd=ROOT, check=True)
+    page = ROOT / "build/site/docs/how-it-works.html"
+    shown = subprocess.run(
+        [
+            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu"),
+            *(f"--user-data-dir={tmp_path}", "--dump-dom", str(page)),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert ">When something fails<" in re.sub(r"\s*([<>])\s*", r"\1", shown)
+    (picture,) = re.findall(r'<img[^>]*src="([^"]+)"', shown)
+    assert (page.parent / picture).read_bytes().startswith(b"<svg")
 
 
 @pytest.mark.full
