@@ -110,6 +110,16 @@ def test_the_first_bullets_of_the_readme_are_short_and_linked() -> None:
         assert len(words) <= 15, bullet
 
 
+def test_the_readme_counts_as_its_proofs_do() -> None:
+    counts = dict(re.findall(r"^## (.*): (\d+)$", TEXTS["docs/models.md"], re.M))
+    exact = sum(int(n) for name, n in counts.items() if name.startswith("Exact"))
+    everything = sum(map(int, counts.values()))
+    _, optimizers = TEXTS["docs/compatibility.md"].split("\n## Optimizers")
+    rows = re.findall(r"^\| `", optimizers.split("\n## ")[0], re.M)
+    assert f"[{exact} of {everything} model types]" in TEXTS["README.md"]
+    assert f"[{len(rows)} optimizers]" in TEXTS["README.md"]
+
+
 def test_the_page_of_keys_has_them_all() -> None:
     """If not, run `make reference`."""
     sys.path.insert(0, str(ROOT / "tools"))
