@@ -92,9 +92,11 @@ site: $(DOCS_VENV)/.installed ## build/site, the pages as a site that opens from
 	@$(DOCS_VENV)/bin/python tools/site_pages.py
 	@$(DOCS_VENV)/bin/zensical build --clean --strict
 
+# from a copy: setuptools writes its metadata beside the sources, where tests read it
 dist: $(DOCS_VENV)/.installed ## dist/, sdist and wheel, checked by twine
-	@rm -rf dist
-	@$(DOCS_VENV)/bin/python -m build --no-isolation >/dev/null
+	@rm -rf dist build/source && mkdir -p build/source
+	@git ls-files -z | xargs -0 cp --parents -t build/source
+	@$(DOCS_VENV)/bin/python -m build --no-isolation -o dist build/source >/dev/null
 	@$(DOCS_VENV)/bin/python -m twine check --strict dist/*
 
 lint: install-dev dist ## ruff, mypy, bandit, words, links, sdist: nothing is changed

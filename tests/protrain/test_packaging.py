@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from configparser import ConfigParser
 from email.message import Message
 from email.parser import Parser
@@ -27,22 +28,37 @@ PACKAGE = "axolotl/integrations/protrain/"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
-    """The wheel of this checkout, built offline with what is installed."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of this checkout and its wheel, built offline with what is installed."""
     # From a copy: setuptools would ship what it finds in a stale build/ folder.
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    shutil.copytree(SRC, source / "src", ignore=ignored)
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    found = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True)
+    for path in map(Path, found.stdout.splitlines()):
+        if (ROOT / path).exists():
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, source / path)
     result = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source)],
+        [sys.executable, "-m", "build", "--no-isolation", str(source)],
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (path,) = (source / "dist").glob("*.whl")
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> ZipFile:
+    (path,) = built.glob("*.whl")
     return ZipFile(path)
+
+
+def test_the_sdist_has_what_a_packager_runs_and_reads(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    names = {Path(*Path(name).parts[1:]) for name in tarfile.open(path).getnames()}
+    wanted = ["Makefile", "CITATION.cff", "docs/plan.md", "docs/images/paging.svg"]
+    wanted += ["examples/demo.py", "tests/conftest.py", "tools/pages.py"]
+    assert {*map(Path, wanted)} <= names
 
 
 def metadata_folder(wheel: ZipFile) -> str:
