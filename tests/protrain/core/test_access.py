@@ -455,14 +455,18 @@ def test_a_gradient_that_somebody_keeps_is_an_error() -> None:
 
 
 def test_what_is_set_to_none_is_forgotten() -> None:
-    """By `zero_grad` of the model between two micro-batches, outside of `weights`."""
+    """By `zero_grad` of the model between two micro-batches, outside of `full_params`, of
+    the first block, too, for whose last gradient the others still wait on the device."""
     numbers = []
     for paged in (True, False):
         model = stack()
+        model.layers[0].use_extra = False
         session = open_session(model, outside=HOST_STATE) if paged else None
         optimizer = wrapped(session) if session else adamw(model)
         for micro_batch, tokens in enumerate(batches(3)):
             model(tokens).backward()
+            if micro_batch == 0:
+                model.layers[2].up.weight.grad = model.layers[0].up.weight.grad = None
             if micro_batch == 1:
                 model.zero_grad()
         model.layers[1].up.weight.grad = None
@@ -471,6 +475,20 @@ def test_what_is_set_to_none_is_forgotten() -> None:
         if session:
             session.close()
     assert_same(*numbers)
+
+
+def test_a_block_that_is_called_inside_computes_on_the_device() -> None:
+    """The first one too, which backward leaves in use; on the host, a GPU could not."""
+    model, seen = stack(), []
+    session = open_session(model)
+    layer = model.layers[0]
+    layer.up.register_forward_pre_hook(lambda up, _: seen.append(up.weight.data_ptr()))
+    model(batches(1)[0]).backward()
+    with session.full_params():
+        shown = layer.up.weight.data_ptr()
+        layer(torch.ones(1, 16))
+    assert len(seen) == 2 and shown not in seen
+    session.close()
 
 
 def test_nobody_looks_inside_a_pass() -> None:

@@ -118,10 +118,11 @@ class FullParams:
                 "model, not inside of one"
             )
         shown = frozenset(step.plan.away)
+        # or it would go on as it is bound then
+        step.slots.end_use()
         if together:
             step.settle_all()
         else:
-            step.slots.end_use()
             step.due.settle()
             if step.plan.shards > 1:
                 # what stays on the device is gathered by all ranks or by none

@@ -364,8 +364,7 @@ class Session:
             undo.callback(self._count_host_optimizer)
             undo.callback(step.worker.close)
             undo.callback(step.due.apply_all)
-            undo.callback(self._full_params.hide)
-            step.worker.drain()
+            self._full_params.hide()
 
     # opening
 

@@ -285,7 +285,6 @@ class DueUpdates:
 
     def settle(self) -> None:
         """Return once no update is pending, without other ranks."""
-        self._worker.drain()
         self.apply_all()
         if self.plan.shards == 1:
             # a gather waits for the ranks that do not ask now
@@ -523,7 +522,6 @@ class Step:
         for block in self._order.rest():
             self._use(block, self._order.direction)
             self.slots.end_use()
-        self.slots.end_use()
 
     # backward
 
@@ -616,7 +614,6 @@ class Step:
         `params` come in the order of the plain run.
         """
         self._hide_params()
-        self.slots.end_use()
         norm = None
         if self.updates.all:
             if self.updates.clip is not None:
@@ -657,8 +654,6 @@ class Step:
     def settle_all(self) -> None:
         """Return once weights and gradients are as the plain run has them, with all ranks."""
         self.gradients.settle()
-        self.slots.end_use()
-        self.worker.drain()
         self.due.settle_gradients()
         self.due.refresh_stale()
         # copies to slots read what may be written now
@@ -672,7 +667,6 @@ class Step:
             self.swap.settle()
         self.slots.end_use()
         self.gradients.discard()
-        self.worker.drain()
         self.staging.forget()
         self.updates.forget_gradients()
         for param in self.params.values():

@@ -1,7 +1,7 @@
 """One background thread for updates of chunks: it makes them, or waits until they landed.
 
 Work runs in the order it was queued. A failed update is raised on the caller's thread
-by the next wait for its chunk or by `drain`, other work by its task.
+by the next wait for its chunk, other work by its task.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class HostTask(Generic[Result]):
 
     def wait_everywhere(self) -> None:
         """Block until then; raise what has become of the others."""
-        self.wait()
         others = self._others()
         if others is not None:
             others.wait()
@@ -75,19 +74,17 @@ class HostWorker:
             initializer=partial(torch.set_num_threads, threads) if threads else None,
         )
         self._last: dict[int, HostTask[Any]] = {}
-        self._newest: HostTask[Any] | None = None
         self.waited_s = 0.0
 
     def submit(
         self, task: Callable[[], Result], changes: int | None = None
     ) -> HostTask[Result]:
-        """Queue work; `changes` names the chunk whose weights it changes, if any.
+        """Queue work; `changes` names the chunk whose weights it changes, if any, for
+        whose update before somebody has waited.
 
         Such work may return what is done once other ranks have changed it too.
         """
-        if changes is not None:
-            self.wait(changes)
-        queued = self._newest = HostTask(self._pool, self._device, task)
+        queued = HostTask(self._pool, self._device, task)
         if changes is not None:
             self._last[changes] = queued
         return queued
@@ -113,13 +110,6 @@ class HostWorker:
         self._last.pop(chunk, None)
         update.result()
 
-    def drain(self) -> None:
-        """Block until all updates are done; raise the first failure."""
-        for chunk in list(self._last):
-            self.wait(chunk)
-
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown(wait=True)
-        if self._newest is not None:
-            self._newest.wait()
