@@ -2,14 +2,18 @@
 
 Run by `make mutants`. A mutant is a copy of the package in which one call of a name in
 `ORDERING` is gone; the result of a `record` is the first event of that place instead.
-Files in `TESTS` are read for such calls, so that new code needs no new mutant.
+All of the engine is read for such calls, so that new code needs no new mutant. Core's tests
+run once on a copy that notes which of them make each call: only these try its mutant, first
+those that have noticed others, then the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -40,63 +44,30 @@ ANNOUNCEMENTS = ("reads", "writes", "begin_use", "end_use")
 FOLDERS = frozenset("rename rmtree restore register_at_fork mkdir".split())
 REFUSALS = frozenset(("require_sound", "require_plan", "restore"))
 
-QUEUES = "races schedules runtime simulated"
-RANKS = "| " + " ".join(
-    f"ranks.py::test_equals_plain_ddp[2-{case}]"
-    for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
+CORE = ROOT / "tests/protrain/core"
+ENGINE = sorted(
+    f"core/engine/{path.name}" for path in (ROOT / PACKAGE / "core/engine").glob("*.py")
 )
-TESTS: dict[str, tuple[frozenset[str], str]] = {
-    "core/engine/access.py": (ORDERING, f"access session optimizer state {RANKS}"),
-    "core/engine/apply.py": (
-        ORDERING,
-        f"races deferred simulated state pieces {RANKS}",
-    ),
-    "core/engine/embedding.py": (ORDERING, "rows"),
-    "core/engine/full_params.py": (ORDERING, "access session"),
-    "core/engine/gradients.py": (
-        ORDERING,
-        f"races deferred schedules optimizer access pieces {RANKS}",
-    ),
-    "core/engine/host_chunks.py": (
-        ORDERING,
-        f"races masters access deferred optimizer {RANKS}",
-    ),
-    "core/engine/optimizer.py": (ORDERING, "races deferred optimizer state access"),
-    "core/engine/param_store.py": (ORDERING, "session access structures failures"),
-    "core/engine/ranks.py": (ORDERING, RANKS),
-    "core/engine/recompute.py": (ORDERING, "hooks policies"),
-    "core/engine/reduction.py": (ORDERING, RANKS),
-    "core/engine/saved_state.py": (ORDERING, f"optimizer state {RANKS}"),
-    "core/engine/session.py": (
-        ORDERING,
-        f"session access replan races failures {RANKS}",
-    ),
-    "core/engine/slots.py": (ORDERING, f"{QUEUES} session replan {RANKS}"),
-    "core/engine/staging.py": (
-        ORDERING,
-        "races deferred schedules runtime failures pieces",
-    ),
-    "core/engine/state.py": (ORDERING, "state deferred optimizer pieces"),
-    "core/engine/step.py": (
-        ORDERING,
-        f"races deferred access session simulated replan failures windows hooks {RANKS}",
-    ),
-    "core/engine/swap.py": (ORDERING, "policies races windows failures replan"),
-    "core/engine/worker.py": (ORDERING, f"runtime races deferred simulated {RANKS}"),
-    "core/checkpoint/folders.py": (FOLDERS, "checkpoint"),
+RANKS = [
+    f"{CORE}/test_ranks.py::test_equals_plain_ddp[2-{case}]"
+    for case in ("B-slow", "C-slow", "B-skips", "C-skips", "C-mixed")
+]
+"""Tests in processes of their own, which note no calls: for what the others miss."""
+
+OTHERS: dict[str, tuple[frozenset[str], str]] = {
+    "core/checkpoint/folders.py": (FOLDERS, "core/test_checkpoint.py"),
     "plugin.py": (
         REFUSALS,
-        "../test_bad_input.py::test_a_misspelt_class_is_refused_with_all_else "
-        "../test_bad_input.py::test_too_small_a_budget_is_refused_before_loading "
-        "../test_resuming.py",
+        "test_bad_input.py::test_a_misspelt_class_is_refused_with_all_else "
+        "test_bad_input.py::test_too_small_a_budget_is_refused_before_loading "
+        "test_resuming.py",
     ),
     "service/live.py": (
         ORDERING,
-        "../test_service.py::test_the_next_adapter_comes_while_one_computes",
+        "test_service.py::test_the_next_adapter_comes_while_one_computes",
     ),
 }
-"""For each file the names of calls, and groups of tests, of which a later one is tried
-where the one before has noticed nothing."""
+"""Files beside the engine: names of calls, and tests."""
 
 EQUIVALENT = {
     "apply.py Updates.apply: compute.wait(own.written_back)": "compute waits for "
@@ -110,6 +81,11 @@ EQUIVALENT = {
 """Mutants that no test can notice, by name, and why."""
 
 CRASH = "tests/ends its process"
+
+NOTED = """
+def _made(name):
+    __import__("builtins").calls_made.add(name)
+"""
 
 STALE = """
 def _stale(stream, first=[]):
@@ -132,37 +108,13 @@ class Mutant:
     name: str
     text: str
 
-    @property
-    def groups(self) -> list[list[str]]:
-        """Paths of tests, in the groups in which they are tried."""
-        first, *others = TESTS[self.file][1].split("|")
-        # any change of the engine may be noticed there
-        grid = ["grid"] if self.file.startswith("core/engine/") else []
-        return [paths(group) for group in (first, *grid, *others)]
-
-
-def paths(tests: str) -> list[str]:
-    """Paths of tests for pytest, out of a line of `TESTS`."""
-    core = ROOT / "tests/protrain/core"
-    found = []
-    for word in tests.split():
-        file, colons, test = word.partition("::")
-        if not file.startswith(".."):
-            file = f"test_{file.removesuffix('.py')}.py"
-        found.append(f"{core / file}{colons}{test}")
-    return found
-
 
 def mutants_of(file: str, names: Collection[str]) -> Iterator[Mutant]:
     """All mutants of a file, in the order of its lines."""
     source = (ROOT / PACKAGE / file).read_text("utf-8")
-    seen: Counter[str] = Counter()
-    for number in range(len(_places(ast.parse(source), names))):
+    for number, name in enumerate(_names(file, _places(ast.parse(source), names))):
         tree = ast.parse(source)
-        function, call, parent = _places(tree, names)[number]
-        name = f"{Path(file).name} {function}: {ast.unparse(call)}"
-        seen[name] += 1
-        name += f" #{seen[name]}" if seen[name] > 1 else ""
+        _, call, parent = _places(tree, names)[number]
         instead: ast.expr = ast.Constant(None)
         if isinstance(call.func, ast.Attribute) and call.func.attr == "record":
             instead = ast.Call(ast.Name("_stale", ast.Load()), [call.func.value], [])
@@ -171,9 +123,32 @@ def mutants_of(file: str, names: Collection[str]) -> Iterator[Mutant]:
         yield Mutant(file, name, ast.unparse(ast.fix_missing_locations(tree)))
 
 
-def _places(
-    tree: ast.AST, names: Collection[str], function: str = ""
-) -> list[tuple[str, ast.Call, ast.AST]]:
+def noted(file: str) -> str:
+    """The text of a file whose calls that order something note their names."""
+    tree = ast.parse((ROOT / PACKAGE / file).read_text("utf-8"))
+    places = _places(tree, ORDERING)
+    for (_, call, parent), name in zip(places, _names(file, places), strict=True):
+        note = ast.Call(ast.Name("_made", ast.Load()), [ast.Constant(name)], [])
+        both = ast.Tuple([note, call], ast.Load())
+        _replace(parent, call, ast.Subscript(both, ast.Constant(1), ast.Load()))
+    tree.body += ast.parse(NOTED).body
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+Place = tuple[str, ast.Call, ast.AST]
+
+
+def _names(file: str, places: list[Place]) -> list[str]:
+    """Names of mutants: file, function and call; and which, where several are alike."""
+    names, seen = [], Counter[str]()
+    for function, call, _ in places:
+        name = f"{Path(file).name} {function}: {ast.unparse(call)}"
+        seen[name] += 1
+        names.append(name + (f" #{seen[name]}" if seen[name] > 1 else ""))
+    return names
+
+
+def _places(tree: ast.AST, names: Collection[str], function: str = "") -> list[Place]:
     """Calls that can be taken away: function, call, and the node that has it."""
     found = []
     for node in ast.iter_child_nodes(tree):
@@ -207,14 +182,43 @@ def _replace(parent: ast.AST, old: ast.AST, new: ast.AST) -> None:
             value[:] = [new if item is old else item for item in value]
 
 
-def start(file: str, text: str, groups: list[list[str]], folder: Path) -> int:
+class Noting:
+    """Notes seconds of tests, and which of the calls each makes; one `part` of `parts`."""
+
+    def __init__(self, path: Path, part: int, parts: int) -> None:
+        self._path, self._part, self._parts = path, part, parts
+        builtins.calls_made = set()  # type: ignore[attr-defined]
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave the other parts out."""
+        items[:] = items[self._part :: self._parts]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Around a test."""
+        made = builtins.calls_made  # type: ignore[attr-defined]
+        made.clear()
+        began = time.perf_counter()
+        outcome = yield
+        line = item.nodeid, time.perf_counter() - began, sorted(made)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return outcome  # type: ignore[return-value]
+
+
+def start(
+    texts: dict[str, str],
+    groups: list[list[str]],
+    folder: Path,
+    noting: Noting | None = None,
+) -> int:
     """Fork a process that runs groups of tests until one fails; its id.
 
     It is a copy of this one, which has imported what all tests import, and finds in
-    `folder` a package in which `file` has this text.
+    `folder` a package in which some files have these texts.
     """
     shutil.copytree(ROOT / "src", folder / "src")
-    if file:
+    for file, text in texts.items():
         (folder / PACKAGE / file).write_text(text, "utf-8")
     process_id = os.fork()
     if process_id:
@@ -228,8 +232,9 @@ def start(file: str, text: str, groups: list[list[str]], folder: Path) -> int:
     sys.path.insert(0, str(folder / "src"))
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", "-rfE"]
     options += ["--tb=no", "-p", "no:cacheprovider", "-o", f"timeout={SLOWEST_S}"]
-    options += ["-x"] if file else []
-    codes = (pytest.main([*options, *group]) for group in groups)
+    options += [] if noting else ["-x"]
+    plugins = [noting] if noting else []
+    codes = (pytest.main([*options, *group], plugins) for group in groups)
     code = next((int(code) for code in codes if code), 0)
     sys.stdout.flush()
     os._exit(code)
@@ -247,55 +252,59 @@ def failures(folder: Path, status: int) -> list[str]:
     return [end[end.index("tests/") :].split(" - ")[0] for end in ends]
 
 
-def fails_anyway(test: str) -> bool:
-    """Return whether a test, or a file of tests, fails without any mutant."""
-    folder = Path(tempfile.mkdtemp())
-    pid = start("", "", [[str(ROOT / test)]], folder)
-    _, status = os.waitpid(pid, 0)
-    failed = bool(failures(folder, status))
-    shutil.rmtree(folder, ignore_errors=True)
-    return failed
+class Tests:
+    """Core's tests, by the calls that each makes; `noticed` counts mutants of each."""
+
+    def __init__(self, jobs: int) -> None:
+        self.noticed: Counter[str] = Counter()
+        self._of_call: dict[str, list[tuple[float, str]]] = {}
+        texts = {file: noted(file) for file in ENGINE}
+        running = {}
+        for part in range(jobs):
+            folder = Path(tempfile.mkdtemp())
+            noting = Noting(folder / "calls.jsonl", part, jobs)
+            running[start(texts, [[str(CORE)]], folder, noting)] = folder
+        for process_id, folder in running.items():
+            _, status = os.waitpid(process_id, 0)
+            broken = set(failures(folder, status))
+            for test in sorted(broken):
+                print(f"fails without a mutant: {test}", flush=True)
+            for line in (folder / "calls.jsonl").read_text("utf-8").splitlines():
+                test, seconds, calls = json.loads(line)
+                for call in calls if test not in broken else ():
+                    self._of_call.setdefault(call, []).append((seconds, test))
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def groups(self, mutant: Mutant) -> list[list[str]]:
+        """Groups of tests for a mutant, in the order in which they are tried."""
+        if mutant.file in OTHERS:
+            return [[f"{CORE.parent}/{t}" for t in OTHERS[mutant.file][1].split()]]
+        own = self._of_call.get(mutant.name, [])
+        own = sorted(own, key=lambda each: (-self.noticed[each[1]], each[0]))
+        tests = [f"{ROOT}/{test}" for _, test in own]
+        return [group for group in (tests, RANKS) if group]
 
 
-def run(mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, str, float]]:
-    """Each mutant as it ends, the test that notices, empty if none does, and seconds.
-
-    A test that fails without a mutant is said, and left out from then on.
-    """
+def run(
+    mutants: list[Mutant], jobs: int, tests: Tests
+) -> Iterator[tuple[Mutant, str, float]]:
+    """Each mutant as it ends, the test that notices, empty if none does, and seconds."""
     left, running = mutants[::-1], {}
-    sound: dict[str, bool] = {"": True, CRASH: True}
     while left or running:
         while left and len(running) < jobs:
             mutant, folder = left.pop(), Path(tempfile.mkdtemp())
-            broken = [test for test, passes in sound.items() if not passes]
-            without = [f"--deselect={test}" for test in broken]
-            fit = (
-                [t for t in g if not t.endswith(tuple(broken))] for g in mutant.groups
-            )
-            groups = [[*without, *tests] for tests in fit if tests]
-            pid = start(mutant.file, mutant.text, groups, folder)
-            running[pid] = mutant, folder, time.perf_counter()
-        pid, status = _next_end(running)
-        mutant, folder, began = running.pop(pid)
+            texts = {mutant.file: mutant.text}
+            process_id = start(texts, tests.groups(mutant), folder)
+            running[process_id] = mutant, folder, time.perf_counter()
+        process_id, status = os.wait()
+        if process_id not in running:
+            continue
+        mutant, folder, began = running.pop(process_id)
         found = failures(folder, status)
         shutil.rmtree(folder, ignore_errors=True)
-        test = found[0] if found else ""
-        if test not in sound:
-            sound[test] = not fails_anyway(test)
-            if not sound[test]:
-                print(f"fails without a mutant: {test}", flush=True)
-        if sound[test]:
-            yield mutant, test.rpartition("/")[2], time.perf_counter() - began
-        else:
-            left.append(mutant)
-
-
-def _next_end(running: Collection[int]) -> tuple[int, int]:
-    """Wait for one of these processes; its id and status."""
-    while True:
-        pid, status = os.wait()
-        if pid in running:
-            return pid, status
+        tests.noticed.update(found[:1])
+        caught = found[0].rpartition("/")[2] if found else ""
+        yield mutant, caught, time.perf_counter() - began
 
 
 def main() -> int:
@@ -305,7 +314,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="name them, run nothing")
     given = parser.parse_args()
-    every = [m for file, (names, _) in TESTS.items() for m in mutants_of(file, names)]
+    files = {**dict.fromkeys(ENGINE, ORDERING), **{f: o[0] for f, o in OTHERS.items()}}
+    every = [m for file, names in files.items() for m in mutants_of(file, names)]
     stale = EQUIVALENT.keys() - {mutant.name for mutant in every}
     for name in sorted(stale):
         print(f"no such mutant any more: {name}")
@@ -318,7 +328,7 @@ def main() -> int:
     for name in IMPORTED:
         importlib.import_module(name)
     survivors = []
-    for mutant, caught, seconds in run(chosen, given.jobs):
+    for mutant, caught, seconds in run(chosen, given.jobs, Tests(given.jobs)):
         survivors += [] if caught else [mutant.name]
         words = caught or "SURVIVES"
         print(f"{words:60.60} {seconds:4.0f} s  {mutant.name}", flush=True)

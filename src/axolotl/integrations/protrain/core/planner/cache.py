@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,10 @@ JSON: TypeAlias = Union[
 
 FORMAT = 4
 """In every key; to be raised when a measurement changes its meaning."""
+
+UNDISTURBED, NOTHING_S = 0.2, 0.05
+"""Least share of the time in which a process works while nobody disturbs it; seconds of which
+nothing can be told."""
 
 Kept = TypeVar("Kept")
 
@@ -70,6 +75,9 @@ def cached(
 ) -> Kept:
     """Return what `make` returned for this key, now or at an earlier time.
 
+    Figures of a CPU that others kept busy meanwhile are for now only: threads that wait
+    for each other have taken a hundred times as long.
+
     Args:
         folder: Holds the file of this machine; None for `default_folder`.
         key: Names everything that the value depends on.
@@ -85,8 +93,11 @@ def cached(
         parent = _file(folder).parent
         with _writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
+        began, worked = time.perf_counter(), time.process_time()
         value = make()
-        keep(folder, key, value)
+        wall, work = time.perf_counter() - began, time.process_time() - worked
+        if key.get("device") != "cpu" or work > UNDISTURBED * wall - NOTHING_S:
+            keep(folder, key, value)
     return value
 
 
