@@ -192,6 +192,15 @@ def test_the_readme_says_what_the_newest_results_say(tmp_path: Path) -> None:
     assert readme.read_text() == said
 
 
+def test_the_picture_shows_what_the_newest_results_say() -> None:
+    """If not, run `python tools/pictures.py comparison.svg`."""
+    sys.path.insert(0, str(BENCHMARKS.parent / "tools"))
+    import pictures
+
+    drawn = pictures.IMAGES / "comparison.svg"
+    assert drawn.read_text() == pictures.comparison()
+
+
 def test_a_busy_machine_gives_no_ratio() -> None:
     steady = measured(REFERENCE, 1.0, step_s=[1.0, 1.05, 1.1])
     ours = measured("ours", 1.0, step_s=[2.0, 2.1, 2.2])
