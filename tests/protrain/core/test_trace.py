@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from core_models import CPU, Stack, batches, freeze, hook_counts, stack
 from tiny_models import FAMILIES, random_model
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axolotl.integrations.protrain.core.layout import build_layout, find_blocks
@@ -245,10 +246,15 @@ def test_rounds_through_the_same_blocks(num_rounds: int) -> None:
     assert_same_trace(trace_stack(model), trace_stack(model, every_block=True))
 
 
-def test_the_depth_of_a_stack_costs_no_operators() -> None:
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_the_depth_of_a_stack_costs_no_operators(unpacked: bool) -> None:
+    """Nor where each block has a class of its own, as experts in 4 bits have."""
     ran = []
     for depth in (6, 14):
-        copied = meta_copy(stack(num_layers=depth))
+        model = stack(num_layers=depth)
+        for layer in model.layers if unpacked else ():
+            parametrize.register_parametrization(layer.down, "weight", nn.Identity())
+        copied = meta_copy(model)
         calls = [0]
 
         def count(*_: Any, calls: list[int] = calls) -> None:
@@ -259,8 +265,9 @@ def test_the_depth_of_a_stack_costs_no_operators() -> None:
         tokens = batches(1)[0]
         trace_step(copied, find_blocks(copied), lambda t=copied, x=tokens: t(x))
         ran.append(calls[0])
-    # the kind's first block, and the last one, whose output is read by the head
-    assert ran == [2, 2]
+    # the kind's first block, and the last one, whose output is read by the head; and
+    # block 1 where it has attributes of 1, which may be its number
+    assert ran == 2 * [2 + unpacked]
 
 
 # what is not touched

@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..layout.tensors import map_tensors, tensors_in
 from .meta import value_of
@@ -150,7 +151,11 @@ def _static(block: nn.Module, position: int | None) -> Any:
             for key, value in vars(module).items()
             if (kind := type(value)) in _PLAIN
         )
-        modules.append((name, type(module), attributes))
+        kind = type(module)
+        if parametrize.is_parametrized(module):
+            # a class of its own; what it computes is in modules of its own too
+            kind = kind.__bases__[0]
+        modules.append((name, kind, attributes))
     tensors = tuple(
         (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
         for name, tensor in (*block.named_parameters(), *block.named_buffers())
