@@ -58,6 +58,7 @@ from axolotl.integrations.protrain.core.planner.cards import (
     OWN_FIGURES,
     Gpu,
     gpu_hardware,
+    own_cards,
 )
 from axolotl.integrations.protrain.core.planner.hardware import (
     device_name,
@@ -146,6 +147,41 @@ def test_a_card_by_its_figures() -> None:
     assert own.memory_bytes_s == pytest.approx(456e9 * 0.9)
 
 
+OWN = {"mib": 24480, "tflops_16": 197, "tflops_32": 49, "memory_gb_s": 456, "pcie": 5}
+
+
+def test_a_card_from_a_file() -> None:
+    """As the table has it; of one name the file's comes first."""
+    raw = {"Arc B60": OWN, "RTX 4090": OWN | {"reach": "rtx", "lanes": 8}}
+    arc, other = own_cards(raw, "cards.yaml")
+    table = (arc, other, *GPUS)
+    found = gpu_hardware("arc b60", None, HOST_BYTES, table=table)
+    assert (found.name, found.device_bytes) == ("Arc B60", 24480 << 20)
+    assert found.source.startswith("cards.yaml; pcie5x16")
+    mine = gpu_hardware("4090", None, HOST_BYTES, table=table)
+    assert mine.link == "pcie5x8" and mine.flops_16 > found.flops_16
+    assert gpu_hardware("3090", None, HOST_BYTES, table=table) == card("3090")
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        (None, ["no cards"]),
+        ([OWN], ["no cards"]),
+        ({"A": 3}, ["A: mib is missing", "A: pcie is missing"]),
+        ({"A": OWN | {"tflops": 3}, "B:1": OWN}, ["A: tflops is no", "B:1: a name"]),
+        ({"A": OWN | {"mib": 24.5, "pcie": True}}, ["mib 24.5 is", "pcie True is"]),
+        ({"A": OWN | {"reach": [], "aliases": "B"}}, ["reach [] is", "aliases is no"]),
+        ({"A": OWN | {"memory_gb_s": float("nan")}}, ["nan is not a number"]),
+    ],
+)
+def test_all_that_is_wrong_with_a_file_of_cards(raw: object, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        own_cards(raw, "cards.yaml")
+    for part in ("--cards cards.yaml: ", "Write for example", *parts):
+        assert part in str(refusal.value)
+
+
 def test_what_a_card_computes_follows_its_architecture() -> None:
     """CUDA's compute capability: 7.x computes no bf16, 8.9 is Ada, AMD has none."""
     capability = {gpu.name: card(gpu.name).capability for gpu in GPUS}
@@ -193,6 +229,7 @@ def test_tf32_changes_fp32_products_alone() -> None:
         ("A100 80GB", "A100-80GB"),
         ("h100", "H100"),
         ("h100_pcie", "H100 PCIe"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
         ("3060", "RTX 3060 12GB"),
     ],
 )
@@ -220,8 +257,7 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
         ("rtx", None, ("--gpu 'rtx' is not known", "4090")),
         # other cards, slower than those that their names begin
         ("h20", None, ("--gpu", "'h20'", "nearest: H200")),
-        ("l40", None, ("--gpu", "'l40'", "nearest: L40S")),
-        ("a10", None, ("--gpu", "'a10' is not known; nearest: A10G")),
+        ("l4s", None, ("--gpu", "'l4s'", "nearest: L40S")),
         ("rtx 4900", None, ("--gpu", "'rtx 4900'", "nearest: RTX 4090")),
         ("h300", None, ("--gpu", "nearest: H200", "H100")),
         ("2x4090", None, ("several cards: write --gpu 4090 --gpus 2",)),
@@ -233,7 +269,8 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
             (name, None, (f"--gpu '{name}' cannot be planned", "share one memory"))
             for name in ("DGX Spark", "GB10", "M3 Max", "m4", "Strix Halo", "MacBook")
         ),
-        ("GH200", None, ("cannot be planned", "NVLink", "H100:96")),
+        ("GB200", None, ("cannot be planned", "NVLink", "--gpu B200")),
+        ("gh200", "pcie5x16", ("--link", "more than the GH200", "allowed: c2c")),
         *(
             (f"4090:{gib}", None, ("--gpu", f"'{gib}'", "1 to 1024", "RTX 4090:24"))
             for gib in ("", "0", "-8", "0.5", "2000", "nan", "inf", "24G", "2TiB")

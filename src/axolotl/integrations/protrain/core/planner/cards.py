@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..sizes import parse_gib
@@ -76,8 +76,9 @@ MAX_NAMED = 4
 
 
 class Link(NamedTuple):
-    """PCI Express of one generation; bytes per second each way, in theory, and the shares
-    of it that pinned copies reach alone and beside copies the other way."""
+    """A link between host and card: the generation of PCI Express, bytes per second each
+    way, in theory, and the shares of it that pinned copies reach alone and beside copies
+    the other way."""
 
     pcie: int
     bytes_s: float
@@ -95,6 +96,9 @@ LINKS = {
     )
     for lanes in (8, 16)
 }
+# NVLink between Grace and Hopper (GH200 data sheet). Copies reach 346 GB/s to the device,
+# 15 % less from it, and half in both ways at once: issues 23 and 41 of NVIDIA/nvbandwidth
+LINKS["c2c"] = Link(0, 450e9, 0.65, 0.33)
 
 
 class Gpu(NamedTuple):
@@ -105,7 +109,7 @@ class Gpu(NamedTuple):
     `pcie` is the generation; cards with fewer than 16 `lanes` say so. `capability` is
     CUDA's, 75 for 7.5, 0 for other makers. NVLink is to other cards each way, half of what
     data sheets of SXM cards give for both, 0 without a switch between all. Among the
-    aliases is what the driver calls the card.
+    aliases is what the driver calls the card. `host_link` replaces PCI Express.
     """
 
     name: str
@@ -121,6 +125,7 @@ class Gpu(NamedTuple):
     nvlink_gb_s: float = 0.0
     aliases: tuple[str, ...] = ()
     lanes: int = 16
+    host_link: str = ""
 
     @property
     def device_bytes(self) -> int:
@@ -134,14 +139,15 @@ class Gpu(NamedTuple):
     @property
     def links(self) -> tuple[str, ...]:
         """Links that it can be on, the fastest last."""
-        return tuple(
-            name
-            for name, link in LINKS.items()
-            if link.pcie <= self.pcie and int(name.partition("x")[2]) <= self.lanes
+        slots = (
+            f"pcie{n}x{lanes}" for n in range(3, self.pcie + 1) for lanes in (8, 16)
         )
+        fits = (name for name in slots if int(name.partition("x")[2]) <= self.lanes)
+        return (self.host_link,) if self.host_link else tuple(fits)
 
 
 _PAGE = "NVIDIA GeForce product page"
+_LAPTOP = "NVIDIA GeForce laptop product page"
 _TURING = "NVIDIA Turing GPU architecture whitepaper"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
@@ -166,36 +172,51 @@ GPUS = (
     Gpu("RTX 3090 Ti",   24564,  80.0,  40.0,  40.0,  1008, 4,  86, RTX, _PAGE),
     Gpu("RTX 4060 Ti 16GB", 16380, 44.1, 22.1, 22.1,   288, 4,  89, RTX, _PAGE, lanes=8),
     Gpu("RTX 4070",      12282,  58.3,  29.1,  29.1,   504, 4,  89, RTX, _PAGE),
+    Gpu("RTX 4070 SUPER", 12282, 71.0,  35.5,  35.5,   504, 4,  89, RTX, _PAGE),
     Gpu("RTX 4070 Ti",   12282,  80.2,  40.1,  40.1,   504, 4,  89, RTX, _PAGE),
     Gpu("RTX 4070 Ti SUPER", 16376, 88.2, 44.1, 44.1,  672, 4,  89, RTX, _PAGE),
     Gpu("RTX 4080",      16376,  97.5,  48.7,  48.7, 716.8, 4,  89, RTX, _ADA),
     Gpu("RTX 4080 SUPER", 16376, 104.4, 52.2,  52.2,   736, 4,  89, RTX, _PAGE),
     Gpu("RTX 4090",      24564, 165.2,  82.6,  82.6,  1008, 4,  89, RTX, _ADA),
     Gpu("RTX 5060 Ti 16GB", 16311, 47.4, 23.7, 23.7,   448, 5, 120, RTX, _PAGE, lanes=8),
+    Gpu("RTX 5070",      12227,  61.7,  30.9,  30.9,   672, 5, 120, RTX, _BLACKWELL),
     Gpu("RTX 5070 Ti",   16303,  87.9,  43.9,  43.9,   896, 5, 120, RTX, _BLACKWELL),
     Gpu("RTX 5080",      16303, 112.6,  56.3,  56.3,   960, 5, 120, RTX, _BLACKWELL),
     Gpu("RTX 5090",      32607, 209.5, 104.8, 104.8,  1792, 5, 120, RTX, _BLACKWELL),
+    # at the highest boost clock, which 150 W give; thinner laptops are slower
+    Gpu("RTX 4080 Laptop", 12282, 67.7, 33.9,  33.9,   432, 4,  89, RTX, _LAPTOP, 0, ("RTX 4080 Laptop GPU",)),
+    Gpu("RTX 4090 Laptop", 16376, 79.4, 39.7,  39.7,   576, 4,  89, RTX, _LAPTOP, 0, ("RTX 4090 Laptop GPU",)),
+    Gpu("RTX 5080 Laptop", 16303, 70.3, 35.1,  35.1,   896, 5, 120, RTX, _LAPTOP, 0, ("RTX 5080 Laptop GPU",)),
+    Gpu("RTX 5090 Laptop", 24463, 90.7, 45.3,  45.3,   896, 5, 120, RTX, _LAPTOP, 0, ("RTX 5090 Laptop GPU",)),
     # workstations and servers without NVLink: fp32 sums at the full rate
     Gpu("RTX A4000",     16376,  76.7,  19.2,  38.3,   448, 4,  86, RTX, _SHEET.format("RTX A4000")),
     Gpu("RTX A5000",     24564, 111.1,  27.8,  55.6,   768, 4,  86, RTX, _SHEET.format("RTX A5000")),
     Gpu("RTX A6000",     49140, 154.8,  38.7,  77.4,   768, 4,  86, RTX, _GA102),
     Gpu("RTX 4000 Ada",  20475, 106.9,  26.7,  53.5,   360, 4,  89, RTX, _SHEET.format("RTX 4000 Ada"), 0, ("RTX 4000 Ada Generation",)),
+    Gpu("RTX 4500 Ada",  24570, 158.5,  39.6,  79.3,   432, 4,  89, RTX, _SHEET.format("RTX 4500 Ada"), 0, ("RTX 4500 Ada Generation",)),
     Gpu("RTX 5000 Ada",  32760, 261.1,  65.3, 130.6,   576, 4,  89, RTX, _SHEET.format("RTX 5000 Ada"), 0, ("RTX 5000 Ada Generation",)),
     Gpu("RTX 6000 Ada",  49140, 364.2,  91.1, 182.1,   960, 4,  89, RTX, _ADA, 0, ("RTX 6000 Ada Generation",)),
     Gpu("RTX PRO 6000",  97887, 503.8, 126.0, 251.9,  1792, 5, 120, RTX, _BLACKWELL, 0, _6000_NAMES),
     Gpu("T4",            15360,  65.0,   8.1,   8.1,   320, 3,  75, OTHERS, _SHEET.format("T4")),
     Gpu("L4",            23034, 121.0,  30.3,  60.0,   300, 4,  89, OTHERS, _SHEET.format("L4")),
+    Gpu("A10",           23028, 125.0,  31.2,  62.5,   600, 4,  86, PASSIVE, _SHEET.format("A10")),
     Gpu("A10G",          23028,  70.0,  35.0,  35.0,   600, 4,  86, PASSIVE, _SHEET.format("A10G")),
     Gpu("A40",           46068, 149.7,  37.4,  74.8,   696, 4,  86, PASSIVE, _SHEET.format("A40")),
+    Gpu("L40",           46068, 181.0,  90.5,  90.5,   864, 4,  89, PASSIVE, _SHEET.format("L40")),
     Gpu("L40S",          46068, 362.0,  91.6, 183.0,   864, 4,  89, PASSIVE, _SHEET.format("L40S")),
     Gpu("V100-32GB",     32768, 125.0,  15.7,  15.7,   900, 3,  70, OTHERS, _SHEET.format("V100"), 150, _V100_NAMES),
+    Gpu("A30",           24576, 165.0,  10.3,  82.0,   933, 4,  80, AMPERE, _SHEET.format("A30")),
     Gpu("A100-40GB",     40960, 312.0,  19.5, 156.0,  1555, 4,  80, AMPERE, _SHEET.format("A100"), 300, _A100_40_NAMES),
     # SXM and PCIe: only memory differs, 2039 and 1935 GB/s
     Gpu("A100-80GB",     81920, 312.0,  19.5, 156.0,  1935, 4,  80, AMPERE, _SHEET.format("A100 (80GB PCIe)"), 300, _A100_80_NAMES),
     Gpu("H100",          81559, 989.0,  67.0, 494.0,  3350, 5,  90, HOPPER, _SHEET.format("H100 (SXM)"), 450, _H100_NAMES),
     Gpu("H100 PCIe",     81559, 756.0,  51.0, 378.0,  2000, 5,  90, HOPPER, _SHEET.format("H100 (PCIe)")),
     Gpu("H200",         143771, 989.0,  67.0, 494.0,  4800, 5,  90, HOPPER, _SHEET.format("H200 (SXM)"), 450, ("H200 SXM",)),
+    # one module: 96 GB beside the 480 GB of its Grace
+    Gpu("GH200",         97871, 990.0,  67.0, 494.0,  4000, 5,  90, HOPPER, _SHEET.format("GH200"), 0, ("GH200-96GB", "GH200 480GB"), 16, "c2c"),
     Gpu("B200",         183359, 2250.0, 75.0, 1125.0, 8000, 5, 100, OTHERS, _SHEET.format("HGX B200"), 900),
+    # of eight 36 PFLOPS sparse, 18 in TF32; 288 GB each
+    Gpu("B300",         274658, 2250.0, 75.0, 1125.0, 8000, 5, 103, OTHERS, _SHEET.format("HGX B300"), 900, ("B300 SXM6",)),
     # with ROCm, where nothing of this has run
     Gpu("RX 7900 XTX",   24560, 122.8,  61.4,  61.4,   960, 4,   0, OTHERS, "AMD Radeon RX 7900 XTX product page", 0, ("7900 XTX", "AMD Radeon RX 7900 XTX")),
     Gpu("MI300X",       196592, 1307.4, 163.4, 653.7, 5300, 5,   0, OTHERS, "AMD Instinct MI300X data sheet", 448, ("AMD Instinct MI300X",)),
@@ -205,9 +226,9 @@ UNMODELLED = {
     r"dgxspark|gb10\b|jetson|strix|ryzenai|apple|mac|^m[1-9](pro|max|ultra)?$": (
         "its CPU and GPU share one memory, so that there is no other to page to"
     ),
-    r"gh200|gb[23]00|grace": (
-        "how fast its NVLink to the host's memory is, is not known here; --gpu H100:96 "
-        "plans its GPU on PCI Express, which is slower"
+    r"gb[23]00|grace": (
+        "how fast its NVLink to the host's memory is, is not known here; --gpu B200 "
+        "plans such a GPU on PCI Express, which is slower"
     ),
 }
 """Machines that people ask for, as `_plain` writes them, and why there is no plan."""
@@ -216,7 +237,12 @@ OWN_FIGURES = "NAME:48GiB:91TFLOPs:864GB/s"
 
 
 def gpu_hardware(
-    text: str, link: str | None, host_bytes: int, tf32: bool = False, num_gpus: int = 1
+    text: str,
+    link: str | None,
+    host_bytes: int,
+    tf32: bool = False,
+    num_gpus: int = 1,
+    table: Sequence[Gpu] = GPUS,
 ) -> Hardware:
     """Return the rates of a GPU of the table, one of `num_gpus` on a host.
 
@@ -233,13 +259,14 @@ def gpu_hardware(
         host_bytes: Memory of the host that may be used.
         tf32: Whether fp32 products run on tensor cores (`tf32: true`).
         num_gpus: Cards of this kind on the host.
+        table: Where names are looked up.
 
     Raises:
         ConfigError: Unknown or ambiguous name, unknown link or one that the GPU
             cannot use, or a figure that is not in its range.
     """
     name, *figures = text.split(":")
-    gpu = _described(name, figures) if len(figures) > 1 else _find(name, text)
+    gpu = _described(name, figures) if len(figures) > 1 else _find(name, text, table)
     device_bytes = gpu.device_bytes
     if len(figures) == 1:
         device_bytes = int(_figure(figures[0], "GiB", MAX_GPU_GIB, gpu) * (1 << 30))
@@ -295,6 +322,84 @@ def gpu_hardware(
     )
 
 
+REACHES = dict(rtx=RTX, passive=PASSIVE, ampere=AMPERE, hopper=HOPPER, others=OTHERS)
+_NEEDED = ("mib", "tflops_16", "tflops_32", "memory_gb_s", "pcie")
+_RATES = ("tflops_16", "tflops_32", "tflops_tf32", "memory_gb_s")
+_MORE = (
+    "tflops_tf32",
+    "capability",
+    "reach",
+    "nvlink_gb_s",
+    "aliases",
+    "lanes",
+    "source",
+)
+_RANGES: dict[str, tuple[Any, float, float]] = {
+    "mib": (int, 1024, MAX_GPU_GIB << 10),
+    **dict.fromkeys(_RATES, (int | float, 1, 1e5)),
+    "nvlink_gb_s": (int | float, 0, 1e5),
+    "pcie": (int, 3, 5),
+    "lanes": (int, 8, 16),
+    "capability": (int, 0, 200),
+}
+
+
+def own_cards(raw: object, file: str) -> tuple[Gpu, ...]:
+    """Read cards by their names, each with the fields of `Gpu`.
+
+    `reach` is one of `REACHES`; what is not in `_NEEDED` may be left out.
+
+    Raises:
+        ConfigError: Names the file and all that is wrong there.
+    """
+    cards = raw if isinstance(raw, dict) else {}
+    faults = [
+        f"{name}: {fault}"
+        for name, fields in cards.items()
+        for fault in _faults(str(name), fields if isinstance(fields, dict) else {})
+    ]
+    if faults or not cards:
+        raise ConfigError(
+            f"--cards {file}: {'; '.join(faults) or 'no cards by their names'}. Write "
+            "for example `My card: {mib: 24564, tflops_16: 165.2, tflops_32: 82.6, "
+            f"memory_gb_s: 1008, pcie: 4}}`; more fields: {', '.join(_MORE)}."
+        )
+    return tuple(
+        Gpu(
+            **{"tflops_tf32": fields["tflops_32"], "capability": 0, "source": file}
+            | fields
+            | {
+                "name": str(name),
+                "reach": REACHES[fields.get("reach", "others")],
+                "aliases": tuple(fields.get("aliases", ())),
+            }
+        )
+        for name, fields in cards.items()
+    )
+
+
+def _faults(name: str, given: Mapping[Any, Any]) -> Iterator[str]:
+    if ":" in name or not _plain(name):
+        yield "a name has letters or digits, and no colon"
+    yield from (f"{key} is missing" for key in _NEEDED if key not in given)
+    for key, value in given.items():
+        kind, least, most = _RANGES.get(key, (None, 0, 0))
+        if kind:
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most:
+                yield f"{key} {value!r} is not a number from {least} to {most:.0f}"
+        elif key == "reach":
+            if value not in [*REACHES]:
+                yield f"reach {value!r} is none of {', '.join(REACHES)}"
+        elif key == "aliases":
+            if not isinstance(value, list) or not all(
+                isinstance(alias, str) for alias in value
+            ):
+                yield "aliases is no list of names"
+        elif key != "source" or not isinstance(value, str):
+            yield f"{key} is no field" if key != "source" else "source is no text"
+
+
 def _described(name: str, figures: list[str]) -> Gpu:
     """A card by its figures, on any link; fp32 as far behind 16 bits as on most."""
     if len(figures) != 3 or not name.strip():
@@ -320,12 +425,12 @@ def _described(name: str, figures: list[str]) -> Gpu:
     )
 
 
-def _find(name: str, text: str) -> Gpu:
+def _find(name: str, text: str, table: Sequence[Gpu]) -> Gpu:
     wanted = _plain(name)
-    for gpu in GPUS:
+    for gpu in table:
         if wanted in map(_plain, (gpu.name, *gpu.aliases)):
             return gpu
-    begun = [gpu for gpu in GPUS if wanted and wanted in _beginnings(gpu.name)]
+    begun = [gpu for gpu in table if wanted and wanted in _beginnings(gpu.name)]
     if len(begun) == 1:
         return begun[0]
     if begun:
@@ -341,7 +446,7 @@ def _find(name: str, text: str) -> Gpu:
             f"--gpu {text!r} names several cards: write --gpu {several['card']} "
             f"--gpus {several['n']}"
         )
-    close = _nearest(wanted, [gpu.name for gpu in GPUS], MAX_NAMED)
+    close = _nearest(wanted, [gpu.name for gpu in table], MAX_NAMED)
     nearest = f"; nearest: {', '.join(close)}" if close else ""
     raise ConfigError(
         f"--gpu {text!r} is not known{nearest}. Write a name as 4090 or A100-80GB, "
