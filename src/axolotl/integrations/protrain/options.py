@@ -110,6 +110,7 @@ _LOSSES = (
 ).split()
 _KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
 
+LOSS = "loss"
 FUSED_LOSS = "cut_cross_entropy"
 """Takes the least of those that are priced."""
 
@@ -136,6 +137,9 @@ def _optimizer(name: str, cfg: Any, _on_cuda: bool) -> list[Keys]:
     now = str(getattr(cfg.optimizer, "value", cfg.optimizer))
     is_other = now.startswith("adamw") and "8bit" not in now
     return [{"optimizer": name}] if is_other else []
+
+
+EIGHT_BITS: Settings = partial(_optimizer, "adamw_bnb_8bit")
 
 
 def _larger_rows(cfg: Any, _on_cuda: bool) -> list[Keys]:
@@ -170,41 +174,19 @@ def _packed(cfg: Any, _on_cuda: bool) -> list[Keys]:
     return [{"sample_packing": True, "pad_to_sequence_len": True}] if takes else []
 
 
-NOTEWORTHY = 0.05
-"""A share of the device's peak from which an avoidable part of it is worth a line."""
+NOTEWORTHY = 0.01
+"""A share of the device's peak from which a part of the memory is worth a look."""
 
 
-def largest_part(cfg: Any, forecast: Forecast, on_cuda: bool) -> dict[str, Any] | None:
-    """Find the largest avoidable part of the device's peak or, where that is little, of
-    the host: what it is, the option, how many bytes that avoids, and where."""
-    device, host, states = forecast.device, forecast.host, forecast.device.states
-    peak, on_host = device.peak, host.states
-    # what it is, the option, which share of it goes, bytes of it on device and host
-    parts: list[tuple[str, str, float, int, int]] = []
-    if has_plain_loss(cfg, on_cuda):
-        logits = peak.working * peak.in_loss
-        parts.append(("the loss", f"{FUSED_LOSS}: true", 1.0, logits, 0))
-    if keys := _optimizer("adamw_bnb_8bit", cfg, on_cuda):
-        option = f"optimizer: {keys[0]['optimizer']}"
-        moments = peak.moments, on_host.moments
-        parts.append(("optimizer state", option, 0.75, *moments))
-    if _in_4_bits(cfg, on_cuda):
-        option = "adapter: qlora, load_in_4bit: true"
-        weights = states.resident + states.slots
-        parts.append(("16-bit weights", option, 0.75, weights, on_host.host_pool))
-    ways = [
-        (int(share * nbytes), where, part, option)
-        for part, option, share, *both in parts
-        for nbytes, where in zip(both, ("device", "host"), strict=True)
-        if where == "host" or share * nbytes >= NOTEWORTHY * device.peak_bytes
-    ]
-    # of the device first
-    nbytes, where, part, option = max(
-        ways, key=lambda way: (way[1] == "device", way[0]), default=(0, "", "", "")
-    )
-    if not nbytes:
-        return None
-    return {"part": part, "option": option, "bytes": nbytes, "where": where}
+def large_parts(
+    cfg: Any, forecast: Forecast, on_cuda: bool
+) -> Iterator[tuple[str, Keys]]:
+    """Parts of a plan's memory that an option may avoid, each with the option's keys."""
+    if forecast.device.peak.in_loss and has_plain_loss(cfg, on_cuda):
+        yield LOSS, {FUSED_LOSS: True}
+    moments = max(forecast.device.states.moments, forecast.host.states.moments)
+    if moments >= NOTEWORTHY * forecast.device.peak_bytes:
+        yield from (("optimizer state", keys) for keys in EIGHT_BITS(cfg, on_cuda))
 
 
 def first_fitting(count: int, fits: Callable[[int], bool]) -> int:
@@ -241,7 +223,7 @@ OPTIONS = (
     Option("kernels", ROUNDING, _kernels),
     Option("rows", ROUNDING, BATCH.lowered, BATCH),
     Option("rows", ROUNDING, _larger_rows),
-    Option("optimizer", UPDATES, partial(_optimizer, "adamw_bnb_8bit")),
+    Option("optimizer", UPDATES, EIGHT_BITS),
     Option("optimizer", UPDATES, partial(_optimizer, "adafactor")),
     Option("base", TRAINING, _in_4_bits),
     Option("adapter", TRAINING, RANK.lowered, RANK),

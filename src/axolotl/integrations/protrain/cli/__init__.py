@@ -22,15 +22,36 @@ from contextlib import (
     suppress,
 )
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from ..core.errors import ConfigError, ProTrainError, printable
 from ..core.sizes import parse_bytes, parse_gib
 
+if TYPE_CHECKING:
+    from ..core.planner.cards import Gpu
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+_COMPLETION = (
+    "\b\nCompletion of commands and options, for bash in ~/.bashrc (zsh_source and "
+    "fish_source for others):\n"
+    '  eval "$(_AXOLOTL_PROTRAIN_COMPLETE=bash_source axolotl-protrain)"'
+)
+
+
+def _examples(*lines: str) -> str:
+    return "\n".join(["\b", "Examples:", *(f"  axolotl-protrain {x}" for x in lines)])
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_examples("plan config.yaml --gpu 4090", "migrate config.yaml --write")
+    + f"\n\n{_COMPLETION}",
+)
+@click.version_option(
+    package_name="axolotl-protrain", message="%(package)s %(version)s"
+)
 def protrain() -> None:
     """Page a model that is larger than the device."""
 
@@ -77,7 +98,9 @@ class _AnswerCommand(_Command):
         return _Unplanned(message)
 
 
-@protrain.command("selftest", cls=_Command)
+@protrain.command(
+    "selftest", cls=_Command, epilog=_examples("selftest config.yaml --steps 8")
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--steps", default=4, show_default=True, help="Optimizer steps of each run."
@@ -104,7 +127,7 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     sys.exit(0 if verdict.passed else 1)
 
 
-@protrain.command("doctor")
+@protrain.command("doctor", epilog=_examples("doctor", "doctor --json"))
 @click.option("--json", "as_json", is_flag=True, help="Print an object for reports.")
 def _doctor(as_json: bool) -> None:
     """Look at this machine: what paged training gets from it, and what is in the way.
@@ -112,13 +135,17 @@ def _doctor(as_json: bool) -> None:
     Takes a minute at most. Exit code 0: nothing is; 2: training would work, but badly;
     3: it would not.
     """
-    with _silence():
+    lines = []
+    with _Progress(sys.stderr) as say, _silence():
+        say("looking at this machine")
         import torch
 
         from . import doctor
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lines = list(doctor.findings(device))
+        for line in doctor.findings(device):
+            say(f"{len(lines) + 1} looked at, the last one: {line.name}")
+            lines.append(line)
     if as_json:
         click.echo(json.dumps(doctor.as_json(lines), indent=2))
     else:
@@ -141,16 +168,53 @@ def _gib(
     raise click.BadParameter("not a size above 0: GiB, or for example 112GiB.")
 
 
-def _check_cards(
+def _table(
+    cards: Path | None, gpus: Sequence[str], link: str | None, num_gpus: int
+) -> tuple[Gpu, ...]:
+    """The cards of a file, then those that are known; all `gpus` are among them."""
+    from ..core.planner.cards import GPUS, gpu_hardware, own_cards
+    from ..offline.yaml_file import read_yaml
+
+    table = GPUS
+    if cards is not None:
+        table = (*own_cards(read_yaml(cards), str(cards)), *GPUS)
+    for gpu in gpus:
+        gpu_hardware(gpu, link, host_bytes=0, num_gpus=num_gpus, table=table)
+    return table
+
+
+def _prices(
+    texts: Sequence[str], gpus: Sequence[str], table: Sequence[Gpu]
+) -> dict[str, float]:
+    """Dollars per hour of one card, by what `--gpu` says."""
+    from ..core.planner.cards import card_key
+
+    keys = {gpu: card_key(gpu, table) for gpu in gpus}
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, figure = text.rpartition("=")
+        usd = 0.0
+        with suppress(ValueError):
+            usd = float(figure)
+        # false for nan too
+        if not 0 < usd < 1e6:
+            raise ConfigError(
+                f"--price {text!r}: write NAME=0.34, the dollars per hour of one card."
+            )
+        same = [g for g in gpus if keys[g] == card_key(name, table)]
+        named = [name] if name in gpus else same
+        if not named:
+            raise ConfigError(f"--price {text!r}: no --gpu names this card.")
+        found |= dict.fromkeys(named, usd)
+    return found
+
+
+def _check_machine(
     raw: Mapping[Any, Any], gpus: tuple[str, ...], num_gpus: int, link: str | None
 ) -> None:
     """Refuse what can be told before the seconds that Axolotl's imports take."""
     import torch
 
-    from ..core.planner.cards import gpu_hardware
-
-    for gpu in gpus:
-        gpu_hardware(gpu, link, host_bytes=0, num_gpus=num_gpus)
     if gpus:
         return
     if link is not None:
@@ -185,7 +249,17 @@ def _check_options(
         raise ConfigError(f"--write: {write} is no new file in a folder that exists.")
 
 
-@protrain.command("plan", cls=_AnswerCommand)
+@protrain.command(
+    "plan",
+    cls=_AnswerCommand,
+    epilog=_examples(
+        "plan config.yaml --gpu 4090 --ram 64",
+        "plan config.yaml --gpu 4090 --gpu H100 --price 4090=0.34 --price H100=1.99",
+        "plan config.yaml --gpu 3080 --write fits.yaml",
+        "plan config.yaml --gpu 4090 --max seq",
+        "plan config.yaml --gpu mine --cards cards.yaml --json",
+    ),
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--gpu",
@@ -216,6 +290,19 @@ def _check_options(
     "--link",
     metavar="NAME",
     help="Between host and card, for example pcie4x16. [default: the card's fastest]",
+)
+@click.option(
+    "--cards",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A YAML with cards of your own, for --gpu; docs/plan.md has their fields.",
+)
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    metavar="NAME=USD",
+    help="Dollars per hour of one such card, for example 4090=0.34; again for several.",
 )
 @click.option(
     "--download",
@@ -255,6 +342,8 @@ def _plan(
     num_gpus: int,
     ram_gib: float | None,
     link: str | None,
+    cards: Path | None,
+    prices: tuple[str, ...],
     download: bool,
     as_json: bool,
     html: Path | None,
@@ -277,11 +366,18 @@ def _plan(
         levers = levers or explain or write is not None
         _check_options(html, write, largest, levers, len(gpus))
         raw = checked_yaml(config, here=True, download=download)
-        _check_cards(raw, gpus, num_gpus, link)
-        asked = (gpus, num_gpus, ram_gib, link)
-        say = _Progress(sys.stderr)
+        table = _table(cards, gpus, link, num_gpus)
+        _check_machine(raw, gpus, num_gpus, link)
+        usd = _prices(prices, gpus, table)
+        asked = (gpus, num_gpus, ram_gib, link, table, usd)
         # libraries warn of what a plan does not use; the answer alone is printed
-        with say, _silence(), lean_imports(), ExitStack() as undo:
+        with (
+            _Progress(sys.stderr) as say,
+            _silence(),
+            lean_imports(),
+            ExitStack() as undo,
+        ):
+            say("importing Axolotl")
             # a tenth of the imports' time is the search for garbage that is not there
             gc.disable()
             if levers:
@@ -293,12 +389,13 @@ def _plan(
             from .plan import DryRun
 
             fitting = Fitting(worker, config, say) if levers else None
-            say(f"planning {config.name}")
+            say(f"building the model of {config.name} without weights")
             ask = DryRun(config, *asked)
             if largest:
-                answers = ask.largest(largest)
+                answers = ask.largest(largest, say)
             else:
-                answers = ask.forecasts(changes_keys=fitting is None)
+                briefly = not as_json and html is None and len(gpus) > 1
+                answers = ask.forecasts(fitting is None, briefly, say)
             if fitting is not None:
                 fitting.add_to(answers[0], ask, asked, write)
         if html is not None:
@@ -335,8 +432,8 @@ class _Progress:
             self._stream.write(f"\r\x1b[K{text}")
             self._stream.flush()
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> _Progress:
+        return self
 
     def __exit__(self, *_exception: object) -> None:
         self("")
@@ -360,7 +457,13 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-@protrain.command("report", cls=_AnswerCommand)
+@protrain.command(
+    "report",
+    cls=_AnswerCommand,
+    epilog=_examples(
+        "report outputs/run", "report outputs/before outputs/after --html runs.html"
+    ),
+)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page."
@@ -382,7 +485,11 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     click.echo(printable(report_text(reports)))
 
 
-@protrain.command("migrate", cls=_AnswerCommand)
+@protrain.command(
+    "migrate",
+    cls=_AnswerCommand,
+    epilog=_examples("migrate config.yaml", "migrate config.yaml --write"),
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--write", is_flag=True, help="Change the file, not only show how.")
 def _migrate(config: Path, write: bool) -> None:
@@ -404,7 +511,11 @@ def _migrate(config: Path, write: bool) -> None:
     sys.exit(2 if found.undecided else 0)
 
 
-@protrain.command("verify", cls=_AnswerCommand)
+@protrain.command(
+    "verify",
+    cls=_AnswerCommand,
+    epilog=_examples("verify outputs/run", "verify outputs/run/checkpoint-100 --json"),
+)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print an object for programs.")
 def _verify(folder: Path, as_json: bool) -> None:
@@ -416,17 +527,27 @@ def _verify(folder: Path, as_json: bool) -> None:
     # imported here: keys and help need neither
     from ..core.manifest import MANIFEST, checkpoints, differences
 
-    found = {str(p): differences(p) for p in checkpoints(folder) or [folder]}
+    found = {}
+    with _Progress(sys.stderr) as say:
+        for path in checkpoints(folder) or [folder]:
+            say(f"reading {path}")
+            found[str(path)] = differences(path)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        for path, faults in found.items():
+        for name, faults in found.items():
             lines = [f"no {MANIFEST}"] if faults is None else faults or ["whole"]
-            click.echo(printable("\n".join(f"{path}: {line}" for line in lines)))
+            click.echo(printable("\n".join(f"{name}: {line}" for line in lines)))
     sys.exit(2 if any(found.values()) else 3 if None in found.values() else 0)
 
 
-@protrain.command("serve", cls=_Command)
+@protrain.command(
+    "serve",
+    cls=_Command,
+    epilog=_examples(
+        "serve config.yaml --port 8000", "serve --status http://127.0.0.1:8000"
+    ),
+)
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
@@ -488,7 +609,8 @@ def _serve(
     )
     try:
         # libraries warn on standard output, whose first line is ours
-        with _silence():
+        with _Progress(sys.stderr) as say, _silence():
+            say("importing Axolotl")
             from .serve import serve
     except ModuleNotFoundError as error:
         advice = "pip install 'axolotl-protrain[serve]'"
@@ -496,7 +618,7 @@ def _serve(
     serve(config, host, port, folder, adapters, requests, hosts)
 
 
-@protrain.command()
+@protrain.command(epilog=_examples("keys"))
 def keys() -> None:
     """List every key of the YAML with its default and meaning."""
     from ..args import ProTrainArgs

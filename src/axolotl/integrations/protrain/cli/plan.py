@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
-from ..core.planner.cards import GPUS, gpu_hardware
+from ..core.planner.cards import GPUS, Gpu, gpu_hardware
 from ..core.planner.job import TracedJob, this_machine
+from ..core.planner.memory import DeviceEstimate, HostEstimate, MemoryModel
 from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
 from ..core.types import PAGING_GAIN, Budget, Hardware, World
@@ -25,16 +27,20 @@ from ..offline.fake_kernels import without_logits
 from ..offline.meta_model import load_meta_model
 from ..options import (
     BATCH,
+    EIGHT_BITS,
     FUSED_LOSS,
     LENGTH,
+    LOSS,
+    NOTEWORTHY,
     QUICK,
     RANK,
+    UPDATES,
     Keys,
     Number,
     batch_note,
     first_fitting,
     has_plain_loss,
-    largest_part,
+    large_parts,
     named,
 )
 from ..refusals import cautions
@@ -59,6 +65,8 @@ class DryRun:
         num_gpus: How many of each.
         ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
         link: Between host and card; None for each card's fastest.
+        table: Where cards are looked up.
+        prices: Dollars per hour of cards, by their names in `gpus`.
         card: Known already, with the device to trace for.
 
     Attributes:
@@ -79,18 +87,24 @@ class DryRun:
         num_gpus: int,
         ram_gib: float | None,
         link: str | None,
+        table: Sequence[Gpu] = GPUS,
+        prices: Mapping[str, float] | None = None,
         card: Hardware | None = None,
         device_type: str | None = None,
     ) -> None:
         self._is_here, self._num_gpus, self._ram_gib = not gpus, num_gpus, ram_gib
+        self._table = table
         has_gpu = gpus or torch.cuda.is_available()
         self.device_type = device_type or ("cuda" if has_gpu else "cpu")
         host_bytes = int((ram_gib or DEFAULT_RAM_GIB) * 2**30)
-        named = partial(_card, link=link, host_bytes=host_bytes, num_gpus=num_gpus)
+        named = partial(
+            _card, link=link, host_bytes=host_bytes, num_gpus=num_gpus, table=table
+        )
         self._meta = load_meta_model(config, self.device_type)
         self.cfg = self._meta.cfg
         self._args = args_from(self.cfg)
         self.cards = [named(gpu, tf32=self.cfg.tf32 is True) for gpu in gpus]
+        self._prices = [(prices or {}).get(gpu) for gpu in gpus] or [None]
         if card is not None:
             self.cards = [card]
         elif not gpus:
@@ -107,12 +121,35 @@ class DryRun:
             ]
         self._subject = cache(self._traced)
 
-    def forecasts(self, changes_keys: bool = True) -> list[dict[str, Any]]:
+    def forecasts(
+        self,
+        changes_keys: bool = True,
+        briefly: bool = False,
+        say: Callable[[str], None] = str,
+    ) -> list[dict[str, Any]]:
         """One object for each card, as `--json` prints it, and what the page shows.
 
-        Unless it `changes_keys` no other keys are priced beside the YAML's.
+        Unless it `changes_keys` no other keys are priced beside the YAML's; `briefly`
+        nothing is but for the card that `report.best` chooses. `say` is told how far it is.
         """
-        return [self._answer(card, changes_keys) for card in self.cards]
+        planned = []
+        for number, card in enumerate(self.cards):
+            say(f"planning for {card.name}, {number} of {len(self.cards)} cards done")
+            planned.append((card, *self._plan(card)))
+        answers = [
+            self._answer(card, forecast, planner, price)
+            for (card, forecast, planner), price in zip(
+                planned, self._prices, strict=True
+            )
+        ]
+        shown = [report.best(answers)[0]] if briefly else answers
+        for answer, (card, forecast, planner) in zip(answers, planned, strict=True):
+            if any(answer is one for one in shown):
+                say(f"pricing what {card.name} could do besides")
+                others = self._alternatives(card, planner, forecast, changes_keys)
+                answer["alternatives"][:0] = others
+                answer["avoidable"] = self._avoidable(card, forecast)
+        return answers
 
     def first_fitting(self, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The price of the first of `changes` that fits the first card, or of the last.
@@ -147,7 +184,9 @@ class DryRun:
             "change": change,
         }
 
-    def largest(self, what: str) -> list[dict[str, Any]]:
+    def largest(
+        self, what: str, say: Callable[[str], None] = str
+    ) -> list[dict[str, Any]]:
         """For each card the largest `seq`, `batch` or `rank` that some plan fits.
 
         Raises:
@@ -156,9 +195,11 @@ class DryRun:
         number = QUICK[what]
         if not number.is_set(self.cfg):
             raise ConfigError(f"--max {what}: the YAML sets no {number.key} to raise.")
-        return [self._largest(card, number) for card in self.cards]
+        return [self._largest(card, number, say) for card in self.cards]
 
-    def _largest(self, card: Hardware, number: Number) -> dict[str, Any]:
+    def _largest(
+        self, card: Hardware, number: Number, say: Callable[[str], None]
+    ) -> dict[str, Any]:
         key, most = number.key, _MOST_RANK
         if number is not RANK:
             other = LENGTH if number is BATCH else BATCH
@@ -166,6 +207,7 @@ class DryRun:
         found: dict[int, Forecast] = {}
 
         def fits(value: int) -> bool:
+            say(f"trying {key} {value} on {card.name}")
             found[value] = self._forecast(card, **{key: value})
             return report.lack(found[value]) is None
 
@@ -193,24 +235,56 @@ class DryRun:
 
     # one card
 
-    def _answer(self, card: Hardware, changes_keys: bool) -> dict[str, Any]:
-        forecast, planner = self._plan(card)
+    def _answer(
+        self, card: Hardware, forecast: Forecast, planner: Planner, price: float | None
+    ) -> dict[str, Any]:
+        """What one plan tells; with plain training as the one alternative."""
         lacking = uncomputed(self.cfg, card)
-        answer = report.answer_dict(forecast, lacking)
-        answer["about"] = about(self.cfg)
-        others = self._alternatives(card, planner, forecast, changes_keys)
-        if lacking:
-            others = self._larger_machine(card, forecast)
-        answer["alternatives"] = list(others)
-        on_cuda = self.device_type == "cuda"
-        answer["avoidable"] = largest_part(self.cfg, forecast, on_cuda)
-        answer["assumptions"] = [
-            *self._meta.assumptions,
-            *self._subject().assumptions,
-            *self._cautions(),
-            *self._unknowns(card, forecast),
-        ]
-        return answer
+        plain = [] if lacking else [_without_plugin(planner)]
+        cost = None
+        if price is not None:
+            trains = not lacking and report.lack(forecast) is None
+            cost = report.cost_dict(
+                price * self._num_gpus, forecast if trains else None
+            )
+        return report.answer_dict(forecast, lacking) | {
+            "about": about(self.cfg),
+            "alternatives": plain,
+            "avoidable": None,
+            "cost": cost,
+            "assumptions": [
+                *self._meta.assumptions,
+                *self._subject().assumptions,
+                *self._cautions(),
+                *self._unknowns(card, forecast),
+            ],
+        }
+
+    def _avoidable(self, card: Hardware, forecast: Forecast) -> dict[str, Any] | None:
+        """Find the largest part of this plan's memory that an option takes away, under
+        the same plan: of the device, or else of the host."""
+        plan, found = forecast.plan, []
+        for part, keys in large_parts(self.cfg, forecast, self.device_type == "cuda"):
+            with suppress(ConfigError, LayoutError, TraceError):
+                other = self._subject(**keys)
+                if len(other.layout.chunks) != len(plan.placements):
+                    continue
+                memory = MemoryModel(
+                    other.layout, other.traced.trace, other.workload, card
+                )
+                before = _taken(part, forecast.device, forecast.host)
+                after = _taken(part, memory.device(plan), memory.host(plan))
+                device, host = map(sub, before, after)
+                is_large = device >= NOTEWORTHY * forecast.device.peak_bytes
+                found.append((is_large, device if is_large else host, part, keys))
+        on_device, nbytes, part, keys = max(
+            found, key=lambda way: way[:2], default=(False, 0, "", {})
+        )
+        if nbytes <= 0:
+            return None
+        (option,) = (f"{key}: {str(value).lower()}" for key, value in keys.items())
+        where = "device" if on_device else "host"
+        return {"part": part, "option": option, "bytes": nbytes, "where": where}
 
     def _cautions(self) -> list[str]:
         model: Any = self._meta.model
@@ -272,17 +346,18 @@ class DryRun:
     def _alternatives(
         self, card: Hardware, planner: Planner, forecast: Forecast, changes_keys: bool
     ) -> Iterator[dict[str, Any]]:
-        """Other settings and their price, the fastest that fits first."""
+        """Other settings and their price, but for plain training: what helps comes first,
+        and of that what changes the training least."""
         cfg = self.cfg
         numbers = [n for n in QUICK.values() if changes_keys and n.is_set(cfg)]
+        if uncomputed(cfg, card):
+            yield from self._larger_machine(card, forecast)
+            return
         if report.lack(forecast) is None:
             for number in numbers:
                 yield self._other(card, number.at(2 * cfg[number.key], cfg))
         else:
-            others = [*self._whole_card(card), *self._fused(card, forecast)]
-            others += [o for number in numbers for o in self._lowered(card, number)]
-            others += self._larger_machine(card, forecast)
-            # what changes least comes first, of those that help
+            others = self._ways_out(card, forecast, numbers)
             yield from sorted(others, key=lambda other: other["verdict"] != report.FITS)
         if self._num_gpus > 1:
             for key, mode in FORCED.items():
@@ -300,7 +375,18 @@ class DryRun:
                 yield _alternative(
                     "protrain_cpu_optimizer: torch", partial(self._on_host, card)
                 )
-        yield _without_plugin(planner)
+
+    def _ways_out(
+        self, card: Hardware, lacking: Forecast, numbers: Sequence[Number]
+    ) -> Iterator[dict[str, Any]]:
+        """What may make it fit, the least change first; another machine is the last."""
+        yield from self._whole_card(card)
+        yield from self._fused(card, lacking)
+        for number in numbers:
+            yield from self._lowered(card, number)
+            if number is BATCH:
+                yield from self._in_eight_bits(card)
+        yield from self._larger_machine(card, lacking)
 
     def _on_host(self, card: Hardware) -> Forecast:
         """With AdamW on the host for weights whose state is there."""
@@ -319,6 +405,13 @@ class DryRun:
                 "liger_fused_linear_cross_entropy; --levers has the keys to paste",
             )
             if other["verdict"] != report.UNSUPPORTED:
+                yield other
+
+    def _in_eight_bits(self, card: Hardware) -> Iterator[dict[str, Any]]:
+        for keys in EIGHT_BITS(self.cfg, self.device_type == "cuda"):
+            plan = partial(self._forecast, card, **keys)
+            other = _alternative(named(keys, self.cfg), plan, UPDATES)
+            if other["verdict"] == report.FITS:
                 yield other
 
     def _lowered(self, card: Hardware, number: Number) -> Iterator[dict[str, Any]]:
@@ -362,11 +455,13 @@ class DryRun:
             needed += max(host.peak_bytes - budget.host_bytes, 0)
             if report.lack(lacking) is None:
                 needed = 0
-            for gpu in sorted(GPUS, key=lambda gpu: gpu.device_bytes):
+            for gpu in sorted(self._table, key=lambda gpu: gpu.device_bytes):
                 if gpu.device_bytes <= card.device_bytes and not refused:
                     continue
                 ranks = self._num_gpus
-                larger = gpu_hardware(gpu.name, None, card.host_bytes, num_gpus=ranks)
+                larger = gpu_hardware(
+                    gpu.name, None, card.host_bytes, num_gpus=ranks, table=self._table
+                )
                 if refused and (uncomputed(self.cfg, larger) or not gpu.capability):
                     continue
                 if larger.device_bytes - larger.unseen_bytes < needed:
@@ -415,7 +510,7 @@ class DryRun:
     def _traced(self, **change: Any) -> TracedJob:
         world = World(self._num_gpus, self._num_gpus)
         # what trains is the same, and so is its state
-        same = bool(change) and "lora_r" not in change
+        same = bool(change) and not change.keys() & {"lora_r", "optimizer"}
         with ExitStack() as undo:
             undo.enter_context(self._meta.changed(change))
             if FUSED_LOSS in change:
@@ -439,6 +534,14 @@ class DryRun:
             )
             subject = replace(subject, layout=replace(layout, chunks=chunks))
         return subject
+
+
+def _taken(part: str, device: DeviceEstimate, host: HostEstimate) -> tuple[int, int]:
+    """Bytes of a part on the device and on the host."""
+    if part == LOSS:
+        # all that is there, for what stays is there before and after
+        return max((p.total for p in device.timeline if p.in_loss), default=0), 0
+    return device.states.moments, host.states.moments
 
 
 def _card(gpu: str, **known: Any) -> Hardware:

@@ -502,7 +502,7 @@ def fake_cut_cross_entropy(model: Any, assumptions: list[str]) -> None:
     head = model.get_output_embeddings()
 
     head.forward = lambda hidden: hidden
-    model.loss_function = lambda logits, labels, **_: _LinearCrossEntropy.apply(
+    model.loss_function = lambda logits, labels, *_, **__: _LinearCrossEntropy.apply(
         logits, head.weight
     )
     assumptions.append(

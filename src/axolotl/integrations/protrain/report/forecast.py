@@ -121,8 +121,8 @@ def knobs_dict(plan: Plan) -> dict[str, int]:
 def answer_dict(forecast: Forecast, uncomputed: str | None = None) -> dict[str, Any]:
     """Describe one card as `plan --json` does.
 
-    `uncomputed` says what the card cannot compute. `about`, `alternatives`, `avoidable`
-    and `assumptions` are for the caller to add.
+    `uncomputed` says what the card cannot compute. `about`, `alternatives`, `avoidable`,
+    `cost` and `assumptions` are for the caller to add.
     """
     plan, times, layout = forecast.plan, forecast.times, forecast.layout
     fits = lack(forecast) is None
@@ -181,6 +181,33 @@ def price_dict(forecast: Forecast | None) -> dict[str, Any]:
         "tokens_per_s": forecast.tokens_per_s,
         "plan": {**knobs_dict(forecast.plan), "mode": forecast.plan.mode},
     }
+
+
+def cost_dict(usd_per_hour: float, forecast: Forecast | None) -> dict[str, Any]:
+    """What the cards of a plan cost; without one that fits nobody knows of tokens."""
+    rate = None
+    if forecast is not None:
+        rate = usd_per_hour / 3600 / forecast.tokens_per_s * 1e6
+    return {"usd_per_hour": usd_per_hour, "usd_per_million_tokens": rate}
+
+
+def best(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """The card to show of several, and why: the cheapest per token that fits or, without
+    prices, the fastest; where none fits the one that lacks least."""
+    fitting = [a for a in answers if a["verdict"] == FITS]
+    if priced := [a for a in fitting if a["cost"]]:
+        cheapest = min(priced, key=lambda a: a["cost"]["usd_per_million_tokens"])
+        return cheapest, "the cheapest per token that fits"
+    if fitting:
+        fastest = max(fitting, key=lambda a: a["step_s"]["tokens_per_s"])
+        return fastest, "the fastest that fits"
+
+    def lacking(answer: Mapping[str, Any]) -> tuple[bool, int]:
+        memories = answer["device_bytes"], answer["host_bytes"]
+        missing = sum(max(m["peak"] - m["budget"], 0) for m in memories)
+        return answer["verdict"] == UNSUPPORTED, missing
+
+    return min(answers, key=lacking), "the one that comes nearest"
 
 
 def lack(forecast: Forecast) -> str | None:
@@ -263,17 +290,36 @@ def highest_phase(phases: Mapping[str, int]) -> str:
     return max(phases, key=phases.__getitem__)
 
 
-def format_plain(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
-    """Compare plain training with a plan's step; empty if it does not fit."""
+def format_avoidable(part: Mapping[str, Any] | None) -> str:
+    """Name the largest part of a plan's memory that an option removes."""
+    if part is None:
+        return "none that a fused loss or AdamW with 8 bits would remove."
+    where = " of the host" if part["where"] == "host" else ""
+    nbytes = format_bytes(part["bytes"])
+    return f"{part['part']} {nbytes}{where}; `{part['option']}` removes it."
+
+
+def plain_pace(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
+    """Compare plain training with a plan's step: `yes, 24% slower`, or `no`."""
     plain = next((o for o in others if o["change"] == WITHOUT_PLUGIN), None)
     if plain is None or plain["verdict"] != FITS:
-        return ""
+        return "no"
     slower = plain["step_s"] / step_s - 1
-    pace = f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
+    if abs(slower) < 5e-3:
+        return "yes, as fast"
+    return f"yes, {abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
+
+
+def format_plain(step_s: float, others: Iterable[Mapping[str, Any]]) -> str:
+    """Say what plain training needs beside a plan's step; empty if it does not fit."""
+    pace = plain_pace(step_s, others).partition(", ")[2]
+    if not pace:
+        return ""
+    plain = next(o for o in others if o["change"] == WITHOUT_PLUGIN)
+    needless = plain["step_s"] <= (1 + PAGING_GAIN) * step_s
     return (
-        f"{WITHOUT_PLUGIN} too: {format_bytes(plain['device_peak_bytes'])}, "
-        f"{pace if abs(slower) >= 5e-3 else 'as fast'}"
-        + ("; you do not need it" if slower <= PAGING_GAIN else "")
+        f"{WITHOUT_PLUGIN} too: {format_bytes(plain['device_peak_bytes'])}, {pace}"
+        + ("; you do not need it" if needless else "")
     )
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -25,9 +25,11 @@ from .forecast import (
     UNSUPPORTED,
     UPDATES,
     VERDICTS,
+    best,
     compared_rows,
     forecast_dict,
     format_about,
+    format_avoidable,
     format_keys,
     format_limiter,
     format_losses,
@@ -40,6 +42,7 @@ from .forecast import (
     format_seconds,
     format_speed,
     highest_phase,
+    plain_pace,
 )
 
 NARROWEST, WIDTH, WIDEST = 80, 100, 160
@@ -101,18 +104,20 @@ def forecast_table(forecast: Forecast, device: str) -> str:
 
 
 def plan_text(answers: Sequence[Answer], explain: bool = False) -> str:
-    """All cards of `--json`: a line for each, then what each of them needs and takes.
+    """The cards of `--json`: of several a line for each, then all about the best one.
 
     `explain`: also which terms of the memory an option lowers.
     """
-    shown = [part for answer in answers for part in _card(answer, explain)]
+    shown: list[RenderableType] = []
+    answer, why = best(answers)
     if len(answers) > 1:
-        shown[:0] = _listing(
-            ("card", "verdict", "device, GiB", "host, GiB", "step", "tokens/s"),
-            [_overview(answer) for answer in answers],
-        )
-    shown.append("Assumed and not known:")
-    for line in dict.fromkeys(line for a in answers for line in a["assumptions"]):
+        heads = ["card", "verdict", "plain training fits", "tokens/s", "host, GiB"]
+        if any(a["cost"] for a in answers):
+            heads.append("$ per million tokens")
+        shown += _listing(heads, [_overview(a)[: len(heads)] for a in answers])
+        shown.append(f"Of these {answer['hardware']['name']} is {why}:")
+    shown += [*_card(answer, explain), "Assumed and not known:"]
+    for line in answer["assumptions"]:
         hanging = Table.grid()
         hanging.add_row("  - ", Padding(line, 0))
         shown.append(hanging)
@@ -204,7 +209,7 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     )
     if answer["reason"]:
         yield answer["reason"]
-    heads = ("instead", "verdict", "device", "step", "tokens/s")
+    heads = ("change", "verdict", "device", "step", "tokens/s")
     levers = answer.get("levers", ())
     named = ("option", "verdict", "at least", "host", "s/sample", "tokens/s")
     priced = [
@@ -231,18 +236,14 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
     # the host's terms are those of training; loading or saving may take more
     host_peak = f"peak ({highest_phase(on_host['phases'])})"
+    right: list[RenderableType] = [
+        _memory(f"{host}, while training", on_host, host_peak)
+    ]
+    right += ["", _step(step)] if step else []
     yield _beside(
-        _memory(f"{device}, {on_device['peak_at']}", on_device, "peak"),
-        _memory(f"{host}, while training", on_host, host_peak),
+        _memory(f"{device}, {on_device['peak_at']}", on_device, "peak"), Group(*right)
     )
-    if step:
-        yield _step(step)
-    if avoidable := answer["avoidable"]:
-        yield (
-            f"Largest avoidable part: {format_bytes(avoidable['bytes'])} of the "
-            f"{avoidable['where']} for {avoidable['part']}; `{avoidable['option']}` avoids "
-            "them."
-        )
+    yield f"Largest avoidable part: {format_avoidable(answer['avoidable'])}"
     if fits:
         yield from priced
 
@@ -256,13 +257,16 @@ def _knobs(plan: Answer) -> str:
 
 
 def _overview(answer: Answer) -> Row:
-    memories, step = (answer["device_bytes"], answer["host_bytes"]), answer["step_s"]
+    host, step = answer["host_bytes"], answer["step_s"]
+    cost = (answer["cost"] or {}).get("usd_per_million_tokens")
+    fits = answer["verdict"] == FITS
     return (
         answer["hardware"]["name"],
         VERDICTS[answer["verdict"]],
-        *(f"{m['peak'] / 2**30:.2f} of {m['budget'] / 2**30:.2f}" for m in memories),
-        format_seconds(step["total"]) if step else "-",
-        format_rate(step["tokens_per_s"]) if step else "-",
+        plain_pace(step["total"], answer["alternatives"]) if fits else "no",
+        format_rate(step["tokens_per_s"]) if fits else "-",
+        f"{host['peak'] / 2**30:.1f} of {host['budget'] / 2**30:.1f}",
+        "-" if cost is None else f"{cost:.3g}",
     )
 
 
@@ -320,12 +324,12 @@ def _listing(heads: Row, rows: Sequence[Row]) -> Iterator[RenderableType]:
     yield ""
 
 
-def _beside(*tables: Table) -> RenderableType:
+def _beside(*tables: RenderableType) -> RenderableType:
     """Tables side by side, or one below the other where the text is too narrow."""
     console = Console(width=WIDEST)
     widths = (Measurement.get(console, console.options, t).maximum for t in tables)
-    grid = Table.grid(padding=(0, 6, 0, 0))
-    if sum(widths) + 6 * len(tables) <= text_width():
+    grid = Table.grid(padding=(0, 4, 0, 0))
+    if sum(widths) + 4 * (len(tables) - 1) <= text_width():
         grid.add_row(*tables)
     else:
         for table in tables:
@@ -338,8 +342,7 @@ def _memory(title: str, memory: Answer, peak: str) -> Table:
     least = min(MIB, memory["peak"] >> 10)
     terms = {name: n for name, n in memory["terms"].items() if n >= least}
     table = _table((title, ""), _filled(terms))
-    table.add_section()
-    table.add_row(peak, format_bytes(memory["peak"]))
+    table.add_row(peak, format_bytes(memory["peak"]), style="bold")
     table.add_row("may be used", format_bytes(memory["budget"]))
     if memory.get("reserve"):
         table.add_row("kept in reserve", format_bytes(memory["reserve"]))
@@ -353,7 +356,6 @@ def _step(step: Answer, head: str = "step") -> Table:
         table.add_row(LANES[lane], busy, format_seconds(waits) if waits else "")
         if lane == "compute" and step["recompute"]:
             table.add_row("  recomputing", format_seconds(step["recompute"]))
-    table.add_section()
     table.add_row("together", format_seconds(step["total"]), format_limiter(step))
     return table
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
@@ -452,6 +453,14 @@ def _find(name: str, text: str, table: Sequence[Gpu]) -> Gpu:
         f"--gpu {text!r} is not known{nearest}. Write a name as 4090 or A100-80GB, "
         f"NAME:GiB for other memory, or any card as {OWN_FIGURES}"
     )
+
+
+def card_key(text: str, table: Sequence[Gpu]) -> str:
+    """What all ways to write one card share, its memory left out."""
+    name = text.partition(":")[0]
+    with suppress(ConfigError):
+        return _find(name, text, table).name
+    return _plain(name)
 
 
 def _figure(text: str, unit: str, most: float, gpu: Gpu) -> float:
