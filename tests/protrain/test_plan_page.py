@@ -584,7 +584,7 @@ def test_terms_keep_their_colour_and_many_stay_distinct() -> None:
 
 
 def test_the_text_takes_no_name_for_markup() -> None:
-    card = forecast("RTX [4090]") | {"avoidable": None}
+    card = forecast("RTX [4090]") | {"avoidable": None, "cost": None}
     card["device_bytes"]["peak_at"] = "at backward [3]"
     card["assumptions"] = ["no tokenizer in runs/[red]model"]
     card["alternatives"][0]["note"] = "as [bold] as before"
@@ -625,8 +625,9 @@ def longest() -> list[dict[str, Any]]:
     misses["levers"] = [lever, lever | lacks]
     difference = "--- a.yaml\n+++ b.yaml\n@@ -1 +1 @@\n-a: 1\n+a: 2"
     misses["fixed"] = lever | {"file": "b.yaml", "difference": difference}
-    for card in (fits, misses):
-        card["device_bytes"]["peak_at"] = "at backward 12, _log_softmax_backward_data"
+    for card, usd in ((fits, 0.125), (misses, None)):
+        card["cost"] = {"usd_per_hour": 1.0, "usd_per_million_tokens": usd}
+        card["device_bytes"]["peak_at"] = "while computing the loss"
         card["avoidable"] = {
             "part": "optimizer state",
             "option": "optimizer: adamw_bnb_8bit",
@@ -660,7 +661,8 @@ def test_text_of_the_longest_labels(
     """As in a terminal of 80 and 160 columns, and piped without either."""
     # empty: as if it were not there
     monkeypatch.setenv("COLUMNS", columns)
-    text = plan_text(longest(), explain=True)
+    cards = longest()
+    text = "\n\n".join(plan_text(c, explain=True) for c in (cards, cards[1:]))
     assert max(map(len, text.splitlines())) <= int(columns or 100)
     shown = Path(__file__).parent / "shown" / f"plan-{columns or 'piped'}.txt"
     assert text + "\n" == shown.read_text("utf-8")

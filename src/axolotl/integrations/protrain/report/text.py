@@ -111,12 +111,12 @@ def plan_text(answers: Sequence[Answer], explain: bool = False) -> str:
     shown: list[RenderableType] = []
     answer, why = best(answers)
     if len(answers) > 1:
-        heads = ["card", "verdict", "plain training fits", "tokens/s", "host, GiB"]
+        heads = ["card", "verdict", "plain fits too", "tokens/s", "host, GiB"]
         if any(a["cost"] for a in answers):
-            heads.append("$ per million tokens")
+            heads.append("$/M tokens")
         shown += _listing(heads, [_overview(a)[: len(heads)] for a in answers])
         shown.append(f"Of these {answer['hardware']['name']} is {why}:")
-    shown += [*_card(answer, explain), "Assumed and not known:"]
+    shown += [*_card(answer, explain), "", "Assumed and not known:"]
     for line in answer["assumptions"]:
         hanging = Table.grid()
         hanging.add_row("  - ", Padding(line, 0))
@@ -328,8 +328,8 @@ def _beside(*tables: RenderableType) -> RenderableType:
     """Tables side by side, or one below the other where the text is too narrow."""
     console = Console(width=WIDEST)
     widths = (Measurement.get(console, console.options, t).maximum for t in tables)
-    grid = Table.grid(padding=(0, 4, 0, 0))
-    if sum(widths) + 4 * (len(tables) - 1) <= text_width():
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    if sum(widths) + 2 * (len(tables) - 1) <= text_width():
         grid.add_row(*tables)
     else:
         for table in tables:

@@ -71,7 +71,9 @@ class Point:
 
     @property
     def moment(self) -> str:
-        return "while computing the loss" if self.in_loss else f"at {self.label}"
+        """When it is, for people, whom the operator tells nothing."""
+        where = self.label.partition(", ")[0]
+        return "while computing the loss" if self.in_loss else f"at {where}"
 
     @property
     def total(self) -> int:
