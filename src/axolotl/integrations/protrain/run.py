@@ -416,12 +416,16 @@ class TrainingRun:
             return
         peaks = peaks or [measured.device_peak_bytes]
         self._prediction.learn(peaks, self.recovery.unplanned_bytes)
-        self.log.info(report.summary(measured))
         try:
             report.write(self._output_dir, measured, host_peak_bytes())
         except OSError as error:
             # the run's own error, a full disk perhaps, must not be hidden by this one
             self.log.error(f"output_dir: report.json was not written ({error}).")
+        self.log.info(report.summary(measured, self._output_dir))
+
+    def say_saved(self, checkpoint: Path) -> None:
+        """A checkpoint has its name: all of it is on disk."""
+        self._notices.once(f"ProTrain: {checkpoint.name} is complete.")
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | None:
         """See `Session.clip_grad_norm`; None outside a session."""

@@ -211,6 +211,7 @@ class ProTrainTrainerMixin(_Mixed):
             if snapshot is None:
                 publish_together(ranks, final, meant)
         best_model = self.state.best_model_checkpoint
+        said = partial(self.protrain.say_saved, final)
 
         def rotate() -> None:
             removal = SimpleNamespace(rmtree=discard)
@@ -224,7 +225,9 @@ class ProTrainTrainerMixin(_Mixed):
 
         if snapshot is not None:
             self.protrain.saves.start(snapshot, final, rotate, meant)
+            self.protrain.saves.call_afterwards(said)
             return
+        said()
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(run, final.name))
         if self.args.should_save:

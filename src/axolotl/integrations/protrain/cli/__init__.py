@@ -197,7 +197,7 @@ def _prices(
         with suppress(ValueError):
             usd = float(figure)
         # false for nan too
-        if not 0 < usd < 1e6:
+        if not name or not 0 < usd < 1e6:
             raise ConfigError(
                 f"--price {text!r}: write NAME=0.34, the dollars per hour of one card."
             )

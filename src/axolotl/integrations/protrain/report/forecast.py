@@ -253,7 +253,20 @@ def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             name.replace(" bytes", "").replace(", seconds", "").replace(" seconds", "")
         )
         rows.append((label, form(predicted), form(seen), off))
+    if (rate := speed(report)) and report["measured"]["step_s"]:
+        predicted = report["step_s"]["tokens_per_s"]
+        off = f"{rate / predicted - 1:+.1%}"
+        rows.append(("tokens/s", format_rate(predicted), format_rate(rate), off))
     return rows
+
+
+def speed(answer: Mapping[str, Any]) -> float:
+    """Tokens per second, as measured where that is known; 0 where nothing is."""
+    step = answer["step_s"]
+    if not step:
+        return 0.0
+    seconds = answer.get("measured", {}).get("step_s") or step["total"]
+    return float(step["tokens_per_s"] * step["total"] / seconds)
 
 
 def format_keys(keys: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from ..core.sizes import format_bytes
 from . import forecast as words
-from .forecast import FITS, LANES, format_seconds
+from .forecast import FITS, LANES, format_seconds, speed
 
 Values = Mapping[str, Any]
 """One card's answer, or a part of it."""
@@ -59,7 +59,7 @@ def report_page(reports: Mapping[str, Values]) -> str:
 
 
 def _page(title: str, answers: Sequence[Values]) -> str:
-    answers = [{**answer, "tokens_per_s": _speed(answer)} for answer in answers]
+    answers = [{**answer, "tokens_per_s": speed(answer)} for answer in answers]
     fitting = [a for a in answers if a["verdict"] == FITS and a["tokens_per_s"]]
     best = max(fitting, key=lambda a: a["tokens_per_s"], default=None)
     colours = _term_colours(answers)
@@ -69,7 +69,8 @@ def _page(title: str, answers: Sequence[Values]) -> str:
             "timeline": _timeline(answer, colours),
             "cells": [_cell(block) for block in answer["blocks"]],
             "bars": _step_bars(answer["step_s"]),
-            "losses": _losses(answer.get("losses", ())),
+            "losses": _line(answer.get("losses", ())),
+            "speeds": _line(_speeds(answer)),
             "terms": {k: _terms(answer[k], colours) for k in MEMORIES},
         }
         for answer in answers
@@ -81,15 +82,6 @@ def _page(title: str, answers: Sequence[Values]) -> str:
         fit=_fit(answers, colours),
         panels=panels,
     )
-
-
-def _speed(answer: Values) -> float:
-    """Tokens a second, as measured where that is known; 0 where nothing is."""
-    step = answer["step_s"]
-    if not step:
-        return 0.0
-    seconds = answer.get("measured", {}).get("step_s") or step["total"]
-    return float(step["tokens_per_s"] * step["total"] / seconds)
 
 
 @cache
@@ -171,19 +163,32 @@ def _timeline(answer: Values, colours: Colours) -> Values | None:
     }
 
 
-def _losses(losses: Sequence[Sequence[float]]) -> Values | None:
-    """A line over the steps, from the lowest loss to the highest."""
-    finite = [(step, loss) for step, loss in losses if isfinite(loss)]
+def _speeds(answer: Values) -> Iterator[tuple[int, float]]:
+    """Tokens per second of each step of a finished run."""
+    step = answer["step_s"]
+    for number, seconds in enumerate(answer.get("steps", ()) if step else (), start=1):
+        yield number, step["tokens_per_s"] * step["total"] / seconds
+
+
+def _line(points: Iterable[Sequence[float]]) -> Values | None:
+    """A line over the steps, from the lowest value to the highest, and its axes."""
+    finite = [(step, value) for step, value in points if isfinite(value)]
     if len(finite) < 2:
         return None
     (steps, values) = zip(*finite, strict=True)
     low, high = min(values), max(values)
     across, up = max(steps[-1] - steps[0], 1), max(high - low, 1e-9)
     corners = (
-        f"{WIDTH * (step - steps[0]) / across:.2f},{HEIGHT * (1 - (loss - low) / up):.2f}"
-        for step, loss in finite
+        f"{WIDTH * (step - steps[0]) / across:.2f},{HEIGHT * (1 - (n - low) / up):.2f}"
+        for step, n in finite
     )
-    return {"line": " ".join(corners), "low": low, "high": high, "text": losses}
+    return {
+        "line": " ".join(corners),
+        "ticks": [(at, low + at * (high - low)) for at in (0, 0.5, 1)],
+        "steps": [
+            (f"step {n}", at, 0.5) for n, at in ((steps[0], 0), (steps[-1], 0.5))
+        ],
+    }
 
 
 def _areas(rows: Sequence[Sequence[int]], top: float) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ..core.engine.session import Measured
 from ..core.errors import FOREIGN_ERRORS, ConfigError
 from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
-from .forecast import answer_dict, knobs_dict
+from .forecast import answer_dict, format_seconds, format_speed, knobs_dict
 from .page import report_page
 from .text import forecast_table, report_text
 
@@ -64,22 +64,18 @@ class RunReport:
         self.notches.append({"step": step, **why, "from": before, "to": after})
         self.forecast = forecast
 
-    def summary(self, measured: Measured) -> str:
-        """One line for the end of the run, without what did not happen."""
-        moved = {
-            "fetched": measured.fetched_bytes,
-            "offloaded": measured.offloaded_bytes,
-            "swapped": measured.swapped_out_bytes,
-        }
-        parts = [f"{what} {format_bytes(n)}" for what, n in moved.items() if n]
-        parts += [f"stalled {measured.stall_s:.2f} s"] if measured.stall_s else []
-        host = self.host_bytes(measured)
-        parts += [f"host {format_bytes(host)} beside the process"] if host else []
-        return (
-            f"ProTrain: {', '.join([*parts, 'device peak'])} "
-            f"{format_bytes(measured.device_peak_bytes)} of "
-            f"{format_bytes(self.forecast.budget.device_bytes)}"
-        )
+    def summary(self, measured: Measured, output_dir: Path) -> str:
+        """The last line of a run: its pace and its peak beside what was predicted."""
+        parts, predicted = [], self.forecast.step.total_s
+        if seconds := self.median_step_s():
+            rate = self.forecast.tokens_per_s * predicted / seconds
+            parts = [
+                f"{format_seconds(seconds)}/step ({format_seconds(predicted)} predicted)",
+                format_speed(rate),
+            ]
+        peak, most = measured.device_peak_bytes, self.forecast.budget.device_bytes
+        parts.append(f"peak {format_bytes(peak)} of {format_bytes(most)}")
+        return f"ProTrain: {', '.join(parts)}. Details: axolotl-protrain report {output_dir}"
 
     def host_bytes(self, seen: Measured) -> float:
         """Bytes that a plan's host bytes predict, over all ranks of a node; without the

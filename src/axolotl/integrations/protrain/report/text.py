@@ -60,7 +60,7 @@ def forecast_table(forecast: Forecast, device: str) -> str:
     plan, step = shown["plan"], shown["step_s"]
     outside = [c for c in layout.chunks if c.block is None]
     (peak, budget, terms), (host_peak, host_budget, host_terms) = (
-        (format_bytes(m["peak"]), format_bytes(m["budget"]), _filled(m["terms"]))
+        (format_bytes(m["peak"]), format_bytes(m["budget"]), _below(_terms(m)))
         for m in (shown["device_bytes"], shown["host_bytes"])
     )
     lanes = {LANES[lane]: busy for lane, busy in step["lanes"].items()}
@@ -87,17 +87,12 @@ def forecast_table(forecast: Forecast, device: str) -> str:
             f"{sum(c.trainable for c in outside)} trainable",
         ),
         *([("adapters", at, PLACEMENTS[at])] if (at := plan["adapters"]) else []),
-        (f"device ({device})", peak, f"of {budget}, {peak_at}: {_listed(terms)}"),
-        (
-            host,
-            host_peak,
-            f"of {host_budget}, beside the process: {_listed(host_terms)}",
-        ),
-        (
-            "step",
-            format_seconds(step["total"]),
-            f"{speed}; {_listed(_filled(lanes, format_seconds))}",
-        ),
+        (f"device ({device})", peak, f"of {budget}, {peak_at}"),
+        *terms,
+        (host, host_peak, f"of {host_budget}, beside the process"),
+        *host_terms,
+        ("step", format_seconds(step["total"]), speed),
+        *_below(_filled(lanes, format_seconds)),
     ):
         table.add_row(*row)
     return _printed([table])
@@ -338,15 +333,23 @@ def _beside(*tables: RenderableType) -> RenderableType:
 
 
 def _memory(title: str, memory: Answer, peak: str) -> Table:
-    # beside what fills the memory of a card kilobytes are noise
-    least = min(MIB, memory["peak"] >> 10)
-    terms = {name: n for name, n in memory["terms"].items() if n >= least}
-    table = _table((title, ""), _filled(terms))
+    table = _table((title, ""), _terms(memory))
     table.add_row(peak, format_bytes(memory["peak"]), style="bold")
     table.add_row("may be used", format_bytes(memory["budget"]))
     if memory.get("reserve"):
         table.add_row("kept in reserve", format_bytes(memory["reserve"]))
     return table
+
+
+def _terms(memory: Answer) -> list[tuple[str, str]]:
+    # beside what fills the memory of a card kilobytes are noise
+    least = min(MIB, memory["peak"] >> 10)
+    return _filled({name: n for name, n in memory["terms"].items() if n >= least})
+
+
+def _below(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Rows that add up to the one above them."""
+    return [(f"  {name}", value, "") for name, value in rows]
 
 
 def _step(step: Answer, head: str = "step") -> Table:
@@ -374,10 +377,6 @@ def _filled(
 ) -> list[tuple[str, str]]:
     """Rows of the values that are not zero."""
     return [(name, form(value)) for name, value in values.items() if value]
-
-
-def _listed(rows: Iterable[Row]) -> str:
-    return ", ".join(map(" ".join, rows))
 
 
 def text_width() -> int:
