@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 from fork_server import Fork
 from plan_jobs import BASE, run_command
 from published_models import BASES, SMALL
@@ -83,6 +84,24 @@ def test_a_command_is_understood(words: tuple[str, ...], folder: Path) -> None:
     name, command, arguments = protrain.resolve_command(group, list(words))
     assert name and command
     assert command.make_context(name, arguments, group)
+
+
+@pytest.mark.parametrize("name", ["", *sorted(protrain.commands)])
+def test_help_has_examples_that_are_understood(name: str, folder: Path) -> None:
+    (folder / "cards.yaml").touch()
+    command = protrain.commands[name] if name else protrain
+    examples = re.findall(r"^  axolotl-protrain (.*)", command.epilog or "", re.M)
+    assert examples and all(words.startswith(name) for words in examples)
+    for words in examples:
+        test_a_command_is_understood(tuple(words.split()), folder)
+    runner = CliRunner()
+    if not name:
+        version = runner.invoke(protrain, ["--version"])
+        assert version.output.startswith("axolotl-protrain ")
+        # the line that completes commands in a shell
+        asked = {"_AXOLOTL_PROTRAIN_COMPLETE": "bash_source"}
+        script = runner.invoke(protrain, [], env=asked, prog_name="axolotl-protrain")
+        assert "complete -o" in script.output
 
 
 def test_other_commands_exist() -> None:

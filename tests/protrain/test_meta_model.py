@@ -542,13 +542,15 @@ def test_experts_that_look_at_values_are_traced_otherwise(tmp_path: Path) -> Non
     assert any("experts_implementation eager" in x for x in meta.assumptions)
 
 
-def test_cut_cross_entropy_has_no_logits(tmp_path: Path) -> None:
-    meta = meta_model_of(tmp_path, "llama", CUT_CROSS_ENTROPY)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_cut_cross_entropy_has_no_logits(family: str, tmp_path: Path) -> None:
+    """Of models with experts too, which call their loss in another way."""
+    meta = meta_model_of(tmp_path, family, CUT_CROSS_ENTROPY)
     run = run_on_meta(meta)
     assert not run.without_gradient
     assert not any(shape[-1:] == (VOCABULARY,) for shape in run.made)
     assert any("cut_cross_entropy" in line for line in meta.assumptions)
-    plain = run_on_meta(meta_model_of(tmp_path / "plain", "llama", {}))
+    plain = run_on_meta(meta_model_of(tmp_path / "plain", family, {}))
     # backward makes the logits once more
     logits = BATCH * LENGTH * VOCABULARY
     assert run.flops - plain.flops == 2 * logits * meta.model.config.hidden_size

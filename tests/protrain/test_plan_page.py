@@ -680,6 +680,7 @@ def finished(loss: float) -> dict[str, Any]:
             "step seconds": {"predicted": 2.0, "measured": 2.5},
         },
         "losses": [[1, 2.5], [2, loss]],
+        "steps": [4.0, 2.5],
         "lanes": None,
         "measured": {"num_steps": 2, "step_s": 2.5},
         "notes": ["Taken over: gradient_checkpointing."],
@@ -698,6 +699,9 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         "device peak  20.00 GiB  19.00 GiB   -5.0%",
         "loss 2.5000 (step 1) -> 1.2500 (step 2)",
         "last loss       1.2500     1.5000",
+        # of steps that take 2.5 s instead of 2.125
+        "tokens/s         3,855      3,277  -15.0%",
+        "tokens/s         3,277      3,277\n",
     ):
         assert words in text, text
     assert "swapped out" not in text
@@ -706,6 +710,13 @@ def test_report_has_predicted_beside_measured(tmp_path: Path) -> None:
         "+25.0%"
         in figure(root.all("section", "panel")[1], "Predicted and measured").text
     )
+    axes = [
+        [node.text for node in figure(panel, title).all("span")]
+        for panel in root.all("section", "panel")[:1]
+        for title in ("Loss", "Tokens per second")
+    ]
+    assert axes[0] == ["1.25", "1.875", "2.5", "step 1", "step 2"]
+    assert axes[1] == ["2048", "2662", "3277", "step 1", "step 2"]
     step = forecast()["step_s"]
     rate = step["tokens_per_s"] * step["total"] / 2.5
     assert f"{rate:,.0f}" in root.all(style="big")[0].text

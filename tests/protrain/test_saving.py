@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -472,6 +473,13 @@ def test_a_save_beside_training_is_that_of_its_step(jobs: Jobs, name: str) -> No
         assert f"made beside a save: step {step}" in ended.log
     if name == "beside_off":
         assert "made beside a save" not in ended.log
+    for number in (3, 4):
+        begun, said, *_ = re.finditer(
+            rf"{STAGING}/checkpoint-{number}|checkpoint-{number} is complete", ended.log
+        )
+        assert begun[0] != said[0] and ended.log.count(said[0]) == 1
+    last = rf"/step \(.* predicted\), .* tokens/s, peak .*: axolotl-protrain report .*{name}"
+    assert re.search(last, ended.log)
     found = {x for x in files(ended.folder) if x.startswith("checkpoint")}
     assert found == {"checkpoint-3", "checkpoint-4"} and STAGING not in files(
         ended.folder

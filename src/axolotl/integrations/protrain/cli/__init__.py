@@ -514,7 +514,7 @@ def _migrate(config: Path, write: bool) -> None:
 @protrain.command(
     "verify",
     cls=_AnswerCommand,
-    epilog=_examples("verify outputs/run", "verify outputs/run/checkpoint-100 --json"),
+    epilog=_examples("verify outputs/run", "verify outputs/run --json"),
 )
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print an object for programs.")

@@ -86,7 +86,7 @@ def _pad_rows(batch: dict[str, Tensor], assumptions: list[str]) -> None:
     """One token is enough to make models build a mask."""
     batch["labels"][:, -1] = -100
     batch["attention_mask"][:, -1] = 0
-    assumptions.append("rows end in padding, as they do without sample_packing")
+    assumptions.append("each row ends in padding, as sample_packing is off")
 
 
 def _token_ids(config: Any, rows: int, length: int) -> Tensor:
