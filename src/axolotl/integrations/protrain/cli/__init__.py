@@ -31,6 +31,7 @@ from ..core.sizes import parse_bytes, parse_gib
 
 if TYPE_CHECKING:
     from ..core.planner.cards import Gpu
+    from .doctor import Finding
 
 
 _COMPLETION = (
@@ -135,7 +136,7 @@ def _doctor(as_json: bool) -> None:
     Takes a minute at most. Exit code 0: nothing is; 2: training would work, but badly;
     3: it would not.
     """
-    lines = []
+    lines: list[Finding] = []
     with _Progress(sys.stderr) as say, _silence():
         say("looking at this machine")
         import torch
@@ -175,7 +176,7 @@ def _table(
     from ..core.planner.cards import GPUS, gpu_hardware, own_cards
     from ..offline.yaml_file import read_yaml
 
-    table = GPUS
+    table: tuple[Gpu, ...] = GPUS
     if cards is not None:
         table = (*own_cards(read_yaml(cards), str(cards)), *GPUS)
     for gpu in gpus:

@@ -125,7 +125,7 @@ class DryRun:
         self,
         changes_keys: bool = True,
         briefly: bool = False,
-        say: Callable[[str], None] = str,
+        say: Callable[[str], object] = str,
     ) -> list[dict[str, Any]]:
         """One object for each card, as `--json` prints it, and what the page shows.
 
@@ -185,7 +185,7 @@ class DryRun:
         }
 
     def largest(
-        self, what: str, say: Callable[[str], None] = str
+        self, what: str, say: Callable[[str], object] = str
     ) -> list[dict[str, Any]]:
         """For each card the largest `seq`, `batch` or `rank` that some plan fits.
 
@@ -198,7 +198,7 @@ class DryRun:
         return [self._largest(card, number, say) for card in self.cards]
 
     def _largest(
-        self, card: Hardware, number: Number, say: Callable[[str], None]
+        self, card: Hardware, number: Number, say: Callable[[str], object]
     ) -> dict[str, Any]:
         key, most = number.key, _MOST_RANK
         if number is not RANK:
@@ -238,7 +238,7 @@ class DryRun:
     def _answer(
         self, card: Hardware, forecast: Forecast, planner: Planner, price: float | None
     ) -> dict[str, Any]:
-        """What one plan tells; with plain training as the one alternative."""
+        """Describe one plan, with plain training as its only alternative."""
         lacking = uncomputed(self.cfg, card)
         plain = [] if lacking else [_without_plugin(planner)]
         cost = None
@@ -379,7 +379,7 @@ class DryRun:
     def _ways_out(
         self, card: Hardware, lacking: Forecast, numbers: Sequence[Number]
     ) -> Iterator[dict[str, Any]]:
-        """What may make it fit, the least change first; another machine is the last."""
+        """Ways to make it fit, the least change first; another machine is the last."""
         yield from self._whole_card(card)
         yield from self._fused(card, lacking)
         for number in numbers:

@@ -184,14 +184,14 @@ def price_dict(forecast: Forecast | None) -> dict[str, Any]:
 
 
 def cost_dict(usd_per_hour: float, forecast: Forecast | None) -> dict[str, Any]:
-    """What the cards of a plan cost; without one that fits nobody knows of tokens."""
+    """Say what the cards of a plan cost; no rate without a plan that fits."""
     rate = None
     if forecast is not None:
         rate = usd_per_hour / 3600 / forecast.tokens_per_s * 1e6
     return {"usd_per_hour": usd_per_hour, "usd_per_million_tokens": rate}
 
 
-def best(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+def best(answers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
     """The card to show of several, and why: the cheapest per token that fits or, without
     prices, the fastest; where none fits the one that lacks least."""
     fitting = [a for a in answers if a["verdict"] == FITS]

@@ -456,7 +456,7 @@ def _find(name: str, text: str, table: Sequence[Gpu]) -> Gpu:
 
 
 def card_key(text: str, table: Sequence[Gpu]) -> str:
-    """What all ways to write one card share, its memory left out."""
+    """Return what all ways to write one card share, its memory left out."""
     name = text.partition(":")[0]
     with suppress(ConfigError):
         return _find(name, text, table).name

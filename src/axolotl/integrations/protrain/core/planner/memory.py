@@ -71,7 +71,7 @@ class Point:
 
     @property
     def moment(self) -> str:
-        """When it is, for people, whom the operator tells nothing."""
+        """Say when it is, for people, whom the operator tells nothing."""
         where = self.label.partition(", ")[0]
         return "while computing the loss" if self.in_loss else f"at {where}"
 
