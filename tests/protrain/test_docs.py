@@ -90,7 +90,7 @@ def test_a_command_is_understood(words: tuple[str, ...], folder: Path) -> None:
 def test_help_has_examples_that_are_understood(name: str, folder: Path) -> None:
     (folder / "cards.yaml").touch()
     command = protrain.commands[name] if name else protrain
-    examples = re.findall(r"^  axolotl-protrain (.*)", command.epilog or "", re.M)
+    examples = re.findall(r"^ *axolotl-protrain (.*)", command.help or "", re.M)
     assert examples and all(words.startswith(name) for words in examples)
     for words in examples:
         test_a_command_is_understood(tuple(words.split()), folder)

@@ -22,6 +22,9 @@ from plan_jobs import BASE, PROTRAIN, Plans
 from published_models import LLAVA, MIXTRAL, QWEN_VL, SMALL, UNKNOWN_IMAGES
 from test_meta_model import IMAGES, VISION_LORA
 
+from axolotl.integrations.protrain.cli.own_cards import own_cards
+from axolotl.integrations.protrain.core.errors import ConfigError
+from axolotl.integrations.protrain.core.planner.cards import GPUS, gpu_hardware
 from axolotl.integrations.protrain.report.page import plan_page
 
 COMMAND = "from axolotl.integrations.protrain.cli import protrain; protrain()"
@@ -179,7 +182,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         *("--price", "3090=1"),
     ),
     "damaged cards": (
-        r"--cards bad.yaml: mine: tflops_16 is missing; mine: mib 1 is not",
+        "--cards bad.yaml: mine mib: .*; mine tflops_16: Field required",
         {},
         *("--gpu", "mine", "--cards", "bad.yaml"),
     ),
@@ -847,6 +850,46 @@ def test_an_error_as_json(plans: Plans) -> None:
         assert card["verdict"] == "unsupported"
         assert "missing.yaml" in card["reason"]
         assert card["hardware"]["name"] == name
+
+
+OWN = {"mib": 24480, "tflops_16": 197, "tflops_32": 49, "memory_gb_s": 456, "pcie": 5}
+
+
+def test_a_card_from_a_file(tmp_path: Path) -> None:
+    """As the table has it; of one name the file's comes first."""
+    raw = {"Arc B60": OWN, "RTX 4090": OWN | {"reach": "RTX", "lanes": 8}}
+    file = tmp_path / "cards.yaml"
+    file.write_text(yaml.safe_dump(raw))
+    table = (*own_cards(file), *GPUS)
+    named = partial(gpu_hardware, link=None, host_bytes=GIB)
+    found, mine = named("arc b60", table=table), named("4090", table=table)
+    assert (found.name, found.device_bytes) == ("Arc B60", 24480 << 20)
+    assert found.source.startswith(f"{file}; pcie5x16")
+    assert mine.link == "pcie5x8" and mine.flops_16 > found.flops_16
+    assert named("3090", table=table) == named("3090")
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        ([OWN], ["holds no keys"]),
+        ({"A": 3}, ["A: Input"]),
+        ({"A": {"mib": 1}, "B:1": OWN}, ["A mib", "A pcie: Field required", "B:1 "]),
+        ({"A": OWN | {"tflops": 3}}, ["A tflops: Extra", "it may have tflops_tf32"]),
+        ({"A": OWN | {"mib": 24.5, "pcie": True}}, ["A mib", "A pcie"]),
+        ({"A": OWN | {"reach": [], "aliases": "B"}}, ["A reach", "A aliases"]),
+        ({"A": OWN | {"memory_gb_s": float("nan")}}, ["A memory_gb_s"]),
+    ],
+)
+def test_all_that_is_wrong_with_a_file_of_cards(
+    raw: object, parts: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "cards.yaml"
+    file.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError) as refusal:
+        own_cards(file)
+    for part in (str(file), *parts):
+        assert part in str(refusal.value)
 
 
 # ---------------------------------------------------------------------- training

@@ -58,7 +58,6 @@ from axolotl.integrations.protrain.core.planner.cards import (
     OWN_FIGURES,
     Gpu,
     gpu_hardware,
-    own_cards,
 )
 from axolotl.integrations.protrain.core.planner.hardware import (
     device_name,
@@ -145,41 +144,6 @@ def test_a_card_by_its_figures() -> None:
     assert (own.name, own.device_bytes, own.link) == ("Arc B60", 24 << 30, "pcie5x16")
     assert own.attention_16 < own.flops_16 < 197e12
     assert own.memory_bytes_s == pytest.approx(456e9 * 0.9)
-
-
-OWN = {"mib": 24480, "tflops_16": 197, "tflops_32": 49, "memory_gb_s": 456, "pcie": 5}
-
-
-def test_a_card_from_a_file() -> None:
-    """As the table has it; of one name the file's comes first."""
-    raw = {"Arc B60": OWN, "RTX 4090": OWN | {"reach": "rtx", "lanes": 8}}
-    arc, other = own_cards(raw, "cards.yaml")
-    table = (arc, other, *GPUS)
-    found = gpu_hardware("arc b60", None, HOST_BYTES, table=table)
-    assert (found.name, found.device_bytes) == ("Arc B60", 24480 << 20)
-    assert found.source.startswith("cards.yaml; pcie5x16")
-    mine = gpu_hardware("4090", None, HOST_BYTES, table=table)
-    assert mine.link == "pcie5x8" and mine.flops_16 > found.flops_16
-    assert gpu_hardware("3090", None, HOST_BYTES, table=table) == card("3090")
-
-
-@pytest.mark.parametrize(
-    ("raw", "parts"),
-    [
-        (None, ["no cards"]),
-        ([OWN], ["no cards"]),
-        ({"A": 3}, ["A: mib is missing", "A: pcie is missing"]),
-        ({"A": OWN | {"tflops": 3}, "B:1": OWN}, ["A: tflops is no", "B:1: a name"]),
-        ({"A": OWN | {"mib": 24.5, "pcie": True}}, ["mib 24.5 is", "pcie True is"]),
-        ({"A": OWN | {"reach": [], "aliases": "B"}}, ["reach [] is", "aliases is no"]),
-        ({"A": OWN | {"memory_gb_s": float("nan")}}, ["nan is not a number"]),
-    ],
-)
-def test_all_that_is_wrong_with_a_file_of_cards(raw: object, parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        own_cards(raw, "cards.yaml")
-    for part in ("--cards cards.yaml: ", "Write for example", *parts):
-        assert part in str(refusal.value)
 
 
 def test_what_a_card_computes_follows_its_architecture() -> None:

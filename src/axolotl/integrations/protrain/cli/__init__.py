@@ -21,6 +21,7 @@ from contextlib import (
     redirect_stdout,
     suppress,
 )
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,27 +35,23 @@ if TYPE_CHECKING:
     from .doctor import Finding
 
 
-_COMPLETION = (
-    "\b\nCompletion of commands and options, for bash in ~/.bashrc (zsh_source and "
-    "fish_source for others):\n"
-    '  eval "$(_AXOLOTL_PROTRAIN_COMPLETE=bash_source axolotl-protrain)"'
-)
-
-
-def _examples(*lines: str) -> str:
-    return "\n".join(["\b", "Examples:", *(f"  axolotl-protrain {x}" for x in lines)])
-
-
-@click.group(
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_examples("plan config.yaml --gpu 4090", "migrate config.yaml --write")
-    + f"\n\n{_COMPLETION}",
-)
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(
     package_name="axolotl-protrain", message="%(package)s %(version)s"
 )
 def protrain() -> None:
-    """Page a model that is larger than the device."""
+    """Page a model that is larger than the device.
+
+    \b
+    axolotl-protrain plan config.yaml --gpu 4090
+    axolotl-protrain migrate config.yaml --write
+
+    Commands and options are completed in bash by this line in ~/.bashrc (zsh_source and
+    fish_source for others):
+
+    \b
+    eval "$(_AXOLOTL_PROTRAIN_COMPLETE=bash_source axolotl-protrain)"
+    """
 
 
 class _Unplanned(click.ClickException):
@@ -99,9 +96,7 @@ class _AnswerCommand(_Command):
         return _Unplanned(message)
 
 
-@protrain.command(
-    "selftest", cls=_Command, epilog=_examples("selftest config.yaml --steps 8")
-)
+@protrain.command("selftest", cls=_Command)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--steps", default=4, show_default=True, help="Optimizer steps of each run."
@@ -116,6 +111,9 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
 
     Exit code 0: losses, grad norms and weights agree; 1: they do not, or a run failed;
     3: CONFIG cannot be trained.
+
+    \b
+    axolotl-protrain selftest config.yaml --steps 8
     """
     from ..checks import checked_yaml
 
@@ -128,13 +126,17 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     sys.exit(0 if verdict.passed else 1)
 
 
-@protrain.command("doctor", epilog=_examples("doctor", "doctor --json"))
+@protrain.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print an object for reports.")
 def _doctor(as_json: bool) -> None:
     """Look at this machine: what paged training gets from it, and what is in the way.
 
     Takes a minute at most. Exit code 0: nothing is; 2: training would work, but badly;
     3: it would not.
+
+    \b
+    axolotl-protrain doctor
+    axolotl-protrain doctor --json
     """
     lines: list[Finding] = []
     with _Progress(sys.stderr) as say, _silence():
@@ -169,29 +171,17 @@ def _gib(
     raise click.BadParameter("not a size above 0: GiB, or for example 112GiB.")
 
 
-def _table(
-    cards: Path | None, gpus: Sequence[str], link: str | None, num_gpus: int
-) -> tuple[Gpu, ...]:
-    """The cards of a file, then those that are known; all `gpus` are among them."""
-    from ..core.planner.cards import GPUS, gpu_hardware, own_cards
-    from ..offline.yaml_file import read_yaml
+def _table(cards: Path | None) -> tuple[Gpu, ...]:
+    """The cards of a file, then those that are known."""
+    from ..core.planner.cards import GPUS
+    from .own_cards import own_cards
 
-    table: tuple[Gpu, ...] = GPUS
-    if cards is not None:
-        table = (*own_cards(read_yaml(cards), str(cards)), *GPUS)
-    for gpu in gpus:
-        gpu_hardware(gpu, link, host_bytes=0, num_gpus=num_gpus, table=table)
-    return table
+    return (*(own_cards(cards) if cards else ()), *GPUS)
 
 
-def _prices(
-    texts: Sequence[str], gpus: Sequence[str], table: Sequence[Gpu]
-) -> dict[str, float]:
-    """Dollars per hour of one card, by what `--gpu` says."""
-    from ..core.planner.cards import card_key
-
-    keys = {gpu: card_key(gpu, table) for gpu in gpus}
-    found: dict[str, float] = {}
+def _prices(texts: Sequence[str], names: Mapping[str, str]) -> dict[str, float]:
+    """Dollars per hour of one card by what `--gpu` says; `names` has the card's for each."""
+    found = {}
     for text in texts:
         name, _, figure = text.rpartition("=")
         usd = 0.0
@@ -202,22 +192,30 @@ def _prices(
             raise ConfigError(
                 f"--price {text!r}: write NAME=0.34, the dollars per hour of one card."
             )
-        same = [g for g in gpus if keys[g] == card_key(name, table)]
-        named = [name] if name in gpus else same
-        if not named:
-            raise ConfigError(f"--price {text!r}: no --gpu names this card.")
-        found |= dict.fromkeys(named, usd)
+        same = {g for g, own in names.items() if name in (own, g.partition(":")[0])}
+        if not (meant := {name} & names.keys() or same):
+            raise ConfigError(f"--price {text!r}: no --gpu is of this name.")
+        found.update(dict.fromkeys(meant, usd))
     return found
 
 
-def _check_machine(
-    raw: Mapping[Any, Any], gpus: tuple[str, ...], num_gpus: int, link: str | None
-) -> None:
-    """Refuse what can be told before the seconds that Axolotl's imports take."""
+def _card_names(
+    raw: Mapping[Any, Any],
+    gpus: tuple[str, ...],
+    num_gpus: int,
+    link: str | None,
+    table: Sequence[Gpu],
+) -> dict[str, str]:
+    """Name the card of each `--gpu`, and refuse what can be told before the seconds that
+    Axolotl's imports take."""
     import torch
 
+    from ..core.planner.cards import gpu_hardware
+
+    named = partial(gpu_hardware, link=link, host_bytes=0, num_gpus=num_gpus)
+    names = {gpu: named(gpu, table=table).name for gpu in gpus}
     if gpus:
-        return
+        return names
     if link is not None:
         raise ConfigError("--link: that of this machine is measured; add --gpu.")
     if num_gpus > 1:
@@ -231,6 +229,7 @@ def _check_machine(
             "--gpu: this machine has no GPU; name the card to plan for, for example "
             "--gpu 4090."
         )
+    return names
 
 
 def _check_page(html: Path | None) -> None:
@@ -250,17 +249,7 @@ def _check_options(
         raise ConfigError(f"--write: {write} is no new file in a folder that exists.")
 
 
-@protrain.command(
-    "plan",
-    cls=_AnswerCommand,
-    epilog=_examples(
-        "plan config.yaml --gpu 4090 --ram 64",
-        "plan config.yaml --gpu 4090 --gpu H100 --price 4090=0.34 --price H100=1.99",
-        "plan config.yaml --gpu 3080 --write fits.yaml",
-        "plan config.yaml --gpu 4090 --max seq",
-        "plan config.yaml --gpu mine --cards cards.yaml --json",
-    ),
-)
+@protrain.command("plan", cls=_AnswerCommand)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--gpu",
@@ -358,6 +347,13 @@ def _plan(
     Nothing is loaded: the base model's config.json is enough, in the Hugging Face cache
     or in a folder. Exit code 0: it fits every card, or what was written does; 2: it does
     not fit one; 3: it cannot be planned.
+
+    \b
+    axolotl-protrain plan config.yaml --gpu 4090 --ram 64
+    axolotl-protrain plan config.yaml --gpu 4090 --gpu H100 --price 4090=0.34 --price H100=1.99
+    axolotl-protrain plan config.yaml --gpu 3080 --write fits.yaml
+    axolotl-protrain plan config.yaml --gpu 4090 --max seq
+    axolotl-protrain plan config.yaml --gpu mine --cards cards.yaml --json
     """
     from ..checks import checked_yaml
     from ..offline.worker import Worker, lean_imports
@@ -367,10 +363,9 @@ def _plan(
         levers = levers or explain or write is not None
         _check_options(html, write, largest, levers, len(gpus))
         raw = checked_yaml(config, here=True, download=download)
-        table = _table(cards, gpus, link, num_gpus)
-        _check_machine(raw, gpus, num_gpus, link)
-        usd = _prices(prices, gpus, table)
-        asked = (gpus, num_gpus, ram_gib, link, table, usd)
+        table = _table(cards)
+        names = _card_names(raw, gpus, num_gpus, link, table)
+        asked = (gpus, num_gpus, ram_gib, link, table, _prices(prices, names))
         # libraries warn of what a plan does not use; the answer alone is printed
         with (
             _Progress(sys.stderr) as say,
@@ -458,13 +453,7 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-@protrain.command(
-    "report",
-    cls=_AnswerCommand,
-    epilog=_examples(
-        "report outputs/run", "report outputs/before outputs/after --html runs.html"
-    ),
-)
+@protrain.command("report", cls=_AnswerCommand)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page."
@@ -473,6 +462,10 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     """Show what finished runs did beside what was predicted; RUNS are their output_dir.
 
     Several are compared. Exit code 3: one of them has no report.
+
+    \b
+    axolotl-protrain report outputs/run
+    axolotl-protrain report outputs/before outputs/after --html runs.html
     """
     from ..report.run import read_reports
     from ..report.text import report_text
@@ -486,11 +479,7 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     click.echo(printable(report_text(reports)))
 
 
-@protrain.command(
-    "migrate",
-    cls=_AnswerCommand,
-    epilog=_examples("migrate config.yaml", "migrate config.yaml --write"),
-)
+@protrain.command("migrate", cls=_AnswerCommand)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--write", is_flag=True, help="Change the file, not only show how.")
 def _migrate(config: Path, write: bool) -> None:
@@ -498,6 +487,10 @@ def _migrate(config: Path, write: bool) -> None:
 
     Adds two lines, and takes out or replaces what decides where weights live. Exit code
     0: that is all; 2: something is left for you to decide; 3: it cannot be edited.
+
+    \b
+    axolotl-protrain migrate config.yaml
+    axolotl-protrain migrate config.yaml --write
     """
     from .migrate import migrate_file
 
@@ -512,11 +505,7 @@ def _migrate(config: Path, write: bool) -> None:
     sys.exit(2 if found.undecided else 0)
 
 
-@protrain.command(
-    "verify",
-    cls=_AnswerCommand,
-    epilog=_examples("verify outputs/run", "verify outputs/run --json"),
-)
+@protrain.command("verify", cls=_AnswerCommand)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print an object for programs.")
 def _verify(folder: Path, as_json: bool) -> None:
@@ -524,6 +513,10 @@ def _verify(folder: Path, as_json: bool) -> None:
 
     Exit code 0: they are the same; 2: a file or tensor is missing, differs or is not
     listed; 3: one has no list of them (protrain.json), or there is none.
+
+    \b
+    axolotl-protrain verify outputs/run
+    axolotl-protrain verify outputs/run --json
     """
     # imported here: keys and help need neither
     from ..core.manifest import MANIFEST, checkpoints, differences
@@ -542,13 +535,7 @@ def _verify(folder: Path, as_json: bool) -> None:
     sys.exit(2 if any(found.values()) else 3 if None in found.values() else 0)
 
 
-@protrain.command(
-    "serve",
-    cls=_Command,
-    epilog=_examples(
-        "serve config.yaml --port 8000", "serve --status http://127.0.0.1:8000"
-    ),
-)
+@protrain.command("serve", cls=_Command)
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
@@ -592,6 +579,10 @@ def _serve(
 
     The first line says where it listens. Clients send the key in PROTRAIN_API_KEY, if it
     is set; see docs/service.md.
+
+    \b
+    axolotl-protrain serve config.yaml --port 8000
+    axolotl-protrain serve --status http://127.0.0.1:8000
     """
     if status is not None:
         from .status import status_text
@@ -619,9 +610,13 @@ def _serve(
     serve(config, host, port, folder, adapters, requests, hosts)
 
 
-@protrain.command(epilog=_examples("keys"))
+@protrain.command()
 def keys() -> None:
-    """List every key of the YAML with its default and meaning."""
+    """List every key of the YAML with its default and meaning.
+
+    \b
+    axolotl-protrain keys
+    """
     from ..args import ProTrainArgs
 
     for name, field in ProTrainArgs.model_fields.items():

@@ -132,20 +132,15 @@ class DryRun:
         Unless it `changes_keys` no other keys are priced beside the YAML's; `briefly`
         nothing is but for the card that `report.best` chooses. `say` is told how far it is.
         """
-        planned = []
-        for number, card in enumerate(self.cards):
-            say(f"planning for {card.name}, {number} of {len(self.cards)} cards done")
+        planned, answers = [], []
+        for card, price in zip(self.cards, self._prices, strict=True):
+            say(f"planning for {card.name}, {len(answers)} of {len(self.cards)} done")
             planned.append((card, *self._plan(card)))
-        answers = [
-            self._answer(card, forecast, planner, price)
-            for (card, forecast, planner), price in zip(
-                planned, self._prices, strict=True
-            )
-        ]
-        shown = [report.best(answers)[0]] if briefly else answers
+            answers.append(self._answer(*planned[-1], price))
+        best = report.best(answers)[0]
         for answer, (card, forecast, planner) in zip(answers, planned, strict=True):
-            if any(answer is one for one in shown):
-                say(f"pricing what {card.name} could do besides")
+            if answer is best or not briefly:
+                say(f"pricing changes for {card.name}")
                 others = self._alternatives(card, planner, forecast, changes_keys)
                 answer["alternatives"][:0] = others
                 answer["avoidable"] = self._avoidable(card, forecast)
@@ -240,18 +235,13 @@ class DryRun:
     ) -> dict[str, Any]:
         """Describe one plan, with plain training as its only alternative."""
         lacking = uncomputed(self.cfg, card)
-        plain = [] if lacking else [_without_plugin(planner)]
-        cost = None
-        if price is not None:
-            trains = not lacking and report.lack(forecast) is None
-            cost = report.cost_dict(
-                price * self._num_gpus, forecast if trains else None
-            )
-        return report.answer_dict(forecast, lacking) | {
+        answer = report.answer_dict(forecast, lacking)
+        return answer | {
             "about": about(self.cfg),
-            "alternatives": plain,
+            "alternatives": [] if lacking else [_without_plugin(planner)],
             "avoidable": None,
-            "cost": cost,
+            "cost": price
+            and report.cost_dict(price * self._num_gpus, answer["step_s"]),
             "assumptions": [
                 *self._meta.assumptions,
                 *self._subject().assumptions,
@@ -385,7 +375,11 @@ class DryRun:
         for number in numbers:
             yield from self._lowered(card, number)
             if number is BATCH:
-                yield from self._in_eight_bits(card)
+                ways = EIGHT_BITS(self.cfg, self.device_type == "cuda")
+                priced = (self._other(card, keys, UPDATES) for keys in ways)
+                yield from (
+                    other for other in priced if other["verdict"] == report.FITS
+                )
         yield from self._larger_machine(card, lacking)
 
     def _on_host(self, card: Hardware) -> Forecast:
@@ -407,13 +401,6 @@ class DryRun:
             if other["verdict"] != report.UNSUPPORTED:
                 yield other
 
-    def _in_eight_bits(self, card: Hardware) -> Iterator[dict[str, Any]]:
-        for keys in EIGHT_BITS(self.cfg, self.device_type == "cuda"):
-            plan = partial(self._forecast, card, **keys)
-            other = _alternative(named(keys, self.cfg), plan, UPDATES)
-            if other["verdict"] == report.FITS:
-                yield other
-
     def _lowered(self, card: Hardware, number: Number) -> Iterator[dict[str, Any]]:
         """The largest lower setting that fits, or the least, which does not."""
         ways = number.lowered(self.cfg)
@@ -425,9 +412,14 @@ class DryRun:
                 )
             )
 
-    def _other(self, card: Hardware, keys: Keys) -> dict[str, Any]:
-        plan = partial(self._forecast, card, **keys)
-        return _alternative(named(keys, self.cfg), plan, batch_note(keys, self.cfg))
+    def _other(
+        self, card: Hardware, keys: Keys, note: str | None = None
+    ) -> dict[str, Any]:
+        plan, note = (
+            partial(self._forecast, card, **keys),
+            note or batch_note(keys, self.cfg),
+        )
+        return _alternative(named(keys, self.cfg), plan, note)
 
     def _whole_card(self, card: Hardware) -> Iterator[dict[str, Any]]:
         if card.desktop_bytes:

@@ -183,11 +183,9 @@ def price_dict(forecast: Forecast | None) -> dict[str, Any]:
     }
 
 
-def cost_dict(usd_per_hour: float, forecast: Forecast | None) -> dict[str, Any]:
-    """Say what the cards of a plan cost; no rate without a plan that fits."""
-    rate = None
-    if forecast is not None:
-        rate = usd_per_hour / 3600 / forecast.tokens_per_s * 1e6
+def cost_dict(usd_per_hour: float, step: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Say what the cards of a plan cost; no rate without a step that fits."""
+    rate = step and usd_per_hour / 3600 / step["tokens_per_s"] * 1e6
     return {"usd_per_hour": usd_per_hour, "usd_per_million_tokens": rate}
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..sizes import parse_gib
@@ -323,84 +322,6 @@ def gpu_hardware(
     )
 
 
-REACHES = dict(rtx=RTX, passive=PASSIVE, ampere=AMPERE, hopper=HOPPER, others=OTHERS)
-_NEEDED = ("mib", "tflops_16", "tflops_32", "memory_gb_s", "pcie")
-_RATES = ("tflops_16", "tflops_32", "tflops_tf32", "memory_gb_s")
-_MORE = (
-    "tflops_tf32",
-    "capability",
-    "reach",
-    "nvlink_gb_s",
-    "aliases",
-    "lanes",
-    "source",
-)
-_RANGES: dict[str, tuple[Any, float, float]] = {
-    "mib": (int, 1024, MAX_GPU_GIB << 10),
-    **dict.fromkeys(_RATES, (int | float, 1, 1e5)),
-    "nvlink_gb_s": (int | float, 0, 1e5),
-    "pcie": (int, 3, 5),
-    "lanes": (int, 8, 16),
-    "capability": (int, 0, 200),
-}
-
-
-def own_cards(raw: object, file: str) -> tuple[Gpu, ...]:
-    """Read cards by their names, each with the fields of `Gpu`.
-
-    `reach` is one of `REACHES`; what is not in `_NEEDED` may be left out.
-
-    Raises:
-        ConfigError: Names the file and all that is wrong there.
-    """
-    cards = raw if isinstance(raw, dict) else {}
-    faults = [
-        f"{name}: {fault}"
-        for name, fields in cards.items()
-        for fault in _faults(str(name), fields if isinstance(fields, dict) else {})
-    ]
-    if faults or not cards:
-        raise ConfigError(
-            f"--cards {file}: {'; '.join(faults) or 'no cards by their names'}. Write "
-            "for example `My card: {mib: 24564, tflops_16: 165.2, tflops_32: 82.6, "
-            f"memory_gb_s: 1008, pcie: 4}}`; more fields: {', '.join(_MORE)}."
-        )
-    return tuple(
-        Gpu(
-            **{"tflops_tf32": fields["tflops_32"], "capability": 0, "source": file}
-            | fields
-            | {
-                "name": str(name),
-                "reach": REACHES[fields.get("reach", "others")],
-                "aliases": tuple(fields.get("aliases", ())),
-            }
-        )
-        for name, fields in cards.items()
-    )
-
-
-def _faults(name: str, given: Mapping[Any, Any]) -> Iterator[str]:
-    if ":" in name or not _plain(name):
-        yield "a name has letters or digits, and no colon"
-    yield from (f"{key} is missing" for key in _NEEDED if key not in given)
-    for key, value in given.items():
-        kind, least, most = _RANGES.get(key, (None, 0, 0))
-        if kind:
-            is_number = isinstance(value, kind) and not isinstance(value, bool)
-            if not is_number or not least <= value <= most:
-                yield f"{key} {value!r} is not a number from {least} to {most:.0f}"
-        elif key == "reach":
-            if value not in [*REACHES]:
-                yield f"reach {value!r} is none of {', '.join(REACHES)}"
-        elif key == "aliases":
-            if not isinstance(value, list) or not all(
-                isinstance(alias, str) for alias in value
-            ):
-                yield "aliases is no list of names"
-        elif key != "source" or not isinstance(value, str):
-            yield f"{key} is no field" if key != "source" else "source is no text"
-
-
 def _described(name: str, figures: list[str]) -> Gpu:
     """A card by its figures, on any link; fp32 as far behind 16 bits as on most."""
     if len(figures) != 3 or not name.strip():
@@ -453,14 +374,6 @@ def _find(name: str, text: str, table: Sequence[Gpu]) -> Gpu:
         f"--gpu {text!r} is not known{nearest}. Write a name as 4090 or A100-80GB, "
         f"NAME:GiB for other memory, or any card as {OWN_FIGURES}"
     )
-
-
-def card_key(text: str, table: Sequence[Gpu]) -> str:
-    """Return what all ways to write one card share, its memory left out."""
-    name = text.partition(":")[0]
-    with suppress(ConfigError):
-        return _find(name, text, table).name
-    return _plain(name)
 
 
 def _figure(text: str, unit: str, most: float, gpu: Gpu) -> float:
