@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import groupby
 from typing import Any
 
 import yaml
@@ -90,6 +89,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
         },
         "device_bytes": {
             "peak": device.peak_bytes,
+            "peak_at": device.peak.moment,
             "budget": budget.usable_bytes,
             "reserve": budget.reserve_bytes,
             "terms": device.terms,
@@ -138,7 +138,6 @@ def answer_dict(forecast: Forecast, uncomputed: str | None = None) -> dict[str, 
         "hardware": hardware_dict(forecast.hardware),
         **forecast_dict(forecast),
     }
-    answer["device_bytes"]["peak_at"] = forecast.device.peak.moment
     if verdict != FITS:
         answer["step_s"] = None
     answer["timeline"] = [
@@ -360,14 +359,6 @@ def format_pace(step_s: float, tokens_per_s: float) -> str:
 def format_limiter(step: Mapping[str, Any]) -> str:
     """Say what limits a step, of `step_s`."""
     return f"limited by {LANES.get(step['limiter'], step['limiter'])}"
-
-
-def format_runs(numbers: Iterable[int]) -> str:
-    """`0, 1, 2, 5` as `0-2, 5`."""
-    # numbers that follow each other differ from their places by the same
-    pairs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = ([number for _, number in run] for _, run in pairs)
-    return ", ".join("-".join(map(str, dict.fromkeys((r[0], r[-1])))) for r in runs)
 
 
 def format_policies(policies: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
 from .forecast import answer_dict, format_seconds, format_speed, knobs_dict
 from .page import report_page
-from .text import forecast_table, report_text
+from .text import forecast_text, report_text
 
 WATCHED_STEPS = 3
 """First steps in which the CPU device counts every allocation, which slows them: the
@@ -52,8 +52,8 @@ class RunReport:
     evaluation_bytes: int = 0
 
     def table(self) -> str:
-        """The plan and its prediction in one short table."""
-        return "\n".join([forecast_table(self.forecast, self.device), *self.notes])
+        """The plan and its prediction, as `plan` shows them."""
+        return "\n".join([forecast_text(self.forecast, self.device), *self.notes])
 
     def replanned(self, step: int, why: Mapping[str, Any], forecast: Forecast) -> None:
         """From this step on the run is under another forecast's plan."""

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.table import Column, Table
+from rich.table import Table
 
 from ..core.planner.planner import Forecast
 from ..core.sizes import format_bytes
@@ -21,9 +21,7 @@ from .forecast import (
     FITS,
     LANES,
     MODES,
-    PLACEMENTS,
     UNSUPPORTED,
-    UPDATES,
     VERDICTS,
     best,
     compared_rows,
@@ -38,9 +36,7 @@ from .forecast import (
     format_plain,
     format_policies,
     format_rate,
-    format_runs,
     format_seconds,
-    format_speed,
     highest_phase,
     plain_pace,
 )
@@ -52,50 +48,12 @@ Answer = Mapping[str, Any]
 Row = Sequence[str]
 
 
-def forecast_table(forecast: Forecast, device: str) -> str:
+def forecast_text(forecast: Forecast, device: str) -> str:
     """Show what a training on `device` will do and what that will cost."""
-    layout, placements = forecast.layout, forecast.plan.placements
-    local_size = forecast.workload.world.local_size
     shown = forecast_dict(forecast)
-    plan, step = shown["plan"], shown["step_s"]
-    outside = [c for c in layout.chunks if c.block is None]
-    (peak, budget, terms), (host_peak, host_budget, host_terms) = (
-        (format_bytes(m["peak"]), format_bytes(m["budget"]), _below(_terms(m)))
-        for m in (shown["device_bytes"], shown["host_bytes"])
-    )
-    lanes = {LANES[lane]: busy for lane, busy in step["lanes"].items()}
-    named = {name: plan[name] for name in ("n_swap", "n_checkpoint")}
-    knobs = ", ".join(f"{name} {n}" for name, n in named.items() if n) or "all kept"
-    policies = format_policies(plan["block_policies"])
-    resident = f"{plan['n_persist']} of {plan['num_chunks']}"
-    speed = f"{format_speed(step['tokens_per_s'])}, {format_limiter(step)}"
-    peak_at = forecast.device.peak.moment
-    where = ", ".join(sorted({placements[c.index].value for c in outside}))
-    host = "host (all its ranks)" if local_size > 1 else "host"
-    title, value = f"ProTrain plan ({plan['origin']})", Column("value", justify="right")
-    table = Table("what", value, "detail", title=title, title_justify="left")
-    for row in (
-        ("mode", plan["mode"], MODES[plan["mode"]]),
-        ("ranks", str(plan["num_ranks"]), f"{local_size} on each node"),
-        ("resident chunks", resident, format_runs(plan["resident_chunks"])),
-        ("slots", str(plan["n_buffer"]), format_bytes(forecast.device.states.slots)),
-        ("activations", knobs, f"of {plan['num_blocks']} blocks: {policies}"),
-        ("updates", plan["update"], UPDATES[plan["update"]]),
-        (
-            "outside blocks",
-            where or "frozen, resident",
-            f"{sum(c.trainable for c in outside)} trainable",
-        ),
-        *([("adapters", at, PLACEMENTS[at])] if (at := plan["adapters"]) else []),
-        (f"device ({device})", peak, f"of {budget}, {peak_at}"),
-        *terms,
-        (host, host_peak, f"of {host_budget}, beside the process"),
-        *host_terms,
-        ("step", format_seconds(step["total"]), speed),
-        *_below(_filled(lanes, format_seconds)),
-    ):
-        table.add_row(*row)
-    return _printed([table])
+    pace = format_pace(shown["step_s"]["total"], forecast.tokens_per_s)
+    head = f"ProTrain plan ({forecast.plan.origin}) on {device}: {pace}"
+    return _paragraphs([head, *_plan(shown, "Plan")])
 
 
 def plan_text(answers: Sequence[Answer], explain: bool = False) -> str:
@@ -191,7 +149,7 @@ def _fixed(answer: Answer) -> str:
 
 def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     plan, step, hardware = answer["plan"], answer["step_s"], answer["hardware"]
-    fits, mode = answer["verdict"] == FITS, plan["mode"]
+    fits = answer["verdict"] == FITS
     others = answer["alternatives"]
     pace = f", {format_pace(step['total'], step['tokens_per_s'])}" if fits else ""
     plain = format_plain(step["total"], others) if fits else ""
@@ -215,18 +173,27 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
         priced.append("More ways: --levers. A YAML that fits: --write FILE.")
     if answer["verdict"] == DOES_NOT_FIT:
         yield from priced
+    if answer["verdict"] == UNSUPPORTED:
+        yield from priced
+        return
+    yield from _plan(answer, "Plan" if fits else "The plan that comes nearest")
+    yield f"Largest avoidable part: {format_avoidable(answer['avoidable'])}"
+    if fits:
+        yield from priced
+
+
+def _plan(answer: Answer, head: str) -> Iterator[RenderableType]:
+    """A plan, its memory by term, and its step by lane."""
+    plan, step = answer["plan"], answer["step_s"]
     ranks, device, host = "", "device", "host"
     if plan["num_ranks"] > 1:
         ranks, device = f"{plan['num_ranks']} ranks, ", "each device"
         host = "host of all ranks"
-    if answer["verdict"] == UNSUPPORTED:
-        yield from priced
-        return
     yield (
-        f"{'Plan' if fits else 'The plan that comes nearest'}: mode {mode} "
-        f"({MODES[mode]}), {ranks}{_knobs(plan)} "
+        f"{head}: mode {plan['mode']} ({MODES[plan['mode']]}), {ranks}{_knobs(plan)} "
         f"({format_policies(plan['block_policies'])})"
         + (f", adapters {adapters}" if (adapters := plan.get("adapters")) else "")
+        + (", updates on the host" if plan["update"] == "host" else "")
     )
     on_device, on_host = answer["device_bytes"], answer["host_bytes"]
     # the host's terms are those of training; loading or saving may take more
@@ -238,9 +205,6 @@ def _card(answer: Answer, explain: bool) -> Iterator[RenderableType]:
     yield _beside(
         _memory(f"{device}, {on_device['peak_at']}", on_device, "peak"), Group(*right)
     )
-    yield f"Largest avoidable part: {format_avoidable(answer['avoidable'])}"
-    if fits:
-        yield from priced
 
 
 def _knobs(plan: Answer) -> str:
@@ -333,23 +297,15 @@ def _beside(*tables: RenderableType) -> RenderableType:
 
 
 def _memory(title: str, memory: Answer, peak: str) -> Table:
-    table = _table((title, ""), _terms(memory))
+    # beside what fills the memory of a card kilobytes are noise
+    least = min(MIB, memory["peak"] >> 10)
+    terms = {name: n for name, n in memory["terms"].items() if n >= least}
+    table = _table((title, ""), _filled(terms))
     table.add_row(peak, format_bytes(memory["peak"]), style="bold")
     table.add_row("may be used", format_bytes(memory["budget"]))
     if memory.get("reserve"):
         table.add_row("kept in reserve", format_bytes(memory["reserve"]))
     return table
-
-
-def _terms(memory: Answer) -> list[tuple[str, str]]:
-    # beside what fills the memory of a card kilobytes are noise
-    least = min(MIB, memory["peak"] >> 10)
-    return _filled({name: n for name, n in memory["terms"].items() if n >= least})
-
-
-def _below(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Rows that add up to the one above them."""
-    return [(f"  {name}", value, "") for name, value in rows]
 
 
 def _step(step: Answer, head: str = "step") -> Table:
