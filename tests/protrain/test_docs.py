@@ -68,6 +68,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     keys = BASE | {"base_model": "small", "protrain_capacity_bytes": "2GiB"}
     keys |= {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
     keys |= {"lora_target_linear": True, "lora_mlp_kernel": False}
+    card = dict(mib=24000, tflops_16=80, tflops_32=20, memory_gb_s=500, pcie=4)
+    (tmp_path / "cards.yaml").write_text(yaml.safe_dump({"mine": card}))
     for name in ("your", "config", "base"):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys))
     (tmp_path / "examples").mkdir()
@@ -88,7 +90,6 @@ def test_a_command_is_understood(words: tuple[str, ...], folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", *sorted(protrain.commands)])
 def test_help_has_examples_that_are_understood(name: str, folder: Path) -> None:
-    (folder / "cards.yaml").touch()
     command = protrain.commands[name] if name else protrain
     examples = re.findall(r"^ *axolotl-protrain (.*)", command.help or "", re.M)
     assert examples and all(words.startswith(name) for words in examples)

@@ -45,12 +45,6 @@ def protrain() -> None:
     \b
     axolotl-protrain plan config.yaml --gpu 4090
     axolotl-protrain migrate config.yaml --write
-
-    Commands and options are completed in bash by this line in ~/.bashrc (zsh_source and
-    fish_source for others):
-
-    \b
-    eval "$(_AXOLOTL_PROTRAIN_COMPLETE=bash_source axolotl-protrain)"
     """
 
 
@@ -181,7 +175,7 @@ def _table(cards: Path | None) -> tuple[Gpu, ...]:
 
 def _prices(texts: Sequence[str], names: Mapping[str, str]) -> dict[str, float]:
     """Dollars per hour of one card by what `--gpu` says; `names` has the card's for each."""
-    found = {}
+    found: dict[str, float] = {}
     for text in texts:
         name, _, figure = text.rpartition("=")
         usd = 0.0
@@ -467,11 +461,13 @@ def _report(runs: tuple[Path, ...], html: Path | None) -> None:
     axolotl-protrain report outputs/run
     axolotl-protrain report outputs/before outputs/after --html runs.html
     """
-    from ..report.run import read_reports
-    from ..report.text import report_text
-
     _check_page(html)
-    reports = read_reports(runs)
+    with _Progress(sys.stderr) as say:
+        say("reading")
+        from ..report.run import read_reports
+        from ..report.text import report_text
+
+        reports = read_reports(runs)
     if html is not None:
         from ..report.page import report_page
 
@@ -521,7 +517,7 @@ def _verify(folder: Path, as_json: bool) -> None:
     # imported here: keys and help need neither
     from ..core.manifest import MANIFEST, checkpoints, differences
 
-    found = {}
+    found: dict[str, list[str] | None] = {}
     with _Progress(sys.stderr) as say:
         for path in checkpoints(folder) or [folder]:
             say(f"reading {path}")
