@@ -255,6 +255,7 @@ class DryRun:
         the same plan: of the device, or else of the host."""
         plan, found = forecast.plan, []
         for part, keys in large_parts(self.cfg, forecast, self.device_type == "cuda"):
+            # what cannot run removes nothing
             with suppress(ConfigError, LayoutError, TraceError):
                 other = self._subject(**keys)
                 if len(other.layout.chunks) != len(plan.placements):
