@@ -132,7 +132,8 @@ class DryRun:
         Unless it `changes_keys` no other keys are priced beside the YAML's; `briefly`
         nothing is but for the card that `report.best` chooses. `say` is told how far it is.
         """
-        planned, answers = [], []
+        planned = []
+        answers: list[dict[str, Any]] = []
         for card, price in zip(self.cards, self._prices, strict=True):
             say(f"planning for {card.name}, {len(answers)} of {len(self.cards)} done")
             planned.append((card, *self._plan(card)))
