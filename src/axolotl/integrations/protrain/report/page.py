@@ -185,9 +185,7 @@ def _line(points: Iterable[Sequence[float]]) -> Values | None:
     return {
         "line": " ".join(corners),
         "ticks": [(at, low + at * (high - low)) for at in (0, 0.5, 1)],
-        "steps": [
-            (f"step {n}", at, 0.5) for n, at in ((steps[0], 0), (steps[-1], 0.5))
-        ],
+        "steps": (steps[0], steps[-1]),
     }
 
 
