@@ -30,7 +30,7 @@ ROWS = {
 }
 LITTLE_HOST = {
     "protrain_capacity_bytes": "900KB",
-    "protrain_cpu_capacity_bytes": "650KB",
+    "protrain_cpu_capacity_bytes": "600KB",
 }
 LONG_ROWS = LORA | {
     "micro_batch_size": 4,
