@@ -368,7 +368,7 @@ def comparison() -> str:
     )
 
 
-def environment() -> dict[str, str]:
+def environment(cache: Path) -> dict[str, str]:
     """Return that of a command: offline, a terminal of 100 columns, colours."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -377,6 +377,8 @@ def environment() -> dict[str, str]:
         "AXOLOTL_DO_NOT_TRACK": "1",
         "COLUMNS": "100",
         "PYTHONWARNINGS": "ignore",
+        # nothing that was measured on another day
+        "XDG_CACHE_HOME": str(cache),
     }
 
 
@@ -384,7 +386,7 @@ def ours(*words: str, folder: Path) -> str:
     """Run a command of this package in a folder; returns what it printed."""
     command = [sys.executable, "-m", "axolotl.integrations.protrain.cli", *words]
     done = subprocess.run(
-        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True
+        command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, text=True
     )
     return done.stdout
 
@@ -476,7 +478,7 @@ def terminal() -> str:
             [sys.executable, "-m", "axolotl.cli.main", "train", "your.yaml"]
             + ["--launcher", "python"],
             cwd=folder,
-            env=environment(),
+            env=environment(folder),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
