@@ -74,6 +74,7 @@ class HostWorker:
             initializer=partial(torch.set_num_threads, threads) if threads else None,
         )
         self._last: dict[int, HostTask[Any]] = {}
+        self._newest: HostTask[Any] | None = None
         self.waited_s = 0.0
 
     def submit(
@@ -84,7 +85,7 @@ class HostWorker:
 
         Such work may return what is done once other ranks have changed it too.
         """
-        queued = HostTask(self._pool, self._device, task)
+        queued = self._newest = HostTask(self._pool, self._device, task)
         if changes is not None:
             self._last[changes] = queued
         return queued
@@ -113,3 +114,6 @@ class HostWorker:
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown(wait=True)
+        if self._newest is not None:
+            # after a failure nobody has waited for what came later
+            self._newest.wait()
