@@ -6,6 +6,7 @@ Each command is a process, because what Axolotl patches for one YAML stays there
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def run_command(argv: list[str], documents: int | None = None) -> None:
     """Become `axolotl protrain`; ends with its exit code."""
     from axolotl.integrations.protrain.cli import protrain
 
+    # of a test that ran when this was forked
+    os.environ.pop("COLUMNS", None)
     if documents is not None:
         from axolotl.integrations.protrain.offline import batches
 
