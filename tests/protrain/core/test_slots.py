@@ -13,6 +13,7 @@ from core_models import (
     HOST_STATE,
     batches,
     before_updates,
+    checked,
     open_session,
     stack,
     wrapped,
@@ -25,12 +26,14 @@ from axolotl.integrations.protrain.core.engine.ranks import Alone
 from axolotl.integrations.protrain.core.engine.slots import (
     TRANSITIONS,
     ChunkState,
+    Slot,
     Slots,
+    Transport,
 )
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout import Direction, Schedule, build_layout
 from axolotl.integrations.protrain.core.planner.plans import make_plan
-from axolotl.integrations.protrain.core.types import Counters, Update
+from axolotl.integrations.protrain.core.types import Counters, Update, World
 
 WAIT_S = 20.0
 """Longer than anything here takes: what would hang fails instead."""
@@ -194,3 +197,28 @@ def test_what_is_being_updated_is_not_fetched_ahead(gate: threading.Semaphore) -
     assert session.counters.num_misses == misses + 1
     assert session.stall_s > 0
     session.close()
+
+
+class Twins(Alone):
+    """Two ranks of a node of which the other has the same shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(2, 2)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        whole.copy_(part.repeat(2))
+
+
+def test_a_fetch_waits_for_the_gather_of_a_chunk_that_nobody_used() -> None:
+    """A prefetch that a pass in the other direction did not want: its gather would write
+    over the shard that comes next."""
+    device = checked()
+    slot = Slot(device.allocate(512), device, Transport(device, Twins()))
+    shards = [torch.full((256,), chunk, dtype=torch.uint8) for chunk in range(2)]
+    for chunk, shard in enumerate(shards):
+        slot.fetch(chunk, shard)
+    slot.begin_use()
+    assert slot.buffer.eq(1).all()
+    slot.end_use()
+    device.synchronize()

@@ -417,10 +417,8 @@ class DryRun:
     def _other(
         self, card: Hardware, keys: Keys, note: str | None = None
     ) -> dict[str, Any]:
-        plan, note = (
-            partial(self._forecast, card, **keys),
-            note or batch_note(keys, self.cfg),
-        )
+        plan = partial(self._forecast, card, **keys)
+        note = note or batch_note(keys, self.cfg)
         return _alternative(named(keys, self.cfg), plan, note)
 
     def _whole_card(self, card: Hardware) -> Iterator[dict[str, Any]]:

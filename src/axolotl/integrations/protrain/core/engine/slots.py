@@ -14,8 +14,9 @@ placeholder weights. Between two passes a parameter may show its host copy for a
 Only `Slot` knows events. A miss, a prefetch, an evaluation, generation and a recomputation
 all go through its calls:
 
-* `fetch` lets the H2D copy wait for the last use of the buffer (`_last_use`) and for the
-  write-back of what an update changed there (`_written_back`), then queues it;
+* `fetch` lets the H2D copy wait for the last use of the buffer (`_last_use`), for the
+  write-back of what an update changed there (`_written_back`) and for what came before
+  (`_arrival`), then queues it;
 * `begin_use` lets compute wait for that copy (`_arrival`) before anybody reads;
 * `write_back` lets a D2H copy wait for compute, which has changed the weights;
 * `end_use` records the last use, after the last kernel that reads was queued;
@@ -148,6 +149,9 @@ class Slot:
         stream.wait(self._last_use)
         if self._written_back is not None:
             stream.wait(self._written_back)
+        if self._arrival is not None:
+            # a gather of what nobody has used may still write there
+            stream.wait(self._arrival)
         self._arrival = self._transport.fetch(stream, self.buffer, source)
         self.holds = chunk
 
