@@ -27,7 +27,7 @@ from ..core.engine.device import Device, open_device
 from ..core.engine.host_pool import host_buffer
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
-from ..core.planner.hardware import device_name, measure_hardware, median_s
+from ..core.planner.hardware import device_name, measure_hardware, typical_s
 from ..core.sizes import format_bytes
 from ..core.types import Hardware, Knobs
 from ..versions import require_internals, supported
@@ -253,9 +253,9 @@ def _overlap(device: Device) -> Finding:
         undo.callback(device.unpin, host)
         undo.callback(device.synchronize)
         num = 1
-        copy_s = median_s(where, copy_in)
-        num = max(1, round(copy_s / median_s(where, products)))
-        work_s, together_s = median_s(where, products), median_s(where, both)
+        copy_s = typical_s(where, copy_in)
+        num = max(1, round(copy_s / typical_s(where, products)))
+        work_s, together_s = typical_s(where, products), typical_s(where, both)
     hidden = (copy_s + work_s - together_s) / min(copy_s, work_s)
     return _judged(
         "overlap",

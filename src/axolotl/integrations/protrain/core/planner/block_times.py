@@ -8,7 +8,6 @@ micro-batch on.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,9 +24,11 @@ from ..engine.compiled import CompiledForward
 from ..layout.tensors import map_tensors, tensors_in
 from ..types import BlockSeconds
 from .cache import JSON, cached
-from .hardware import REPEATS, elapsed_s
+from .hardware import elapsed_s, typical
 from .meta import empty_like, meta_copy, without_global_hooks
 
+REPEATS = 3
+"""Timed runs of a block."""
 INPUT_SCALE = 0.02
 """Spread of made-up floats: small enough for any block to stay finite."""
 
@@ -53,7 +54,7 @@ def time_block(
     autocast_dtype: torch.dtype | None,
     repeats: int = REPEATS,
 ) -> BlockSeconds:
-    """Median seconds of the block's forward and backward, as training runs them.
+    """Seconds of the block's forward and backward, as training runs them.
 
     Meta tensors become small random floats, integers become 0 and masks all true;
     real ones are copied. Leaves gradients and random state as they were; no gradient is
@@ -85,7 +86,7 @@ def time_block(
                 result = module(*args, **kwargs)
             return [t for t in tensors_in(result) if t.requires_grad]
 
-        return _median(device, forward, leaves, repeats)
+        return _timed(device, forward, leaves, repeats)
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def _apart(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _median(
+def _timed(
     device: torch.device,
     forward: Callable[[], list[Tensor]],
     leaves: Sequence[Tensor],
@@ -120,7 +121,8 @@ def _median(
 
     once()
     rounds = [once() for _ in range(repeats)]
-    return BlockSeconds(*map(statistics.median, zip(*rounds, strict=True)))
+    forward_s, backward_s = zip(*rounds, strict=True)
+    return BlockSeconds(typical(device, forward_s), typical(device, backward_s))
 
 
 def measure_blocks(
@@ -193,7 +195,7 @@ def time_outside(
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     device: torch.device,
 ) -> BlockSeconds:
-    """Median seconds of what runs outside the blocks: embedding, head and loss, by the
+    """Seconds of what runs outside the blocks: embedding, head and loss, by the
     kernels that training uses.
 
     A copy of the model runs whose blocks hand on made-up tensors; the model and the
@@ -210,7 +212,7 @@ def time_outside(
         copied = _without_blocks(model, samples, device)
         given = map_tensors(dict(batch), lambda tensor: _real(tensor, device))
         leaves = [p for p in copied.parameters() if p.requires_grad and not p.is_meta]
-        return _median(device, lambda: [loss_of(copied, given)], leaves, REPEATS)
+        return _timed(device, lambda: [loss_of(copied, given)], leaves, REPEATS)
 
 
 def _without_blocks(

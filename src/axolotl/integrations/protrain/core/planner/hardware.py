@@ -1,7 +1,7 @@
-"""Measure this machine: free device memory, and rates measured in about a second.
+"""Measure this machine: free device memory, and rates measured in a second or two.
 
 Rates are timed with the objects that training uses: the streams and pinned
-memory of `core/engine`, its host thread, and fused torch AdamW. Figures are medians.
+memory of `core/engine`, its host thread, and fused torch AdamW. Figures are `typical`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..engine.worker import HostWorker
 from ..types import Hardware
 from .cards import KERNEL_BYTES, ROUNDING_FRACTION
 
-REPEATS = 3
+_REPEATS = {"cuda": 3, "cpu": 10}
 MATMUL_SIZES = {"cpu": (128, 512, 512), "cuda": (4096, 4096, 4096)}
 """By device type: rows of the input, its columns, columns of the output."""
 
@@ -136,7 +136,7 @@ def measure_collectives(
     def seconds(collective: Callable[[], object]) -> float:
         # nobody begins before all are there
         ranks.collect(None)
-        return median_s(torch_device, collective)
+        return typical_s(torch_device, collective)
 
     gather_s = gather = reduce = across = 0.0
     if world.local_size > 1:
@@ -207,10 +207,19 @@ def elapsed_s(torch_device: torch.device, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def median_s(torch_device: torch.device, work: Callable[[], object]) -> float:
-    """Median seconds of `work`, after one call that does not count."""
+def typical(torch_device: torch.device, seconds: Sequence[float]) -> float:
+    """Return the figure that counts of several: a GPU's median, or a CPU's least, whose
+    threads others hold up for longer than most work takes."""
+    return (min if torch_device.type == "cpu" else statistics.median)(seconds)
+
+
+def typical_s(torch_device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of `work` that count, after one call that does not."""
     work()
-    return statistics.median(elapsed_s(torch_device, work) for _ in range(REPEATS))
+    repeats = _REPEATS[torch_device.type]
+    return typical(
+        torch_device, [elapsed_s(torch_device, work) for _ in range(repeats)]
+    )
 
 
 def _copy_rates(device: Device, nbytes: int) -> tuple[float, float, float, float]:
@@ -232,7 +241,7 @@ def _copy_rates(device: Device, nbytes: int) -> tuple[float, float, float, float
 
 
 def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[float]:
-    """Median seconds of each of the copies when they are queued together."""
+    """Seconds of each of the copies when they are queued together."""
 
     def once() -> list[float]:
         device.synchronize()
@@ -247,8 +256,9 @@ def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[floa
         return ends
 
     once()
-    rounds = [once() for _ in range(REPEATS)]
-    return [statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
+    where = device.torch_device
+    rounds = [once() for _ in range(_REPEATS[where.type])]
+    return [typical(where, seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def _matmul_rate(
@@ -268,7 +278,7 @@ def _matmul_rate(
         torch.mm(gradient, weight)
         torch.mm(gradient.t(), inputs)
 
-    return 3 * 2 * rows * inner * columns / median_s(torch_device, products)
+    return 3 * 2 * rows * inner * columns / typical_s(torch_device, products)
 
 
 def _attention_rate(torch_device: torch.device, length: int) -> float:
@@ -283,13 +293,13 @@ def _attention_rate(torch_device: torch.device, length: int) -> float:
 
     with torch.enable_grad():
         # two products of all pairs in forward, five in backward
-        return 7 * length * query.numel() / median_s(torch_device, attention)
+        return 7 * length * query.numel() / typical_s(torch_device, attention)
 
 
 def _elementwise_rate(torch_device: torch.device, nbytes: int) -> float:
     first = torch.ones(nbytes // 4, device=torch_device)
     second, total = torch.ones_like(first), torch.ones_like(first)
-    seconds = median_s(torch_device, lambda: torch.add(first, second, out=total))
+    seconds = typical_s(torch_device, lambda: torch.add(first, second, out=total))
     return 3 * nbytes / seconds
 
 
@@ -302,7 +312,7 @@ def _kernel_s(torch_device: torch.device) -> float:
             tiny * tiny
 
     with torch.enable_grad():
-        return median_s(torch_device, launch) / _NUM_KERNELS
+        return typical_s(torch_device, launch) / _NUM_KERNELS
 
 
 def _adam_rate(device: Device, nbytes: int, dtype: torch.dtype) -> float:
@@ -312,7 +322,7 @@ def _adam_rate(device: Device, nbytes: int, dtype: torch.dtype) -> float:
     optimizer = torch.optim.AdamW([weights], fused=True)
     worker = HostWorker(device)
     try:
-        step = partial(median_s, weights.device, optimizer.step)
+        step = partial(typical_s, weights.device, optimizer.step)
         return weights.nbytes / worker.submit(step).result()
     finally:
         worker.close()
