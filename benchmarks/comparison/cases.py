@@ -106,7 +106,10 @@ SLOW = (
 )
 """Two CPU cores, each five minutes and more: by `--case`."""
 
+SMALLER_CARD = 12 * GIB
+
 GPU = (
+    Case("lora-8b-1k", "8b", "lora", "bf16", 4, 1024, SMALLER_CARD, True, 2, 5),
     Case("lora-8b-1k-fits", "8b", "lora", "bf16", 4, 1024, SMALL_CARD, True),
     Case("lora-32b-1k", "32b", "lora", "bf16", 4, 1024, SMALL_CARD, True, 3, 7, True),
     Case("lora-32b-8k", "32b", "lora", "bf16", 1, 8192, SMALL_CARD, True, 2, 5, True),

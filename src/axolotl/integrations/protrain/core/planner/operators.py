@@ -95,9 +95,11 @@ def work_of(
         return _of_products(flops, read[0], moved)
     formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is not None:
-        flops = formula(*args, out_val=output)
         if "is_causal" not in (names := _argument_names(func)):
-            return _of_products(flops, read[0])
+            return _of_products(formula(*args, out_val=output), read[0])
+        if name.startswith("aten::_scaled_dot_product"):
+            args = _with_equal_heads(args, names.index("query"))
+        flops = formula(*args, out_val=output)
         if len(args) > (at := names.index("is_causal")) and args[at]:
             # the other half is never computed
             flops //= 2
@@ -144,6 +146,16 @@ def may_multiply(func: Any) -> bool:
         or _COUNTED_AS.get(packet, packet) in flop_registry
         or torch.Tag.pointwise in func.tags
     )
+
+
+def _with_equal_heads(args: Sequence[Any], at: int) -> list[Any]:
+    """Give key and value of attention, as shapes, the heads of the query at `at`.
+
+    Each head of a query meets a key, grouped or not; torch 2.11 counts no grouped ones.
+    """
+    shapes = [args[at + place].shape for place in range(3)]
+    equal = [torch.Size((s[0], shapes[0][1], *s[2:])) for s in shapes]
+    return [*args[:at], *equal, *args[at + 3 :]]
 
 
 @cache

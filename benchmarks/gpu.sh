@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Measures a card in nine minutes: equal numbers, predicted beside measured memory and
+# time, peers, a profile. Writes a folder to open an issue with.
+#   usage: benchmarks/gpu.sh [FOLDER] [PART ...]
+# Parts: doctor exact paging runs compare profile. PYTHON names the interpreter; GPU_WORK
+# a folder with 30 GB of room for models (memory is fastest).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:-benchmarks/results/$(date +%F)-gpu}
+shift || true
+parts=${*:-doctor exact paging runs compare profile}
+python=${PYTHON:-python3}
+work=${GPU_WORK:-/dev/shm/protrain-gpu}
+mkdir -p "$folder" "$work"
+folder=$(realpath "$folder")
+export PYTHONPATH=$PWD/src:$PWD/benchmarks:$PWD/tests/protrain:$PWD/tests/protrain/core${PYTHONPATH:+:$PYTHONPATH}
+export HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
+began=$SECONDS
+
+part() { # NAME SECONDS COMMAND...: its output to NAME.txt, its end to parts.txt
+  local name=$1 limit=$2 from=$SECONDS code=0
+  shift 2
+  timeout -k 5 "$limit" "$@" >"$folder/$name.txt" 2>&1 || code=$?
+  echo "$name: exit code $code, $((SECONDS - from)) s (ended at $((SECONDS - began)) s)" |
+    tee -a "$folder/parts.txt"
+}
+
+wanted() { [[ " $parts " == *" $1 "* ]]; }
+
+protrain() { "$python" -m axolotl.integrations.protrain.cli "$@"; }
+export -f protrain
+export python
+
+train() { # NAME: one large run, its report beside its log
+  cd "$work" &&
+    "$python" -m axolotl.cli.train "$1.yaml" --max-steps=6 --output-dir="out/$1" &&
+    protrain report "out/$1" && cp "out/$1/protrain/report.json" "$folder/$1.json"
+}
+export -f train
+export work folder
+
+if wanted exact; then
+  part inputs-small 60 "$python" benchmarks/gpu_inputs.py "$work" small experts
+fi
+if wanted runs; then
+  part inputs-large 120 "$python" benchmarks/gpu_inputs.py "$work" 8b 3b &
+fi
+if wanted exact; then
+  # numbers do not depend on what else runs
+  for name in lora qlora full experts; do
+    (cd "$work" && part "exact-$name" 150 "$python" -m axolotl.integrations.protrain.cli \
+      selftest "exact-$name.yaml" --steps 6 --keep "$work/exact-$name") &
+  done
+fi
+if wanted paging; then
+  part paging 150 "$python" -m pytest -q -n 4 --timeout 120 -p no:cacheprovider \
+    tests/cuda_emulation/test_paging.py -k "equal or smaller" &
+fi
+wait
+if wanted doctor; then
+  part doctor 60 "$python" -m axolotl.integrations.protrain.cli doctor
+  part hardware 60 "$python" benchmarks/hardware.py --rounds 2
+fi
+if wanted profile; then
+  part profile 80 "$python" benchmarks/gpu_profile.py --trace "$work/trace.json.gz"
+fi
+if wanted runs; then
+  for name in lora-8b-12gb qlora-8b-8gb full-3b-16gb; do
+    part "$name" 110 bash -c "train $name"
+  done
+fi
+if wanted compare; then
+  part compare 300 "$python" benchmarks/compare.py --case lora-8b-1k --systems ours,uncapped,plain_recompute,layer_offloading,fsdp2 --minutes 4.5 --output "$folder"
+fi
+cat "$folder/parts.txt"
