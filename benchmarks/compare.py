@@ -202,6 +202,8 @@ def _environment() -> dict[str, str]:
         "MKL_CBWR": "AUTO,STRICT",
         # what deterministic cuBLAS asks for
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # else pieces of a small limit are free and of no use
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
     }
 

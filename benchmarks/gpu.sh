@@ -14,6 +14,8 @@ work=${GPU_WORK:-/dev/shm/protrain-gpu}
 mkdir -p "$folder" "$work"
 folder=$(realpath "$folder")
 export PYTHONPATH=$PWD/src:$PWD/benchmarks:$PWD/tests/protrain:$PWD/tests/protrain/core${PYTHONPATH:+:$PYTHONPATH}
+# else pieces of a small budget are free and of no use
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 export HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 began=$SECONDS
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -118,8 +119,12 @@ def main() -> None:
     setup = Setup(CASES[args.case], torch.device(device_type, 0))
     meters.limit_memory(setup.device, setup.case.capacity_bytes)
     training = ours.open(setup)
-    for number in range(3):
-        training.step(setup.batches(number))
+    try:
+        for number in range(3):
+            training.step(setup.batches(number))
+    except torch.OutOfMemoryError as error:
+        print(error, torch.cuda.memory_summary(), json.dumps(training.record(), default=str))
+        sys.exit(1)
     meters.synchronise(setup.device)
     start = time.perf_counter()
     for number in range(3, 3 + args.steps):

@@ -13,6 +13,7 @@ that; `page` then opens a `Session` (engine/session.py), which `Paged` holds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from .engine.data_parallel import (
     spread_rest,
     without_ddp,
 )
-from .engine.device import open_device
+from .engine.device import allocator_note, expand_segments, open_device
 from .engine.optimizer import ShowingOptimizer
 from .engine.ranks import Alone, Ranks
 from .engine.recorded_step import clone_for, states_of
@@ -150,7 +151,9 @@ def page(
         accumulation: Micro-batches of an optimizer step.
         autocast: Dtype of the region in which the loop runs the model, bfloat16 or None.
         evaluates: Tokens of an evaluation's batch over those of the example; 0 for none.
-        device: Where to compute; by default the GPU, or without one the CPU.
+        device: Where to compute; by default the GPU, or without one the CPU. On a GPU call
+            this before anything uses it: torch's allocator is then told to let segments
+            grow, as small budgets need, unless PYTORCH_ALLOC_CONF says otherwise.
         knobs: The plan by hand instead of the fastest.
         hardware: Rates of this machine, known already; nothing is measured then.
 
@@ -160,6 +163,7 @@ def page(
         LayoutError: The model has no repeated layers that could be paged.
         TraceError: The model cannot be run without weights.
     """
+    expand_segments()
     where, choice = _device(device), _choice(budget, host_budget, knobs)
     step = _Step(example, loss, accumulation, autocast, evaluates)
     _require_pageable(model, optimizer)
@@ -186,6 +190,8 @@ def page(
         undo.callback(ranks.close)
         with _named_here():
             forecast, _planner, notes, _hash = plan_here(job, model, where, ranks)
+        if where.type == "cuda":
+            notes.append(allocator_note(os.environ))
         paged = Paged(model, optimizer, forecast, notes, where, ranks, accumulation)
         undo.pop_all()
     return paged

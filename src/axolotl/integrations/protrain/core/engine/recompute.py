@@ -127,7 +127,8 @@ class _SavedArguments:
         self._others = [None if isinstance(v, Tensor) else (v,) for v in args]
         self.on_device = tensors[0].new_empty(0) if tensors else torch.empty(0)
         anchor = torch.empty(0, requires_grad=True)
-        self._node: Any = _Save.apply(anchor, *tensors).grad_fn
+        # kept, as up to torch 2.11 a node lets go of what it saved with its output
+        self._output: Any = _Save.apply(anchor, *tensors)
 
     def passed_to(self, run: Callable[..., Any], _on_device: Tensor) -> Any:
         """Run with the arguments, in the forward those that were given."""
@@ -145,7 +146,7 @@ class _SavedArguments:
         return output
 
     def _restored(self) -> list[Any]:
-        tensors = iter(self._node.saved_tensors)
+        tensors = iter(self._output.grad_fn.saved_tensors)
         return [next(tensors) if o is None else o[0] for o in self._others]
 
 
