@@ -98,6 +98,7 @@ class Gradients:
         """Forget what has not been sent; return once nothing is on its way."""
         for main_grads in self._expected:
             main_grads.arrived.clear()
+            self._let_go(main_grads)
         self.retire(0)
 
     def close(self) -> None:

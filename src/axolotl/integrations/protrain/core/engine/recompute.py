@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import __file__ as CHECKPOINT_FILE
 from torch.utils.checkpoint import checkpoint
 
 from ..layout import CACHES
@@ -55,7 +57,22 @@ class Recompute(AroundCall):
             with self._swap.saving(self._index):
                 saved = _SavedArguments(args)
             run, args = partial(saved.passed_to, run), (saved.on_device,)
-        return checkpoint(run, *args, use_reentrant=False)
+        try:
+            return checkpoint(run, *args, use_reentrant=False)
+        except BaseException as error:
+            _end_checkpoint(error)
+            raise
+
+
+def _end_checkpoint(error: BaseException) -> None:
+    """Take back what `checkpoint` does to all tensors that are saved.
+
+    Torch 2.11 leaves that to the end of a generator, which lives as long as the traceback.
+    """
+    for frame, _ in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if (code.co_filename, code.co_name) == (CHECKPOINT_FILE, "checkpoint"):
+            frame.clear()
 
 
 class _Buffers:
