@@ -16,8 +16,12 @@ import yaml
 from comparison.models import normal
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-from transformers import Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -104,7 +108,12 @@ def runs() -> dict[str, dict[str, Any]]:
 
 
 def _knobs(persist: int, buffer: int, swap: int, checkpoint: int) -> dict[str, int]:
-    knobs = {"persist": persist, "buffer": buffer, "swap": swap, "checkpoint": checkpoint}
+    knobs = {
+        "persist": persist,
+        "buffer": buffer,
+        "swap": swap,
+        "checkpoint": checkpoint,
+    }
     return {f"protrain_n_{name}_override": value for name, value in knobs.items()}
 
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def summary(events: list[dict[str, Any]], wall_s: float, num_steps: int) -> list
             ranges[name] += event["dur"]
     per_step = 1e-3 / num_steps
     busy = union(kernels)
-    gaps = [(a[1], b[0]) for a, b in zip(busy, busy[1:])]
+    gaps = [(a[1], b[0]) for a, b in pairwise(busy)]
     link = union([*copies["HtoD"], *copies["DtoH"]])
     long_gaps = [gap for gap in gaps if gap[1] - gap[0] > SHORT_US]
     waits = sum(overlap(gap, link) for gap in long_gaps)
@@ -123,7 +124,11 @@ def main() -> None:
         for number in range(3):
             training.step(setup.batches(number))
     except torch.OutOfMemoryError as error:
-        print(error, torch.cuda.memory_summary(), json.dumps(training.record(), default=str))
+        print(
+            error,
+            torch.cuda.memory_summary(),
+            json.dumps(training.record(), default=str),
+        )
         sys.exit(1)
     meters.synchronise(setup.device)
     start = time.perf_counter()

@@ -309,6 +309,21 @@ def test_schedules() -> None:
     run(100, 25)
 
 
+def test_gradients_wait_for_sums_that_a_failed_backward_has_fetched() -> None:
+    """Nobody takes those sums any more, and what they are read from is written next."""
+    machine = Schedules()
+    drawn = iter([set(), 1, set(), set(), *4 * (set(), [0])])
+    data = SimpleNamespace(draw=lambda _: next(drawn))
+    machine.opens(data=data, blocks=[[(1, True)]], seed=None, queued=True)
+    machine.goes_forward()
+    machine.goes_backward(fails=1, last=False)
+    machine.goes_forward()
+    machine.goes_backward(fails=0, last=False)
+    machine.goes_forward()
+    machine.goes_backward(fails=1, last=False)
+    machine.teardown()
+
+
 @pytest.mark.full
 def test_many_schedules() -> None:
     run(3_000, 60)

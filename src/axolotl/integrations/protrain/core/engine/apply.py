@@ -201,9 +201,9 @@ class Updates:
         where somebody has put other tensors."""
         groups = {id(p): g for g in self.plain.param_groups for p in g["params"]}
 
-        def stays(path: Path) -> bool:
+        def stays(param: nn.Parameter, path: Path) -> bool:
             # somebody may have taken it out of its group
-            group = groups.get(id(path[0]), {})
+            group = groups.get(id(param), {})
             # the rule of torch.optim.Optimizer.load_state_dict
             on_device = group.get("fused") or group.get("capturable")
             return not self.on_host and path[-1] == "step" and not on_device

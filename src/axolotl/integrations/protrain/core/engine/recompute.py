@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import __file__ as CHECKPOINT_FILE
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import __file__ as CHECKPOINT_FILE, checkpoint
 
 from ..layout import CACHES
 from .calls import AroundCall
@@ -85,6 +84,8 @@ class _Buffers:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._written: dict[bool, list[tuple[dict[str, Any], str]]] = {}
+        # in which mode a call has found none; the first one may register some
+        self._without: set[bool] = set()
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Surround the two runs of a call, the second of which is the recomputation."""
@@ -98,6 +99,9 @@ class _Buffers:
                 if buffer is not None
             ]
         if not places:
+            if trains in self._without:
+                self._written[trains] = []
+            self._without.add(trains)
             return run
         found = [own[name] for own, name in places]
         before = [buffer.clone() for buffer in found]

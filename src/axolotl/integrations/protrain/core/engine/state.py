@@ -31,7 +31,7 @@ from ..types import STATE_ALIGNMENT_BYTES
 from .host_pool import StateMemory
 
 Path = tuple[Any, ...]
-"""The parameter, keys, indices and attributes that lead to a tensor of its state."""
+"""A parameter's name, keys, indices and attributes that lead to a tensor of its state."""
 
 
 class Place(NamedTuple):
@@ -95,22 +95,12 @@ def map_state(
 ) -> Any:
     """Copy a state with containers of its own and `change` of each plain tensor, in the
     order of its structure; parameters stay themselves."""
-    if isinstance(value, nn.Parameter) or id(value) in within:
-        return value
-    how: Any = None
-    if isinstance(value, Tensor):
-        if not hasattr(value, "__tensor_flatten__"):
-            return change(path, value)
-        names, how = value.__tensor_flatten__()
-        members = {name: getattr(value, name) for name in names}
-    elif isinstance(value, dict):
-        members = value
-    elif isinstance(value, (list, tuple)):
-        members = dict(enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
-        members = vars(value)
-    else:
-        return value
+    if type(value) is Tensor:
+        return change(path, value)
+    members, how = _members(value, within)
+    if members is None:
+        is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        return change(path, value) if is_plain else value
     # an object may lead back to what it is in
     within = *within, id(value)
     inside = {
@@ -128,11 +118,47 @@ def map_state(
     return own
 
 
+def _members(
+    value: Any, within: tuple[int, ...]
+) -> tuple[Mapping[Any, Any] | None, Any]:
+    """What a container of a state holds, None of anything else; and of a tensor made of
+    tensors how."""
+    if isinstance(value, nn.Parameter) or id(value) in within:
+        return None, None
+    if isinstance(value, Tensor):
+        if not hasattr(value, "__tensor_flatten__"):
+            return None, None
+        names, how = value.__tensor_flatten__()
+        return {name: getattr(value, name) for name in names}, how
+    if isinstance(value, dict):
+        return value, None
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value)), None
+    if hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
+        return vars(value), None
+    return None, None
+
+
 def state_tensors(value: Any) -> dict[Path, Tensor]:
     """Every plain tensor in a state by its path, in the order of its structure."""
     found: dict[Path, Tensor] = {}
-    map_state(value, found.setdefault)
+    _gather(value, (), (), found)
     return found
+
+
+def _gather(
+    value: Any, path: Path, within: tuple[int, ...], found: dict[Path, Tensor]
+) -> None:
+    if type(value) is Tensor:
+        found[path] = value
+        return
+    members, _how = _members(value, within)
+    if members is not None:
+        within = *within, id(value)
+        for key, item in members.items():
+            _gather(item, (*path, key), within, found)
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        found[path] = value
 
 
 class OffloadedState:
@@ -165,16 +191,21 @@ class OffloadedState:
         self._recorded: dict[Path, Tensor] = {}
         self._marks: dict[Path, Mark] = {}
         self._left: list[Tensor] = []
+        # of the update that is being made, and what they are views of
+        self._here: tuple[Sequence[Tensor], dict[Path, Tensor]] = (), {}
         self.region = torch.empty(0, dtype=torch.uint8)
         """uint8; all that travels, tensors `STATE_ALIGNMENT_BYTES` apart."""
 
-    def adopt(self, stays: Callable[[Path], bool], again: bool) -> None:
+    def adopt(self, stays: Callable[[nn.Parameter, Path], bool], again: bool) -> None:
         """Take over a state that was made or loaded elsewhere, except what `stays`; `again`
         where somebody has put other tensors. No copy may be in flight."""
         states = self._states()
         every = self._tensors(states)
         stayed = self._staying if again else set()
-        self._staying = {path for path in every if stays(path) or path in stayed}
+        params = {name: param for param, name in self._names.items()}
+        self._staying = {
+            path for path in every if stays(params[path[0]], path) or path in stayed
+        }
         found = {p: t for p, t in every.items() if p not in self._staying}
         # nothing of what is there counts
         self._on_host, self._recorded = {}, {}
@@ -225,6 +256,7 @@ class OffloadedState:
             AccessError: Somebody has written the state since the step was recorded.
         """
         views = self._views(parts, piece) if parts else {}
+        self._here = parts, views
         shared, marks = self._shared(), {}
 
         def here(path: Path, tensor: Tensor) -> Tensor:
@@ -237,13 +269,13 @@ class OffloadedState:
             # or an update in place would change what further pieces read
             return view if self._leaves(path, piece) else view.clone()
 
-        states = map_state(self._states(), here)
+        states = self._mapped(self._states(), here)
         # copies home of earlier pieces have written it, too
         if piece.is_first and marks != self._marks:
             every = {**self._marks, **marks}
             path = next(p for p in every if self._marks.get(p) != marks.get(p))
             raise AccessError(
-                f"{self._names[path[0]]}: its optimizer state {path[1:]} was written after "
+                f"{path[0]}: its optimizer state {path[1:]} was written after "
                 "`step`, by somebody who has held it since before, and its update is still "
                 "due. Take it from `optimizer.state` after each step."
             )
@@ -277,11 +309,15 @@ class OffloadedState:
                 for path, tensor in found.items()
             }
         else:
-            here = self._views(parts, piece)
+            here = (
+                self._here[1] if self._here[0] is parts else self._views(parts, piece)
+            )
             for path, view in here.items():
-                leaves = self._leaves(path, piece)
-                if leaves and found[path].data_ptr() != view.data_ptr():
+                if found[path] is view or not self._leaves(path, piece):
+                    continue
+                if found[path].data_ptr() != view.data_ptr():
                     view.copy_(found[path])
+        self._here = (), {}
         if piece.is_last:
             for path in self._staying & self._recorded.keys() & every.keys():
                 self._recorded[path].data = every[path]
@@ -298,6 +334,7 @@ class OffloadedState:
         """Unlock all memory, which goes with its last reader; no copy may be in flight."""
         self._left.append(self.region)
         self._places, self._on_host, self._recorded = {}, {}, {}
+        self._here = (), {}
         self.region = torch.empty(0, dtype=torch.uint8)
         self._release_left()
 
@@ -312,11 +349,24 @@ class OffloadedState:
         states = vars(self._optimizer)["state"]
         return {param: states[param] for param in self._names if param in states}
 
-    def _tensors(self, states: Any) -> dict[Path, Tensor]:
+    def _tensors(self, states: Mapping[nn.Parameter, Any]) -> dict[Path, Tensor]:
         """Tensors of states, without those that all parameters share."""
         shared = self._shared()
-        every = state_tensors(states).items()
-        return {path: t for path, t in every if t.data_ptr() not in shared}
+        found: dict[Path, Tensor] = {}
+        for param, state in states.items():
+            _gather(state, (self._names[param],), (), found)
+        return {path: t for path, t in found.items() if t.data_ptr() not in shared}
+
+    def _mapped(
+        self,
+        states: Mapping[nn.Parameter, Any],
+        change: Callable[[Path, Tensor], Tensor],
+    ) -> dict[nn.Parameter, Any]:
+        """`map_state` of each; a path begins with a name, as parameters hash slowly."""
+        return {
+            param: map_state(state, change, (self._names[param],))
+            for param, state in states.items()
+        }
 
     def _shared(self) -> set[int]:
         apart = {"state", "param_groups", "defaults"}
@@ -398,7 +448,7 @@ class OffloadedState:
         """Let the optimizer find states whose tensors are at rest."""
         own = vars(self._optimizer)["state"]
         at_rest = {**self._recorded, **self._on_host}
-        for param, bound in map_state(states, at_rest.get).items():
+        for param, bound in self._mapped(states, at_rest.get).items():
             kept = own.setdefault(param, bound)
             if kept is not bound:
                 # as without paging the object stays
