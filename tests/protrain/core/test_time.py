@@ -25,6 +25,8 @@ from hypothesis import given, settings, strategies as st
 from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import build_layout, slot_floor
 from axolotl.integrations.protrain.core.planner.demand import (
+    QUEUED_GRADIENT,
+    QUEUED_UPDATE,
     Demand,
     TrainedWork,
     trained_work,
@@ -789,8 +791,41 @@ def test_measured_times_replace_computed_ones() -> None:
         computed,
         forward_s=(computed.forward_s[0], 0.5),
         backward_s=(computed.backward_s[0], 0.25),
+        recompute_s=(computed.forward_s[0], 0.5),
         measured=True,
     )
+
+
+def test_compute_waits_for_the_thread_that_queues_it() -> None:
+    # Each block computes for 1 s in each direction and takes the thread 3 to queue: the
+    # device waits for 2, twice a block. With 0.5 the thread is ahead.
+    case = by_hand([1] * 4, 4, 1, 1)
+    idle = case.step()
+    for queue_s, waits in (0.5, 0.0), (3.0, 16.0):
+        queued = {f"queue_{way}_s": (queue_s,) * 4 for way in ("forward", "backward")}
+        step = replace(case, times=replace(case.times, **queued)).step()
+        assert step.total_s == idle.total_s + waits
+        assert step.exposed_s["host"] == waits
+
+
+def test_a_block_recomputes_for_as_long_as_was_timed() -> None:
+    case = by_hand([1] * 4, 4, 1, 1, policies=[Policy.RECOMPUTE] * 4)
+    timed = replace(case.times, recompute_s=(1.5,) * 4)
+    step = replace(case, times=timed).step()
+    assert step.recompute_s == 6.0
+    assert step.total_s == case.step().total_s + 2.0
+
+
+def test_trained_tensors_whose_state_is_on_the_host_take_the_thread_time() -> None:
+    # of gradients and of updates, which are due in the next forward
+    fast = dict.fromkeys([*RATES, "memory_bytes_s"], 1e15)
+    case = by_hand([1] * 4, 4, 0, 0, trainable=True, **fast)
+    slow = replace(case.hardware, kernel_s=1e-6)
+    for update in Update:
+        here = replace(case, update=update)
+        more = replace(here, hardware=slow).step().total_s - here.step().total_s
+        queued = QUEUED_GRADIENT + QUEUED_UPDATE * (update is Update.DEVICE)
+        assert more == pytest.approx(4 * queued * 1e-6)
 
 
 def test_times_must_fit_the_layout() -> None:

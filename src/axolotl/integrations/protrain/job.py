@@ -35,7 +35,6 @@ from .core.sizes import format_bytes
 from .core.types import (
     ALONE,
     PAGING_GAIN,
-    BlockSeconds,
     Hardware,
     Update,
     Workload,
@@ -464,7 +463,12 @@ def larger_rows(
     other = type(cfg)({**cfg, **keys})
     # of twice the rows
     twice = {
-        block: BlockSeconds(2 * s.forward_s, 2 * s.backward_s)
+        block: replace(
+            s,
+            forward_s=2 * s.forward_s,
+            backward_s=2 * s.backward_s,
+            recompute_s=None if s.recompute_s is None else 2 * s.recompute_s,
+        )
         for block, s in measured.items()
     }
     with suppress(BudgetError):

@@ -501,10 +501,22 @@ class Hardware:
 @dataclass(frozen=True)
 class BlockSeconds:
     """Seconds of a block, or of what is outside them all, in one micro-batch; backward
-    takes none where nothing trains."""
+    takes none where nothing trains.
+
+    Attributes:
+        recompute_s: What a checkpoint around it adds to backward; None where it was not
+            timed: as much as forward.
+        queue_forward_s: Of the thread that queues forward, part of it or all of it.
+        queue_backward_s: Of the one that queues backward.
+        queue_recompute_s: Of the one that queues what a checkpoint adds.
+    """
 
     forward_s: float
     backward_s: float = 0.0
+    recompute_s: float | None = None
+    queue_forward_s: float = 0.0
+    queue_backward_s: float = 0.0
+    queue_recompute_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -513,7 +525,8 @@ class BlockTimes:
 
     Of each block, backward without recomputation; of all that runs outside blocks; of
     the optimizer step of what lives on the device. The blocks' are `measured` on the
-    device or else computed.
+    device or else computed. Those of `queue` are the calling thread's, as in
+    `BlockSeconds`; none where they are not known.
     """
 
     forward_s: tuple[float, ...]
@@ -522,6 +535,15 @@ class BlockTimes:
     outside_backward_s: float
     update_s: float
     measured: bool
+    recompute_s: tuple[float, ...] = ()
+    queue_forward_s: tuple[float, ...] = ()
+    queue_backward_s: tuple[float, ...] = ()
+    queue_recompute_s: tuple[float, ...] = ()
+
+    @property
+    def again_s(self) -> tuple[float, ...]:
+        """Of each block, what recomputing it takes."""
+        return self.recompute_s or self.forward_s
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from xxhash import xxh3_64_hexdigest
 
 from ..engine.compiled import CompiledForward
 from ..layout.tensors import map_tensors, tensors_in
 from ..types import BlockSeconds
 from .cache import JSON, cached
-from .hardware import elapsed_s, typical
+from .hardware import timed, typical
 from .meta import empty_like, meta_copy, without_global_hooks
 
 REPEATS = 3
@@ -54,7 +55,8 @@ def time_block(
     autocast_dtype: torch.dtype | None,
     repeats: int = REPEATS,
 ) -> BlockSeconds:
-    """Seconds of the block's forward and backward, as training runs them.
+    """Seconds of the block's forward and backward, as training runs them, and of what a
+    checkpoint around it adds.
 
     Meta tensors become small random floats, integers become 0 and masks all true;
     real ones are copied. Leaves gradients and random state as they were; no gradient is
@@ -79,14 +81,29 @@ def time_block(
         args, kwargs = map_tensors((sample.args, dict(sample.kwargs)), real)
         leaves = [t for t in (*made.values(), *module.parameters()) if t.requires_grad]
 
-        def forward() -> list[Tensor]:
+        def forward(run: Callable[..., Any] = module) -> list[Tensor]:
             with torch.autocast(
                 device.type, autocast_dtype, enabled=autocast_dtype is not None
             ):
-                result = module(*args, **kwargs)
+                result = run(*args, **kwargs)
             return [t for t in tensors_in(result) if t.requires_grad]
 
-        return _timed(device, forward, leaves, repeats)
+        seconds = _timed(device, forward, leaves, repeats)
+        if not seconds.backward_s:
+            return seconds
+        kept = partial(checkpoint, module, use_reentrant=False)
+        try:
+            both = _timed(device, partial(forward, kept), leaves, repeats)
+        except CheckpointError:
+            # no plan that recomputes it would train
+            return seconds
+        return replace(
+            seconds,
+            recompute_s=max(both.backward_s - seconds.backward_s, 0.0),
+            queue_recompute_s=max(
+                both.queue_backward_s - seconds.queue_backward_s, 0.0
+            ),
+        )
 
 
 @contextmanager
@@ -107,22 +124,30 @@ def _timed(
 ) -> BlockSeconds:
     """Time a forward that gives what backward begins with, and backward to `leaves`."""
 
-    def once() -> tuple[float, float]:
+    def once() -> tuple[float, float, float, float]:
         outputs: list[Tensor] = []
-        forward_s = elapsed_s(device, lambda: outputs.extend(forward()))
+        forward_s, queue_s = timed(device, lambda: outputs.extend(forward()))
         if not outputs:
-            return forward_s, 0.0
+            return forward_s, 0.0, queue_s, 0.0
         # a loss has the gradient that `backward` gives it
         gradients = [torch.randn_like(t) if t.ndim else None for t in outputs]
         backward = partial(
             torch.autograd.grad, outputs, leaves, gradients, allow_unused=True
         )
-        return forward_s, elapsed_s(device, backward)
+        backward_s, queue_backward_s = timed(device, backward)
+        return forward_s, backward_s, queue_s, queue_backward_s
 
     once()
     rounds = [once() for _ in range(repeats)]
-    forward_s, backward_s = zip(*rounds, strict=True)
-    return BlockSeconds(typical(device, forward_s), typical(device, backward_s))
+    forward_s, backward_s, queue_forward_s, queue_backward_s = (
+        typical(device, seconds) for seconds in zip(*rounds, strict=True)
+    )
+    return BlockSeconds(
+        forward_s,
+        backward_s,
+        queue_forward_s=queue_forward_s,
+        queue_backward_s=queue_backward_s,
+    )
 
 
 def measure_blocks(

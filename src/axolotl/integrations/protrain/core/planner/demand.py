@@ -7,6 +7,7 @@ next, or where several ranks each update a part, when the step is made; or on th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -25,6 +26,12 @@ from .trained_bytes import TrainedBytes
 
 COMMUNICATE = "communicate"
 """The lane of collectives, where there are several ranks."""
+LAUNCH_S = 10e-6
+"""Most seconds that a launch alone takes: 9 to 13 µs were measured beside an H100."""
+QUEUED_GRADIENT, QUEUED_UPDATE = 25, 55
+"""Launches in whose time the thread sends a trained tensor's gradient to the host, and
+updates one whose state is there: 70 and 160 µs where a launch takes 1.6 µs (a CPU), about
+250 and 550 µs where it takes 11 (beside an H100)."""
 
 
 def update_seconds(weight_bytes: int, state_bytes: int, hardware: Hardware) -> float:
@@ -57,6 +64,8 @@ class TrainedWork(NamedTuple):
         update_s: Of the device, or of the host.
         renew_bytes: Come after it, where weights stay on the device, and are gathered in
             `gather_s`.
+        queue_s: Of the calling thread, in each micro-batch.
+        queue_update_s: Of the calling thread, for an update on the device.
     """
 
     chunk: int
@@ -72,6 +81,8 @@ class TrainedWork(NamedTuple):
     update_s: float
     renew_bytes: int
     gather_s: float
+    queue_s: float
+    queue_update_s: float
 
 
 def trained_work(
@@ -98,6 +109,8 @@ def trained_work(
         moved = (ADAM_MOVED_BYTES + 2) * (own + rounded) + rounded
         update_s = moved / (ADAM_MOVED_BYTES * hardware.adam_bytes_s)
         operands = returned = back = 0
+    # a launch of the table of cards has a model's Python in it
+    launch_s = len(chunk.tensors) * min(hardware.kernel_s, LAUNCH_S)
     return TrainedWork(
         index,
         number,
@@ -114,6 +127,8 @@ def trained_work(
         update_s / ranks,
         renew_bytes,
         gather_s,
+        QUEUED_GRADIENT * launch_s,
+        QUEUED_UPDATE * launch_s * (workload.update is Update.DEVICE) / ranks,
     )
 
 
@@ -155,11 +170,23 @@ class Demand:
         self.moved = moved or Moved(*[(0,) * len(layout.blocks)] * 2)
         self.swaps = [policy.swaps for policy in plan.policies]
         self.forward_s = times.forward_s
-        again = [
-            seconds * policy.recomputes
-            for seconds, policy in zip(times.forward_s, plan.policies, strict=True)
-        ]
+
+        def repeated(each: Sequence[float]) -> list[float]:
+            pairs = zip(each, plan.policies, strict=True)
+            return [seconds * policy.recomputes for seconds, policy in pairs]
+
+        again = repeated(times.again_s)
         self.recompute_s = sum(again)
+        none = (0.0,) * len(layout.blocks)
+        self.queue_forward_s = times.queue_forward_s or none
+        self.queue_backward_s = [
+            seconds + more
+            for seconds, more in zip(
+                times.queue_backward_s or none,
+                repeated(times.queue_recompute_s or none),
+                strict=True,
+            )
+        ]
         self.backward_s = [
             seconds + more
             for seconds, more in zip(times.backward_s, again, strict=True)

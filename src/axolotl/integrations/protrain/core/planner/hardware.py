@@ -194,17 +194,27 @@ def cpu_name() -> str:
 
 def elapsed_s(torch_device: torch.device, work: Callable[[], object]) -> float:
     """Seconds that `work` takes on the device."""
+    return timed(torch_device, work)[0]
+
+
+def timed(
+    torch_device: torch.device, work: Callable[[], object]
+) -> tuple[float, float]:
+    """Seconds that `work` takes on the device, and those of this thread to queue it."""
     if torch_device.type == "cuda":
         stream = torch.cuda.current_stream(torch_device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record(stream)
+        began = time.perf_counter()
         work()
+        queued_s = time.perf_counter() - began
         end.record(stream)
         end.synchronize()
-        return start.elapsed_time(end) / 1000
+        return start.elapsed_time(end) / 1000, queued_s
     began = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    elapsed = time.perf_counter() - began
+    return elapsed, elapsed
 
 
 def typical(torch_device: torch.device, seconds: Sequence[float]) -> float:

@@ -365,7 +365,7 @@ class Search:
 
     def _candidate(self, row: _Row, n_buffer: int, at: _Place) -> _Candidate:
         times = self._times
-        again = zip(times.forward_s, self._policies(row), strict=True)
+        again = zip(times.again_s, self._policies(row), strict=True)
         micro_batch_s = sum(times.forward_s) + sum(times.backward_s)
         micro_batch_s += times.outside_forward_s + times.outside_backward_s
         micro_batch_s += sum(seconds for seconds, policy in again if policy.recomputes)

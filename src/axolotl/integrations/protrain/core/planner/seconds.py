@@ -8,7 +8,9 @@ engine's `Step`, `Slots`, `Gradients`, `GradientReduction`, `Updates` and `Stagi
 update every lane is idle and the slots hold the chunks that forward begins with, so one
 step, from update to update, is the period of the training.
 
-Not modelled: the time to launch work, and the order inside a block. What runs outside
+The calling thread takes time to queue a block's work, and Python for each trained tensor
+whose state is on the host; where compute is faster, it waits for the thread. Not modelled:
+the order inside a block, and how long the thread takes outside them. What runs outside
 the blocks is put between forward and backward, where the head is. Gradients
 leave when their block's backward is done, those outside the blocks before the first
 block's backward; the first weight outside is taken for the embedding, whose gradient
@@ -55,14 +57,24 @@ def block_times(
     """Times of all blocks by the roofline, for devices that are not here; of those that
     were `measured`, and under None of what is outside them, as they were."""
     # of each block and last of what runs outside them
-    forward, backward = ([0.0] * (len(trace.blocks) + 1) for _ in range(2))
+    every = len(trace.blocks) + 1
+    forward, backward, queue_forward, queue_backward = ([0.0] * every for _ in range(4))
     for segment in trace.segments:
         at = -1 if segment.block is None else segment.block
-        ways = backward if segment.backward else forward
+        ways, queue = forward, queue_forward
+        if segment.backward:
+            ways, queue = backward, queue_backward
         ways[at] += work_s(segment.work, hardware)
+        queue[at] += segment.work.num_kernels * hardware.kernel_s
+    again, queue_again = forward[:], queue_forward[:]
     for index, seconds in (measured or {}).items():
         at = -1 if index is None else index
         forward[at], backward[at] = seconds.forward_s, seconds.backward_s
+        queue_forward[at] = queue_again[at] = seconds.queue_forward_s
+        queue_backward[at] = seconds.queue_backward_s
+        again[at] = seconds.forward_s
+        if seconds.recompute_s is not None:
+            again[at], queue_again[at] = seconds.recompute_s, seconds.queue_recompute_s
     fixed = layout.fixed_trainable_bytes
     return BlockTimes(
         forward_s=tuple(forward[:-1]),
@@ -72,6 +84,10 @@ def block_times(
         # AdamW's, in the dtype of the weights
         update_s=update_seconds(fixed, 2 * fixed, hardware),
         measured=bool(measured),
+        recompute_s=tuple(again[:-1]),
+        queue_forward_s=tuple(queue_forward[:-1]),
+        queue_backward_s=tuple(queue_backward[:-1]),
+        queue_recompute_s=tuple(queue_again[:-1]),
     )
 
 
@@ -164,14 +180,23 @@ class Clocks:
             self.issued = until
             self._cause = lane
 
-    def _run(self, seconds: float) -> None:
-        """Compute works, not before the thread has come to queue it."""
+    def _run(self, seconds: float, queue_s: float = 0.0) -> None:
+        """Compute works, not before the thread has come to queue it, which takes the
+        thread some time."""
         if self.issued > self.now:
             self.exposed[self._cause] += self.issued - self.now
             self.now = self.issued
         self.now += seconds
-        if not self._demand.overlaps:
+        if self._demand.overlaps:
+            self._think(queue_s)
+        else:
             self.issued = self.now
+
+    def _think(self, seconds: float) -> None:
+        """The calling thread is busy, and queues nothing meanwhile."""
+        if seconds:
+            self.issued += seconds
+            self._cause = "host"
 
     def _stand(self, seconds: float, lane: str) -> None:
         """Compute stands still for a copy that runs in its place."""
@@ -233,6 +258,7 @@ class Step(Clocks):
                 done = self._queue("host", work.update_s)
             else:
                 n, home = d.num_parts, work.weight_bytes + work.state_bytes
+                self._think(work.queue_update_s)
                 for _part in range(n):
                     seconds = work.operand_bytes * d.update.fetch_s / n
                     self._await(self._queue("fetch", seconds, self._room.popleft()))
@@ -269,7 +295,7 @@ class Step(Clocks):
             if d.swaps[block]:
                 # only now is the room free that the one before has left
                 self._await(self._gone, "offload")
-            self._run(d.forward_s[block])
+            self._run(d.forward_s[block], d.queue_forward_s[block])
             self._mark_use(start, stop)
             if nbytes := d.moved.out[block]:
                 seconds = nbytes * traffic.offload_s
@@ -307,7 +333,7 @@ class Step(Clocks):
             there = before
             while missing and missing[-1] >= stop - d.num_slots:
                 self._fetch_chunk(missing.pop())
-            self._run(d.backward_s[block])
+            self._run(d.backward_s[block], d.queue_backward_s[block])
             self._mark_use(start, stop)
             for gradients in d.gradients[block]:
                 send(gradients)
@@ -414,6 +440,7 @@ class Step(Clocks):
         self._add(work, first)
         if last:
             self._run(work.norm_s)
+        self._think(work.queue_s)
         self._leave(work.nbytes, self.now)
 
     def _add(self, work: TrainedWork, first: bool) -> None:
@@ -441,6 +468,7 @@ class Step(Clocks):
         """Gradients are reduced, and the own part leaves; its norm is compute's."""
         self._add(work, first)
         self._run(work.norm_s)
+        self._think(work.queue_s)
         seconds = work.nbytes * self._demand.scatter_s
         reduced = self._exchange("offload", seconds, self.now)
         self._leave(work.part_bytes, max(self.now, reduced))
@@ -491,6 +519,7 @@ class DeferredStep(Step):
 
     def _update(self, work: TrainedWork, there: float = 0.0, parts: int = 1) -> float:
         """Update one of so many parts; returns when all is on the host."""
+        self._think(work.queue_update_s / parts)
         self._await(there)
         self._run(work.update_s / parts)
         offload_s = self._traffic.offload_s / parts
