@@ -40,6 +40,8 @@ def measure(
         # else even two plain runs differ; all systems pay for it alike
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+        # its backward adds up in any order, whatever torch is told
+        torch.backends.cuda.enable_cudnn_sdp(False)
     setup = Setup(case, device, capped=system not in UNCAPPED)
     if setup.capped:
         meters.limit_memory(device, case.capacity_bytes)

@@ -241,7 +241,8 @@ def _ratios(of_case: Sequence[Record]) -> list[str]:
             if any(r["system"] == other and "excuse" not in r for r in of_case)
             for value in [ratio(of_case, ours, other)]
         ]
-        lines.append(f"{LABELS[ours]} over {', '.join(found)}.  ")
+        if found:
+            lines.append(f"{LABELS[ours]} over {', '.join(found)}.  ")
     return [*lines, ""] if lines else []
 
 

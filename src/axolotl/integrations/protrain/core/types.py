@@ -542,7 +542,7 @@ class BlockTimes:
 
     @property
     def again_s(self) -> tuple[float, ...]:
-        """Of each block, what recomputing it takes."""
+        """Seconds of recomputing each block."""
         return self.recompute_s or self.forward_s
 
 

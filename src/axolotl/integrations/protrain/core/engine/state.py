@@ -121,8 +121,8 @@ def map_state(
 def _members(
     value: Any, within: tuple[int, ...]
 ) -> tuple[Mapping[Any, Any] | None, Any]:
-    """What a container of a state holds, None of anything else; and of a tensor made of
-    tensors how."""
+    """Return the members of a container of a state, None for anything else; and how a
+    tensor is made of its members."""
     if isinstance(value, nn.Parameter) or id(value) in within:
         return None, None
     if isinstance(value, Tensor):
