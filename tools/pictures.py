@@ -318,7 +318,7 @@ def comparison() -> str:
     from comparison.report import NOISE, by_case
     from comparison.systems import EQUAL, LABELS, REFERENCE
 
-    newest = max((ROOT / "benchmarks/results").glob("*-compare.json"))
+    newest = max((ROOT / "benchmarks/results").glob("*-cpu-compare.json"))
     shown = {
         "ours": "s3",
         EQUAL: "s2",
