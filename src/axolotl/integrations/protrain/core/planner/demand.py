@@ -41,12 +41,24 @@ def update_seconds(weight_bytes: int, state_bytes: int, hardware: Hardware) -> f
 
 
 class Traffic(NamedTuple):
-    """Traffic of forward or backward and what it costs, seconds per byte."""
+    """Traffic of forward or backward and what it costs.
+
+    Attributes:
+        fetch_bytes: To the device; like `offload_bytes` without swapped activations.
+        fetch_s: Seconds of each of these bytes; so is `offload_s`.
+        back_s: Of each byte of swapped activations that comes back; `out_s` of each
+            that leaves.
+        fetching_s: Of all copies to the device; `offloading_s` of all from it.
+    """
 
     fetch_bytes: int
     offload_bytes: int
     fetch_s: float
     offload_s: float
+    back_s: float
+    out_s: float
+    fetching_s: float
+    offloading_s: float
 
 
 class TrainedWork(NamedTuple):
@@ -277,33 +289,34 @@ class Demand:
         operands = sum(work.operand_bytes for work in works)
         returned = sum(w.weight_bytes + w.state_bytes for w in works)
 
-        def phase(chunks: list[int], more: int, offload_bytes: int) -> Traffic:
+        def phase(
+            chunks: list[int], more: int, offload_bytes: int, **swapped: int
+        ) -> Traffic:
             fetch_bytes = sum(self.chunk_bytes[c] for c in chunks) + more
-            return _traffic(fetch_bytes, offload_bytes, hardware)
+            return _traffic(fetch_bytes, offload_bytes, hardware, **swapped)
 
         again = self.accumulation - 1
         # of updates that are not deferred, alone
         self.update = _traffic(operands, returned, hardware)
-        home = out + returned * self.defers
+        home = returned * self.defers
         brought = operands if self.defers else renewed
-        self.first = phase(self.missing_first, brought, home)
-        self.later = phase(self.missing_later, 0, out)
-        self.backward = phase(self.missing_backward, back, gradients)
-        self.adding = phase(self.missing_backward, back + sums, gradients)
+        self.first = phase(self.missing_first, brought, home, out=out)
+        self.later = phase(self.missing_later, 0, 0, out=out)
+        self.backward = phase(self.missing_backward, 0, gradients, back=back)
+        self.adding = phase(self.missing_backward, sums, gradients, back=back)
         # in the last micro-batch of several ranks only parts leave
         sums = sums if again else 0
         self.last = self.adding if again else self.backward
         if self.reduces:
-            self.last = phase(self.missing_backward, back + sums, parts)
+            self.last = phase(self.missing_backward, sums, parts, back=back)
         passes = [self.first, *again * (self.later,), self.last]
         passes += [self.backward, *(again - 1) * (self.adding,)][:again]
         passes += [] if self.defers else [self.update]
         fetched = sum(traffic.fetch_bytes for traffic in passes)
-        offloaded = sum(traffic.offload_bytes for traffic in passes)
         self.least_s = self._least_s(passes)
         # without swapped activations
-        self.fetched_bytes = fetched + self.accumulation * (self.rows_bytes - back)
-        self.offloaded_bytes = offloaded - self.accumulation * out
+        self.fetched_bytes = fetched + self.accumulation * self.rows_bytes
+        self.offloaded_bytes = sum(traffic.offload_bytes for traffic in passes)
 
     def _least_s(self, passes: list[Traffic]) -> float:
         """The step is not shorter: compute, with the copies in whose time it has nothing
@@ -319,19 +332,50 @@ class Demand:
         compute_s += self.accumulation * (self.look_up_s + self.rows_s)
         return max(
             compute_s,
-            sum(traffic.fetch_bytes * traffic.fetch_s for traffic in passes),
-            sum(traffic.offload_bytes * traffic.offload_s for traffic in passes),
+            sum(traffic.fetching_s for traffic in passes),
+            sum(traffic.offloading_s for traffic in passes),
         )
 
 
-def _traffic(fetch_bytes: int, offload_bytes: int, hardware: Hardware) -> Traffic:
-    """As much of each direction as the other has work for goes at the rate for both."""
+def _traffic(
+    fetch_bytes: int,
+    offload_bytes: int,
+    hardware: Hardware,
+    back: int = 0,
+    out: int = 0,
+) -> Traffic:
+    """As much of each direction as the other has work for goes at the rate for both:
+    of weights, gradients and state first, of swapped activations what is left of it.
+
+    One average of all would make those copies faster the more swaps, so that a plan
+    could gain by swaps that it does not need.
+    """
     fetch_s, offload_s = 1 / hardware.fetch_bytes_s, 1 / hardware.offload_bytes_s
-    fetching, offloading = fetch_bytes * fetch_s, offload_bytes * offload_s
-    both = min(fetching, offloading)
-    if hardware.overlaps and both:
+    fetch_both_s, offload_both_s = fetch_s, offload_s
+    if hardware.overlaps:
         fetch_both_s = 1 / hardware.fetch_both_bytes_s
         offload_both_s = 1 / hardware.offload_both_bytes_s
-        fetch_s += both / fetching * (fetch_both_s - fetch_s)
-        offload_s += both / offloading * (offload_both_s - offload_s)
-    return Traffic(fetch_bytes, offload_bytes, fetch_s, offload_s)
+    fetching, offloading = fetch_bytes * fetch_s, offload_bytes * offload_s
+    coming, leaving = back * fetch_s, out * offload_s
+    there, away = fetching + coming, offloading + leaving
+    back_s = _mixed(fetch_s, fetch_both_s, coming, away - fetching)
+    out_s = _mixed(offload_s, offload_both_s, leaving, there - offloading)
+    fetch_s = _mixed(fetch_s, fetch_both_s, fetching, away)
+    offload_s = _mixed(offload_s, offload_both_s, offloading, there)
+    return Traffic(
+        fetch_bytes,
+        offload_bytes,
+        fetch_s,
+        offload_s,
+        back_s,
+        out_s,
+        fetch_bytes * fetch_s + back * back_s,
+        offload_bytes * offload_s + out * out_s,
+    )
+
+
+def _mixed(alone_s: float, both_s: float, seconds: float, other: float) -> float:
+    """Seconds of a byte of what takes so many alone, `other` of them beside copies the
+    other way."""
+    both = min(seconds, max(other, 0.0))
+    return alone_s + both / seconds * (both_s - alone_s) if both else alone_s

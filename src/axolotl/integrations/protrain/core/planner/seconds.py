@@ -298,7 +298,7 @@ class Step(Clocks):
             self._run(d.forward_s[block], d.queue_forward_s[block])
             self._mark_use(start, stop)
             if nbytes := d.moved.out[block]:
-                seconds = nbytes * traffic.offload_s
+                seconds = nbytes * traffic.out_s
                 self._gone = self._queue("offload", seconds, self.now)
         self._await(self._gone, "offload")
         self._run(d.outside_s)
@@ -432,7 +432,7 @@ class Step(Clocks):
     def _swap_in(self, block: int) -> float:
         """Not before compute is here: the room for it comes from its stream."""
         if nbytes := self._demand.moved.back[block]:
-            return self._queue("fetch", nbytes * self._traffic.fetch_s, self.now)
+            return self._queue("fetch", nbytes * self._traffic.back_s, self.now)
         return 0.0
 
     def _send(self, work: TrainedWork, first: bool, last: bool) -> None:
