@@ -31,7 +31,8 @@ from ..types import STATE_ALIGNMENT_BYTES
 from .host_pool import StateMemory
 
 Path = tuple[Any, ...]
-"""A parameter's name, keys, indices and attributes that lead to a tensor of its state."""
+"""A parameter's name, as itself it hashes slowly, then keys, indices and attributes that
+lead to a tensor of its state."""
 
 
 class Place(NamedTuple):
@@ -71,10 +72,6 @@ Form = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
 
 Mark = tuple[int, int, int]
 """Identity, version and address of a tensor, one of which a write changes."""
-
-
-def _mark(tensor: Tensor) -> Mark:
-    return id(tensor), tensor._version, tensor.data_ptr()
 
 
 def form_of(tensor: Tensor) -> Form:
@@ -139,26 +136,20 @@ def _members(
     return None, None
 
 
-def state_tensors(value: Any) -> dict[Path, Tensor]:
+def state_tensors(
+    value: Any, path: Path = (), within: tuple[int, ...] = ()
+) -> dict[Path, Tensor]:
     """Every plain tensor in a state by its path, in the order of its structure."""
-    found: dict[Path, Tensor] = {}
-    _gather(value, (), (), found)
-    return found
-
-
-def _gather(
-    value: Any, path: Path, within: tuple[int, ...], found: dict[Path, Tensor]
-) -> None:
     if type(value) is Tensor:
-        found[path] = value
-        return
+        return {path: value}
     members, _how = _members(value, within)
-    if members is not None:
-        within = *within, id(value)
-        for key, item in members.items():
-            _gather(item, (*path, key), within, found)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        found[path] = value
+    if members is None:
+        is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        return {path: value} if is_plain else {}
+    within, found = (*within, id(value)), dict[Path, Tensor]()
+    for key, item in members.items():
+        found |= state_tensors(item, (*path, key), within)
+    return found
 
 
 class OffloadedState:
@@ -227,7 +218,10 @@ class OffloadedState:
     def note(self) -> bool:
         """Remember the state as it is when a step is recorded; False if not all is at rest."""
         self._recorded = self._tensors(self._states())
-        self._marks = {path: _mark(tensor) for path, tensor in self._recorded.items()}
+        self._marks = {
+            path: (id(tensor), tensor._version, tensor.data_ptr())
+            for path, tensor in self._recorded.items()
+        }
         if self._recorded.keys() - self._staying != self._places.keys():
             return False
         start = self.region.data_ptr()
@@ -257,19 +251,22 @@ class OffloadedState:
         """
         views = self._views(parts, piece) if parts else {}
         self._here = parts, views
-        shared, marks = self._shared(), {}
+        shared, marks = self._shared(), dict[Path, Mark]()
 
         def here(path: Path, tensor: Tensor) -> Tensor:
             view = views.get(path)
             if view is None and tensor.data_ptr() in shared:
                 return tensor
-            marks[path] = _mark(tensor)
+            marks[path] = id(tensor), tensor._version, tensor.data_ptr()
             if view is None:
                 return tensor.clone()
             # or an update in place would change what further pieces read
             return view if self._leaves(path, piece) else view.clone()
 
-        states = self._mapped(self._states(), here)
+        states = {
+            param: map_state(state, here, (self._names[param],))
+            for param, state in self._states().items()
+        }
         # copies home of earlier pieces have written it, too
         if piece.is_first and marks != self._marks:
             every = {**self._marks, **marks}
@@ -354,19 +351,8 @@ class OffloadedState:
         shared = self._shared()
         found: dict[Path, Tensor] = {}
         for param, state in states.items():
-            _gather(state, (self._names[param],), (), found)
+            found |= state_tensors(state, (self._names[param],))
         return {path: t for path, t in found.items() if t.data_ptr() not in shared}
-
-    def _mapped(
-        self,
-        states: Mapping[nn.Parameter, Any],
-        change: Callable[[Path, Tensor], Tensor],
-    ) -> dict[nn.Parameter, Any]:
-        """`map_state` of each; a path begins with a name, as parameters hash slowly."""
-        return {
-            param: map_state(state, change, (self._names[param],))
-            for param, state in states.items()
-        }
 
     def _shared(self) -> set[int]:
         apart = {"state", "param_groups", "defaults"}
@@ -448,7 +434,11 @@ class OffloadedState:
         """Let the optimizer find states whose tensors are at rest."""
         own = vars(self._optimizer)["state"]
         at_rest = {**self._recorded, **self._on_host}
-        for param, bound in self._mapped(states, at_rest.get).items():
+        every = {
+            param: map_state(state, at_rest.get, (self._names[param],))
+            for param, state in states.items()
+        }
+        for param, bound in every.items():
             kept = own.setdefault(param, bound)
             if kept is not bound:
                 # as without paging the object stays
