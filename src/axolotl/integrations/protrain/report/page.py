@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from ..core.planner.memory import moment
 from ..core.sizes import format_bytes
 from . import forecast as words
 from .forecast import FITS, LANES, format_seconds, speed
@@ -157,7 +158,7 @@ def _timeline(answer: Values, colours: Colours) -> Values | None:
         "budget": budget / top,
         "peak": peak,
         "peak_at": (at / max(len(points) - 1, 1), peak / top),
-        "label": points[at]["label"],
+        "moment": moment(points[at]["label"]),
         "phases": phases,
         "hover": {"names": names, "budget": budget, "points": hover},
     }

@@ -247,7 +247,8 @@ def _copy_rates(device: Device, nbytes: int) -> tuple[float, float, float, float
         if device.torch_device.type == "cpu":
             return there, back, there, back
         both = _copy_s(device, fetch, offload)
-    return there, back, nbytes / both[0], nbytes / both[1]
+    # nothing is faster beside another copy: the search relies on it
+    return there, back, min(there, nbytes / both[0]), min(back, nbytes / both[1])
 
 
 def _copy_s(device: Device, *copies: tuple[Stream, Tensor, Tensor]) -> list[float]:

@@ -41,6 +41,15 @@ from .trained_bytes import (
 _KEEP, _SWAP, _SWAP_INPUT = Policy.KEEP, Policy.SWAP, Policy.SWAP_INPUT
 
 
+_OF_LOSS = " of the loss"
+
+
+def moment(label: str) -> str:
+    """Say when a labelled point is, for people, whom the operator tells nothing."""
+    where = label.partition(", ")[0]
+    return "while computing the loss" if _OF_LOSS in label else f"at {where}"
+
+
 @dataclass(frozen=True)
 class Point:
     """Device bytes at one moment of a step.
@@ -67,13 +76,12 @@ class Point:
     @property
     def in_loss(self) -> bool:
         """Tell whether it is between the blocks' forward and their backward."""
-        return " of the loss" in self.label
+        return _OF_LOSS in self.label
 
     @property
     def moment(self) -> str:
-        """Say when it is, for people, whom the operator tells nothing."""
-        where = self.label.partition(", ")[0]
-        return "while computing the loss" if self.in_loss else f"at {where}"
+        """Say when it is, as `moment` words it."""
+        return moment(self.label)
 
     @property
     def total(self) -> int:
