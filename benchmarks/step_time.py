@@ -60,8 +60,8 @@ FAST, EVEN, SLOW = 500e6, 100e6, 30e6
 class ComputesOnCaller(time_model.Step):
     """Blocks here compute on the thread that queues copies: it never runs ahead."""
 
-    def _run(self, seconds: float) -> None:
-        super()._run(seconds)
+    def _run(self, seconds: float, queue_s: float = 0.0) -> None:
+        super()._run(seconds, queue_s)
         self.issued = self.now
 
 

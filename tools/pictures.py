@@ -135,8 +135,8 @@ class Recorded(DeferredStep):
         yield
         self.doing, self.block = before
 
-    def _run(self, seconds: float) -> None:
-        super()._run(seconds)
+    def _run(self, seconds: float, queue_s: float = 0.0) -> None:
+        super()._run(seconds, queue_s)
         if seconds:
             self._keep("compute", self.now, seconds)
 

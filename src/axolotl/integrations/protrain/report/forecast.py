@@ -24,10 +24,11 @@ LANES = {
     "compute": "compute",
     "fetch": "fetch",
     "offload": "offload",
-    "host": "host AdamW",
+    "host": "host work",
     "communicate": "collectives",
 }
-"""Lanes work at once: copies to the device are fetched, those to the host offloaded."""
+"""Lanes work at once: copies to the device are fetched, those to the host offloaded; the
+host updates weights, or queues the work of each trained tensor whose state it has."""
 WITHOUT_PLUGIN = "without ProTrain"
 PLACEMENTS = {
     "resident": "weights and optimizer state on the device",

@@ -187,14 +187,16 @@ class Clocks:
             self.exposed[self._cause] += self.issued - self.now
             self.now = self.issued
         self.now += seconds
-        if self._demand.overlaps:
-            self._think(queue_s)
-        else:
+        if not self._demand.overlaps:
             self.issued = self.now
+        elif queue_s:
+            self.issued += queue_s
+            self._cause = "host"
 
     def _think(self, seconds: float) -> None:
-        """The calling thread is busy, and queues nothing meanwhile."""
+        """The calling thread works for tensors on the host, and queues nothing meanwhile."""
         if seconds:
+            self.busy["host"] += seconds
             self.issued += seconds
             self._cause = "host"
 
