@@ -22,6 +22,9 @@ from axolotl_jobs import BASE
 from fork_server import ENVIRONMENT, Fork, call
 from safetensors.torch import load_file
 
+from axolotl.integrations.protrain.cli.status import status_text
+from axolotl.integrations.protrain.core.errors import ConfigError
+
 BESIDE = "distro sniffio orjson h2 hpack hyperframe pyqwest".split()
 """What the client needs and Axolotl does not bring; its zstandard is another one."""
 
@@ -251,6 +254,11 @@ def test_the_status_of_a_server_needs_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert not ended.stdout.strip()
+
+
+def test_the_status_of_nobody_says_where_to_ask() -> None:
+    with pytest.raises(ConfigError, match="nobody answers there .*refused.*printed"):
+        status_text("http://127.0.0.1:1")
 
 
 def test_a_stop_finishes_what_runs_and_saves(served: Path) -> None:

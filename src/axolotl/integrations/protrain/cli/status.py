@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from ..core.errors import ConfigError
@@ -17,15 +18,25 @@ def status_text(url: str) -> str:
     """Ask a server at `url` for its adapters, bytes and plan.
 
     Raises:
-        OSError: Nobody answers there.
-        ConfigError: It is no address.
+        ConfigError: It is no address, nobody answers there, or no server of this package.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--status {url}: not http://HOST:PORT.")
     headers = {"X-API-Key": os.environ.get(API_KEY, "")}
     asked = Request(f"{url.rstrip('/')}/api/v1/status", headers=headers)  # noqa: S310
-    with urlopen(asked, timeout=30) as answer:  # noqa: S310  # nosec B310
-        told = json.load(answer)
+    try:
+        with urlopen(asked, timeout=30) as answer:  # noqa: S310  # nosec B310
+            told = json.load(answer)
+    except HTTPError as error:
+        raise ConfigError(
+            f"--status {url}: answered {error.code} {error.reason}. A server with a key "
+            f"wants it in {API_KEY}; one that has no such page is another program's."
+        ) from error
+    except URLError as error:
+        raise ConfigError(
+            f"--status {url}: nobody answers there ({error.reason}). Give the address that "
+            "`axolotl-protrain serve` printed."
+        ) from error
     lines = [told["plan"], f"base {told['base_model']}"]
     for adapter in told["adapters"]:
         where = "host" if adapter["on_host"] else "disk"
