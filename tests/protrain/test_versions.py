@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +158,16 @@ def test_all_that_is_used_is_looked_for() -> None:
     private = {name for name in used if name[0] == "_" and name[:2] != "__"}
     assert private
     assert private - known - OURS - PARTS - {*versions.COUNTERS} == ELSEWHERE
+
+
+def test_a_package_that_is_not_installed_is_told_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU machine it was on the path alone, and `doctor` ended with a traceback."""
+
+    def unknown(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "requires", unknown)
+    line = next(doctor.findings(torch.device("cpu")))
+    assert line.level == "poor" and "Run `pip install .`" in line.advice

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Iterator
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from operator import attrgetter
 from typing import Any
 
@@ -131,8 +131,17 @@ def supported() -> dict[str, Requirement]:
     """Read from this package's metadata which versions the suite has passed with.
 
     Axolotl pins the exact versions of transformers, peft and bitsandbytes.
+
+    Raises:
+        ConfigError: It is on Python's path and not installed.
     """
-    ours = map(Requirement, requires("axolotl-protrain") or ())
+    try:
+        ours = map(Requirement, requires("axolotl-protrain") or ())
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            "axolotl-protrain is on Python's path and not installed, so the versions that "
+            "it was tried with are not known. Run `pip install .` in its folder."
+        ) from error
     return {one.name: one for one in ours if one.specifier and one.marker is None}
 
 

@@ -100,15 +100,16 @@ def _versions() -> Finding:
         return Finding("versions", found, BAD, str(error))
     try:
         require_internals(dry_run=True)
+        tried = supported()
     except ConfigError as error:
         return Finding("versions", found, POOR, str(error))
     untried = [
         f"{name} {metadata.version(name)}"
-        for name, allowed in supported().items()
+        for name, allowed in tried.items()
         if not allowed.specifier.contains(metadata.version(name), prereleases=True)
     ]
     advice = f"the tests have not passed with {' and '.join(untried)}; they have with "
-    advice += f"{' and '.join(map(str, supported().values()))}"
+    advice += f"{' and '.join(map(str, tried.values()))}"
     return _judged("versions", found, not untried, advice)
 
 
