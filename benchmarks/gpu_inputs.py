@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from comparison.cases import SHAPES
 from comparison.models import normal
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,28 +57,30 @@ EXPERTS = Qwen3MoeConfig(
     num_experts_per_tok=4,
     dtype="bfloat16",
 )
-LLAMA_8B = LlamaConfig(
-    **TOKENS,
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    dtype="bfloat16",
-)
-LLAMA_3B = LlamaConfig(
-    **TOKENS,
-    vocab_size=128256,
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_hidden_layers=28,
-    num_attention_heads=24,
-    num_key_value_heads=8,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
-MODELS = {"small": SMALL, "experts": EXPERTS, "8b": LLAMA_8B, "3b": LLAMA_3B}
+
+
+def _llama(name: str, tied: bool = False) -> LlamaConfig:
+    """The configuration of a shape that `compare.py` trains, too."""
+    shape = SHAPES[name]
+    return LlamaConfig(
+        **TOKENS,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+    )
+
+
+MODELS = {
+    "small": SMALL,
+    "experts": EXPERTS,
+    "8b": _llama("8b"),
+    "3b": _llama("3b", True),
+}
 
 FULL = {"optimizer": "adamw_torch_fused", "learning_rate": 1e-4}
 LORA = {
