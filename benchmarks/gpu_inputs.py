@@ -16,26 +16,22 @@ import yaml
 from comparison.cases import SHAPES
 from comparison.models import normal
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-from demo import docstrings  # noqa: E402
+from demo import VOCAB_SIZE, docstrings, tokenizer_of  # noqa: E402
 
-VOCABULARY = 4096
 SHARD_BYTES = 4 << 30
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 SMALL = LlamaConfig(
     **TOKENS,
-    vocab_size=VOCABULARY,
+    vocab_size=VOCAB_SIZE,
     hidden_size=1024,
     intermediate_size=2816,
     num_hidden_layers=12,
@@ -45,7 +41,7 @@ SMALL = LlamaConfig(
 )
 EXPERTS = Qwen3MoeConfig(
     **TOKENS,
-    vocab_size=VOCABULARY,
+    vocab_size=VOCAB_SIZE,
     hidden_size=512,
     intermediate_size=1024,
     moe_intermediate_size=256,
@@ -145,22 +141,13 @@ def _run(model: str, budget_mib: int, *parts: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def write_tokenizer_and_data(folder: Path) -> PreTrainedTokenizerFast:
+def write_tokenizer_and_data(folder: Path) -> Any:
     texts = list(docstrings())
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[*SPECIAL.values()],
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts[::4], trainer)
     # each row is longer than the longest sequence, so that no step is padded
     rows = ["\n".join(texts[first : first + 120]) for first in range(0, 1200, 10)]
     lines = [json.dumps({"text": row}) + "\n" for row in rows if len(row) > 20_000]
     (folder / "data.jsonl").write_text("".join(lines))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **SPECIAL)
+    return tokenizer_of(texts[::4])
 
 
 def write_model(folder: Path, config: Any) -> None:

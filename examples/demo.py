@@ -47,16 +47,11 @@ def docstrings() -> Iterator[str]:
                     yield text
 
 
-def build_inputs() -> None:
-    """Write the model, the tokenizer and the data, unless an earlier run did."""
-    data = WORK / "data.jsonl"
-    if data.exists():
-        return
-    # Seconds to import, and only the first run needs them.
+def tokenizer_of(texts: list[str]) -> Any:
+    """A tokenizer of `VOCAB_SIZE` byte pairs, trained on these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    texts = list(docstrings())
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,7 +60,19 @@ def build_inputs() -> None:
         vocab_size=VOCAB_SIZE, special_tokens=[*special.values()], show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+
+
+def build_inputs() -> None:
+    """Write the model, the tokenizer and the data, unless an earlier run did."""
+    data = WORK / "data.jsonl"
+    if data.exists():
+        return
+    # Seconds to import, and only the first run needs them.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    texts = list(docstrings())
+    tokenizer = tokenizer_of(texts)
     tokenizer.save_pretrained(WORK / "model")
 
     torch.manual_seed(0)
