@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -259,6 +261,20 @@ def test_the_status_of_a_server_needs_no_torch() -> None:
 def test_the_status_of_nobody_says_where_to_ask() -> None:
     with pytest.raises(ConfigError, match="nobody answers there .*refused.*printed"):
         status_text("http://127.0.0.1:1")
+
+
+def test_the_status_of_another_program_says_so() -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(ConfigError, match="answered 404 .*another program's"):
+            status_text(f"http://127.0.0.1:{server.server_port}")
 
 
 def test_a_stop_finishes_what_runs_and_saves(served: Path) -> None:

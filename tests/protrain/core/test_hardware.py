@@ -480,6 +480,20 @@ def test_forward_and_backward_are_told_apart() -> None:
     assert 12 * (forward_s + backward_s) < 1.1 * total_s
 
 
+def test_a_block_that_cannot_be_recomputed_is_timed_without() -> None:
+    class Forgets(nn.Module):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            # every second call saves less for backward
+            return x.sin() if self.num_calls % 2 == 0 else x.sin().cos()
+
+    times = time_block(Forgets(), BlockSample((hidden(2, 4),), {}), CPU, None)
+    assert times.backward_s > 0
+    assert times.recompute_s is None
+
+
 def test_inputs_are_what_the_sample_says() -> None:
     module = Recorder()
     twice = hidden(3, requires_grad=False)
