@@ -308,6 +308,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | _OTHER["gpt_oss"]
         | {"hidden_size": 64, "intermediate_size": 32},
     ),
+    "qwen3-fp8": _PLAIN["qwen3"],
+    "deepseek_v3-fp8": ("deepseek_v3", _COMMON | _WORDS | _OTHER["deepseek_v3"]),
     **{
         f"{name}-vision": (
             name,
@@ -360,6 +362,8 @@ def build_model(root: Path, family: str) -> None:
         model.save_pretrained(folder)
         if family.endswith("-mxfp4"):
             _pack_experts(folder)
+        if family.endswith("-fp8"):
+            _pack_layers(folder)
         if family in _PROCESSORS:
             _PROCESSORS[family]().save_pretrained(folder)
 
@@ -388,10 +392,45 @@ def _pack_experts(folder: Path) -> None:
         experts, rows, columns = weights.pop(name).shape
         shape = (experts, columns, rows // 32, 16)
         weights[f"{name}_blocks"] = torch.randint(256, shape, dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.full(shape[:-1], 121, dtype=torch.uint8)
+        scales = torch.randint(118, 124, shape[:-1], dtype=torch.uint8)
+        weights[f"{name}_scales"] = scales
     save_file(weights, file, {"format": "pt"})
     settings = json.loads(config.read_text())
     settings["quantization_config"] = {"quant_method": "mxfp4"}
+    config.write_text(json.dumps(settings))
+
+
+FP8_BLOCK = 4, 2
+"""As few as these models need for several blocks a weight; published are 128 by 128."""
+
+
+def _pack_layers(folder: Path) -> None:
+    """FP8 in place of a saved model's linear layers, as DeepSeek and Qwen publish it."""
+    from safetensors.torch import load_file, save_file
+
+    file, config = folder / "model.safetensors", folder / "config.json"
+    weights = load_file(file)
+    height, width = FP8_BLOCK
+    for name, weight in list(weights.items()):
+        is_kept = any(
+            word in name for word in ("embed", "lm_head", "norm", "mlp.gate.")
+        )
+        if is_kept or weight.ndim != 2:
+            continue
+        rows, columns = weight.shape
+        blocks = weight.float().view(rows // height, height, columns // width, width)
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).view(rows, columns)
+        weights[name] = codes.to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scales
+    save_file(weights, file, {"format": "pt"})
+    settings = json.loads(config.read_text())
+    settings["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": FP8_BLOCK,
+    }
     config.write_text(json.dumps(settings))
 
 

@@ -1,4 +1,5 @@
-"""Weights that are quantised while they load, by the kernels of the plain run."""
+"""Weights that are quantised while they load, by the kernels of the plain run, and those
+that stay packed as they are published."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from unittest.mock import patch
 import torch
 from axolotl.monkeypatch import moe_quant
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from torch import nn
+from torch import Tensor, nn
 from transformers import core_model_loading
+from transformers.integrations import mxfp4
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
+from .core.layout.packed import from_fp8, from_mxfp4
 from .core.layout.tensors import (
     bindings,
     own_quant_states,
@@ -116,6 +121,49 @@ def quantise_on(
         patch.object(Bnb4bitQuantize, "convert", convert),
         patch.object(Bnb8bitQuantize, "convert", convert_8_bit),
         patch.object(core_model_loading, "set_param_for_module", set_param),
+    ):
+        yield
+
+
+_FP8 = "F8_E4M3", torch.float8_e4m3fn
+"""An e4m3 number, as safetensors and torch name it."""
+
+
+@contextmanager
+def keep_packed() -> Iterator[None]:
+    """Let transformers leave a base in MXFP4 or FP8 packed where `dequantize` is asked for.
+
+    What it would unpack becomes a `Packed` weight, whose bytes are pages of the base's
+    files until somebody copies them. Other encodings are unpacked as before.
+    """
+    unpack: Any = Fp8Dequantize._dequantize_one
+    copy: Any = core_model_loading._materialize_copy
+
+    def pack_mxfp4(blocks: Tensor, scales: Tensor) -> nn.Parameter:
+        # in bf16 whatever the model's dtype, as transformers unpacks it
+        return nn.Parameter(from_mxfp4(blocks, scales, torch.bfloat16))
+
+    def pack_fp8(
+        self: Any, codes: Tensor, scales: Tensor, output_dtype: Any = None
+    ) -> Tensor:
+        if codes.dtype not in _FP8 or output_dtype is None:
+            return unpack(self, codes, scales, output_dtype)
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        return from_fp8(codes, scales, output_dtype, block and tuple(block))
+
+    def copy_packed(read: Any, device: Any = None, dtype: Any = None) -> Tensor:
+        kind = read.get_dtype() if hasattr(read, "get_dtype") else read.dtype
+        # transformers would widen the codes first, all of them ahead of their unpacking
+        return copy(read, device, None if kind in _FP8 else dtype)
+
+    with (
+        patch.object(mxfp4, "dequantize_convertops", pack_mxfp4),
+        patch.object(Fp8Dequantize, "_dequantize_one", pack_fp8),
+        patch.object(core_model_loading, "_materialize_copy", copy_packed),
+        # no tensor is parallel, and 5.16.1 fails here over any FP8 base
+        patch.object(
+            FineGrainedFP8HfQuantizer, "update_tp_plan", lambda _, config: config
+        ),
     ):
         yield
 

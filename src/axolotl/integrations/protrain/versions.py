@@ -32,7 +32,7 @@ NAMES = {
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
     "torch._C": "PyTorchFileReader _DisableFuncTorch _RestorePythonTLSSnapshot "
-    "_current_graph_task_id _will_engine_execute_node",
+    "_current_graph_task_id _disabled_torch_function_impl _will_engine_execute_node",
     "torch._C._autograd": "_top_saved_tensors_default_hooks",
     "torch.autograd.graph": "_allow_mutation_on_saved_tensors_enabled",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
@@ -77,10 +77,14 @@ PARAMETERS = {
     "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader",
     "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
     "transformers:Trainer._save_checkpoint": "self model trial",
+    "transformers.core_model_loading:_materialize_copy": "tensor device dtype",
     "transformers.core_model_loading:set_param_for_module": "model target_name "
     "param_value",
     "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert": "self input_dict",
     "transformers.integrations.bitsandbytes:Bnb8bitQuantize.convert": "self input_dict",
+    "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one": "self "
+    "quantized scales output_dtype",
+    "transformers.integrations.mxfp4:dequantize_convertops": "blocks scales",
     "transformers.modeling_utils:revert_weight_conversion": "model state_dict",
     "transformers.trainer_callback:CallbackHandler.call_event": "self event",
     "transformers.trainer_utils:rotate_checkpoints": "output_dir save_total_limit "

@@ -9,7 +9,7 @@ Words are those of DESIGN.md: a *chunk* is the unit of residency and transfer, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -59,6 +59,62 @@ class Update(Enum):
     the optimizer of the plain run does it."""
     HOST = "host"
     """On the host, where their state is."""
+
+
+class Encoding(Enum):
+    """Encodings of the numbers of a packed weight."""
+
+    E2M1 = "two e2m1 numbers a byte, under uint8 exponents"
+    E4M3 = "an e4m3 number a byte, under fp32 factors"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The storage form of a weight: rows of codes, all its matrices one below the other.
+
+    Attributes:
+        encoding: Says what a code and a scale are.
+        block: Rows and columns that share a scale; those at the end may be cut off.
+        transposed: The unpacked matrices have the rows as columns.
+    """
+
+    encoding: Encoding
+    block: tuple[int, int]
+    transposed: bool = False
+
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of one matrix of codes, for the shape of the weight."""
+        rows, columns = shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def stored(self, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of all codes and of all scales of a weight."""
+        _, columns = self.matrix(shape)
+        rows = math.prod(shape) // columns
+        halves = 2 if self.encoding is Encoding.E2M1 else 1
+        blocks = -(-rows // self.block[0]), -(-columns // self.block[1])
+        return (rows, columns // halves), blocks
+
+    def scale_rows(self, first: int, stop: int) -> slice:
+        """Rows of scales for these rows of codes, which are a piece."""
+        return slice(first // self.block[0], -(-stop // self.block[0]))
+
+    def pieces(
+        self, shape: Sequence[int], rows: int, numel: int
+    ) -> Iterator[tuple[int, int]]:
+        """Cut the first `rows` rows of codes into first and last ones of pieces.
+
+        A piece has about `numel` elements at most. It lies in one matrix if that is
+        transposed, and has whole blocks or lies in one row of them.
+        """
+        height, columns = self.matrix(shape)
+        block, step = self.block[0], max(1, numel // columns)
+        step = step // block * block or step
+        wall = height if self.transposed else block if step < block else rows
+        for first in range(0, rows, wall):
+            stop = min(first + wall, rows)
+            for start in range(first, stop, step):
+                yield start, min(start + step, stop)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,303 @@
+"""Weights in the few bits in which they are published, and how they become weights again.
+
+MXFP4 has two e2m1 numbers a byte, the even column in the low half, and a power of two
+(e8m0, its exponent) for 32 columns of a row. FP8 has an e4m3 number a byte and a factor
+for a block of rows and columns: 128 by 128, one row (a channel), the whole matrix.
+Unpacked they have the bits that transformers gives them while it loads a base with
+`dequantize`: a product in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..errors import LayoutError
+from ..types import Encoding, Form
+from .pieces import PIECE_NUMEL
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+_aten = torch.ops.aten
+
+
+CODES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float8_e4m3fn}
+SCALES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float32}
+
+
+def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -> None:
+    """Unpack a piece into its place in a whole weight.
+
+    Args:
+        form: Its storage form.
+        codes: Rows of codes, contiguous.
+        scales: Rows of scales for them.
+        out: The weight, contiguous.
+        first: Number of the first of the rows in the weight.
+    """
+    height, columns = form.matrix(out.shape)
+    if form.transposed:
+        matrix, start = divmod(first, height)
+        all_of_it = out.view(-1, columns, height)[matrix].t()
+    else:
+        all_of_it, start = out.view(-1, columns), first
+    rows = all_of_it[start : start + len(codes)]
+    if form.encoding is Encoding.E2M1:
+        rows.copy_(_from_e2m1(codes, scales, out.dtype))
+        return
+    numbers = codes.float()
+    (height, width), (down, across) = form.block, scales.shape
+    if down in (1, len(rows) / height) and columns == across * width:
+        blocks = numbers.view(down, -1, across, width)
+        blocks.mul_(scales[:, None, :, None])
+    else:
+        # the last blocks of rows and columns are cut off
+        if down > 1:
+            scales = scales.repeat_interleave(height, 0)[: len(rows)]
+        numbers.mul_(scales.repeat_interleave(width, 1)[:, :columns])
+    rows.copy_(numbers)
+
+
+def _from_e2m1(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    pairs = _pairs(dtype, codes.device)
+    grouped = codes.view(*scales.shape, -1)
+    which = grouped.int().add_(scales.int().mul_(256).unsqueeze(-1))
+    return pairs.index_select(0, which.view(-1)).view(dtype).view(len(codes), -1)
+
+
+@lru_cache(maxsize=None)
+# an evaluation in inference mode may be the first to need it, training the next
+@torch.inference_mode(False)
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Both numbers of a byte under an exponent, as one integer, by exponent and byte.
+
+    A table, because two numbers are then one look-up, with the same bits on every device.
+    """
+    numbers = torch.tensor([*_E2M1, *(-n for n in _E2M1)], dtype=dtype, device="cpu")
+    exponents = torch.arange(256, dtype=torch.int32, device="cpu")[:, None] - _E8M0_BIAS
+    scaled = numbers.expand(256, 16).clone()
+    torch.ldexp(scaled, exponents, out=scaled)
+    low, high = scaled[:, None, :].expand(256, 16, 16), scaled[:, :, None]
+    both = torch.stack([low, high.expand(256, 16, 16)], dim=-1)
+    kinds = {2: torch.int32, 4: torch.int64}
+    return both.contiguous().view(kinds[dtype.itemsize]).view(-1).to(device)
+
+
+Part = tuple[Tensor, Tensor]
+"""Rows of codes and their scales."""
+
+
+class Packed(Tensor):
+    """A weight in its storage form, with shape and dtype of the unpacked one.
+
+    An operator that reads it gets the unpacked values, and one that writes is an error.
+    Joining several, or taking it off a graph, leaves it packed.
+
+    Attributes:
+        form: Tells how to unpack it.
+        parts: Codes and scales of consecutive rows, all of them together.
+    """
+
+    form: Form
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def __new__(
+        cls, form: Form, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]
+    ) -> Packed:
+        device = parts[0][0].device
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device
+        )
+        made.form, made.parts = form, tuple(parts)
+        return made
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(tensor.nbytes for tensor in chain(*self.parts))
+
+    def unpack_into(self, out: Tensor, numel: int = PIECE_NUMEL) -> Tensor:
+        """Fill a contiguous tensor of this shape, on any device, piece by piece."""
+        form, above = self.form, 0
+        for codes, scales in self.parts:
+            for first, stop in form.pieces(self.shape, len(codes), numel):
+                there = codes[first:stop].to(out.device)
+                factors = scales[form.scale_rows(first, stop)].to(out.device)
+                unpack(form, there, factors, out, above + first)
+            above += len(codes)
+        return out
+
+    def unpacked(self) -> Tensor:
+        """A plain tensor with the values of this one."""
+        plain = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self.unpack_into(plain)
+
+    def with_parts(self, parts: Sequence[Part], shape: Sequence[int] = ()) -> Packed:
+        """A weight of the same form from other parts."""
+        return Packed(self.form, shape or self.shape, self.dtype, parts)
+
+    # what asks for memory, and would find none
+
+    def contiguous(self, *_: Any, **__: Any) -> Tensor:
+        """The unpacked weight: who asks is about to read its bytes."""
+        return self.unpacked()
+
+    def data_ptr(self) -> int:
+        """The address of the first codes."""
+        return self.parts[0][0].data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        parts = [(codes.clone(), scales.clone()) for codes, scales in self.parts]
+        copied: Tensor = self.with_parts(parts)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.unpacked().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Packed({self.form}, {list(self.shape)}, {self.dtype})"
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        keeps = _KEEPS.get(func)
+        if keeps and (kept := keeps(*args, **kwargs)) is not None:
+            return kept
+        for number, said in enumerate(func._schema.arguments):
+            writes = said.alias_info is not None and said.alias_info.is_write
+            given = args[number] if number < len(args) else kwargs.get(said.name)
+            if writes and any(isinstance(t, Packed) for t in _listed(given)):
+                raise LayoutError(
+                    f"{func} would write a weight that is packed, which has no room for "
+                    "other values. Load the base unpacked to change its weights."
+                )
+        args, kwargs = tree_map_only(Packed, Packed.unpacked, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Packed:
+    """Pack experts as gpt-oss publishes them: their columns in groups of 32 numbers.
+
+    Args:
+        blocks: uint8, [experts, rows, groups, 16].
+        scales: uint8, [experts, rows, groups].
+        dtype: Of the unpacked weight, whose matrices are the transposed ones.
+    """
+    experts, rows, groups, half = blocks.shape
+    form = Form(Encoding.E2M1, (1, 2 * half), transposed=True)
+    part = blocks.reshape(-1, groups * half), scales.reshape(-1, groups)
+    return Packed(form, (experts, 2 * half * groups, rows), dtype, [part])
+
+
+def from_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int] | None = None,
+) -> Packed:
+    """Pack a weight in e4m3 as it is published.
+
+    Args:
+        codes: float8_e4m3fn, a matrix or several.
+        scales: A factor for each block, or for all; e8m0 exponents also as uint8.
+        dtype: Of the unpacked weight.
+        block: Rows and columns of a block as its base says, if these scales are for such
+            blocks, of which the last ones may be cut off; otherwise all are equal.
+
+    Raises:
+        LayoutError: The scales are not those of equal blocks.
+    """
+    size = rows, columns = codes.shape[-2:]
+    if scales.ndim < 2:
+        scales = scales.view(1, 1)
+    grid = tuple(scales.shape[-2:])
+    if block is None or grid != tuple(map(_covering, size, block)):
+        if rows % grid[0] or columns % grid[1]:
+            raise LayoutError(
+                f"{rows} by {columns} numbers are not {grid[0]} by {grid[1]} equal blocks"
+            )
+        block = rows // grid[0], columns // grid[1]
+    # a matrix in one block has one of any size, so that like matrices are alike
+    block = min(block[0], rows), min(block[1], columns)
+    if scales.dtype == torch.uint8:
+        factors = (scales.float() - _E8M0_BIAS).exp2()
+    else:
+        factors = scales.float()
+    part = codes.reshape(-1, columns), factors.reshape(-1, grid[1])
+    return Packed(Form(Encoding.E4M3, block), codes.shape, dtype, [part])
+
+
+def _covering(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _detached(packed: Packed) -> Packed:
+    return packed.with_parts(packed.parts)
+
+
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Packed | None:
+    if dim or not _alike(tensors):
+        return None
+    first: Any = tensors[0]
+    if any(tensor.shape != first.shape for tensor in tensors):
+        return None
+    parts = [part for packed in tensors for part in packed.parts]  # type: ignore[attr-defined]
+    return first.with_parts(parts, (len(tensors), *first.shape))
+
+
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Packed | None:
+    """Join along a dimension of rows: matrix by matrix the parts of each."""
+    first: Any = tensors[0]
+    dim %= first.ndim
+    if not _alike(tensors) or dim == first.ndim - 1 or first.form.transposed:
+        return None
+    above, parts = prod(first.shape[:dim]), []
+    shapes = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}
+    if len(shapes) > 1 or any(len(packed.parts) % above for packed in tensors):  # type: ignore[attr-defined]
+        return None
+    for number in range(above):
+        for packed in tensors:
+            own: Any = packed.parts  # type: ignore[attr-defined]
+            each = len(own) // above
+            parts += own[number * each : (number + 1) * each]
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return first.with_parts(parts, shape)
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    kinds = {(type(t), t.dtype, getattr(t, "form", None)) for t in tensors}
+    if len(kinds) > 1 or not isinstance(first, Packed):
+        return False
+    # blocks of rows that are cut off can only be the last ones
+    block = 1 if first.form.transposed else first.form.block[0]
+    return not any(tensor.shape[-2] % block for tensor in tensors)
+
+
+_KEEPS: dict[Any, Callable[..., Packed | None]] = {
+    _aten.detach.default: _detached,
+    _aten.alias.default: _detached,
+    _aten.stack.default: _stacked,
+    _aten.cat.default: _joined,
+}
+"""Operators that leave a packed weight packed, where they can."""
