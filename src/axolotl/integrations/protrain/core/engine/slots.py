@@ -33,7 +33,7 @@ state: it is applied on the way into `IN_USE`, or makes the chunk `UPDATING`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -42,6 +42,7 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
+from ..layout.moves import Move, moves_of, staged_bytes
 from ..types import Chunk, Counters, Layout, Plan
 from .device import POISON_BYTE, Device, Event, Stream, range_of
 from .host_pool import HostPool
@@ -81,15 +82,66 @@ class Transport:
         self._device = device
         self._ranks = ranks or Alone()
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._staged: Tensor | None = None
+        self._unpacked: Event | None = None
 
-    def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
+        """Take device memory through which packed chunks come: a piece of them, or all
+        shards of one."""
+        nbytes = staged_bytes(chunks)
+        if (ranks := self._ranks.world.local_size) > 1 and nbytes:
+            nbytes = max(padded_bytes(chunk.in_pool, ranks) for chunk in chunks)
+        if nbytes:
+            self._staged = self._device.allocate(nbytes)
+
+    def fetch(
+        self,
+        stream: Stream,
+        buffer: Tensor,
+        source: Tensor,
+        moves: Sequence[Move] = (),
+    ) -> Event:
         """Queue the bytes of one chunk and give the point at which all are there.
 
         Args:
             stream: Carries the copy.
             buffer: uint8, on the device, as large as the chunk or all its shards.
             source: uint8, on the host: the chunk, or this rank's shard.
+            moves: How they fill the buffer, where they are packed.
         """
+        if moves:
+            return self._unpack(stream, buffer, source, moves)
+        return self._copy(stream, buffer, source)
+
+    def _unpack(
+        self, stream: Stream, buffer: Tensor, source: Tensor, moves: Sequence[Move]
+    ) -> Event:
+        staged = self._staged
+        assert staged is not None
+        is_whole = self._ranks.world.local_size == 1
+        if not is_whole:
+            if self._unpacked is not None:
+                stream.wait(self._unpacked)
+            self._copy(stream, staged, source)
+            # behind the gather
+            stream, source = self._device.communicate, staged
+        for move in moves:
+            sources = [source[part] for part in move.sources]
+            if move.spec.form is None:
+                stream.copy(move.target(buffer), *sources)
+                continue
+            if is_whole:
+                places = [staged[place] for place in move.staged]
+                for place, part in zip(places, sources, strict=True):
+                    stream.copy(place, part)
+                sources = places
+            # the next piece waits for this one: they are of one stream
+            work = partial(move.unpack, sources, buffer)
+            stream.call(work, (*sources, move.target(buffer)))
+        self._unpacked = stream.record()
+        return self._unpacked
+
+    def _copy(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
         part, whole = self._targets(buffer, source.numel())
         stream.copy(part, source)
         if part is whole:
@@ -100,8 +152,11 @@ class Transport:
         return gathers.record()
 
     def forget_buffers(self) -> None:
-        """Let go of the views of device buffers."""
+        """Let go of device buffers, and of views of others."""
         self._views.clear()
+        if self._staged is not None:
+            self._device.free(self._staged)
+        self._staged = None
 
     def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
         # made once: slicing costs more than queueing the copy
@@ -140,7 +195,7 @@ class Slot:
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
 
-    def fetch(self, chunk: int, source: Tensor) -> None:
+    def fetch(self, chunk: int, source: Tensor, moves: Sequence[Move] = ()) -> None:
         """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
         # an error in the middle leaves it empty
         self.holds = None
@@ -148,7 +203,7 @@ class Slot:
         stream.wait(self._last_use)
         if self._written_back is not None:
             stream.wait(self._written_back)
-        self._arrival = self._transport.fetch(stream, self.buffer, source)
+        self._arrival = self._transport.fetch(stream, self.buffer, source, moves)
         self.holds = chunk
 
     def begin_use(self) -> None:
@@ -223,7 +278,7 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
         self._layout = layout
-        self._sources: dict[int, Tensor] = {}
+        self._sources: dict[int, tuple[Tensor, list[Move]]] = {}
         schedule = Schedule(
             [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
             plan.n_buffer,
@@ -238,6 +293,8 @@ class Slots:
     def allocate(self) -> None:
         """Take the device memory of all slots."""
         device, transport = self._device, self._transport
+        # before the slots, whose first fetch waits for what compute does to them
+        transport.reserve([self._layout.chunks[index] for index in self.chunks])
         self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
         pairs = enumerate(self.chunks)
         self._slots = {index: self._all[n % len(self._all)] for n, index in pairs}
@@ -277,9 +334,11 @@ class Slots:
     def fetch(self, chunk: int) -> None:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
-        source = self._sources.get(chunk)
-        if source is None:
-            source = self._sources[chunk] = self._pool.share(self._layout.chunks[chunk])
+        if chunk not in self._sources:
+            own = self._layout.chunks[chunk]
+            moves = [] if own.stored is None else [*moves_of(own)]
+            self._sources[chunk] = self._pool.share(own), moves
+        source, moves = self._sources[chunk]
         other = slot.holds
         if other is not None and self._states[other] is ChunkState.IN_USE:
             raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")
@@ -288,7 +347,7 @@ class Slots:
             self._becomes(other, ChunkState.ON_HOST)
         try:
             with range_of("protrain::fetch"):
-                slot.fetch(chunk, source)
+                slot.fetch(chunk, source, moves)
         except BaseException:
             # raised again as it is
             self._becomes(chunk, ChunkState.ON_HOST)

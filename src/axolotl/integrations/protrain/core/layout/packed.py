@@ -9,7 +9,7 @@ Unpacked they have the bits that transformers gives them while it loads a base w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..errors import LayoutError
-from ..types import Encoding, Form
+from ..types import Encoding, Form, TensorSpec
 from .pieces import PIECE_NUMEL
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,6 +30,23 @@ _aten = torch.ops.aten
 
 CODES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float8_e4m3fn}
 SCALES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float32}
+
+
+def form_of(tensor: Tensor) -> Form | None:
+    """The storage form of a weight that is packed."""
+    return tensor.form if isinstance(tensor, Packed) else None
+
+
+def stored_specs(spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """A tensor as it lies in host memory: itself, or its codes and then its scales."""
+    if spec.form is None:
+        return (spec,)
+    codes, scales = spec.form.stored(spec.shape)
+    encoding = spec.form.encoding
+    return (
+        TensorSpec(f"{spec.name}.codes", codes, CODES[encoding], 0),
+        TensorSpec(f"{spec.name}.scales", scales, SCALES[encoding], 0),
+    )
 
 
 def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -> None:
@@ -139,6 +156,13 @@ class Packed(Tensor):
         """A plain tensor with the values of this one."""
         plain = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return self.unpack_into(plain)
+
+    def copies_to(self, whole: Packed) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield targets and sources of copies into a weight of one part."""
+        (targets,) = whole.parts
+        for target, sources in zip(targets, zip(*self.parts, strict=True), strict=True):
+            rows = target.split([len(source) for source in sources])
+            yield from zip(rows, sources, strict=True)
 
     def with_parts(self, parts: Sequence[Part], shape: Sequence[int] = ()) -> Packed:
         """A weight of the same form from other parts."""

@@ -1,0 +1,85 @@
+"""What a chunk that is packed in host memory becomes in its slot, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..types import Chunk, TensorSpec
+from .chunks import aligned
+from .packed import stored_specs, unpack
+from .pieces import PIECE_NUMEL
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes of a stored chunk that become a tensor of a slot, or some rows of one.
+
+    Attributes:
+        spec: The tensor.
+        stored: Its one stored tensor, or its codes and scales.
+        sources: Where these bytes, or those of some rows, are in the stored chunk.
+        first: Number of the first of the rows.
+    """
+
+    spec: TensorSpec
+    stored: tuple[TensorSpec, ...]
+    sources: tuple[slice, ...]
+    first: int = 0
+
+    @property
+    def staged(self) -> tuple[slice, ...]:
+        """Where the sources lie side by side in a buffer, at aligned addresses."""
+        places, end = [], 0
+        for source in self.sources:
+            stop = end + source.stop - source.start
+            places.append(slice(end, stop))
+            end = aligned(stop)
+        return tuple(places)
+
+    def target(self, slot: Tensor) -> Tensor:
+        """The bytes of the whole tensor in its slot."""
+        return slot[self.spec.offset : self.spec.offset + self.spec.nbytes]
+
+    def unpack(self, sources: Sequence[Tensor], slot: Tensor) -> None:
+        """Unpack rows whose codes and scales are bytes on the device."""
+        assert self.spec.form is not None
+        codes, scales = (
+            source.view(spec.dtype).view(-1, spec.shape[1])
+            for source, spec in zip(sources, self.stored, strict=True)
+        )
+        out = self.target(slot).view(self.spec.dtype).view(self.spec.shape)
+        unpack(self.spec.form, codes, scales, out, self.first)
+
+
+def moves_of(chunk: Chunk) -> Iterator[Move]:
+    """Yield how a chunk comes from host memory into its slot, in the order of its bytes."""
+    by_name = {spec.name: spec for spec in chunk.in_pool.tensors}
+    for spec in chunk.tensors:
+        stored = tuple(by_name[part.name] for part in stored_specs(spec))
+        if spec.form is None:
+            yield Move(spec, stored, (_bytes_of(stored[0], 0, spec.nbytes),))
+            continue
+        codes, scales = stored
+        for first, stop in spec.form.pieces(spec.shape, codes.shape[0], PIECE_NUMEL):
+            rows = spec.form.scale_rows(first, stop)
+            own = _rows(codes, first, stop), _rows(scales, rows.start, rows.stop)
+            yield Move(spec, stored, own, first)
+
+
+def staged_bytes(chunks: Iterable[Chunk]) -> int:
+    """Room on the device that the pieces of packed chunks need, one after another."""
+    packed = (chunk for chunk in chunks if chunk.stored is not None)
+    moves = (m for chunk in packed for m in moves_of(chunk) if m.spec.form is not None)
+    return max((aligned(move.staged[-1].stop) for move in moves), default=0)
+
+
+def _rows(spec: TensorSpec, first: int, stop: int) -> slice:
+    each = spec.nbytes // spec.shape[0]
+    return _bytes_of(spec, first * each, stop * each)
+
+
+def _bytes_of(spec: TensorSpec, first: int, stop: int) -> slice:
+    return slice(spec.offset + first, spec.offset + stop)
