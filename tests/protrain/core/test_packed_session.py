@@ -16,6 +16,7 @@ from core_models import (
     assert_same,
     batches,
     freeze,
+    make_plan,
     open_session,
     train,
     wrapped,
@@ -167,8 +168,6 @@ def test_a_replan_brings_packed_bytes_back_to_the_host() -> None:
     others = adamw(other)
     data = [batches(2, seed) for seed in range(2)]
     assert train(own, optimizer, data, session) == train(other, others, data)
-    from core_models import make_plan
-
     session.replan(make_plan(session.layout, n_buffer=3, recompute=(2,)))
     assert train(own, optimizer, data, session) == train(other, others, data)
     assert_same(plain(own.state_dict()), other.state_dict())
