@@ -10,14 +10,12 @@ import pytest
 import torch
 from core_models import (
     ALL,
-    Layer,
-    Stack,
     adamw,
     assert_same,
     batches,
-    freeze,
     make_plan,
     open_session,
+    packed_stack,
     train,
     wrapped,
 )
@@ -26,15 +24,13 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import AccessError, LayoutError
-from axolotl.integrations.protrain.core.layout import build_layout, padded_bytes
-from axolotl.integrations.protrain.core.layout import moves as moves_module
-from axolotl.integrations.protrain.core.layout.packed import (
-    Packed,
-    from_fp8,
-    from_mxfp4,
+from axolotl.integrations.protrain.core.layout import (
+    build_layout,
+    moves as moves_module,
+    padded_bytes,
 )
+from axolotl.integrations.protrain.core.layout.packed import Packed
 
-WIDTH, INNER = 32, 64
 PLANS: dict[str, dict[str, Any]] = {
     "fewest slots": {"n_buffer": 2},
     "more slots": {"n_buffer": 5},
@@ -43,35 +39,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "some stay": {"n_buffer": 2, "resident": (0, 1, 4), "recompute": (1, 3)},
     "all stay": {"n_buffer": 0, "resident": range(12)},
 }
-
-
-class Mixing(Layer):
-    """A layer with two more matrices in one parameter, as experts have them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x + (x @ self.mix[0]).relu() @ self.mix[1].t()
-
-
-def model(packed: bool = True) -> Any:
-    """FP8 in `up` and MXFP4 in `mix` of each layer, packed or not; norms train."""
-    torch.manual_seed(0)
-    made = Stack(width=WIDTH, inner=INNER).bfloat16()
-    for layer in made.layers:
-        layer.__class__ = Mixing
-        codes = torch.randn(INNER, WIDTH).to(torch.float8_e4m3fn)
-        factors = torch.rand(INNER // 16, WIDTH // 8) / 9
-        blocks = torch.randint(256, (2, INNER, 1, 16), dtype=torch.uint8)
-        exponents = torch.randint(118, 124, (2, INNER, 1), dtype=torch.uint8)
-        own: dict[Any, Packed] = {
-            (layer.up, "weight"): from_fp8(codes, factors, torch.bfloat16),
-            (layer, "mix"): from_mxfp4(blocks, exponents, torch.bfloat16),
-        }
-        for (module, name), weight in own.items():
-            value = weight if packed else weight.unpacked()
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
-    freeze(made, ("norm", "extra"))
-    return made
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +56,7 @@ def plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assert_trains_the_same(own: Any, session: Session, steps: int = 3) -> None:
-    other = model(packed=False)
+    other = packed_stack(False)
     optimizer, others = wrapped(session), adamw(other)
     data = [batches(2, seed) for seed in range(steps)]
     wanted = train(other, others, data, clip=0.5)
@@ -105,7 +72,7 @@ def assert_trains_the_same(own: Any, session: Session, steps: int = 3) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_trains_as_its_unpacked_twin(plan: str) -> None:
-    own = model()
+    own = packed_stack()
     session = open_session(own, **PLANS[plan])
     assert not packed_names(own)
     assert_trains_the_same(own, session)
@@ -115,7 +82,7 @@ def test_it_trains_as_its_unpacked_twin(plan: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_and_unpacking_may_come_late(seed: int) -> None:
     """Each piece is unpacked before its scratch buffer has the next, however late it is."""
-    own, device = model(), DeferredDevice(seed)
+    own, device = packed_stack(), DeferredDevice(seed)
     session = open_session(own, device=device, n_buffer=3, recompute=(1, 4))
     assert_trains_the_same(own, session, 2)
     session.close()
@@ -123,7 +90,7 @@ def test_copies_and_unpacking_may_come_late(seed: int) -> None:
 
 
 def test_the_host_and_the_link_have_packed_bytes_only() -> None:
-    own = model()
+    own = packed_stack()
     layout = build_layout(own)
     frozen = [chunk for chunk in layout.chunks if not chunk.trainable]
     stored = sum(chunk.in_pool.nbytes for chunk in frozen)
@@ -145,7 +112,7 @@ def test_the_host_and_the_link_have_packed_bytes_only() -> None:
 
 
 def test_a_closed_model_is_packed_as_it_came() -> None:
-    own, other = model(), model()
+    own, other = packed_stack(), packed_stack()
     names = packed_names(own)
     session = open_session(own, n_buffer=2, resident=(0,))
     train(own, wrapped(session), [batches(1)], session)
@@ -161,10 +128,10 @@ def test_a_closed_model_is_packed_as_it_came() -> None:
 
 
 def test_a_replan_brings_packed_bytes_back_to_the_host() -> None:
-    own = model()
+    own = packed_stack()
     session = open_session(own, n_buffer=2, resident=range(4))
     optimizer = wrapped(session)
-    other = model(packed=False)
+    other = packed_stack(False)
     others = adamw(other)
     data = [batches(2, seed) for seed in range(2)]
     assert train(own, optimizer, data, session) == train(other, others, data)
@@ -192,12 +159,12 @@ def during(own: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def test_the_state_is_true_at_any_moment_and_takes_no_room() -> None:
-    own, other = model(), model(packed=False)
+    own, other = packed_stack(), packed_stack(False)
     session = open_session(own, n_buffer=2)
     wanted = other.state_dict()
     for state in (own.state_dict(), *during(own)):
         assert {n for n, t in state.items() if isinstance(t, Packed)} == packed_names(
-            model()
+            packed_stack()
         )
         assert_same(plain(state), wanted)
     kept = own.state_dict(keep_vars=True)
@@ -206,7 +173,7 @@ def test_the_state_is_true_at_any_moment_and_takes_no_room() -> None:
 
 
 def test_full_params_show_values_and_take_no_writes() -> None:
-    own, other = model(), model(packed=False)
+    own, other = packed_stack(), packed_stack(False)
     session = open_session(own, n_buffer=2)
     with session.full_params():
         shown = {n: p.detach().contiguous() for n, p in own.named_parameters()}
@@ -218,27 +185,27 @@ def test_full_params_show_values_and_take_no_writes() -> None:
 
 
 def test_another_tensor_in_place_of_a_packed_weight_is_refused() -> None:
-    own = model()
+    own = packed_stack()
     session = open_session(own, n_buffer=2)
     with pytest.raises(AccessError, match=r"layers\.1\.mix: somebody put another"):
         with session.full_params():
-            own.layers[1].mix = nn.Parameter(torch.ones(2, WIDTH, INNER).bfloat16())
+            own.layers[1].mix = nn.Parameter(torch.ones(2, 32, 64).bfloat16())
     session.close()
 
 
 def test_a_copy_of_a_paged_model_is_packed_and_computes_the_same() -> None:
-    own = model()
+    own = packed_stack()
     session = open_session(own, n_buffer=2)
     wanted = own(batches(1)[0])
     copied = deepcopy(own)
-    assert packed_names(copied) == packed_names(model())
+    assert packed_names(copied) == packed_names(packed_stack())
     assert torch.equal(copied(batches(1)[0]), wanted)
     assert_trains_the_same(own, session, 2)
     session.close()
 
 
 def test_packed_bytes_have_no_gradient() -> None:
-    own = model()
+    own = packed_stack()
     own.layers[2].up.weight.requires_grad = True
     with pytest.raises(LayoutError, match=r"layers\.2\.up\.weight: a packed weight"):
         build_layout(own)

@@ -37,6 +37,11 @@ def form_of(tensor: Tensor) -> Form | None:
     return tensor.form if isinstance(tensor, Packed) else None
 
 
+def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that have its bytes: itself, or what is packed."""
+    return tuple(chain(*tensor.parts)) if isinstance(tensor, Packed) else (tensor,)
+
+
 def stored_specs(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     """A tensor as it lies in host memory: itself, or its codes and then its scales."""
     if spec.form is None:
@@ -139,7 +144,7 @@ class Packed(Tensor):
     @property
     def stored_bytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(tensor.nbytes for tensor in chain(*self.parts))
+        return sum(tensor.nbytes for tensor in memory_of(self))
 
     def unpack_into(self, out: Tensor, numel: int = PIECE_NUMEL) -> Tensor:
         """Fill a contiguous tensor of this shape, on any device, piece by piece."""
