@@ -147,10 +147,8 @@ def _fits_in_chunk(binding: Binding) -> bool:
 def _pack(
     index: int, block: int | None, trainable: bool, members: Sequence[Binding]
 ) -> Chunk:
-    named = ((member.name, member.tensor) for member in members)
-    specs = (
-        TensorSpec(name, tuple(t.shape), t.dtype, 0, form_of(t)) for name, t in named
-    )
+    named = ((m.name, m.tensor, form_of(m.owner)) for m in members)
+    specs = (TensorSpec(n, tuple(t.shape), t.dtype, 0, form) for n, t, form in named)
     chunk = Chunk(index, block, trainable, *back_to_back(specs))
     if all(spec.form is None for spec in chunk.tensors):
         return chunk

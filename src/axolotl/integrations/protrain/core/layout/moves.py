@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..types import Chunk, TensorSpec
+from ..types import Chunk, Encoding, TensorSpec
 from .chunks import aligned
 from .packed import stored_specs, unpack
 from .pieces import PIECE_NUMEL
+from .shards import padded_bytes
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,34 @@ def moves_of(chunk: Chunk) -> Iterator[Move]:
             rows = spec.form.scale_rows(first, stop)
             own = _rows(codes, first, stop), _rows(scales, rows.start, rows.stop)
             yield Move(spec, stored, own, first)
+
+
+MOVED_BYTES = {Encoding.E2M1: 15, Encoding.E4M3: 19}
+"""Bytes that unpacking reads and writes on the device for each number."""
+_TEMPORARY_BYTES = 4
+"""Bytes of temporaries of a piece for each number of it."""
+
+
+def unpacked_numel(chunk: Chunk) -> dict[Encoding, int]:
+    """Count the numbers of a chunk that are unpacked for each fetch."""
+    found: dict[Encoding, int] = {}
+    for spec in chunk.tensors:
+        if spec.form is not None:
+            kind = spec.form.encoding
+            found[kind] = found.get(kind, 0) + spec.numel
+    return found
+
+
+def unpacking_bytes(chunks: Iterable[Chunk], ranks: int) -> int:
+    """Device memory beside the slots while a chunk is unpacked."""
+    packed = [chunk for chunk in chunks if chunk.stored is not None]
+    room = staged_bytes(packed)
+    if ranks > 1:
+        room = max((padded_bytes(chunk.in_pool, ranks) for chunk in packed), default=0)
+    largest = max(
+        (min(s.numel, PIECE_NUMEL) for c in packed for s in c.tensors), default=0
+    )
+    return room + _TEMPORARY_BYTES * largest
 
 
 def staged_bytes(chunks: Iterable[Chunk]) -> int:

@@ -32,9 +32,10 @@ CODES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float8_e4m3fn}
 SCALES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float32}
 
 
-def form_of(tensor: Tensor) -> Form | None:
-    """The storage form of a weight that is packed."""
-    return tensor.form if isinstance(tensor, Packed) else None
+def form_of(param: object) -> Form | None:
+    """The form in which host memory has a parameter; one without values names it, too."""
+    form = getattr(param, "form", None)
+    return form if isinstance(form, Form) else None
 
 
 def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import LayoutError
-from .packed import Packed
+from .packed import Packed, form_of
 
 _STATE = "quant_state"
 _REPACKED = "packing_format_for_cpu"
@@ -164,7 +164,8 @@ def model_bindings(model: nn.Module) -> dict[str, Binding]:
     for name, registered in places.items():
         # nobody asks for values before it is bound
         none = torch.empty((), dtype=named[name].dtype).expand(named[name].shape)
-        plain = nn.Parameter(none, requires_grad=False)
+        plain: Any = nn.Parameter(none, requires_grad=False)
+        plain.form = form_of(named[name])
         found[name] = PackedBinding(name, plain, "data", tuple(registered))
     return found
 
@@ -178,7 +179,7 @@ def check_quantised(named: Mapping[str, nn.Parameter]) -> None:
     """
     seen: dict[int, str] = {}
     for name, param in named.items():
-        if isinstance(param, Packed) and param.requires_grad:
+        if form_of(param) is not None and param.requires_grad:
             raise LayoutError(
                 f"{name}: a packed weight is trainable, but packed bytes have no "
                 "gradient. Freeze it, or load the base unpacked."
