@@ -158,10 +158,10 @@ class Packed(Tensor):
             above += len(codes)
         return out
 
-    def unpacked(self) -> Tensor:
-        """A plain tensor with the values of this one."""
-        plain = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return self.unpack_into(plain)
+    def unpacked(self, device: torch.device | None = None) -> Tensor:
+        """A plain tensor with the values of this one, on its device or another."""
+        where = device or self.device
+        return self.unpack_into(torch.empty(self.shape, dtype=self.dtype, device=where))
 
     def copies_to(self, whole: Packed) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield targets and sources of copies into a weight of one part."""
