@@ -1,0 +1,85 @@
+"""A base that stays packed trains from its YAML as its unpacked twin does plain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from axolotl_jobs import LORA, overrides
+from matrix_bases import ON_EXPERTS
+from saving_jobs import PAGED, Jobs, difference, load, weights
+from test_packed_bases import BASES, load as load_base
+from tiny_models import NUM_BLOCKS, build_model, model_path
+from transformers import AutoConfig, AutoModelForCausalLM
+
+EXPERTS = {**LORA, "lora_target_linear": None, "lora_target_modules": ["q_proj"]}
+EXPERTS |= ON_EXPERTS
+LINEAR = {**LORA, "lora_target_modules": ["q_proj", "o_proj"]}
+PLANS: dict[str, dict[str, Any]] = {
+    "gpt_oss-mxfp4": {**EXPERTS, **overrides(0, 2, NUM_BLOCKS)},
+    "qwen3-fp8": {**LORA, **overrides(0, 2, 2)},
+    "deepseek_v3-fp8": {**EXPERTS, **overrides(1, 2, NUM_BLOCKS)},
+}
+
+
+def twin_of(family: str) -> Path:
+    path = model_path(family)
+    return path.with_name(f"{path.name}-unpacked")
+
+
+def build_twin(root: Path, family: str) -> None:
+    """Save the values that transformers unpacks, as a base that was never packed."""
+    build_model(root, family)
+    values = load_base(root, family).state_dict()
+    config = AutoConfig.from_pretrained(root / model_path(family))
+    del config.quantization_config
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, tensor in twin.state_dict().items():
+        tensor.copy_(values[name])
+    twin.save_pretrained(root / twin_of(family))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    jobs = Jobs(tmp_path_factory.mktemp("packed"))
+    for family, config in BASES.items():
+        build_twin(jobs.folder, family)
+        own = {
+            "bf16": True,
+            "attn_implementation": "eager",
+            "model_quantization_config": config.__name__,
+            "model_quantization_config_kwargs": {"dequantize": True},
+        }
+        keys = PLANS[family]
+        plan = {key: keys[key] for key in keys if key.startswith("protrain")}
+        lora = {key: keys[key] for key in keys if key not in plan}
+        plain = {"bf16": True, "attn_implementation": "eager"}
+        plain["base_model"] = str(twin_of(family))
+        paged = {**own, "base_model": str(model_path(family))}
+        jobs.train(f"plain-{family}", lora, plain)
+        jobs.train(f"paged-{family}", lora, paged, PAGED, plan)
+    yield jobs
+    jobs.close()
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_packed_base_trains_as_its_unpacked_twin(jobs: Jobs, family: str) -> None:
+    paged, plain = (jobs[f"{name}-{family}"].finished for name in ("paged", "plain"))
+    assert paged.paged and not plain.paged
+    assert paged.history == plain.history
+    last = [outcome.folder / "checkpoint-4" for outcome in (paged, plain)]
+    for read in (weights, lambda folder: load(folder / "optimizer.pt")):
+        assert difference(*map(read, last)) is None
+    assert difference(weights(paged.folder), weights(plain.folder)) is None
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_its_report_counts_packed_bytes(jobs: Jobs, family: str) -> None:
+    """Prediction and measurement both, of the host and of the link."""
+    folder = jobs[f"paged-{family}"].finished.folder
+    report = json.loads((folder / "protrain/report.json").read_text())
+    raise AssertionError(json.dumps(report, indent=1)[:6000])
