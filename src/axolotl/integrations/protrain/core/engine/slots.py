@@ -42,7 +42,7 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
-from ..layout.moves import Move, moves_of, staged_bytes
+from ..layout.moves import Move, moves_of, unpacking
 from ..types import Chunk, Counters, Layout, Plan
 from .device import POISON_BYTE, Device, Event, Stream, range_of
 from .host_pool import HostPool
@@ -83,16 +83,15 @@ class Transport:
         self._ranks = ranks or Alone()
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._staged: Tensor | None = None
+        self._room: Tensor | None = None
         self._unpacked: Event | None = None
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Take device memory through which packed chunks come: a piece of them, or all
-        shards of one."""
-        nbytes = staged_bytes(chunks)
-        if (ranks := self._ranks.world.local_size) > 1 and nbytes:
-            nbytes = max(padded_bytes(chunk.in_pool, ranks) for chunk in chunks)
-        if nbytes:
-            self._staged = self._device.allocate(nbytes)
+        """Take device memory through which packed chunks come, and are unpacked."""
+        arrived, room = unpacking(chunks, self._ranks.world.local_size)
+        if room:
+            buffer = self._device.allocate(arrived + room)
+            self._staged, self._room = buffer[:arrived], buffer[arrived:]
 
     def fetch(
         self,
@@ -116,8 +115,8 @@ class Transport:
     def _unpack(
         self, stream: Stream, buffer: Tensor, source: Tensor, moves: Sequence[Move]
     ) -> Event:
-        staged = self._staged
-        assert staged is not None
+        staged, room = self._staged, self._room
+        assert staged is not None and room is not None
         is_whole = self._ranks.world.local_size == 1
         if not is_whole:
             if self._unpacked is not None:
@@ -136,8 +135,8 @@ class Transport:
                     stream.copy(place, part)
                 sources = places
             # the next piece waits for this one: they are of one stream
-            work = partial(move.unpack, sources, buffer)
-            stream.call(work, (*sources, move.target(buffer)))
+            work = partial(move.unpack, sources, buffer, room)
+            stream.call(work, (*sources, room, move.target(buffer)))
         self._unpacked = stream.record()
         return self._unpacked
 
@@ -156,7 +155,7 @@ class Transport:
         self._views.clear()
         if self._staged is not None:
             self._device.free(self._staged)
-        self._staged = None
+        self._staged = self._room = None
 
     def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
         # made once: slicing costs more than queueing the copy

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..types import Chunk, Encoding, TensorSpec
 from .chunks import aligned
-from .packed import stored_specs, unpack
+from .packed import room_bytes, stored_specs, unpack
 from .pieces import PIECE_NUMEL
 from .shards import padded_bytes
 
@@ -31,6 +32,21 @@ class Move:
     first: int = 0
 
     @property
+    def room_bytes(self) -> int:
+        """Room on the device while they are unpacked."""
+        if self.spec.form is None:
+            return 0
+        codes = self.sources[0].stop - self.sources[0].start
+        numel = codes // self.stored[0].shape[1] * self.stored_columns
+        return room_bytes(self.spec.form, numel, self.spec.dtype)
+
+    @property
+    def stored_columns(self) -> int:
+        """Numbers of a row."""
+        assert self.spec.form is not None
+        return self.spec.form.matrix(self.spec.shape)[1]
+
+    @property
     def staged(self) -> tuple[slice, ...]:
         """Where the sources lie side by side in a buffer, at aligned addresses."""
         places, end = [], 0
@@ -44,7 +60,7 @@ class Move:
         """The bytes of the whole tensor in its slot."""
         return slot[self.spec.offset : self.spec.offset + self.spec.nbytes]
 
-    def unpack(self, sources: Sequence[Tensor], slot: Tensor) -> None:
+    def unpack(self, sources: Sequence[Tensor], slot: Tensor, room: Tensor) -> None:
         """Unpack rows whose codes and scales are bytes on the device."""
         assert self.spec.form is not None
         codes, scales = (
@@ -52,7 +68,7 @@ class Move:
             for source, spec in zip(sources, self.stored, strict=True)
         )
         out = self.target(slot).view(self.spec.dtype).view(self.spec.shape)
-        unpack(self.spec.form, codes, scales, out, self.first)
+        unpack(self.spec.form, codes, scales, out, self.first, room)
 
 
 def moves_of(chunk: Chunk) -> Iterator[Move]:
@@ -72,8 +88,6 @@ def moves_of(chunk: Chunk) -> Iterator[Move]:
 
 MOVED_BYTES = {Encoding.E2M1: 15, Encoding.E4M3: 19}
 """Bytes that unpacking reads and writes on the device for each number."""
-_TEMPORARY_BYTES = 4
-"""Bytes of temporaries of a piece for each number of it."""
 
 
 def unpacked_numel(chunk: Chunk) -> dict[Encoding, int]:
@@ -86,23 +100,24 @@ def unpacked_numel(chunk: Chunk) -> dict[Encoding, int]:
     return found
 
 
-def unpacking_bytes(chunks: Iterable[Chunk], ranks: int) -> int:
-    """Device memory beside the slots while a chunk is unpacked."""
+class Unpacking(NamedTuple):
+    """Device memory beside the slots for chunks that are packed on the host: what has
+    come of one, a piece or all its shards, and room to unpack a piece."""
+
+    arrived_bytes: int
+    room_bytes: int
+
+
+def unpacking(chunks: Iterable[Chunk], ranks: int) -> Unpacking:
+    """Return what the largest of these chunks, or pieces of them, need."""
     packed = [chunk for chunk in chunks if chunk.stored is not None]
-    room = staged_bytes(packed)
+    moves = [m for chunk in packed for m in moves_of(chunk) if m.spec.form is not None]
+    room = max((aligned(move.room_bytes) for move in moves), default=0)
     if ranks > 1:
-        room = max((padded_bytes(chunk.in_pool, ranks) for chunk in packed), default=0)
-    largest = max(
-        (min(s.numel, PIECE_NUMEL) for c in packed for s in c.tensors), default=0
-    )
-    return room + _TEMPORARY_BYTES * largest
-
-
-def staged_bytes(chunks: Iterable[Chunk]) -> int:
-    """Room on the device that the pieces of packed chunks need, one after another."""
-    packed = (chunk for chunk in chunks if chunk.stored is not None)
-    moves = (m for chunk in packed for m in moves_of(chunk) if m.spec.form is not None)
-    return max((aligned(move.staged[-1].stop) for move in moves), default=0)
+        every = (padded_bytes(chunk.in_pool, ranks) for chunk in packed)
+    else:
+        every = (aligned(move.staged[-1].stop) for move in moves)
+    return Unpacking(max(every, default=0), room)
 
 
 def _rows(spec: TensorSpec, first: int, stop: int) -> slice:

@@ -55,7 +55,22 @@ def stored_specs(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     )
 
 
-def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -> None:
+def room_bytes(form: Form, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of what is between codes and weight while so many numbers are unpacked."""
+    if form.encoding is Encoding.E4M3:
+        return 4 * numel
+    # a look-up for each pair, and what it finds
+    return 2 * numel + numel * dtype.itemsize
+
+
+def unpack(
+    form: Form,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    first: int,
+    room: Tensor | None = None,
+) -> None:
     """Unpack a piece into its place in a whole weight.
 
     Args:
@@ -64,6 +79,7 @@ def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -
         scales: Rows of scales for them.
         out: The weight, contiguous.
         first: Number of the first of the rows in the weight.
+        room: uint8, `room_bytes` or more, at an address as that of any tensor.
     """
     height, columns = form.matrix(out.shape)
     if form.transposed:
@@ -72,27 +88,45 @@ def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -
     else:
         all_of_it, start = out.view(-1, columns), first
     rows = all_of_it[start : start + len(codes)]
+    if room is None:
+        nbytes = room_bytes(form, rows.numel(), out.dtype)
+        room = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
     if form.encoding is Encoding.E2M1:
-        rows.copy_(_from_e2m1(codes, scales, out.dtype))
-        return
-    numbers = codes.float()
-    (height, width), (down, across) = form.block, scales.shape
-    if down in (1, len(rows) / height) and columns == across * width:
-        blocks = numbers.view(down, -1, across, width)
-        blocks.mul_(scales[:, None, :, None])
+        numbers = _from_e2m1(codes, scales, out.dtype, room)
     else:
-        # the last blocks of rows and columns are cut off
-        if down > 1:
-            scales = scales.repeat_interleave(height, 0)[: len(rows)]
-        numbers.mul_(scales.repeat_interleave(width, 1)[:, :columns])
-    rows.copy_(numbers)
+        numbers = room[: 4 * rows.numel()].view(torch.float32).view(rows.shape)
+        _multiplied(numbers.copy_(codes), scales, form.block)
+    rows.copy_(numbers.view(rows.shape))
 
 
-def _from_e2m1(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    pairs = _pairs(dtype, codes.device)
-    grouped = codes.view(*scales.shape, -1)
-    which = grouped.int().add_(scales.int().mul_(256).unsqueeze(-1))
-    return pairs.index_select(0, which.view(-1)).view(dtype).view(len(codes), -1)
+def _from_e2m1(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype, room: Tensor
+) -> Tensor:
+    pairs, num = _pairs(dtype, codes.device), codes.numel()
+    which = room[: 4 * num].view(torch.int32)
+    found = room[4 * num :][: 2 * num * dtype.itemsize].view(pairs.dtype)
+    grouped = which.view(*scales.shape, -1).copy_(codes.view(*scales.shape, -1))
+    grouped.add_(scales.unsqueeze(-1), alpha=256)
+    return torch.index_select(pairs, 0, which, out=found).view(dtype)
+
+
+def _multiplied(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
+    """Multiply the numbers of each block, of which the last may be cut off."""
+    height = block[0] if len(scales) > 1 else len(numbers)
+    for rows, down, of_rows in _runs(len(numbers), height):
+        for columns, across, of_columns in _runs(numbers.shape[1], block[1]):
+            blocks = numbers[rows, columns].unflatten(1, (-1, across))
+            blocks = blocks.unflatten(0, (-1, down))
+            blocks.mul_(scales[of_rows, None, of_columns, None])
+
+
+def _runs(length: int, block: int) -> Iterator[tuple[slice, int, slice]]:
+    """Yield whole blocks and then one that is cut off: where, how long, their scales."""
+    whole = length // block
+    if whole:
+        yield slice(0, whole * block), block, slice(0, whole)
+    if cut := length % block:
+        yield slice(whole * block, length), cut, slice(whole, whole + 1)
 
 
 @lru_cache(maxsize=None)
