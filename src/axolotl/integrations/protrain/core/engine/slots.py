@@ -110,7 +110,14 @@ class Transport:
         """
         if moves:
             return self._unpack(stream, buffer, source, moves)
-        return self._copy(stream, buffer, source)
+        part, whole = self._targets(buffer, source.numel())
+        stream.copy(part, source)
+        if part is whole:
+            return stream.record()
+        gathers = self._device.communicate
+        gathers.wait(stream.record())
+        gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))
+        return gathers.record()
 
     def _unpack(
         self, stream: Stream, buffer: Tensor, source: Tensor, moves: Sequence[Move]
@@ -121,7 +128,7 @@ class Transport:
         if not is_whole:
             if self._unpacked is not None:
                 stream.wait(self._unpacked)
-            self._copy(stream, staged, source)
+            self.fetch(stream, staged, source)
             # behind the gather
             stream, source = self._device.communicate, staged
         for move in moves:
@@ -139,16 +146,6 @@ class Transport:
             stream.call(work, (*sources, room, move.target(buffer)))
         self._unpacked = stream.record()
         return self._unpacked
-
-    def _copy(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
-        part, whole = self._targets(buffer, source.numel())
-        stream.copy(part, source)
-        if part is whole:
-            return stream.record()
-        gathers = self._device.communicate
-        gathers.wait(stream.record())
-        gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))
-        return gathers.record()
 
     def forget_buffers(self) -> None:
         """Let go of device buffers, and of views of others."""

@@ -99,7 +99,7 @@ def meta_copy(
         copies.append((param, copied))
     for param, copied in copies:
         # the module that owns a quantised weight is among these
-        own = {k: v for k, v in vars(param).items() if k not in ("parts", "_is_param")}
+        own = {"form": param.form} if isinstance(param, Packed) else vars(param)
         vars(copied).update(copy.deepcopy(own, memo))
     for table, own in tables:
         kept = {key: hook for key, hook in table.items() if _of_library(hook)}
