@@ -16,6 +16,14 @@ from test_packed_bases import BASES, load as load_base
 from tiny_models import NUM_BLOCKS, build_model, model_path
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from axolotl.integrations.protrain.core.layout import (
+    aligned,
+    build_layout,
+    spread_order,
+)
+from axolotl.integrations.protrain.core.layout.shards import PAGE_BYTES
+from axolotl.integrations.protrain.offline.worker import Worker
+
 EXPERTS = {**LORA, "lora_target_linear": None, "lora_target_modules": ["q_proj"]}
 EXPERTS |= ON_EXPERTS
 LINEAR = {**LORA, "lora_target_modules": ["q_proj", "o_proj"]}
@@ -87,3 +95,27 @@ def test_its_report_counts_packed_bytes(jobs: Jobs, family: str) -> None:
     twin = weights(jobs.folder / twin_of(family))
     values = sum(tensor.nbytes for name, tensor in twin.items() if "layers" in name)
     assert compared["host arena"]["measured"] < 0.9 * values
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_dry_run_counts_packed_bytes(
+    jobs: Jobs, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From config.json alone, what the host pool of the training had."""
+    folder = jobs[f"paged-{family}"].finished.folder
+    compared = json.loads((folder / "protrain/report.json").read_text())["compared"]
+    monkeypatch.chdir(jobs.folder)
+    with Worker("test_packed_training:frozen_bytes") as worker:
+        (found,) = worker.ask([f"paged-{family}.yaml"], 120)
+    stay = spread_order(NUM_BLOCKS)[: PLANS[family]["protrain_n_persist_override"]]
+    paged = sum(nbytes for block, nbytes in enumerate(found) if block not in stay)
+    assert paged == compared["host arena"]["measured"]
+
+
+def frozen_bytes(config: str) -> list[int]:
+    """In a process of its own: what each block's frozen weights take on the host."""
+    from axolotl.integrations.protrain.offline.meta_model import load_meta_model
+
+    layout = build_layout(load_meta_model(Path(config), "cpu").model)
+    frozen = (chunk for chunk in layout.pageable if not chunk.trainable)
+    return [aligned(chunk.in_pool.nbytes, PAGE_BYTES) for chunk in frozen]

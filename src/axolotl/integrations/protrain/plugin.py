@@ -191,12 +191,12 @@ class ProTrainPlugin(BasePlugin):
                 self._share = LoadShare(cfg.local_rank, num_local)
             experts = bool(cfg.quantize_moe_experts)
             self._loading.enter_context(quantise_on(_device(cfg), self._share, experts))
-        unpacks = (cfg.model_quantization_config_kwargs or {}).get("dequantize")
-        if self._pages and cfg.adapter and unpacks:
+        if self._pages and cfg.model_quantization_config:
             # imported here, as above
-            from .loading import keep_packed
+            from .loading import keep_packed, keeps_packed
 
-            self._loading.enter_context(keep_packed())
+            if keeps_packed(cfg):
+                self._loading.enter_context(keep_packed())
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
