@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from axolotl_jobs import LORA, overrides
-from matrix_bases import ON_EXPERTS
+from matrix_bases import EVALUATED, ON_EXPERTS
 from saving_jobs import PAGED, Jobs, difference, load, weights
 from test_packed_bases import BASES, load as load_base
 from tiny_models import NUM_BLOCKS, build_model, model_path
@@ -26,11 +26,12 @@ from axolotl.integrations.protrain.offline.worker import Worker
 
 EXPERTS = {**LORA, "lora_target_linear": None, "lora_target_modules": ["q_proj"]}
 EXPERTS |= ON_EXPERTS
-LINEAR = {**LORA, "lora_target_modules": ["q_proj", "o_proj"]}
+TRAINED = {**LORA, "lora_target_linear": None, "lora_target_modules": ["q_proj"]}
+TRAINED |= {"lora_modules_to_save": ["up_proj"]}
 PLANS: dict[str, dict[str, Any]] = {
     "gpt_oss-mxfp4": {**EXPERTS, **overrides(0, 2, NUM_BLOCKS)},
     "qwen3-fp8": {**LORA, **overrides(0, 2, 2)},
-    "deepseek_v3-fp8": {**EXPERTS, **overrides(1, 2, NUM_BLOCKS)},
+    "deepseek_v3-fp8": {**EXPERTS, **EVALUATED, **overrides(1, 2, 1, 2)},
 }
 
 
@@ -70,11 +71,31 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         paged = {**own, "base_model": str(model_path(family))}
         jobs.train(f"plain-{family}", lora, plain)
         jobs.train(f"paged-{family}", lora, paged, PAGED, plan)
+        if family == "qwen3-fp8":
+            # weights of the base train beside the adapters, as copies
+            jobs.train("plain-trained", lora, TRAINED, plain)
+            jobs.train("paged-trained", lora, TRAINED, paged, PAGED)
+        if family == "gpt_oss-mxfp4":
+            half = {"resume_from_checkpoint": f"paged-{family}/checkpoint-2"}
+            after = [f"paged-{family}"]
+            jobs.train("resumed", lora, paged, PAGED, plan, half, after=after)
+            for name in ("plain", "paged"):
+                own_keys = paged if name == "paged" else plain
+                trained = {"lora_model_dir": f"{name}-{family}"}
+                trained["output_dir"] = f"merge_{name}"
+                jobs.command(
+                    f"merge_{name}",
+                    "merge_lora",
+                    lora,
+                    own_keys,
+                    trained | {"merge_method": "legacy"},
+                    after=[f"{name}-{family}"],
+                )
     yield jobs
     jobs.close()
 
 
-@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("family", [*BASES, "trained"])
 def test_a_packed_base_trains_as_its_unpacked_twin(jobs: Jobs, family: str) -> None:
     paged, plain = (jobs[f"{name}-{family}"].finished for name in ("paged", "plain"))
     assert paged.paged and not plain.paged
@@ -83,6 +104,22 @@ def test_a_packed_base_trains_as_its_unpacked_twin(jobs: Jobs, family: str) -> N
     for read in (weights, lambda folder: load(folder / "optimizer.pt")):
         assert difference(*map(read, last)) is None
     assert difference(weights(paged.folder), weights(plain.folder)) is None
+
+
+def test_a_resumed_run_ends_as_the_plain_one(jobs: Jobs) -> None:
+    ours, plain = jobs["resumed"].finished, jobs["plain-gpt_oss-mxfp4"].finished
+    assert ours.history == plain.history
+    last = [outcome.folder / "checkpoint-4" for outcome in (ours, plain)]
+    for read in (weights, lambda folder: load(folder / "optimizer.pt")):
+        assert difference(*map(read, last)) is None
+
+
+def test_an_adapter_merges_into_values(jobs: Jobs) -> None:
+    ours, plain = (
+        weights(jobs[f"merge_{name}"].finished.folder / "merged")
+        for name in ("paged", "plain")
+    )
+    assert difference(ours, plain) is None
 
 
 @pytest.mark.parametrize("family", BASES)

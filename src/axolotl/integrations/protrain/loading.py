@@ -21,7 +21,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
-from .core.layout.packed import from_fp8, from_mxfp4
+from .core.layout.packed import Packed, form_of, from_fp8, from_mxfp4
 from .core.layout.tensors import (
     bindings,
     own_quant_states,
@@ -173,7 +173,23 @@ def keep_packed() -> Iterator[None]:
 def keeps_packed(cfg: Any) -> bool:
     """Tell whether `keep_packed` is for a configuration: what trains has values."""
     unpacks = (cfg.model_quantization_config_kwargs or {}).get("dequantize")
-    return bool(cfg.adapter and cfg.model_quantization_config and unpacks)
+    # what is written into the base before it trains
+    writes = cfg.peft_init_lora_weights or cfg.peft
+    return bool(
+        cfg.adapter and cfg.model_quantization_config and unpacks and not writes
+    )
+
+
+def unpack_trained(model: nn.Module) -> None:
+    """Unpack weights that train, as copies of a base's modules do; or drop their form."""
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is None or form_of(param) is None or not param.requires_grad:
+                continue
+            if isinstance(param, Packed):
+                module._parameters[key] = nn.Parameter(param.detach().unpacked())
+            else:
+                del vars(param)["form"]
 
 
 def name_forms(model: nn.Module, settings: Mapping[str, Any]) -> int:

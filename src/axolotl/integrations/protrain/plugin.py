@@ -201,6 +201,13 @@ class ProTrainPlugin(BasePlugin):
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
 
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        if self._pages and cfg.model_quantization_config:
+            # imported here, as above
+            from .loading import unpack_trained
+
+            unpack_trained(model)
+
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         if not self._pages:
             return {}

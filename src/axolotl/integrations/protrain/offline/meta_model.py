@@ -68,6 +68,7 @@ from ..loading import (
     keeps_packed,
     name_forms,
     quantise_experts,
+    unpack_trained,
 )
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins, require_internals
@@ -347,6 +348,7 @@ def _built(
         freeze_layers_except(model, cfg.unfrozen_parameters)
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
+    unpack_trained(model)
     return model.train(), adapter
 
 
