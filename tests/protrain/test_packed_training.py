@@ -79,18 +79,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
             half = {"resume_from_checkpoint": f"paged-{family}/checkpoint-2"}
             after = [f"paged-{family}"]
             jobs.train("resumed", lora, paged, PAGED, plan, half, after=after)
-            for name in ("plain", "paged"):
-                own_keys = paged if name == "paged" else plain
-                trained = {"lora_model_dir": f"{name}-{family}"}
-                trained["output_dir"] = f"merge_{name}"
-                jobs.command(
-                    f"merge_{name}",
-                    "merge_lora",
-                    lora,
-                    own_keys,
-                    trained | {"merge_method": "legacy"},
-                    after=[f"{name}-{family}"],
-                )
     yield jobs
     jobs.close()
 
@@ -112,14 +100,6 @@ def test_a_resumed_run_ends_as_the_plain_one(jobs: Jobs) -> None:
     last = [outcome.folder / "checkpoint-4" for outcome in (ours, plain)]
     for read in (weights, lambda folder: load(folder / "optimizer.pt")):
         assert difference(*map(read, last)) is None
-
-
-def test_an_adapter_merges_into_values(jobs: Jobs) -> None:
-    ours, plain = (
-        weights(jobs[f"merge_{name}"].finished.folder / "merged")
-        for name in ("paged", "plain")
-    )
-    assert difference(ours, plain) is None
 
 
 @pytest.mark.parametrize("family", BASES)
