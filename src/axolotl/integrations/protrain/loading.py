@@ -187,7 +187,8 @@ def unpack_trained(model: nn.Module) -> None:
             if param is None or form_of(param) is None or not param.requires_grad:
                 continue
             if isinstance(param, Packed):
-                module._parameters[key] = nn.Parameter(param.detach().unpacked())
+                plain = Packed.unpacked(param)
+                module._parameters[key] = nn.Parameter(plain)
             else:
                 del vars(param)["form"]
 

@@ -1,4 +1,4 @@
-"""What a chunk that is packed in host memory becomes in its slot, piece by piece."""
+"""The ways of packed chunks from host memory into their slots, piece by piece."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Move:
 
     @property
     def staged(self) -> tuple[slice, ...]:
-        """Where the sources lie side by side in a buffer, at aligned addresses."""
+        """Places of the sources side by side in a buffer, at aligned addresses."""
         places, end = [], 0
         for source in self.sources:
             stop = end + source.stop - source.start
