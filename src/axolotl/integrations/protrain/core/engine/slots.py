@@ -82,16 +82,17 @@ class Transport:
         self._device = device
         self._ranks = ranks or Alone()
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._staged: Tensor | None = None
+        # buffers for what has come and is packed, and when it was unpacked last
+        self._staged: list[Tensor] = []
         self._room: Tensor | None = None
-        self._unpacked: Event | None = None
+        self._unpacked: dict[int, Event] = {}
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Take device memory through which packed chunks come, and are unpacked."""
-        arrived, room = unpacking(chunks, self._ranks.world.local_size)
+        sizes, room = unpacking(chunks, self._ranks.world.local_size)
         if room:
-            buffer = self._device.allocate(arrived + room)
-            self._staged, self._room = buffer[:arrived], buffer[arrived:]
+            self._staged = [self._device.allocate(nbytes) for nbytes in sizes]
+            self._room = self._device.allocate(room)
 
     def fetch(
         self,
@@ -122,37 +123,46 @@ class Transport:
     def _unpack(
         self, stream: Stream, buffer: Tensor, source: Tensor, moves: Sequence[Move]
     ) -> Event:
-        staged, room = self._staged, self._room
-        assert staged is not None and room is not None
+        """Unpack behind the copies, on the stream of gathers, which has no other work."""
+        unpacks, room = self._device.communicate, self._room
         is_whole = self._ranks.world.local_size == 1
+        assert room is not None
         if not is_whole:
-            if self._unpacked is not None:
-                stream.wait(self._unpacked)
+            (staged,) = self._staged
+            self._wait_unpacked(stream, 0)
             self.fetch(stream, staged, source)
             # behind the gather
-            stream, source = self._device.communicate, staged
-        for move in moves:
+            stream, source = unpacks, staged
+        plain = [move for move in moves if move.spec.form is None]
+        for move in plain:
+            stream.copy(move.target(buffer), source[move.sources[0]])
+        packed = (move for move in moves if move.spec.form is not None)
+        for number, move in enumerate(packed):
+            turn = number % len(self._staged)
             sources = [source[part] for part in move.sources]
-            if move.spec.form is None:
-                stream.copy(move.target(buffer), *sources)
-                continue
             if is_whole:
-                places = [staged[place] for place in move.staged]
+                self._wait_unpacked(stream, turn)
+                places = [self._staged[turn][place] for place in move.staged]
                 for place, part in zip(places, sources, strict=True):
                     stream.copy(place, part)
+                unpacks.wait(stream.record())
                 sources = places
-            # the next piece waits for this one: they are of one stream
             work = partial(move.unpack, sources, buffer, room)
-            stream.call(work, (*sources, room, move.target(buffer)))
-        self._unpacked = stream.record()
-        return self._unpacked
+            unpacks.call(work, (*sources, room, move.target(buffer)))
+            self._unpacked[turn] = unpacks.record()
+        return unpacks.record()
+
+    def _wait_unpacked(self, stream: Stream, turn: int) -> None:
+        """Let a copy into a staging buffer wait for who still unpacks from it."""
+        if turn in self._unpacked:
+            stream.wait(self._unpacked[turn])
 
     def forget_buffers(self) -> None:
         """Let go of device buffers, and of views of others."""
         self._views.clear()
-        if self._staged is not None:
-            self._device.free(self._staged)
-        self._staged = self._room = None
+        for memory in (*self._staged, *([] if self._room is None else [self._room])):
+            self._device.free(memory)
+        self._staged, self._room = [], None
 
     def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
         # made once: slicing costs more than queueing the copy

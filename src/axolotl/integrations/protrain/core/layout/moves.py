@@ -101,11 +101,16 @@ def unpacked_numel(chunk: Chunk) -> dict[Encoding, int]:
 
 
 class Unpacking(NamedTuple):
-    """Device memory beside the slots for chunks that are packed on the host: what has
-    come of one, a piece or all its shards, and room to unpack a piece."""
+    """Device memory beside the slots for chunks that are packed on the host: buffers for
+    what has come, two pieces in turns or all shards of a chunk, and room to unpack."""
 
-    arrived_bytes: int
+    staged_bytes: tuple[int, ...]
     room_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return sum(self.staged_bytes) + self.room_bytes
 
 
 def unpacking(chunks: Iterable[Chunk], ranks: int) -> Unpacking:
@@ -115,9 +120,9 @@ def unpacking(chunks: Iterable[Chunk], ranks: int) -> Unpacking:
     room = max((aligned(move.room_bytes) for move in moves), default=0)
     if ranks > 1:
         every = (padded_bytes(chunk.in_pool, ranks) for chunk in packed)
-    else:
-        every = (aligned(move.staged[-1].stop) for move in moves)
-    return Unpacking(max(every, default=0), room)
+        return Unpacking((max(every, default=0),), room)
+    piece = max((aligned(move.staged[-1].stop) for move in moves), default=0)
+    return Unpacking((piece, piece), room)
 
 
 def _rows(spec: TensorSpec, first: int, stop: int) -> slice:

@@ -97,7 +97,7 @@ class TrainedBytes:
         """Device memory beside slots in which packed chunks are unpacked, by shards."""
         pageable = self.layout.pageable
         every = {1, self.workload.world.local_size}
-        return {shards: sum(unpacking(pageable, shards)) for shards in every}
+        return {shards: unpacking(pageable, shards).nbytes for shards in every}
 
     def unpacking(self, n_buffer: int, shards: int) -> int:
         """Device memory beside so many slots in which packed chunks are unpacked."""
