@@ -13,6 +13,7 @@ from core_models import (
     adamw,
     assert_same,
     batches,
+    checked,
     make_plan,
     open_session,
     packed_stack,
@@ -22,7 +23,9 @@ from core_models import (
 from simulated import DeferredDevice
 from torch import Tensor, nn
 
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.session import Session
+from axolotl.integrations.protrain.core.engine.slots import Slot, Transport
 from axolotl.integrations.protrain.core.errors import AccessError, LayoutError
 from axolotl.integrations.protrain.core.layout import (
     build_layout,
@@ -209,3 +212,33 @@ def test_packed_bytes_have_no_gradient() -> None:
     own.layers[2].up.weight.requires_grad = True
     with pytest.raises(LayoutError, match=r"layers\.2\.up\.weight: a packed weight"):
         build_layout(own)
+
+
+def test_a_slot_that_is_taken_before_its_use_is_unpacked_in_order() -> None:
+    """A chunk that was fetched ahead and is not wanted leaves no piece behind."""
+    own = packed_stack()
+    first, second = (c for c in build_layout(own).pageable[:4] if not c.trainable)
+    device, pool = checked(DeferredDevice()), HostPool()
+    pool.add([first, second])
+    weights = dict(own.named_parameters())
+    for chunk in (first, second):
+        for spec in chunk.tensors:
+            home: Any = pool.tensor(chunk.index, spec)
+            weight: Any = weights[spec.name]
+            pairs = [(home, weight)] if spec.form is None else weight.copies_to(home)
+            for target, source in pairs:
+                target.copy_(source.detach())
+    transport = Transport(device)
+    transport.reserve([first, second])
+    slot = Slot(device.allocate(first.nbytes), device, transport)
+    for number, chunk in enumerate((second, first, second)):
+        slot.fetch(chunk.index, pool.share(chunk), [*moves_module.moves_of(chunk)])
+        if number == 0:
+            slot.begin_use()
+            slot.end_use()
+    slot.begin_use()
+    for spec in second.tensors:
+        there = slot.buffer[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
+        wanted = weights[spec.name].detach().contiguous().view(-1)
+        assert torch.equal(there, wanted), spec.name
+    slot.end_use()

@@ -209,6 +209,9 @@ class Slot:
         stream.wait(self._last_use)
         if self._written_back is not None:
             stream.wait(self._written_back)
+        if moves and self._arrival is not None:
+            # what came before may be unpacked still, though nobody wants it
+            stream.wait(self._arrival)
         self._arrival = self._transport.fetch(stream, self.buffer, source, moves)
         self.holds = chunk
 
