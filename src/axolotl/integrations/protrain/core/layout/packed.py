@@ -43,6 +43,13 @@ def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(chain(*tensor.parts)) if isinstance(tensor, Packed) else (tensor,)
 
 
+def stored_bytes(param: Tensor) -> int:
+    """Bytes of a parameter as host memory has it, with or without values."""
+    form = form_of(param)
+    spec = TensorSpec("", tuple(param.shape), param.dtype, 0, form)
+    return sum(stored.nbytes for stored in stored_specs(spec))
+
+
 def stored_specs(spec: TensorSpec) -> tuple[TensorSpec, ...]:
     """A tensor as it lies in host memory: itself, or its codes and then its scales."""
     if spec.form is None:
@@ -175,11 +182,6 @@ class Packed(Tensor):
         )
         made.form, made.parts = form, tuple(parts)
         return made
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of codes and scales."""
-        return sum(tensor.nbytes for tensor in memory_of(self))
 
     def unpack_into(self, out: Tensor, numel: int = PIECE_NUMEL) -> Tensor:
         """Fill a contiguous tensor of this shape, on any device, piece by piece."""
