@@ -1,4 +1,23 @@
-"""The ways of packed chunks from host memory into their slots, piece by piece."""
+"""The ways of packed chunks from host memory into their slots, piece by piece.
+
+# Note [Packed chunks]
+
+A frozen weight that is published in few bits has a storage form, which the host pool
+keeps and the link carries, and values, which its slot holds and the model reads. Only
+pool and transport know: `Chunk.in_pool` is the chunk as it lies there, codes and then
+scales of each such tensor, and `Move`s say how it becomes the chunk of the slot.
+
+* Before and after training the parameter is a `Packed`, whose parts are pages of the
+  base's files, or of the pool: who reads it gets values, and nobody can write it. While a
+  session is open it is a plain parameter, a view of its slot; `full_params`, a state and
+  a copy of the model show a `Packed` over the pool, which takes no room until it is read.
+* The bytes stay on the host wherever the plan has the weight: values cannot be packed.
+* A piece is copied into one of two buffers on the fetch stream and unpacked from there on
+  that of the gathers, so that the link goes on meanwhile. A buffer waits for its last
+  unpacking, a slot for the last arrival. Shards are gathered whole before.
+* Values are those of transformers' own unpacking: a table of all pairs of codes under all
+  scales, or a product in fp32 and one rounding. No device and no piece makes a difference.
+"""
 
 from __future__ import annotations
 
