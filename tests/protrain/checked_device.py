@@ -43,7 +43,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -162,7 +162,7 @@ _start = attrgetter("start")
 class CheckedDevice(Device):
     """Another device with every access checked. Costs microseconds a call.
 
-    Each copy into a buffer that has windows finds it full of NaN bytes.
+    Each fetch into a buffer that has windows finds it full of NaN bytes.
 
     Raises:
         RaceError: From any method, and from those of its streams.
@@ -397,6 +397,8 @@ class _CheckedStream:
     device: CheckedDevice
     inner: Stream
     lane: _Lane
+    filled: set[int] = field(default_factory=set)
+    """Addresses of buffers that are being fetched into, until the next event."""
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CheckedEvent)
@@ -405,6 +407,7 @@ class _CheckedStream:
             self.lane.join(event.clock)
 
     def record(self) -> Event:
+        self.filled.clear()
         inner = self.inner.record()
         with self.device.queueing(self.lane):
             return _CheckedEvent(self.device, inner, dict(self.lane.clock))
@@ -413,10 +416,7 @@ class _CheckedStream:
         if target.numel():
             to_device = self.lane.name != "offload"
             self._access(source, False, not to_device)
-            if self.lane.name == "fetch" and self.device.has_windows(target):
-                # a stale read finds neither this chunk nor the one before
-                buffer = torch.empty(0, dtype=torch.uint8, device=target.device)
-                self.fill(buffer.set_(target.untyped_storage()), POISON_BYTE)
+            self._poison(target)
             self._access(target, True, to_device)
             self._queue(self.inner.copy, target, source)
 
@@ -427,8 +427,19 @@ class _CheckedStream:
 
     def call(self, work: Callable[[], object], memory: Sequence[Tensor]) -> None:
         for tensor in memory:
+            self._poison(tensor)
             self._access(tensor, True, True)
         self._queue(self.inner.call, work, memory)
+
+    def _poison(self, target: Tensor) -> None:
+        """A stale read finds neither this chunk nor the one before."""
+        storage = target.untyped_storage()
+        if self.lane.name != "fetch" or storage.data_ptr() in self.filled:
+            return
+        if self.device.has_windows(target):
+            self.filled.add(storage.data_ptr())
+            buffer = torch.empty(0, dtype=torch.uint8, device=target.device)
+            self.fill(buffer.set_(storage), POISON_BYTE)
 
     def _access(self, tensor: Tensor, writes: bool, on_device: bool) -> None:
         with self.device.queueing(self.lane):

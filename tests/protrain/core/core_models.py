@@ -36,6 +36,11 @@ from axolotl.integrations.protrain.core.layout import (
     build_layout,
     check_slots,
 )
+from axolotl.integrations.protrain.core.layout.packed import (
+    Packed,
+    from_fp8,
+    from_mxfp4,
+)
 from axolotl.integrations.protrain.core.types import (
     Block,
     Chunk,
@@ -164,6 +169,36 @@ def freeze(model: nn.Module, trained: Iterable[str] = ("norm",)) -> set[str]:
         if param.requires_grad:
             names.add(name)
     return names
+
+
+class Mixing(Layer):
+    """A layer with two more matrices in one parameter, as experts have them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + (x @ self.mix[0]).relu() @ self.mix[1].t()
+
+
+def packed_stack(packed: bool = True) -> Any:
+    """A `Stack` with FP8 in `up` and MXFP4 in `mix` of each layer, packed or not, whose
+    norms train."""
+    torch.manual_seed(0)
+    made = Stack(width=32, inner=64).bfloat16()
+    for layer in made.layers:
+        layer.__class__ = Mixing
+        codes = torch.randn(64, 32).to(torch.float8_e4m3fn)
+        factors = torch.rand(4, 4) / 9
+        blocks = torch.randint(256, (2, 64, 1, 16), dtype=torch.uint8)
+        exponents = torch.randint(118, 124, (2, 64, 1), dtype=torch.uint8)
+        own: dict[Any, Packed] = {
+            (layer.up, "weight"): from_fp8(codes, factors, torch.bfloat16),
+            (layer, "mix"): from_mxfp4(blocks, exponents, torch.bfloat16),
+        }
+        for (module, name), weight in own.items():
+            value = weight if packed else weight.unpacked()
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+    freeze(made, ("norm", "extra"))
+    return made
 
 
 def make_plan(

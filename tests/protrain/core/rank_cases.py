@@ -33,6 +33,7 @@ from core_models import (
     before_updates,
     freeze,
     make_plan,
+    packed_stack,
     stack,
 )
 from simulated import SimulatedDevice, at_random
@@ -115,6 +116,7 @@ def special() -> Iterator[Case]:
     """What the grid does not have, in both modes that page."""
     state = (("outside", HOST_STATE),)
     mixed = (*state, ("resident", (1, 3)), ("recompute", (0, 1, 4)))
+    stays = (("resident", (2, 3)), ("recompute", (1, 2, 5)))
     for mode in "BC":
         for name, case in {
             "slow": Case("", (), "stack", 3, 0.5, slow=True),
@@ -134,6 +136,9 @@ def special() -> Iterator[Case]:
             "hooks": Case("", (), "stack", 2, 0.5, plan=mixed, hooks=True),
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
+            ),
+            "packed": Case(
+                "", ("norm", "extra"), "packed", 2, 0.5, slow=True, plan=stays
             ),
             "host": Case("", (), "stack", 2, 0.5, plan=(*mixed, HOST), slow=True),
             "host-looks": Case(
@@ -264,6 +269,8 @@ MODELS: dict[str, Callable[[Case], Any]] = {
     "two dtypes": _two_dtypes,
     "lora": lambda _: _llama(False),
     "qlora": lambda _: _llama(True),
+    # its plain run has the values
+    "packed": lambda case: packed_stack(bool(case.name)),
 }
 
 

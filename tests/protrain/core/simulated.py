@@ -172,7 +172,12 @@ class _DeferredStream:
         self._add(kernel)
 
     def call(self, work: Callable[[], None], memory: Sequence[Tensor]) -> None:
-        self._add(work)
+        def apart() -> None:
+            # no operators of whoever waits for them
+            with torch.no_grad(), _disable_current_modes():
+                work()
+
+        self._add(apart)
 
     def carry_out(self, position: int) -> None:
         """Everything up to a position, and what that waits for."""

@@ -20,6 +20,7 @@ from axolotl.integrations.protrain.core.layout.packed import (
     Packed,
     from_fp8,
     from_mxfp4,
+    stored_bytes,
 )
 
 TARGETS = [torch.bfloat16, torch.float16, torch.float32]
@@ -58,7 +59,7 @@ def test_every_e2m1_number_under_every_scale(dtype: torch.dtype) -> None:
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     assert own.shape == wanted.shape == (2, 512, 128)
     assert_same_bits(own.unpacked(), wanted)
-    assert own.stored_bytes == blocks.numel() + scales.numel()
+    assert stored_bytes(own) == blocks.numel() + scales.numel()
 
 
 FACTORS = torch.tensor(

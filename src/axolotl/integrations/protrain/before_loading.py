@@ -19,6 +19,7 @@ from .args import ProTrainArgs, args_from
 from .core.engine.ranks import Alone, Ranks
 from .core.errors import BudgetError, ProTrainError
 from .core.host import host_memory
+from .core.layout.packed import stored_bytes
 from .core.planner.cards import gpu_hardware
 from .core.planner.hardware import measured_unseen_bytes
 from .core.planner.job import TracedJob, device_budget
@@ -130,7 +131,7 @@ def dry_run(asked: tuple[Any, Hardware, World]) -> Answer:
             if args.protrain_cpu_capacity_bytes is not None:
                 return subject
             # at best the whole base is mapped, and takes memory only where it moves
-            base = sum(param.nbytes for param in meta.model.parameters())
+            base = sum(map(stored_bytes, meta.model.parameters()))
             return subject.loaded_with(base)
 
         subject = traced()

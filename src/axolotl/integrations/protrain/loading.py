@@ -4,7 +4,7 @@ that stay packed as they are published."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +18,16 @@ from transformers.integrations import mxfp4
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
-from .core.layout.packed import from_fp8, from_mxfp4
+from .core.layout.packed import Packed, form_of, from_fp8, from_mxfp4
 from .core.layout.tensors import (
     bindings,
     own_quant_states,
     quantisation_tables_apart,
 )
+from .core.types import Encoding, Form
 
 LARGE_BYTES = 1 << 20
 """Size of a 4-bit weight from which freed memory is worth returning to the system."""
@@ -166,6 +168,68 @@ def keep_packed() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def keeps_packed(cfg: Any) -> bool:
+    """Tell whether `keep_packed` is for a configuration: what trains has values."""
+    unpacks = (cfg.model_quantization_config_kwargs or {}).get("dequantize")
+    # what is written into the base before it trains
+    writes = cfg.peft_init_lora_weights or cfg.peft
+    return bool(
+        cfg.adapter and cfg.model_quantization_config and unpacks and not writes
+    )
+
+
+def unpack_trained(model: nn.Module) -> None:
+    """Unpack weights that train, as copies of a base's modules do; or drop their form."""
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is None or form_of(param) is None or not param.requires_grad:
+                continue
+            if isinstance(param, Packed):
+                plain = Packed.unpacked(param)
+                module._parameters[key] = nn.Parameter(plain)
+            else:
+                del vars(param)["form"]
+
+
+def name_forms(model: nn.Module, settings: Mapping[str, Any]) -> int:
+    """Give weights on the meta device the forms in which `keep_packed` leaves a base.
+
+    Args:
+        model: Has the weights.
+        settings: The base's own `quantization_config`.
+
+    Returns:
+        Their bytes once they are unpacked.
+    """
+    is_fp8, block = (
+        settings.get("quant_method") == "fp8",
+        settings.get("weight_block_size"),
+    )
+    skipped = settings.get("modules_to_not_convert") or []
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if is_fp8
+        and isinstance(module, nn.Linear)
+        and should_convert_module(name, skipped)
+    }
+    named = 0
+    for name, param in model.named_parameters():
+        if name not in linear and not is_of_experts(name, param):
+            continue
+        rows, columns = param.shape[-2:]
+        if not is_fp8:
+            form = Form(Encoding.E2M1, (1, 32), transposed=True)
+        elif block is None:
+            form = Form(Encoding.E4M3, (rows, columns))
+        else:
+            own = min(block[0], rows), min(block[1], columns)
+            form = Form(Encoding.E4M3, own)
+        vars(param)["form"] = form
+        named += param.nbytes
+    return named
 
 
 def is_of_experts(name: str, weight: torch.Tensor) -> bool:

@@ -191,9 +191,22 @@ class ProTrainPlugin(BasePlugin):
                 self._share = LoadShare(cfg.local_rank, num_local)
             experts = bool(cfg.quantize_moe_experts)
             self._loading.enter_context(quantise_on(_device(cfg), self._share, experts))
+        if self._pages and cfg.model_quantization_config:
+            # imported here, as above
+            from .loading import keep_packed, keeps_packed
+
+            if keeps_packed(cfg):
+                self._loading.enter_context(keep_packed())
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        if self._pages and cfg.model_quantization_config:
+            # imported here, as above
+            from .loading import unpack_trained
+
+            unpack_trained(model)
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         if not self._pages:

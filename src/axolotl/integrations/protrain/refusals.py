@@ -340,8 +340,16 @@ def refuse_quantised(model: Any) -> None:
 
 def quantised_base(name: str, method: str, origin: str) -> ConfigError:
     """The refusal of a base whose weights are quantised already; `origin` is not."""
+    way_out = (
+        f"Give {origin}; `load_in_4bit: true` with `adapter: qlora` makes it small."
+    )
+    if method == "fp8":
+        way_out = (
+            "Add `model_quantization_config: FineGrainedFP8Config` and "
+            "`model_quantization_config_kwargs: {dequantize: true}`; under an adapter it "
+            "stays packed on the host."
+        )
     return ConfigError(
         f"base_model: {name} holds weights quantised by {method}, which cannot be "
-        f"trained. Give {origin}; `load_in_4bit: true` with `adapter: qlora` makes it "
-        "small."
+        f"trained. {way_out}"
     )

@@ -120,12 +120,14 @@ class Form:
 @dataclass(frozen=True)
 class TensorSpec:
     """One parameter of a chunk: its full name from the model root, and its first byte
-    inside the chunk, a multiple of the alignment."""
+    inside the chunk, a multiple of the alignment; its `form` in host memory if it is
+    packed there."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    form: Form | None = None
 
     # cached: each step asks
     @cached_property
@@ -148,7 +150,8 @@ class Chunk:
     of them trained, or none. `index` is the position in `Layout.chunks`, `block` None
     for weights outside blocks; `nbytes` has the alignment gaps in it. Those of an `adapter`
     stay on the device. `rows_bytes` are those of the rows that a micro-batch takes of a
-    frozen embedding which is only looked up, so that the host can do it; otherwise 0."""
+    frozen embedding which is only looked up, so that the host can do it; otherwise 0.
+    `stored` has the tensors as they lie in host memory, where some are packed there."""
 
     index: int
     block: int | None
@@ -157,6 +160,12 @@ class Chunk:
     nbytes: int
     adapter: bool = False
     rows_bytes: int = 0
+    stored: Chunk | None = None
+
+    @property
+    def in_pool(self) -> Chunk:
+        """The chunk as it lies in host memory and crosses the link."""
+        return self.stored or self
 
     # cached: a search asks thousands of times
     @cached_property

@@ -62,7 +62,14 @@ from ..core.layout.tensors import quantisation_tables_apart
 from ..core.planner.meta import meta_copy
 from ..core.sizes import format_bytes
 from ..job import without_gpu
-from ..loading import is_of_experts, quantise_experts
+from ..loading import (
+    is_of_experts,
+    keep_packed,
+    keeps_packed,
+    name_forms,
+    quantise_experts,
+    unpack_trained,
+)
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins, require_internals
 from .batches import find_file
@@ -341,6 +348,7 @@ def _built(
         freeze_layers_except(model, cfg.unfrozen_parameters)
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
+    unpack_trained(model)
     return model.train(), adapter
 
 
@@ -500,7 +508,8 @@ class _Loader(ModelLoader):
             if key not in ("device_map", "revision", "torch_dtype")
         }
         unfilled: dict[str, Any] = dict.fromkeys(_FILLERS, _nothing)
-        with patch.multiple(PreTrainedModel, **unfilled):
+        published = {**(getattr(config, "quantization_config", None) or {})}
+        with patch.multiple(PreTrainedModel, **unfilled), keep_packed():
             model = model_class.from_pretrained(
                 None, config=config, state_dict={}, device_map={"": "meta"}, **kwargs
             )
@@ -511,9 +520,16 @@ class _Loader(ModelLoader):
             for param in experts:
                 param.data = param.data.bfloat16()
             unpacked = format_bytes(sum(param.nbytes for param in experts))
+            if not keeps_packed(self.cfg):
+                self._assumptions.append(
+                    "model_quantization_config: the base is unpacked from MXFP4 while it "
+                    f"loads: {unpacked} of experts in bf16"
+                )
+        if keeps_packed(self.cfg):
+            values = format_bytes(name_forms(model, published))
             self._assumptions.append(
-                "model_quantization_config: the base is unpacked from MXFP4 while it "
-                f"loads: {unpacked} of experts in bf16"
+                "model_quantization_config: the base stays packed on the host, and what "
+                f"is {values} of values crosses the link so"
             )
         _quantize(model)
         if self.cfg.quantize_moe_experts:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import AccessError
 from ..layout import Direction
+from ..layout.packed import memory_of
 from ..layout.tensors import Binding, map_tensors, tensors_in
 from ..types import Chunk, Layout
 from .access import StateAccess
@@ -224,6 +225,7 @@ class StateHooks:
         access: StateAccess,
     ) -> None:
         self._chunk, self._host, self._access = chunk, host, access
+        self._memory = [part for _, tensor in host for part in memory_of(tensor)]
         # a stack: a read may run inside a read
         self._bound: list[list[tuple[Binding, Tensor]]] = []
         copying = partial(access.copying, owner)
@@ -244,7 +246,7 @@ class StateHooks:
             self._handles.pop().remove()
 
     def _before_read(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        self._access.before_read([tensor for _, tensor in self._host])
+        self._access.before_read(self._memory)
         self._keeps_vars = keep_vars
         self._bind()
 
@@ -260,7 +262,7 @@ class StateHooks:
         self._unbind()
 
     def _before_load(self, *_: Any) -> None:
-        self._access.before_load([tensor for _, tensor in self._host])
+        self._access.before_load(self._memory)
         self._bind()
 
     def _after_load(self, *_: Any) -> None:

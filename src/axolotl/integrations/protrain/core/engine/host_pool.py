@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..layout import aligned, padded_bytes, shard_bytes
+from ..layout.packed import Packed, stored_specs
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
 from .device import Device
@@ -49,6 +50,8 @@ class HostPool:
         self._shards = shards
         self._in_files = self._ranks.world.local_size > 1
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
+        # of chunks that are packed here: their tensors, by name
+        self._stored: dict[int, dict[str, TensorSpec]] = {}
         self._shares: dict[int, Tensor] = {}
         self._files: dict[mmap.mmap, int] = {}
         self.nbytes = 0
@@ -63,6 +66,12 @@ class HostPool:
         Returns:
             Their mapping as one uint8 tensor, None when it is empty.
         """
+        self._stored |= {
+            chunk.index: {spec.name: spec for spec in chunk.stored.tensors}
+            for chunk in chunks
+            if chunk.stored is not None
+        }
+        chunks = [chunk.in_pool for chunk in chunks]
         sizes = [aligned(padded_bytes(c, self._shards), PAGE_BYTES) for c in chunks]
         nbytes = sum(sizes)
         if not nbytes:
@@ -88,7 +97,7 @@ class HostPool:
         """Return the bytes that this rank fetches of a chunk, uint8: all, or its shard."""
         if chunk.index not in self._shares:
             memory, start, _ = self._places[chunk.index]
-            size = shard_bytes(chunk, self._shards)
+            size = shard_bytes(chunk.in_pool, self._shards)
             if self._shards > 1:
                 start += self._ranks.local_rank * size
             share = torch.frombuffer(
@@ -100,6 +109,10 @@ class HostPool:
 
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
+        if spec.form is not None:
+            codes, scales = (self.tensor(index, part) for part in stored_specs(spec))
+            return Packed(spec.form, spec.shape, spec.dtype, [(codes, scales)])
+        spec = self._stored.get(index, {}).get(spec.name, spec)
         memory, start, _ = self._places[index]
         flat = torch.frombuffer(
             memory, dtype=spec.dtype, count=spec.numel, offset=start + spec.offset
@@ -116,6 +129,7 @@ class HostPool:
             memory: mmap.mmap(file, len(memory), flags=mmap.MAP_PRIVATE)
             for memory, file in self._files.items()
         }
+        own._stored = self._stored
         own._places = {
             index: (maps[memory], start, nbytes)
             for index, (memory, start, nbytes) in self._places.items()

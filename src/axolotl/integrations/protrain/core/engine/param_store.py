@@ -29,12 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..errors import AccessError
+from ..layout.packed import Packed
 from ..layout.tensors import (
     Binding,
     hold_quantised,
@@ -79,6 +81,12 @@ class ParamStore:
         self._holders = ranks.holders(absent)
         self._model = model
         self._bindings = model_bindings(model)
+        # weights that came packed: their bytes, which nobody can make from values
+        self._packed: dict[str, Packed] = {}
+        for binding in self._bindings.values():
+            if isinstance(packed := binding.tensor, Packed):
+                self._packed[binding.name] = packed
+                binding.bind(binding.owner.data)
         self._pool = pool
         self._device = device
         self.on_host: dict[int, Chunk] = {}
@@ -117,6 +125,9 @@ class ParamStore:
                 self.on_host[chunk.index] = chunk
             for spec in chunk.tensors:
                 # frees the original
+                if spec.form is not None:
+                    home: Any = self._pool.tensor(chunk.index, spec)
+                    self._packed[spec.name] = home
                 self._places[spec.name] = _view(buffer, spec)
                 self._bindings[spec.name].bind(self._places[spec.name])
             if not chunk.trainable:
@@ -175,7 +186,13 @@ class ParamStore:
                     place = memory.tensor(index, spec)
                 if _lies(now) == _lies(place):
                     continue
-                if (now.dtype, now.shape) != (place.dtype, place.shape):
+                if spec.form is not None:
+                    wrong = wrong or (
+                        f"{spec.name}: somebody put another tensor in its place, and this "
+                        "weight is packed on the host. Load the base unpacked to "
+                        "change it."
+                    )
+                elif (now.dtype, now.shape) != (place.dtype, place.shape):
                     wrong = wrong or (
                         f"{spec.name}: was {place.dtype} of shape "
                         f"{tuple(place.shape)} and is {now.dtype} of shape "
@@ -262,6 +279,9 @@ class ParamStore:
         if memory is self._pool:
             return
         for spec in chunk.tensors:
+            if spec.form is not None:
+                # nobody can write what is packed
+                continue
             if memory is None:
                 now = self._places[spec.name].cpu()
             else:
@@ -276,6 +296,9 @@ class ParamStore:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
         self.unload(self.on_host)
         self.on_host, self._known, self._frozen = {}, {}, set()
+        while self._packed:
+            name, packed = self._packed.popitem()
+            self._bindings[name].bind(packed)
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
@@ -352,11 +375,15 @@ class ParamStore:
             )
 
     def _copy_to_host(self, chunk: Chunk) -> None:
-        pairs = [
-            (self._pool.tensor(chunk.index, spec), self._bindings[spec.name].tensor)
-            for number, spec in enumerate(chunk.tensors)
-            if self._fills(chunk, number)
-        ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for number, spec in enumerate(chunk.tensors):
+            home: Any = self._pool.tensor(chunk.index, spec)
+            if not self._fills(chunk, number):
+                continue
+            if spec.form is None:
+                pairs.append((home, self._bindings[spec.name].tensor))
+            else:
+                pairs += self._packed[spec.name].copies_to(home)
         copy_together(pairs)
 
     def _fills(self, chunk: Chunk, number: int) -> bool:
@@ -388,7 +415,15 @@ class ParamStore:
             together.update(members)
         for binding in others:
             if binding not in together:
-                binding.bind(self._device.place(binding.tensor))
+                binding.bind(self._placed(binding))
+
+    def _placed(self, binding: Binding) -> Tensor:
+        packed = self._packed.get(binding.name)
+        if packed is None:
+            return self._device.place(binding.tensor)
+        room = self._device.allocate(packed.nbytes)
+        self._device.writes((room,), self._device.compute)
+        return packed.unpack_into(room.view(packed.dtype).view(packed.shape))
 
     def _buffers(self) -> list[Binding]:
         return [Binding(n, buffer, "data") for n, buffer in self._model.named_buffers()]

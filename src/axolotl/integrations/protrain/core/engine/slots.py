@@ -34,7 +34,7 @@ state: it is applied on the way into `IN_USE`, or makes the chunk `UPDATING`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -43,6 +43,7 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
+from ..layout.moves import Move, moves_of, unpacking
 from ..types import Chunk, Counters, Layout, Plan
 from .device import POISON_BYTE, Device, Event, Stream, range_of
 from .host_pool import HostPool
@@ -82,15 +83,35 @@ class Transport:
         self._device = device
         self._ranks = ranks or Alone()
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # buffers for what has come and is packed, and when it was unpacked last
+        self._staged: list[Tensor] = []
+        self._room: Tensor | None = None
+        self._unpacked: dict[int, Event] = {}
 
-    def fetch(self, stream: Stream, buffer: Tensor, source: Tensor) -> Event:
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
+        """Take device memory through which packed chunks come, and are unpacked."""
+        sizes, room = unpacking(chunks, self._ranks.world.local_size)
+        if room:
+            self._staged = [self._device.allocate(nbytes) for nbytes in sizes]
+            self._room = self._device.allocate(room)
+
+    def fetch(
+        self,
+        stream: Stream,
+        buffer: Tensor,
+        source: Tensor,
+        moves: Sequence[Move] = (),
+    ) -> Event:
         """Queue the bytes of one chunk and give the point at which all are there.
 
         Args:
             stream: Carries the copy.
             buffer: uint8, on the device, as large as the chunk or all its shards.
             source: uint8, on the host: the chunk, or this rank's shard.
+            moves: How they fill the buffer, where they are packed.
         """
+        if moves:
+            return self._unpack(stream, buffer, source, moves)
         part, whole = self._targets(buffer, source.numel())
         stream.copy(part, source)
         if part is whole:
@@ -100,9 +121,49 @@ class Transport:
         gathers.call(partial(self._ranks.all_gather, whole, part), (whole,))
         return gathers.record()
 
+    def _unpack(
+        self, stream: Stream, buffer: Tensor, source: Tensor, moves: Sequence[Move]
+    ) -> Event:
+        """Unpack behind the copies, on the stream of gathers, which has no other work."""
+        unpacks, room = self._device.communicate, self._room
+        is_whole = self._ranks.world.local_size == 1
+        assert room is not None
+        if not is_whole:
+            (staged,) = self._staged
+            self._wait_unpacked(stream, 0)
+            self.fetch(stream, staged, source)
+            # behind the gather
+            stream, source = unpacks, staged
+        plain = [move for move in moves if move.spec.form is None]
+        for move in plain:
+            stream.copy(move.target(buffer), source[move.sources[0]])
+        packed = (move for move in moves if move.spec.form is not None)
+        for number, move in enumerate(packed):
+            turn = number % len(self._staged)
+            sources = [source[part] for part in move.sources]
+            if is_whole:
+                self._wait_unpacked(stream, turn)
+                places = [self._staged[turn][place] for place in move.staged]
+                for place, part in zip(places, sources, strict=True):
+                    stream.copy(place, part)
+                unpacks.wait(stream.record())
+                sources = places
+            work = partial(move.unpack, sources, buffer, room)
+            unpacks.call(work, (*sources, room, move.target(buffer)))
+            self._unpacked[turn] = unpacks.record()
+        return unpacks.record()
+
+    def _wait_unpacked(self, stream: Stream, turn: int) -> None:
+        """Let a copy into a staging buffer wait for who still unpacks from it."""
+        if turn in self._unpacked:
+            stream.wait(self._unpacked[turn])
+
     def forget_buffers(self) -> None:
-        """Let go of the views of device buffers."""
+        """Let go of device buffers, and of views of others."""
         self._views.clear()
+        for memory in (*self._staged, *([] if self._room is None else [self._room])):
+            self._device.free(memory)
+        self._staged, self._room = [], None
 
     def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
         # made once: slicing costs more than queueing the copy
@@ -141,7 +202,7 @@ class Slot:
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
 
-    def fetch(self, chunk: int, source: Tensor) -> None:
+    def fetch(self, chunk: int, source: Tensor, moves: Sequence[Move] = ()) -> None:
         """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
         # an error in the middle leaves it empty
         self.holds = None
@@ -150,9 +211,9 @@ class Slot:
         if self._written_back is not None:
             stream.wait(self._written_back)
         if self._arrival is not None:
-            # a gather of what nobody has used may still write there
+            # what came before may be gathered or unpacked still, though nobody wants it
             stream.wait(self._arrival)
-        self._arrival = self._transport.fetch(stream, self.buffer, source)
+        self._arrival = self._transport.fetch(stream, self.buffer, source, moves)
         self.holds = chunk
 
     def begin_use(self) -> None:
@@ -227,7 +288,7 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
         self._layout = layout
-        self._sources: dict[int, Tensor] = {}
+        self._sources: dict[int, tuple[Tensor, list[Move]]] = {}
         schedule = Schedule(
             [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
             plan.n_buffer,
@@ -242,6 +303,8 @@ class Slots:
     def allocate(self) -> None:
         """Take the device memory of all slots."""
         device, transport = self._device, self._transport
+        # before the slots, whose first fetch waits for what compute does to them
+        transport.reserve([self._layout.chunks[index] for index in self.chunks])
         self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
         pairs = enumerate(self.chunks)
         self._slots = {index: self._all[n % len(self._all)] for n, index in pairs}
@@ -281,9 +344,11 @@ class Slots:
     def fetch(self, chunk: int) -> None:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
-        source = self._sources.get(chunk)
-        if source is None:
-            source = self._sources[chunk] = self._pool.share(self._layout.chunks[chunk])
+        if chunk not in self._sources:
+            own = self._layout.chunks[chunk]
+            moves = [] if own.stored is None else [*moves_of(own)]
+            self._sources[chunk] = self._pool.share(own), moves
+        source, moves = self._sources[chunk]
         other = slot.holds
         if other is not None and self._states[other] is ChunkState.IN_USE:
             raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")
@@ -292,7 +357,7 @@ class Slots:
             self._becomes(other, ChunkState.ON_HOST)
         try:
             with range_of("protrain::fetch"):
-                slot.fetch(chunk, source)
+                slot.fetch(chunk, source, moves)
         except BaseException:
             # raised again as it is
             self._becomes(chunk, ChunkState.ON_HOST)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..types import Block, Chunk, Layout, TensorSpec
 from .blocks import find_blocks
+from .packed import form_of, stored_specs
 from .tensors import (
     ALIGNMENT_BYTES,
     Binding,
@@ -146,9 +147,14 @@ def _fits_in_chunk(binding: Binding) -> bool:
 def _pack(
     index: int, block: int | None, trainable: bool, members: Sequence[Binding]
 ) -> Chunk:
-    named = ((member.name, member.tensor) for member in members)
-    specs = (TensorSpec(name, tuple(t.shape), t.dtype, 0) for name, t in named)
-    return Chunk(index, block, trainable, *back_to_back(specs))
+    named = ((m.name, m.tensor, form_of(m.owner)) for m in members)
+    specs = (TensorSpec(n, tuple(t.shape), t.dtype, 0, form) for n, t, form in named)
+    chunk = Chunk(index, block, trainable, *back_to_back(specs))
+    if all(spec.form is None for spec in chunk.tensors):
+        return chunk
+    stored = (part for spec in chunk.tensors for part in stored_specs(spec))
+    tensors, nbytes = back_to_back(stored)
+    return replace(chunk, stored=replace(chunk, tensors=tensors, nbytes=nbytes))
 
 
 def back_to_back(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorSpec, ...], int]:

@@ -9,7 +9,7 @@ Unpacked they have the bits that transformers gives them while it loads a base w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..errors import LayoutError
-from ..types import Encoding, Form
+from ..types import Encoding, Form, TensorSpec
 from .pieces import PIECE_NUMEL
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -32,7 +32,52 @@ CODES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float8_e4m3fn}
 SCALES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float32}
 
 
-def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -> None:
+def form_of(param: object) -> Form | None:
+    """The form in which host memory has a parameter; one without values names it, too."""
+    form = getattr(param, "form", None)
+    return form if isinstance(form, Form) else None
+
+
+def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that have its bytes: itself, or what is packed."""
+    return tuple(chain(*tensor.parts)) if isinstance(tensor, Packed) else (tensor,)
+
+
+def stored_bytes(param: Tensor) -> int:
+    """Bytes of a parameter as host memory has it, with or without values."""
+    form = form_of(param)
+    spec = TensorSpec("", tuple(param.shape), param.dtype, 0, form)
+    return sum(stored.nbytes for stored in stored_specs(spec))
+
+
+def stored_specs(spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """A tensor as it lies in host memory: itself, or its codes and then its scales."""
+    if spec.form is None:
+        return (spec,)
+    codes, scales = spec.form.stored(spec.shape)
+    encoding = spec.form.encoding
+    return (
+        TensorSpec(f"{spec.name}.codes", codes, CODES[encoding], 0),
+        TensorSpec(f"{spec.name}.scales", scales, SCALES[encoding], 0),
+    )
+
+
+def room_bytes(form: Form, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of what is between codes and weight while so many numbers are unpacked."""
+    if form.encoding is Encoding.E4M3:
+        return 4 * numel
+    # a look-up for each pair, and what it finds
+    return 2 * numel + numel * dtype.itemsize
+
+
+def unpack(
+    form: Form,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    first: int,
+    room: Tensor | None = None,
+) -> None:
     """Unpack a piece into its place in a whole weight.
 
     Args:
@@ -41,6 +86,7 @@ def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -
         scales: Rows of scales for them.
         out: The weight, contiguous.
         first: Number of the first of the rows in the weight.
+        room: uint8, `room_bytes` or more, at an address as that of any tensor.
     """
     height, columns = form.matrix(out.shape)
     if form.transposed:
@@ -49,27 +95,45 @@ def unpack(form: Form, codes: Tensor, scales: Tensor, out: Tensor, first: int) -
     else:
         all_of_it, start = out.view(-1, columns), first
     rows = all_of_it[start : start + len(codes)]
+    if room is None:
+        nbytes = room_bytes(form, rows.numel(), out.dtype)
+        room = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
     if form.encoding is Encoding.E2M1:
-        rows.copy_(_from_e2m1(codes, scales, out.dtype))
-        return
-    numbers = codes.float()
-    (height, width), (down, across) = form.block, scales.shape
-    if down in (1, len(rows) / height) and columns == across * width:
-        blocks = numbers.view(down, -1, across, width)
-        blocks.mul_(scales[:, None, :, None])
+        numbers = _from_e2m1(codes, scales, out.dtype, room)
     else:
-        # the last blocks of rows and columns are cut off
-        if down > 1:
-            scales = scales.repeat_interleave(height, 0)[: len(rows)]
-        numbers.mul_(scales.repeat_interleave(width, 1)[:, :columns])
-    rows.copy_(numbers)
+        numbers = room[: 4 * rows.numel()].view(torch.float32).view(rows.shape)
+        _multiplied(numbers.copy_(codes), scales, form.block)
+    rows.copy_(numbers.view(rows.shape))
 
 
-def _from_e2m1(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    pairs = _pairs(dtype, codes.device)
-    grouped = codes.view(*scales.shape, -1)
-    which = grouped.int().add_(scales.int().mul_(256).unsqueeze(-1))
-    return pairs.index_select(0, which.view(-1)).view(dtype).view(len(codes), -1)
+def _from_e2m1(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype, room: Tensor
+) -> Tensor:
+    pairs, num = _pairs(dtype, codes.device), codes.numel()
+    which = room[: 4 * num].view(torch.int32)
+    found = room[4 * num :][: 2 * num * dtype.itemsize].view(pairs.dtype)
+    grouped = which.view(*scales.shape, -1).copy_(codes.view(*scales.shape, -1))
+    grouped.add_(scales.unsqueeze(-1), alpha=256)
+    return torch.index_select(pairs, 0, which, out=found).view(dtype)
+
+
+def _multiplied(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
+    """Multiply the numbers of each block, of which the last may be cut off."""
+    height = block[0] if len(scales) > 1 else len(numbers)
+    for rows, down, of_rows in _runs(len(numbers), height):
+        for columns, across, of_columns in _runs(numbers.shape[1], block[1]):
+            blocks = numbers[rows, columns].unflatten(1, (-1, across))
+            blocks = blocks.unflatten(0, (-1, down))
+            blocks.mul_(scales[of_rows, None, of_columns, None])
+
+
+def _runs(length: int, block: int) -> Iterator[tuple[slice, int, slice]]:
+    """Yield whole blocks and then one that is cut off: where, how long, their scales."""
+    whole = length // block
+    if whole:
+        yield slice(0, whole * block), block, slice(0, whole)
+    if cut := length % block:
+        yield slice(whole * block, length), cut, slice(whole, whole + 1)
 
 
 @lru_cache(maxsize=None)
@@ -119,11 +183,6 @@ class Packed(Tensor):
         made.form, made.parts = form, tuple(parts)
         return made
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of codes and scales."""
-        return sum(tensor.nbytes for tensor in chain(*self.parts))
-
     def unpack_into(self, out: Tensor, numel: int = PIECE_NUMEL) -> Tensor:
         """Fill a contiguous tensor of this shape, on any device, piece by piece."""
         form, above = self.form, 0
@@ -135,10 +194,17 @@ class Packed(Tensor):
             above += len(codes)
         return out
 
-    def unpacked(self) -> Tensor:
-        """A plain tensor with the values of this one."""
-        plain = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return self.unpack_into(plain)
+    def unpacked(self, device: torch.device | None = None) -> Tensor:
+        """A plain tensor with the values of this one, on its device or another."""
+        where = device or self.device
+        return self.unpack_into(torch.empty(self.shape, dtype=self.dtype, device=where))
+
+    def copies_to(self, whole: Packed) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield targets and sources of copies into a weight of one part."""
+        (targets,) = whole.parts
+        for target, sources in zip(targets, zip(*self.parts, strict=True), strict=True):
+            rows = target.split([len(source) for source in sources])
+            yield from zip(rows, sources, strict=True)
 
     def with_parts(self, parts: Sequence[Part], shape: Sequence[int] = ()) -> Packed:
         """A weight of the same form from other parts."""

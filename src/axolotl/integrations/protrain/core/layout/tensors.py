@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import LayoutError
+from .packed import Packed, form_of
 
 _STATE = "quant_state"
 _REPACKED = "packing_format_for_cpu"
@@ -62,6 +63,32 @@ class Binding:
         setattr(self.owner, self.attribute, tensor)
         if (again := data_again(self)) is not None:
             setattr(again, _DATA, tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBinding(Binding):
+    """The place of a weight that came packed.
+
+    Its owner is a parameter of plain tensors, which modules register while one is bound;
+    for a packed one they register another, as a parameter cannot become packed.
+    """
+
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def tensor(self) -> Tensor:
+        module, key = self.places[0]
+        shown: Any = module._parameters[key]
+        return shown.data
+
+    def bind(self, tensor: Tensor) -> None:
+        shown = self.owner
+        if isinstance(tensor, Packed):
+            shown = nn.Parameter(tensor, requires_grad=False)
+        else:
+            self.owner.data = tensor
+        for module, key in self.places:
+            module._parameters[key] = shown
 
 
 def data_again(binding: Binding) -> Any:
@@ -126,11 +153,21 @@ def parameter_name(binding: str) -> str:
 def model_bindings(model: nn.Module) -> dict[str, Binding]:
     """Everything that parameters of `model` hold, by name; tied ones once."""
     own_quant_states(model)
-    return {
-        binding.name: binding
-        for name, param in model.named_parameters()
-        for binding in bindings(name, param)
-    }
+    named = dict(model.named_parameters())
+    found = {b.name: b for name, param in named.items() for b in bindings(name, param)}
+    packed = {id(p): name for name, p in named.items() if isinstance(p, Packed)}
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules() if packed else ():
+        for key, param in module._parameters.items():
+            if id(param) in packed:
+                places.setdefault(packed[id(param)], []).append((module, key))
+    for name, registered in places.items():
+        # nobody asks for values before it is bound
+        none = torch.empty((), dtype=named[name].dtype).expand(named[name].shape)
+        plain: Any = nn.Parameter(none, requires_grad=False)
+        plain.form = form_of(named[name])
+        found[name] = PackedBinding(name, plain, "data", tuple(registered))
+    return found
 
 
 def check_quantised(named: Mapping[str, nn.Parameter]) -> None:
@@ -142,6 +179,11 @@ def check_quantised(named: Mapping[str, nn.Parameter]) -> None:
     """
     seen: dict[int, str] = {}
     for name, param in named.items():
+        if form_of(param) is not None and param.requires_grad:
+            raise LayoutError(
+                f"{name}: a packed weight is trainable, but packed bytes have no "
+                "gradient. Freeze it, or load the base unpacked."
+            )
         if not is_quantised(param):
             continue
         state = getattr(param, _STATE)
@@ -240,6 +282,8 @@ def shared_bytes(tensors: Iterable[Tensor]) -> list[list[int]]:
 
 def extent(tensor: Tensor) -> tuple[str, int, int]:
     """In which memory a tensor lies, its first byte there and the one after its last."""
+    if isinstance(tensor, Packed):
+        tensor = tensor.parts[0][0]
     memory, start = str(tensor.device), tensor.storage_offset() * tensor.itemsize
     if tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
         # without an address each storage is a memory of its own

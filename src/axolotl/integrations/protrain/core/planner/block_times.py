@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from xxhash import xxh3_64_hexdigest
 
 from ..engine.compiled import CompiledForward
+from ..layout.packed import Packed
 from ..layout.tensors import map_tensors, tensors_in
 from ..types import BlockSeconds
 from .cache import JSON, cached
@@ -281,7 +282,11 @@ def _copy_on(
     """A copy on the device; on meta what of its weights has a name that begins so."""
 
     def moved(name: str, weight: Tensor) -> Tensor:
-        return empty_like(weight) if name.startswith(without) else weight.to(device)
+        if name.startswith(without):
+            return empty_like(weight)
+        if isinstance(weight, Packed):
+            return weight.unpacked(device)
+        return weight.to(device)
 
     copied = meta_copy(model, moved)
     for buffer in copied.buffers():

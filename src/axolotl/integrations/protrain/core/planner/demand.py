@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
+from ..layout.moves import MOVED_BYTES, unpacked_numel
 from ..types import (
     ADAM_MOVED_BYTES,
     BlockTimes,
@@ -218,7 +219,13 @@ class Demand:
 
         paged = [layout.chunks[index] for index in plan.paged]
         self.num_chunks, self.num_slots = len(paged), plan.n_buffer
-        self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in paged]
+        stored = [chunk.in_pool for chunk in paged]
+        self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in stored]
+        self.unpack_s = [
+            sum(MOVED_BYTES[kind] * n for kind, n in unpacked_numel(chunk).items())
+            / hardware.memory_bytes_s
+            for chunk in paged
+        ]
         self.gather_s = [self._gather_s(chunk) for chunk in paged]
         # of the two ways that a shard goes
         gathers = plan.shards * self.gathering_s > 1 / hardware.fetch_bytes_s
@@ -244,7 +251,7 @@ class Demand:
 
     def _gather_s(self, chunk: Chunk) -> float:
         n = self._shards
-        return padded_bytes(chunk, n) * self.gathering_s if n > 1 else 0.0
+        return padded_bytes(chunk.in_pool, n) * self.gathering_s if n > 1 else 0.0
 
     def _add_training(
         self,

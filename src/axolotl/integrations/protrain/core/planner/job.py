@@ -38,6 +38,7 @@ from ..errors import (
 )
 from ..host import host_memory, mapped_bytes
 from ..layout import build_layout, find_blocks
+from ..layout.packed import memory_of
 from ..sizes import format_bytes
 from ..types import (
     PAGING_GAIN,
@@ -416,9 +417,10 @@ def plan_here(
     ranks.together(partial(find_blocks, model))
     require_same_keys(ranks.collect(dict(job.same)))
     there = [
-        param
+        part
         for name, param in model.named_parameters()
         if param.device.type == "cpu" and name not in absent
+        for part in memory_of(param)
     ]
     mapped = mapped_bytes(there)
     # the host pool of a node takes the place of what each of its ranks has loaded

@@ -386,9 +386,11 @@ class MemoryModel:
         out = self.activations(plan.policies).moved.out
         states = replace(states, swapped=workload.world.local_size * sum(out))
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
-        model += sum(chunk.nbytes for chunk in layout.chunks)
+        model += sum(chunk.in_pool.nbytes for chunk in layout.chunks)
         pairs = zip(layout.chunks, plan.placements, strict=True)
-        moves = max((chunk.nbytes for chunk, at in pairs if at.on_host), default=0)
+        moves = max(
+            (chunk.in_pool.nbytes for chunk, at in pairs if at.on_host), default=0
+        )
         save = self._states(plan).gradients
         phases = {
             "load": model - workload.mapped_bytes + moves,

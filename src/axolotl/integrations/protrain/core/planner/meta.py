@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..layout.packed import Packed
 from ..layout.tensors import (
     bindings,
     data_again,
@@ -84,8 +85,10 @@ def meta_copy(
     copies = []
     for name, param in model.named_parameters():
         data, *side = bindings(name, param)
+        # the trace sees the weight that a packed one becomes
+        kind = nn.Parameter if isinstance(param, Packed) else type(param)
         copied = torch.Tensor._make_subclass(
-            type(param), of(name, data.tensor), param.requires_grad
+            kind, of(name, data.tensor), param.requires_grad
         )
         memo[id(param)] = copied
         memo.update(
@@ -96,7 +99,8 @@ def meta_copy(
         copies.append((param, copied))
     for param, copied in copies:
         # the module that owns a quantised weight is among these
-        vars(copied).update(copy.deepcopy(vars(param), memo))
+        own = {"form": param.form} if isinstance(param, Packed) else vars(param)
+        vars(copied).update(copy.deepcopy(own, memo))
     for table, own in tables:
         kept = {key: hook for key, hook in table.items() if _of_library(hook)}
         own.update(copy.deepcopy(kept, memo))

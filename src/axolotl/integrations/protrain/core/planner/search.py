@@ -316,6 +316,7 @@ class Search:
         most = min(placements.count(Placement.PARAM_OFFLOADED), self._most_slots)
         slots = {
             n_buffer: sum(slot_bytes(layout, placements, n_buffer, shards))
+            + memory.trained.unpacking(n_buffer, shards)
             for n_buffer in range(slot_floor(layout, placements), most + 1)
         }
         parameters = memory.parameters(placements, shards, in_pieces)

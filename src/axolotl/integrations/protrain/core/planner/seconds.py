@@ -416,6 +416,8 @@ class Step(Clocks):
     def _fetch_chunk(self, chunk: int) -> None:
         d = self._demand
         seconds = d.chunk_bytes[chunk] * self._traffic.fetch_s
+        # unpacked behind the copy, a piece at a time
+        seconds = max(seconds, d.unpack_s[chunk])
         slot = chunk % d.num_slots
         free = max(self._last_use[slot], self._sent[slot])
         arrival = self._queue("fetch", seconds, free)

@@ -20,6 +20,7 @@ from ..layout import (
     span_bytes,
     spans,
 )
+from ..layout.moves import unpacking
 from ..layout.shards import PAGE_BYTES
 from ..types import (
     IN_FLIGHT,
@@ -90,6 +91,17 @@ class TrainedBytes:
             sum(managed.get(spec.name, 0) for spec in chunk.tensors)
             for chunk in self.layout.chunks
         ]
+
+    @cached_property
+    def _unpacking(self) -> dict[int, int]:
+        """Device memory beside slots in which packed chunks are unpacked, by shards."""
+        pageable = self.layout.pageable
+        every = {1, self.workload.world.local_size}
+        return {shards: unpacking(pageable, shards).nbytes for shards in every}
+
+    def unpacking(self, n_buffer: int, shards: int) -> int:
+        """Device memory beside so many slots in which packed chunks are unpacked."""
+        return self._unpacking[shards] if n_buffer else 0
 
     @cached_property
     def fixed_state(self) -> int:
@@ -246,7 +258,7 @@ class StateBytes:
         adapters: Their weights, and other trainable ones that never move.
         resident: Weights of resident chunks.
         host_state: Weights that stay while their gradients and moments do not.
-        slots: The ring.
+        slots: The ring, and room in which packed chunks are unpacked.
         operands: The ring for what comes from the host, to be updated or to be added to:
             gradients and optimizer state of blocks, of several ranks weights too.
         moments: Optimizer state of what trains on the device.
@@ -319,7 +331,8 @@ def state_bytes(
         adapters=adapters,
         resident=resident,
         host_state=host_state,
-        slots=sum(slot_bytes(layout, placements, n_buffer, shards)),
+        slots=sum(slot_bytes(layout, placements, n_buffer, shards))
+        + trained.unpacking(n_buffer, shards),
         operands=IN_FLIGHT * largest,
         moments=moments,
         gradients=trained_bytes,
@@ -370,7 +383,9 @@ def host_state_bytes(
     managed = sum(workload.managed_bytes.values())
     managed -= sum(held.managed[chunk.index] for chunk in trained)
     return HostBytes(
-        host_pool=sum(aligned(padded_bytes(c, shards), PAGE_BYTES) for c in kept),
+        host_pool=sum(
+            aligned(padded_bytes(chunk.in_pool, shards), PAGE_BYTES) for chunk in kept
+        ),
         gradients=gradients,
         masters=sum(held.masters[chunk.index] for chunk in trained),
         moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,

@@ -1,0 +1,107 @@
+"""Fetches of packed weights and of the same weights in bf16, as a ratio.
+
+A weight of MXFP4 or FP8 is copied in its pieces and unpacked; beside it, taking turns, the
+unpacked one is copied. On the CPU device a copy is one of its memory and unpacking uses
+its processor, so the ratio is no GPU's. For a card the arithmetic follows: seconds of the
+link, and of what unpacking moves in device memory, for as many numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.host_pool import HostPool
+from axolotl.integrations.protrain.core.engine.slots import Slot, Transport
+from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.layout.moves import MOVED_BYTES, moves_of
+from axolotl.integrations.protrain.core.layout.packed import (
+    Packed,
+    from_fp8,
+    from_mxfp4,
+)
+from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
+
+CARDS = ("RTX 3060 12GB", "RTX 4090", "RTX 5090")
+
+
+def packed(kind: str, rows: int) -> Packed:
+    """A weight of `rows` times 2,880 (MXFP4) or 2,048 (FP8) numbers."""
+    if kind == "MXFP4":
+        blocks = torch.randint(256, (1, rows, 90, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, (1, rows, 90), dtype=torch.uint8)
+        return from_mxfp4(blocks, scales, torch.bfloat16)
+    codes = torch.randint(256, (rows, 2048), dtype=torch.uint8)
+    factors = torch.rand(rows // 128, 16)
+    return from_fp8(codes.view(torch.float8_e4m3fn), factors, torch.bfloat16)
+
+
+class Block(nn.Module):
+    """A block of one frozen weight, as a layout finds it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = nn.ParameterDict()
+        self.inner["weight"] = nn.Parameter(weight, requires_grad=False)
+
+
+def fetch_of(weight: torch.Tensor) -> Callable[[], None]:
+    """Return what fetches the weight into a slot."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(weight)])
+    (chunk,) = build_layout(model).chunks
+    device, pool = CpuDevice(), HostPool()
+    pool.add([chunk])
+    (spec,) = chunk.tensors
+    home = pool.tensor(chunk.index, spec)
+    pairs = weight.copies_to(home) if isinstance(weight, Packed) else [(home, weight)]
+    for target, source in pairs:
+        target.copy_(source)
+    transport = Transport(device)
+    transport.reserve([chunk])
+    slot = Slot(device.allocate(chunk.nbytes), device, transport)
+    moves = [] if chunk.stored is None else [*moves_of(chunk)]
+    return lambda: slot.fetch(chunk.index, pool.share(chunk), moves)
+
+
+def seconds(acts: list[Callable[[], None]], rounds: int) -> list[float]:
+    """Median of each, in turns."""
+    found: list[list[float]] = [[] for _ in acts]
+    for _ in range(rounds):
+        for act, times in zip(acts, found, strict=True):
+            start = time.perf_counter()
+            act()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in found]
+
+
+def main() -> None:
+    """Print a line for each form, and one for each card."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    for kind in ("MXFP4", "FP8"):
+        weight = packed(kind, args.rows)
+        own, plain = seconds(
+            [fetch_of(weight), fetch_of(weight.unpacked())], args.rounds
+        )
+        bits = 8 * sum(t.nbytes for part in weight.parts for t in part) / weight.numel()
+        print(f"{kind}: {bits:.2f} bits a number, {own / plain:.1f} times bf16 here")
+        moved = MOVED_BYTES[weight.form.encoding]
+        for name in CARDS:
+            card = gpu_hardware(name, None, 64 << 30)
+            link, bf16 = (n / 8 / card.fetch_bytes_s for n in (bits, 16))
+            unpack = moved / card.memory_bytes_s
+            print(f"  {name}: {max(link, unpack) / bf16:.2f} times bf16", end="")
+            print(f" (link {link / bf16:.2f}, unpacking {unpack / bf16:.2f})")
+
+
+if __name__ == "__main__":
+    main()
