@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,7 @@ def test_a_dry_run_counts_packed_bytes(
     folder = jobs[f"paged-{family}"].finished.folder
     compared = json.loads((folder / "protrain/report.json").read_text())["compared"]
     monkeypatch.chdir(jobs.folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     with Worker("test_packed_training:frozen_bytes") as worker:
         (found,) = worker.ask([f"paged-{family}.yaml"], 120)
     stay = spread_order(NUM_BLOCKS)[: PLANS[family]["protrain_n_persist_override"]]
