@@ -4,17 +4,26 @@ A weight of MXFP4 or FP8 is copied in its pieces and unpacked; beside it, taking
 unpacked one is copied. On the CPU device a copy is one of its memory and unpacking uses
 its processor, so the ratio is no GPU's. For a card the arithmetic follows: seconds of the
 link, and of what unpacking moves in device memory, for as many numbers.
+
+`--plans` asks `axolotl-protrain plan` instead: published bases on cards that are not here,
+packed and as they are unpacked.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import DeepseekV3Config, Glm4MoeConfig, GptOssConfig
 
 from axolotl.integrations.protrain.core.engine.device import CpuDevice
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
@@ -28,7 +37,30 @@ from axolotl.integrations.protrain.core.layout.packed import (
 )
 from axolotl.integrations.protrain.core.planner.cards import gpu_hardware
 
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "protrain")]
+from plan_jobs import Answer, Plans  # noqa: E402
+
 CARDS = ("RTX 3060 12GB", "RTX 4090", "RTX 5090")
+HOST_GIB = (64, 96, 192)
+ENOUGH_GIB = 2048
+GIB = 2**30
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+PUBLISHED = {
+    # the classes' own sizes are those of the published bases
+    "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": GptOssConfig(),
+    "GLM-4.5-Air": Glm4MoeConfig(quantization_config=FP8),
+    "DeepSeek-V3.1": DeepseekV3Config(quantization_config=FP8),
+}
+LORA: dict[str, Any] = {
+    "adapter": "lora",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "sequence_len": 2048,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+}
 
 
 def packed(kind: str, rows: int) -> Packed:
@@ -81,12 +113,60 @@ def seconds(acts: list[Callable[[], None]], rounds: int) -> list[float]:
     return [statistics.median(times) for times in found]
 
 
+def planned() -> Iterator[str]:
+    """Yield a table's lines: for each base and card the least host memory of a plan."""
+    yield "| base | card | RAM | packed: host, step | unpacked: host, step |"
+    yield "|---|---|---|---|---|"
+    with TemporaryDirectory() as folder:
+        plans = Plans(Path(folder))
+        for (name, config), gib in product(PUBLISHED.items(), (*HOST_GIB, ENOUGH_GIB)):
+            is_fp8 = hasattr(config, "quantization_config")
+            model = config.to_dict()
+            if not is_fp8:
+                model["quantization_config"] = {"quant_method": "mxfp4"}
+            unpacks = {
+                "model_quantization_config": "FineGrainedFP8Config"
+                if is_fp8
+                else "Mxfp4Config",
+                "model_quantization_config_kwargs": {"dequantize": True},
+                "attn_implementation": "eager" if not is_fp8 else "sdpa",
+            }
+            del model["dtype"]
+            cards = [word for card in CARDS for word in ("--gpu", card)]
+            asked = [*cards, "--ram", str(gib), "--json"]
+            plans.add(f"{name} {gib}", model, LORA | unpacks, *asked)
+            del model["quantization_config"]
+            plans.add(f"{name} {gib} unpacked", model, LORA, *asked)
+        for name, number in product(PUBLISHED, range(len(CARDS))):
+            for gib in (*HOST_GIB, ENOUGH_GIB):
+                told = [
+                    _told(plans[f"{name} {gib}{way}"], number)
+                    for way in ("", " unpacked")
+                ]
+                ram = "any" if gib == ENOUGH_GIB else f"{gib} GiB"
+                yield f"| {name} | {CARDS[number]} | {ram} | {' | '.join(told)} |"
+        plans.close()
+
+
+def _told(answer: Answer, number: int) -> str:
+    found = answer.json[number]
+    if found["verdict"] != "fits":
+        return found["verdict"]
+    host = found["host_bytes"]["peak"] / GIB
+    return f"{host:.0f} GiB, {found['step_s']['total']:.1f} s"
+
+
 def main() -> None:
     """Print a line for each form, and one for each card."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plans", action="store_true", help="plans of published bases")
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    if args.plans:
+        for line in planned():
+            print(line, flush=True)
+        return
     for kind in ("MXFP4", "FP8"):
         weight = packed(kind, args.rows)
         own, plain = seconds(

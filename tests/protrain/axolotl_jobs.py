@@ -103,6 +103,7 @@ PAGED: dict[str, Any] = {
     "protrain_capacity_bytes": "1GiB",
     CHECKED: True,
 }
+SHARDED: dict[str, Any] = {"protrain_zero3_shard": True}
 
 
 def overrides(

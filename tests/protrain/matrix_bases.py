@@ -5,7 +5,16 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from axolotl_jobs import LORA, PAGED, PROTRAIN, SEEDING, job, overrides, pair
+from axolotl_jobs import (
+    LORA,
+    PAGED,
+    PROTRAIN,
+    SEEDING,
+    SHARDED,
+    job,
+    overrides,
+    pair,
+)
 from matrix import Cell
 from tiny_models import NUM_BLOCKS
 
@@ -121,7 +130,14 @@ _OTHERS = [
 ]
 
 MXFP4 = {"model_quantization_config": "Mxfp4Config", "attn_implementation": "eager"}
-DEQUANTISED = MXFP4 | {"model_quantization_config_kwargs": {"dequantize": True}}
+UNPACKS = {"model_quantization_config_kwargs": {"dequantize": True}, "bf16": True}
+DEQUANTISED = MXFP4 | UNPACKS
+FP8 = UNPACKS | {
+    "model_quantization_config": "FineGrainedFP8Config",
+    "attn_implementation": "eager",
+}
+PACKED = LORA | ON_ATTENTION
+MIXED = overrides(1, 2, 1, 2)
 _OTHERS += [
     *(
         Cell(
@@ -129,13 +145,45 @@ _OTHERS += [
             row="MXFP4 (`model_quantization_config: Mxfp4Config`), dequantised",
             column=column,
             trainings=pair(
-                "gpt_oss-mxfp4", DEQUANTISED | keys, plan=overrides(0, 2, 2)
+                "gpt_oss-mxfp4",
+                DEQUANTISED | keys,
+                plan=overrides(0, 2, 2),
+                num_ranks=num_ranks,
             ),
         )
-        for column, keys in {
-            "full": {"bf16": True},
-            "LoRA": LORA | {"bf16": True} | ON_ATTENTION,
-        }.items()
+        for column, num_ranks, keys in (
+            ("full", 1, {"bf16": True}),
+            ("LoRA", 1, PACKED),
+            ("LoRA on experts", 1, PACKED | ON_EXPERTS | EVALUATED),
+            ("LoRA on experts, two ranks", 2, PACKED | ON_EXPERTS),
+        )
+    ),
+    *(
+        Cell(
+            table="Other bases",
+            row="FP8 (`model_quantization_config: FineGrainedFP8Config`), dequantised",
+            column=column,
+            trainings=pair(
+                family,
+                FP8 | keys,
+                plan=plan,
+                # without a GPU a plain run does not even load
+                plain={"plugins": [PROTRAIN, SEEDING, "fp8_plugin.Fp8Plugin"]},
+                num_ranks=num_ranks,
+            ),
+        )
+        for column, family, num_ranks, keys, plan in (
+            ("LoRA", "qwen3-fp8", 1, LORA | EVALUATED, overrides(1, 2, 2)),
+            ("LoRA on experts", "deepseek_v3-fp8", 1, PACKED | ON_EXPERTS, MIXED),
+            ("LoRA, two ranks", "qwen3-fp8", 2, LORA, overrides(0, 2, 1) | SHARDED),
+            (
+                "LoRA on experts, two ranks",
+                "deepseek_v3-fp8",
+                2,
+                PACKED | ON_EXPERTS,
+                overrides(1, 2, 1) | SHARDED,
+            ),
+        )
     ),
     Cell(
         table="Other bases",

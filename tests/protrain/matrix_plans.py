@@ -17,6 +17,7 @@ from axolotl_jobs import (
     LORA,
     PROTRAIN,
     SEEDING,
+    SHARDED,
     Pair,
     Result,
     job,
@@ -532,7 +533,6 @@ PLACED = [
 
 # ------------------------------------------------------------------------ two ranks
 
-SHARDED: Keys = {"protrain_zero3_shard": True}
 PLANS: dict[str, Keys] = {
     "B-some": overrides(1, 2, 1),
     "C-all": overrides(0, 2, 1) | SHARDED,

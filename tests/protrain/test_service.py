@@ -14,6 +14,7 @@ import torch
 import yaml
 from axolotl_jobs import LORA, PROTRAIN, SEEDING, Job, Result, job, overrides
 from fork_server import Fork, call
+from matrix_bases import FP8
 from service_jobs import SERVED
 
 from axolotl.integrations.protrain.core.errors import RequestError
@@ -33,6 +34,8 @@ RECORDED = {
     "lr_scheduler": "constant",
     "gradient_accumulation_steps": 2,
 }
+PLAINLY = {"plugins": [*RECORDED["plugins"], "fp8_plugin.Fp8Plugin"]}
+QUICK = ("bf16", "packed")
 LIKE = {
     "llama": job("llama", LORA, RECORDED),
     "bf16": job("llama", LORA, RECORDED, {"bf16": True}),
@@ -40,13 +43,15 @@ LIKE = {
         "qwen3", LORA, RECORDED, {"pad_to_sequence_len": False}
     ),
     "4 bits": job("llama", LORA, RECORDED, {"adapter": "qlora", "load_in_4bit": True}),
+    # the plain run has it unpacked
+    "packed": job("qwen3-fp8", LORA, RECORDED, FP8, PLAINLY),
 }
 
 
 @pytest.mark.parametrize(
     "like",
     [
-        pytest.param(like, id=name, marks=() if name == "bf16" else pytest.mark.full)
+        pytest.param(like, id=name, marks=() if name in QUICK else pytest.mark.full)
         for name, like in LIKE.items()
     ],
 )
