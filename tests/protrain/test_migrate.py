@@ -184,6 +184,11 @@ def test_what_axolotl_does_quietly_is_said_of_a_base_that_is_here(
     assert "peft_ensure_weight_tying" in copies
     config.write_text(yaml.safe_dump(keys | {"merge_method": "legacy"}))
     assert said() == [experts]
+    unpacks = {"model_quantization_config_kwargs": {"dequantize": True}}
+    packed = keys | unpacks | {"model_quantization_config": "Mxfp4Config"}
+    config.write_text(yaml.safe_dump(packed))
+    assert "examples/merge_packed.py" in said()[-1]
+    config.write_text(yaml.safe_dump(keys | {"merge_method": "legacy"}))
     base.write_text(json.dumps({"tie_word_embeddings": False}))
     assert not said()
     base.write_text("[]")

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from axolotl_jobs import LORA, overrides
+from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides
+from fork_server import call
 from matrix_bases import EVALUATED, ON_EXPERTS
+from recording_plugin import AFTER_FILE
 from saving_jobs import PAGED, Jobs, difference, load, weights
 from test_packed_bases import BASES, load as load_base
 from tiny_models import NUM_BLOCKS, build_model, model_path
@@ -30,10 +32,11 @@ EXPERTS = {**LORA, "lora_target_linear": None, "lora_target_modules": ["q_proj"]
 EXPERTS |= ON_EXPERTS
 TRAINED = {**LORA, "lora_target_linear": None, "lora_target_modules": ["q_proj"]}
 TRAINED |= {"lora_modules_to_save": ["up_proj"]}
+AFTER = {"plugins": [PROTRAIN, SEEDING, "recording_plugin.AfterPlugin"]}
 PLANS: dict[str, dict[str, Any]] = {
     "gpt_oss-mxfp4": {**EXPERTS, **overrides(0, 2, NUM_BLOCKS)},
     "qwen3-fp8": {**LORA, **overrides(0, 2, 2)},
-    "deepseek_v3-fp8": {**EXPERTS, **EVALUATED, **overrides(1, 2, 1, 2)},
+    "deepseek_v3-fp8": {**EXPERTS, **EVALUATED, **AFTER, **overrides(1, 2, 1, 2)},
 }
 
 
@@ -94,6 +97,42 @@ def test_a_packed_base_trains_as_its_unpacked_twin(jobs: Jobs, family: str) -> N
     for read in (weights, lambda folder: load(folder / "optimizer.pt")):
         assert difference(*map(read, last)) is None
     assert difference(weights(paged.folder), weights(plain.folder)) is None
+
+
+def test_a_trained_model_evaluates_and_generates_as_plain(jobs: Jobs) -> None:
+    ours, plain = (
+        json.loads(
+            (jobs[f"{name}-deepseek_v3-fp8"].folder / f"0-{AFTER_FILE}").read_text()
+        )
+        for name in ("paged", "plain")
+    )
+    assert ours == plain
+
+
+def test_a_merged_model_is_that_of_the_unpacked_base(jobs: Jobs) -> None:
+    for family in BASES:
+        assert jobs[f"paged-{family}"].finished
+    assert not call(merged_otherwise, jobs.folder, at=jobs.folder)
+
+
+def merged_otherwise(root: Path) -> list[str]:
+    """In a process of its own: what examples/merge_packed.py gives other bits than PEFT."""
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
+    from merge_packed import merge
+    from peft import PeftModel
+
+    found = []
+    for family in BASES:
+        merge(str(root / model_path(family)), f"paged-{family}", f"merged-{family}")
+        twin = AutoModelForCausalLM.from_pretrained(
+            root / twin_of(family), dtype=torch.bfloat16
+        )
+        wanted: Any = PeftModel.from_pretrained(twin, f"paged-{family}")
+        ours = AutoModelForCausalLM.from_pretrained(f"merged-{family}")
+        states = ours.state_dict(), wanted.merge_and_unload().state_dict()
+        if (wrong := difference(*states)) is not None:
+            found.append(f"{family}{wrong}")
+    return found
 
 
 def test_a_resumed_run_ends_as_the_plain_one(jobs: Jobs) -> None:

@@ -304,6 +304,15 @@ def cautions(
         )
     if not settings.get("adapter") or settings.get("merge_method") == "legacy":
         return lines
+    unpacks = settings.get("model_quantization_config_kwargs") or {}
+    if settings.get("model_quantization_config") and unpacks.get("dequantize"):
+        lines.append(
+            "model_quantization_config: `axolotl merge-lora` leaves the experts of such a "
+            "base as they were and rounds other weights to its bits again. "
+            "`python examples/merge_packed.py BASE ADAPTER OUTPUT` merges with the values "
+            "that trained, into 16 bits"
+        )
+        return lines
     targets = settings.get("lora_target_parameters") or ()
     if isinstance(targets, str):
         targets = [targets]

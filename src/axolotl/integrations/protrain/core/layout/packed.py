@@ -320,6 +320,12 @@ def _detached(packed: Packed) -> Packed:
     return packed.with_parts(packed.parts)
 
 
+def _set_to_itself(packed: Packed, source: Tensor) -> Packed | None:
+    """A parametrization, as PEFT makes around experts, sets a weight to what it has."""
+    same = isinstance(source, Packed) and source.parts is packed.parts
+    return packed if same else None
+
+
 def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Packed | None:
     if dim or not _alike(tensors):
         return None
@@ -363,6 +369,7 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 _KEEPS: dict[Any, Callable[..., Packed | None]] = {
     _aten.detach.default: _detached,
     _aten.alias.default: _detached,
+    _aten.set_.source_Tensor: _set_to_itself,
     _aten.stack.default: _stacked,
     _aten.cat.default: _joined,
 }
