@@ -8,6 +8,9 @@ lie in host memory too.
 
     limit = model + largest shard + 5 % of the model
 
+`fp8` is the same model in FP8 with scales for blocks, frozen: its files, not its values,
+are the model of the limit, and the room in which it is unpacked counts as slots.
+
 `anonymous` is memory of the process, `file` are pages of the mapped shards, which the
 system may drop and read again. The child's high-water mark is read at the end as well,
 so that nothing hides between two samples.
@@ -28,9 +31,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 INTERVAL_S = 0.005
 ALLOWANCE = 0.05
+CASES = ("frozen", "full", "fp8")
+UNPACKING_BYTES = (4 + 2) << 23
+"""Numbers of a piece in fp32, and two buffers with its codes."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ def load_and_open(folder: str, trained: str) -> None:
     from axolotl.integrations.protrain.core.engine.session import Session
     from axolotl.integrations.protrain.core.layout import build_layout
     from axolotl.integrations.protrain.core.planner.plans import make_plan
+    from axolotl.integrations.protrain.loading import keep_packed
 
     # what a first model of a process loads and builds is not this model's
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
@@ -71,9 +79,14 @@ def load_and_open(folder: str, trained: str) -> None:
     say("baseline")
     time.sleep(0.1)
     say("load")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map="cpu"
-    )
+    unpacks: dict[str, Any] = {}
+    if trained == "fp8":
+        unpacked = transformers.FineGrainedFP8Config(dequantize=True)
+        unpacks = {"quantization_config": unpacked}
+    with keep_packed():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, device_map="cpu", **unpacks
+        )
     say("loaded")
     model.requires_grad_(trained == "full")
     layout = build_layout(model)
@@ -230,12 +243,37 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     model.save_pretrained(folder, max_shard_size=args.shard)
 
 
+def pack(folder: Path, packed: Path) -> None:
+    """Write the blocks' matrices of a model in FP8, with scales for blocks of 128."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    packed.mkdir()
+    names: dict[str, str] = {}
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        for name in [name for name in weights if "_proj" in name]:
+            shape = [size // 128 for size in weights[name].shape]
+            weights[name] = (weights[name] * 4096).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = torch.full(shape, 1 / 4096)
+        save_file(weights, packed / file.name, {"format": "pt"})
+        names |= dict.fromkeys(weights, file.name)
+    index = json.dumps({"metadata": {}, "weight_map": names})
+    (packed / "model.safetensors.index.json").write_text(index)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = settings | {"activation_scheme": "dynamic"}
+    (packed / "config.json").write_text(json.dumps(config))
+
+
 def report(trained: str, samples: list[Sample], peak: int, folder: Path) -> bool:
     """Print one case; True if the limit holds."""
     shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
     model, shard = sum(shards), max(shards)
     baseline = max(s.total for s in samples if s.phase == "baseline")
-    slots = slot_share(folder)
+    slots = slot_share(folder) + UNPACKING_BYTES * (trained == "fp8")
     limit = model + shard + int(ALLOWANCE * model)
     print(
         f"\n{trained}: model {mb(model)}, largest of {len(shards)} shards {mb(shard)}"
@@ -280,7 +318,7 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 
 def arguments() -> argparse.Namespace:
     parser = model_parser(__doc__)
-    parser.add_argument("--trained", choices=("frozen", "full"))
+    parser.add_argument("--trained", choices=CASES)
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -296,15 +334,19 @@ def main() -> None:
     if args.child:
         load_and_open(args.child, args.trained)
         return
-    cases = (args.trained,) if args.trained else ("frozen", "full")
+    cases = (args.trained,) if args.trained else CASES
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args)
         os.sync()
         if args.time:
             sys.exit(0 if compare_times(Path(folder), args.rounds) else 1)
-        kept = [
-            report(case, *watch(Path(folder), case), Path(folder)) for case in cases
-        ]
+        kept = []
+        for case in cases:
+            of_it = Path(folder)
+            if case == "fp8":
+                pack(of_it, of_it / case)
+                of_it /= case
+            kept.append(report(case, *watch(of_it, case), of_it))
     sys.exit(0 if all(kept) else 1)
 
 

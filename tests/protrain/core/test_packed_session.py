@@ -22,6 +22,7 @@ from core_models import (
 )
 from simulated import DeferredDevice
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.session import Session
@@ -131,6 +132,22 @@ def test_a_closed_model_is_packed_as_it_came() -> None:
     session = open_session(own, n_buffer=2)
     train(own, wrapped(session), [batches(1)], session)
     session.close()
+
+
+def test_slots_are_gone_once_a_session_is_closed() -> None:
+    """Though who keeps the session keeps the parameters that have seen them."""
+    own, slots = packed_stack(), []
+
+    def look(layer: Any, *_: Any) -> None:
+        slots.append(StorageWeakRef(layer.up.weight.untyped_storage()))
+
+    for layer in own.layers:
+        layer.register_forward_hook(look)
+    session = open_session(own, n_buffer=2)
+    with torch.no_grad():
+        own(batches(1)[0])
+    session.close()
+    assert slots and all(slot.expired() for slot in slots)
 
 
 def test_a_replan_brings_packed_bytes_back_to_the_host() -> None:

@@ -298,7 +298,10 @@ class ParamStore:
         self.on_host, self._known, self._frozen = {}, {}, set()
         while self._packed:
             name, packed = self._packed.popitem()
-            self._bindings[name].bind(packed)
+            binding: Any = self._bindings[name]
+            binding.bind(packed)
+            # a view of a slot, which would live as long as somebody keeps the session
+            binding.owner.data = binding.owner.data.new_empty(0)
         for param in self._model.parameters():
             # a gradient may not stay behind on another device
             param.grad = None
