@@ -21,6 +21,7 @@ from core_models import (
     batches,
     freeze,
     make_plan,
+    packed_stack,
     stack,
     train,
     twin,
@@ -29,7 +30,10 @@ from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine import device as devices
 from axolotl.integrations.protrain.core.engine.session import Session
-from axolotl.integrations.protrain.core.layout import build_layout
+from axolotl.integrations.protrain.core.layout import (
+    build_layout,
+    moves as moves_module,
+)
 from axolotl.integrations.protrain.core.types import Update
 
 CUDA = torch.device("cuda", 0)
@@ -47,6 +51,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "updates on the host": {"n_buffer": 2, "update": Update.HOST},
     "all resident": {"resident": ALL},
     "rows": {"n_buffer": 2, "rows": {"embed.weight": 24 * 64 * 4}},
+}
+PACKED: dict[str, dict[str, Any]] = {
+    "packed, two slots": {"n_buffer": 2, "packed": True},
+    "packed, recompute": {
+        "resident": (3,),
+        "n_buffer": 3,
+        "recompute": ALL,
+        "packed": True,
+    },
+    "packed, swap": {"n_buffer": 2, "swap": (0, 1, 2), "packed": True},
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": adamw,
@@ -137,10 +151,15 @@ def equals_plain(
     busy: bool = False,
 ) -> bool:
     """Whether losses, norms, weights and states are; `then` is the plan from the third
-    step on. A `busy` device is behind in every backward."""
-    model = stack(dtype=dtype, **SIZES)
-    adapters = sorted(freeze(model, ["extra"])) if frozen else ()
-    plain = twin(model).to(CUDA)
+    step on. A `busy` device is behind in every backward. Of a `packed` plan the frozen
+    weights are packed, but not those of the plain model."""
+    plan, adapters = {**plan}, ()
+    if plan.pop("packed", False):
+        model, plain = packed_stack(), packed_stack(False).to(CUDA)
+    else:
+        model = stack(dtype=dtype, **SIZES)
+        adapters = tuple(sorted(freeze(model, ["extra"]))) if frozen else ()
+        plain = twin(model).to(CUDA)
     for layer in model.layers if busy else ():
         layer.register_forward_hook(keeps_busy)
     session = opened(model, adapters, **plan)
@@ -175,6 +194,18 @@ def test_training_equals_plain(plan: str, frozen: bool) -> None:
     if "update" in PLANS[plan] and not frozen and not EMULATED:
         pytest.skip("the host's AdamW rounds otherwise than that of a real card")
     assert equals_plain(PLANS[plan], frozen=frozen)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most packed weights come in several pieces."""
+    monkeypatch.setattr(moves_module, "PIECE_NUMEL", 700)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("plan", PACKED)
+def test_packed_training_equals_plain(plan: str) -> None:
+    assert equals_plain(PACKED[plan], clip=0.1)
 
 
 @pytest.mark.parametrize("clip, dtype", [(0.0, torch.float32), (0.1, torch.bfloat16)])
@@ -261,17 +292,24 @@ WAITS: dict[str, tuple[type, str, str, str, str]] = {
         *(DEVICE, "wait_stalled", "arrive", "swap.py"),
         "swap inputs",
     ),
+    "codes are unpacked before they are here": (
+        *(STREAM, "wait", "_unpack", "slots.py"),
+        "packed, two slots",
+    ),
 }
 """What goes wrong without a wait: whose method it is, which function of which file calls
 it, and a plan under which it matters. `tests/mutants.py` takes all of them away."""
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_noticed(wait: str) -> None:
     *call, plan = WAITS[wait]
     with without(*call):
         # a busy machine may be so slow that all is in time without
-        assert any(differs_from_plain(PLANS[plan], busy) for busy in (False, True))
+        assert any(
+            differs_from_plain((PLANS | PACKED)[plan], busy) for busy in (False, True)
+        )
 
 
 def differs_from_plain(plan: dict[str, Any], busy: bool) -> bool:

@@ -39,11 +39,13 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ..errors import LayoutError
 from ..layout import Direction, Schedule, padded_bytes, slot_bytes
 from ..layout.moves import Move, moves_of, unpacking
+from ..layout.packed import table_of
 from ..types import Chunk, Counters, Layout, Plan
 from .device import POISON_BYTE, Device, Event, Stream, range_of
 from .host_pool import HostPool
@@ -86,14 +88,23 @@ class Transport:
         # buffers for what has come and is packed, and when it was unpacked last
         self._staged: list[Tensor] = []
         self._room: Tensor | None = None
+        self._tables: dict[torch.dtype, Tensor] = {}
         self._unpacked: dict[int, Event] = {}
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Take device memory through which packed chunks come, and are unpacked."""
-        sizes, room = unpacking(chunks, self._ranks.world.local_size)
-        if room:
-            self._staged = [self._device.allocate(nbytes) for nbytes in sizes]
-            self._room = self._device.allocate(room)
+        need = unpacking(chunks, self._ranks.world.local_size)
+        if need.room_bytes:
+            self._staged = [self._device.allocate(n) for n in need.staged_bytes]
+            self._room = self._device.allocate(need.room_bytes)
+        unpacks = self._device.communicate
+        for dtype in need.tables:
+            table = table_of(dtype)
+            there = self._device.allocate(table.nbytes)
+            # compute may have used these addresses before
+            unpacks.wait(self._device.compute.record())
+            unpacks.copy(there, table.view(torch.uint8))
+            self._tables[dtype] = there.view(table.dtype)
 
     def fetch(
         self,
@@ -148,7 +159,7 @@ class Transport:
                     stream.copy(place, part)
                 unpacks.wait(stream.record())
                 sources = places
-            work = partial(move.unpack, sources, buffer, room)
+            work = partial(move.unpack, sources, buffer, room, self._tables)
             unpacks.call(work, (*sources, room, move.target(buffer)))
             self._unpacked[turn] = unpacks.record()
         return unpacks.record()
@@ -161,9 +172,10 @@ class Transport:
     def forget_buffers(self) -> None:
         """Let go of device buffers, and of views of others."""
         self._views.clear()
-        for memory in (*self._staged, *([] if self._room is None else [self._room])):
+        room = [] if self._room is None else [self._room]
+        for memory in (*self._staged, *room, *self._tables.values()):
             self._device.free(memory)
-        self._staged, self._room = [], None
+        self._staged, self._room, self._tables = [], None, {}
 
     def _targets(self, buffer: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
         # made once: slicing costs more than queueing the copy

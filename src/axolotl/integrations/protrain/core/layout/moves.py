@@ -21,15 +21,16 @@ scales of each such tensor, and `Move`s say how it becomes the chunk of the slot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..types import Chunk, Encoding, TensorSpec
 from .chunks import aligned
-from .packed import room_bytes, stored_specs, unpack
+from .packed import room_bytes, stored_specs, table_of, unpack
 from .pieces import PIECE_NUMEL
 from .shards import padded_bytes
 
@@ -79,7 +80,13 @@ class Move:
         """The bytes of the whole tensor in its slot."""
         return slot[self.spec.offset : self.spec.offset + self.spec.nbytes]
 
-    def unpack(self, sources: Sequence[Tensor], slot: Tensor, room: Tensor) -> None:
+    def unpack(
+        self,
+        sources: Sequence[Tensor],
+        slot: Tensor,
+        room: Tensor,
+        tables: Mapping[torch.dtype, Tensor],
+    ) -> None:
         """Unpack rows whose codes and scales are bytes on the device."""
         assert self.spec.form is not None
         codes, scales = (
@@ -87,7 +94,8 @@ class Move:
             for source, spec in zip(sources, self.stored, strict=True)
         )
         out = self.target(slot).view(self.spec.dtype).view(self.spec.shape)
-        unpack(self.spec.form, codes, scales, out, self.first, room)
+        table = tables.get(self.spec.dtype)
+        unpack(self.spec.form, codes, scales, out, self.first, room, table)
 
 
 def moves_of(chunk: Chunk) -> Iterator[Move]:
@@ -121,15 +129,18 @@ def unpacked_numel(chunk: Chunk) -> dict[Encoding, int]:
 
 class Unpacking(NamedTuple):
     """Device memory beside the slots for chunks that are packed on the host: buffers for
-    what has come, two pieces in turns or all shards of a chunk, and room to unpack."""
+    what has come, two pieces in turns or all shards of a chunk, room to unpack, and the
+    dtypes of which there is a table of numbers."""
 
     staged_bytes: tuple[int, ...]
     room_bytes: int
+    tables: tuple[torch.dtype, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all."""
-        return sum(self.staged_bytes) + self.room_bytes
+        tables = sum(table_of(dtype).nbytes for dtype in self.tables)
+        return sum(self.staged_bytes) + self.room_bytes + tables
 
 
 def unpacking(chunks: Iterable[Chunk], ranks: int) -> Unpacking:
@@ -137,11 +148,17 @@ def unpacking(chunks: Iterable[Chunk], ranks: int) -> Unpacking:
     packed = [chunk for chunk in chunks if chunk.stored is not None]
     moves = [m for chunk in packed for m in moves_of(chunk) if m.spec.form is not None]
     room = max((aligned(move.room_bytes) for move in moves), default=0)
+    looked_up = {move.spec.dtype for move in moves if _is_e2m1(move.spec)}
+    tables = tuple(sorted(looked_up, key=str))
     if ranks > 1:
         every = (padded_bytes(chunk.in_pool, ranks) for chunk in packed)
-        return Unpacking((max(every, default=0),), room)
+        return Unpacking((max(every, default=0),), room, tables)
     piece = max((aligned(move.staged[-1].stop) for move in moves), default=0)
-    return Unpacking((piece, piece), room)
+    return Unpacking((piece, piece), room, tables)
+
+
+def _is_e2m1(spec: TensorSpec) -> bool:
+    return spec.form is not None and spec.form.encoding is Encoding.E2M1
 
 
 def _rows(spec: TensorSpec, first: int, stop: int) -> slice:

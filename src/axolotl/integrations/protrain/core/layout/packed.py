@@ -77,6 +77,7 @@ def unpack(
     out: Tensor,
     first: int,
     room: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> None:
     """Unpack a piece into its place in a whole weight.
 
@@ -87,6 +88,7 @@ def unpack(
         out: The weight, contiguous.
         first: Number of the first of the rows in the weight.
         room: uint8, `room_bytes` or more, at an address as that of any tensor.
+        table: `table_of` its numbers, on the device of the codes.
     """
     height, columns = form.matrix(out.shape)
     if form.transposed:
@@ -99,7 +101,8 @@ def unpack(
         nbytes = room_bytes(form, rows.numel(), out.dtype)
         room = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
     if form.encoding is Encoding.E2M1:
-        numbers = _from_e2m1(codes, scales, out.dtype, room)
+        pairs = table_of(out.dtype).to(codes.device) if table is None else table
+        numbers = _from_e2m1(codes, scales, pairs, out.dtype, room)
     else:
         numbers = room[: 4 * rows.numel()].view(torch.float32).view(rows.shape)
         _multiplied(numbers.copy_(codes), scales, form.block)
@@ -107,9 +110,9 @@ def unpack(
 
 
 def _from_e2m1(
-    codes: Tensor, scales: Tensor, dtype: torch.dtype, room: Tensor
+    codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, room: Tensor
 ) -> Tensor:
-    pairs, num = _pairs(dtype, codes.device), codes.numel()
+    num = codes.numel()
     which = room[: 4 * num].view(torch.int32)
     found = room[4 * num :][: 2 * num * dtype.itemsize].view(pairs.dtype)
     grouped = which.view(*scales.shape, -1).copy_(codes.view(*scales.shape, -1))
@@ -139,8 +142,9 @@ def _runs(length: int, block: int) -> Iterator[tuple[slice, int, slice]]:
 @lru_cache(maxsize=None)
 # an evaluation in inference mode may be the first to need it, training the next
 @torch.inference_mode(False)
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Both numbers of a byte under an exponent, as one integer, by exponent and byte.
+def table_of(dtype: torch.dtype) -> Tensor:
+    """Both numbers of an e2m1 byte under an exponent, as one integer, by exponent and
+    byte: 65,536 of them, in host memory.
 
     A table, because two numbers are then one look-up, with the same bits on every device.
     """
@@ -151,7 +155,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     low, high = scaled[:, None, :].expand(256, 16, 16), scaled[:, :, None]
     both = torch.stack([low, high.expand(256, 16, 16)], dim=-1)
     kinds = {2: torch.int32, 4: torch.int64}
-    return both.contiguous().view(kinds[dtype.itemsize]).view(-1).to(device)
+    return both.contiguous().view(kinds[dtype.itemsize]).view(-1)
 
 
 Part = tuple[Tensor, Tensor]
@@ -185,12 +189,14 @@ class Packed(Tensor):
 
     def unpack_into(self, out: Tensor, numel: int = PIECE_NUMEL) -> Tensor:
         """Fill a contiguous tensor of this shape, on any device, piece by piece."""
-        form, above = self.form, 0
+        form, above, table = self.form, 0, None
+        if form.encoding is Encoding.E2M1:
+            table = table_of(self.dtype).to(out.device)
         for codes, scales in self.parts:
             for first, stop in form.pieces(self.shape, len(codes), numel):
                 there = codes[first:stop].to(out.device)
                 factors = scales[form.scale_rows(first, stop)].to(out.device)
-                unpack(form, there, factors, out, above + first)
+                unpack(form, there, factors, out, above + first, table=table)
             above += len(codes)
         return out
 
