@@ -10,13 +10,8 @@ import sys
 from typing import Any
 
 from peft import PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    FineGrainedFP8Config,
-    Mxfp4Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from axolotl.integrations.protrain.loading import keep_packed, unpack_trained
 
