@@ -337,6 +337,13 @@ REFUSED_IN_AXOLOTL = [
         "model_quantization_config",
         {"model_quantization_config": "FineGrainedFP8Config"},
     ),
+    (
+        "model_quantization_config",
+        {
+            "model_quantization_config": "FineGrainedFP8Config",
+            "model_quantization_config_kwargs": {"dequantize": True},
+        },
+    ),
     ("use_onebitllms", {"use_onebitllms": True}),
     ("nvfp4_merge_aware", {**NVFP4, "nvfp4_merge_aware": True}),
     ("gemma4_fp8_nonexpert", {"gemma4_fp8_nonexpert": True}),

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.host import mapped_bytes
-from axolotl.integrations.protrain.core.layout.packed import Packed
-from axolotl.integrations.protrain.loading import keep_packed
+from axolotl.integrations.protrain.core.layout.packed import Packed, from_fp8
+from axolotl.integrations.protrain.loading import keep_packed, unpack_the_rest
 
 FP8 = (torch.float8_e4m3fn,)
 BASES = {
@@ -94,3 +95,37 @@ def test_other_loads_unpack_as_before(root: Path) -> None:
     with keep_packed():
         pass
     assert not packed_weights(load(root, "qwen3-fp8"))
+
+
+def test_what_is_outside_of_blocks_or_trains_is_unpacked(root: Path) -> None:
+    with keep_packed():
+        model = load(root, "qwen3-fp8")
+    codes = torch.randn(288, 36).to(torch.float8_e4m3fn)
+    head = from_fp8(codes, torch.rand(72, 9), torch.bfloat16)
+    model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    trained = model.model.layers[1].mlp.up_proj.weight.requires_grad_()
+    # as Axolotl converts embeddings and routers
+    model.model.layers[2].mlp.up_proj.float()
+    model.requires_grad_(False)
+    trained.requires_grad_()
+    packed, value = packed_weights(model), head.unpacked()
+    unpack_the_rest(model)
+    assert torch.equal(model.lm_head.weight, value)
+    gone = {
+        "lm_head.weight",
+        *(f"model.layers.{n}.mlp.up_proj.weight" for n in (1, 2)),
+    }
+    assert packed_weights(model).keys() == packed.keys() - gone
+    assert model.model.layers[2].mlp.up_proj.weight.dtype == torch.float32
+
+
+def test_codes_without_a_scale_are_refused_by_name(root: Path) -> None:
+    with keep_packed():
+        model = load(root, "qwen3-fp8")
+    layer = model.model.layers[1].mlp.up_proj
+    codes = torch.zeros(layer.weight.shape, dtype=torch.float8_e4m3fn)
+    layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+    with pytest.raises(
+        ConfigError, match=r"base_model: model\.layers\.1\.mlp\.up_proj"
+    ):
+        unpack_the_rest(model)

@@ -81,6 +81,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
             jobs.train("plain-trained", lora, TRAINED, plain)
             jobs.train("paged-trained", lora, TRAINED, paged, PAGED)
         if family == "gpt_oss-mxfp4":
+            jobs.train("plain-full", plain)
+            jobs.train("paged-full", paged, PAGED)
             half = {"resume_from_checkpoint": f"paged-{family}/checkpoint-2"}
             after = [f"paged-{family}"]
             jobs.train("resumed", lora, paged, PAGED, plan, half, after=after)
@@ -88,7 +90,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs.close()
 
 
-@pytest.mark.parametrize("family", [*BASES, "trained"])
+@pytest.mark.parametrize("family", [*BASES, "trained", "full"])
 def test_a_packed_base_trains_as_its_unpacked_twin(jobs: Jobs, family: str) -> None:
     paged, plain = (jobs[f"{name}-{family}"].finished for name in ("paged", "plain"))
     assert paged.paged and not plain.paged
@@ -123,7 +125,7 @@ def merged_otherwise(root: Path) -> list[str]:
 
     found = []
     for family in BASES:
-        merge(str(root / model_path(family)), f"paged-{family}", f"merged-{family}")
+        merge(str(root / model_path(family)), f"merged-{family}", f"paged-{family}")
         twin = AutoModelForCausalLM.from_pretrained(
             root / twin_of(family), dtype=torch.bfloat16
         )

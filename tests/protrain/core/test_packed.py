@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from axolotl.integrations.protrain.core.errors import LayoutError
 from axolotl.integrations.protrain.core.layout.packed import (
     Packed,
+    form_of,
     from_fp8,
     from_mxfp4,
     stored_bytes,
@@ -270,3 +272,68 @@ def test_a_file_has_the_unpacked_weight() -> None:
     read = torch.load(file, weights_only=True)["weight"]
     assert type(read) is Tensor
     assert_same_bits(read, packed.unpacked())
+
+
+# who writes
+
+
+def sets_data(packed: Packed) -> None:
+    packed.data = packed.data * 2
+
+
+def sets_a_row(packed: Packed) -> None:
+    packed.data[0] = 0
+
+
+def writes_a_view(packed: Packed) -> None:
+    packed.data.view(-1).mul_(2)
+
+
+def writes_a_view_of_a_view(packed: Packed) -> None:
+    packed.t()[0].add_(1)
+
+
+@pytest.mark.parametrize("write", [sets_a_row, writes_a_view, writes_a_view_of_a_view])
+def test_a_write_to_a_view_is_refused(write: Callable[[Packed], None]) -> None:
+    """It would go to a copy."""
+    packed = some_fp8(8, 16, (4, 8))
+    values = packed.unpacked()
+    with pytest.raises(LayoutError, match="would write a weight that is packed"):
+        write(packed)
+    assert_same_bits(packed.unpacked(), values)
+    assert_same_bits(torch.tensor(packed.t()[2].tolist()), values[:, 2].float())
+    assert_same_bits(packed.t() * 2, values.t() * 2)
+
+
+@pytest.mark.parametrize("write", [sets_data, lambda p: nn.ParameterList([p]).double()])
+def test_who_sets_its_data_is_told_at_the_next_read(
+    write: Callable[[Packed], None],
+) -> None:
+    packed: Any = nn.Parameter(some_fp8(8, 16, (4, 8)), requires_grad=False)
+    write(packed)
+    for read in (torch.sum, form_of, Packed.unpacked):
+        with pytest.raises(LayoutError, match=r"`\.data =` or `\.to\(dtype\)`"):
+            read(packed)
+    assert packed.written is not None
+
+
+def test_what_has_no_memory_is_neither_stored_nor_shared() -> None:
+    packed = some_fp8(8, 16, (4, 8))
+    for ask in (packed.untyped_storage, packed.share_memory_):
+        with pytest.raises(LayoutError, match="packed weight"):
+            ask()
+
+
+@pytest.mark.parametrize("scales", [torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0])])
+def test_matrices_may_have_a_scale_each_or_one(scales: Tensor) -> None:
+    codes = torch.randn(3, 8, 16).to(torch.float8_e4m3fn)
+    packed = from_fp8(codes, scales, torch.float32)
+    assert_same_bits(packed.unpacked(), codes.float() * scales.view(-1, 1, 1))
+
+
+def test_blocks_that_reach_into_the_next_matrix_are_refused() -> None:
+    codes = torch.randn(4, 12, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        LayoutError, match="12 rows of each matrix are not whole blocks"
+    ):
+        from_fp8(codes, torch.rand(4, 2, 2), torch.bfloat16, (8, 8))

@@ -62,8 +62,10 @@ def plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
-def assert_trains_the_same(own: Any, session: Session, steps: int = 3) -> None:
-    other = packed_stack(False)
+def assert_trains_the_same(
+    own: Any, session: Session, steps: int = 3, other: Any = None
+) -> None:
+    other = other or packed_stack(False)
     optimizer, others = wrapped(session), adamw(other)
     data = [batches(2, seed) for seed in range(steps)]
     wanted = train(other, others, data, clip=0.5)
@@ -214,6 +216,28 @@ def test_another_tensor_in_place_of_a_packed_weight_is_refused() -> None:
         with session.full_params():
             own.layers[1].mix = nn.Parameter(torch.ones(2, 32, 64).bfloat16())
     session.close()
+
+
+def test_data_that_somebody_sets_is_refused() -> None:
+    own = packed_stack()
+    session = open_session(own, n_buffer=2)
+    with pytest.raises(AccessError, match=r"layers\.1\.mix: somebody put another"):
+        with session.full_params():
+            own.layers[1].mix.data = own.layers[1].mix.data * 2
+    assert_trains_the_same(own, session, 1)
+    session.close()
+
+
+def test_a_weight_that_stays_may_be_written_and_is_plain_afterwards() -> None:
+    own, other = packed_stack(), packed_stack(False)
+    session = open_session(own, n_buffer=0, resident=range(12))
+    for each in (own, other):
+        with session.full_params(), torch.no_grad():
+            each.layers[1].mix.mul_(2)
+    assert_trains_the_same(own, session, 1, other)
+    session.close()
+    assert_same(plain(own.state_dict()), other.state_dict())
+    assert packed_names(own) == packed_names(packed_stack()) - {"layers.1.mix"}
 
 
 def test_a_copy_of_a_paged_model_is_packed_and_computes_the_same() -> None:

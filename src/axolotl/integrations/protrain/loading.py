@@ -4,8 +4,8 @@ that stay packed as they are published."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
+from .core.errors import ConfigError
+from .core.layout import find_blocks
 from .core.layout.packed import Packed, form_of, from_fp8, from_mxfp4
 from .core.layout.tensors import (
     bindings,
@@ -151,6 +153,8 @@ def keep_packed() -> Iterator[None]:
         if codes.dtype not in _FP8 or output_dtype is None:
             return unpack(self, codes, scales, output_dtype)
         block = self.hf_quantizer.quantization_config.weight_block_size
+        if _cuts_matrices(codes.shape, block):
+            return unpack(self, codes, scales, output_dtype)
         return from_fp8(codes, scales, output_dtype, block and tuple(block))
 
     def copy_packed(read: Any, device: Any = None, dtype: Any = None) -> Tensor:
@@ -162,35 +166,79 @@ def keep_packed() -> Iterator[None]:
         patch.object(mxfp4, "dequantize_convertops", pack_mxfp4),
         patch.object(Fp8Dequantize, "_dequantize_one", pack_fp8),
         patch.object(core_model_loading, "_materialize_copy", copy_packed),
-        # no tensor is parallel, and 5.16.1 fails here over any FP8 base
-        patch.object(
-            FineGrainedFP8HfQuantizer, "update_tp_plan", lambda _, config: config
-        ),
+        load_fp8(),
     ):
         yield
+
+
+def load_fp8() -> AbstractContextManager[Any]:
+    """Let transformers 5.16.1 load an FP8 base, where it plans for parallel tensors, of
+    which there are none, and fails."""
+    return patch.object(
+        FineGrainedFP8HfQuantizer, "update_tp_plan", lambda _, config: config
+    )
+
+
+def _cuts_matrices(shape: Sequence[int], block: Sequence[int] | None) -> bool:
+    """Tell whether blocks of scales end inside of several matrices: no form has that."""
+    return len(shape) > 2 and block is not None and bool(shape[-2] % block[0])
 
 
 def keeps_packed(cfg: Any) -> bool:
     """Tell whether `keep_packed` is for a configuration: what trains has values."""
     unpacks = (cfg.model_quantization_config_kwargs or {}).get("dequantize")
     # what is written into the base before it trains
-    writes = cfg.peft_init_lora_weights or cfg.peft
+    writes = cfg.peft_init_lora_weights or cfg.peft or cfg.relora
     return bool(
         cfg.adapter and cfg.model_quantization_config and unpacks and not writes
     )
 
 
-def unpack_trained(model: nn.Module) -> None:
-    """Unpack weights that train, as copies of a base's modules do; or drop their form."""
+def unpack_the_rest(model: nn.Module) -> None:
+    """Unpack weights that page no better packed, or drop their form: those that train, as
+    copies of a base's modules do, those outside of blocks, and those that were converted.
+
+    Raises:
+        ConfigError: FP8 weights of the base have no scales that anybody knows.
+    """
+    inside = tuple(f"{name}." for name, _ in find_blocks(model))
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                name = f"{path}.{key}"
+                trains = param.requires_grad
+                _unpack(module, key, param, trains or not name.startswith(inside))
+    lost = [n for n, p in model.named_parameters() if p.dtype in _WITHOUT_SCALE]
+    lost = [n for n in lost if not isinstance(model.get_parameter(n), Packed)]
+    if lost:
+        raise ConfigError(
+            f"base_model: {lost[0]} and {len(lost) - 1} more weights are in FP8 and have no "
+            "scale by a name that transformers knows, so that they cannot be unpacked. "
+            "Give the base that they were made from."
+        )
+
+
+_WITHOUT_SCALE = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _unpack(module: nn.Module, key: str, param: nn.Parameter, plain: bool) -> None:
+    if not isinstance(param, Packed):
+        if plain and form_of(param) is not None:
+            del vars(param)["form"]
+        return
+    values = param.written
+    if values is None and plain:
+        values = Packed.unpacked(param)
+    if values is not None:
+        module._parameters[key] = nn.Parameter(values, param.requires_grad)
+
+
+def unpack_all(model: nn.Module) -> None:
+    """Unpack every weight, one at a time."""
     for module in model.modules():
         for key, param in module._parameters.items():
-            if param is None or form_of(param) is None or not param.requires_grad:
-                continue
-            if isinstance(param, Packed):
-                plain = Packed.unpacked(param)
-                module._parameters[key] = nn.Parameter(plain)
-            else:
-                del vars(param)["form"]
+            if param is not None:
+                _unpack(module, key, param, True)
 
 
 def name_forms(model: nn.Module, settings: Mapping[str, Any]) -> int:
@@ -220,6 +268,8 @@ def name_forms(model: nn.Module, settings: Mapping[str, Any]) -> int:
         if name not in linear and not is_of_experts(name, param):
             continue
         rows, columns = param.shape[-2:]
+        if is_fp8 and _cuts_matrices(param.shape, block):
+            continue
         if not is_fp8:
             form = Form(Encoding.E2M1, (1, 32), transposed=True)
         elif block is None:

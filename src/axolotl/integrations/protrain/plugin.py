@@ -193,10 +193,10 @@ class ProTrainPlugin(BasePlugin):
             self._loading.enter_context(quantise_on(_device(cfg), self._share, experts))
         if self._pages and cfg.model_quantization_config:
             # imported here, as above
-            from .loading import keep_packed, keeps_packed
+            from .loading import keep_packed, keeps_packed, load_fp8
 
-            if keeps_packed(cfg):
-                self._loading.enter_context(keep_packed())
+            way = keep_packed if keeps_packed(cfg) else load_fp8
+            self._loading.enter_context(way())
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         self._loading.close()
@@ -204,9 +204,12 @@ class ProTrainPlugin(BasePlugin):
     def post_model_load(self, cfg: Any, model: Any) -> None:
         if self._pages and cfg.model_quantization_config:
             # imported here, as above
-            from .loading import unpack_trained
+            from .loading import unpack_the_rest
 
-            unpack_trained(model)
+            unpack_the_rest(model)
+            if not cfg.adapter:
+                # how it was read, by which transformers would save it without experts
+                model._weight_conversions = None
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         if not self._pages:

@@ -216,14 +216,22 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     """One line for every setting, ours or Axolotl's, that ProTrain cannot work with."""
     # of a YAML as it is spelt, too: pydantic takes "false" for false
     settings = {key: v for key, v in settings.items() if not _is_off(v)}
+    lines = []
     if _entry(settings.get("model_quantization_config_kwargs"), "dequantize"):
         # plain weights once they are loaded
+        config = settings.get("model_quantization_config")
         settings = {**settings, "model_quantization_config": None}
+        if config == "FineGrainedFP8Config" and not settings.get("adapter"):
+            lines.append(
+                "`model_quantization_config: FineGrainedFP8Config` without an adapter: each "
+                "save would round what has trained to FP8 again. Train an adapter, or the "
+                "base that `python examples/merge_packed.py BASE OUTPUT` unpacks."
+            )
     if not settings.get("torch_compile"):
         settings = {
             k: v for k, v in settings.items() if str(k)[:14] != "torch_compile_"
         }
-    lines = [
+    lines += [
         row.message(settings[row.key])
         for row in EXCLUDED
         if row.key in settings and row.when(settings[row.key])

@@ -68,7 +68,7 @@ from ..loading import (
     keeps_packed,
     name_forms,
     quantise_experts,
-    unpack_trained,
+    unpack_the_rest,
 )
 from ..refusals import TAKEN_OVER
 from ..versions import import_plugins, require_internals
@@ -348,7 +348,8 @@ def _built(
         freeze_layers_except(model, cfg.unfrozen_parameters)
     if cfg.freeze_mm_modules:
         freeze_mm_modules(model)
-    unpack_trained(model)
+    if cfg.model_quantization_config:
+        unpack_the_rest(model)
     return model.train(), adapter
 
 

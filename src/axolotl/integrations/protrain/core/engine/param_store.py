@@ -295,10 +295,15 @@ class ParamStore:
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
         self.unload(self.on_host)
+        paged = {s.name for chunk in self.on_host.values() for s in chunk.tensors}
+        resident = self._packed.keys() - paged
         self.on_host, self._known, self._frozen = {}, {}, set()
         while self._packed:
             name, packed = self._packed.popitem()
             binding: Any = self._bindings[name]
+            if name in resident and _differs(binding.tensor, packed):
+                # somebody wrote it where it was plain
+                continue
             binding.bind(packed)
             # a view of a slot, which would live as long as somebody keeps the session
             binding.owner.data = binding.owner.data.new_empty(0)
@@ -430,6 +435,11 @@ class ParamStore:
 
     def _buffers(self) -> list[Binding]:
         return [Binding(n, buffer, "data") for n, buffer in self._model.named_buffers()]
+
+
+def _differs(plain: Tensor, packed: Packed) -> bool:
+    values = packed.unpacked().view(torch.uint8)
+    return not torch.equal(plain.detach().cpu().contiguous().view(torch.uint8), values)
 
 
 def _view(buffer: Tensor, spec: TensorSpec) -> Tensor:

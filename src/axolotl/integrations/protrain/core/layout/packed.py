@@ -9,7 +9,7 @@ Unpacked they have the bits that transformers gives them while it loads a base w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -32,8 +32,20 @@ CODES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float8_e4m3fn}
 SCALES = {Encoding.E2M1: torch.uint8, Encoding.E4M3: torch.float32}
 
 
+_WRITTEN = (
+    "would write a weight that is packed, which has no room for other values. Load the "
+    "base unpacked to change its weights."
+)
+
+
 def form_of(param: object) -> Form | None:
-    """The form in which host memory has a parameter; one without values names it, too."""
+    """The form in which host memory has a parameter; one without values names it, too.
+
+    Raises:
+        LayoutError: Somebody has set `.data` of a packed one.
+    """
+    if isinstance(param, Packed):
+        param.require_unwritten()
     form = getattr(param, "form", None)
     return form if isinstance(form, Form) else None
 
@@ -187,8 +199,26 @@ class Packed(Tensor):
         made.form, made.parts = form, tuple(parts)
         return made
 
+    @property
+    def written(self) -> Tensor | None:
+        """Values that somebody has set as its `.data`, in place of those of its parts."""
+        try:
+            storage = Tensor.untyped_storage(self)
+            storage.data_ptr()
+        except RuntimeError:
+            # as made: it has no memory
+            return None
+        plain = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return plain.set_(storage, 0, self.shape, self.stride())
+
+    def require_unwritten(self) -> None:
+        """Raise LayoutError if somebody has set `.data`, by `.to(dtype)` for example."""
+        if self.written is not None:
+            raise LayoutError(f"`.data =` or `.to(dtype)` {_WRITTEN}")
+
     def unpack_into(self, out: Tensor, numel: int = PIECE_NUMEL) -> Tensor:
         """Fill a contiguous tensor of this shape, on any device, piece by piece."""
+        self.require_unwritten()
         form, above, table = self.form, 0, None
         if form.encoding is Encoding.E2M1:
             table = table_of(self.dtype).to(out.device)
@@ -222,6 +252,24 @@ class Packed(Tensor):
         """The unpacked weight: who asks is about to read its bytes."""
         return self.unpacked()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raise LayoutError: who asks is about to write its bytes to a file."""
+        raise LayoutError(
+            "a packed weight has no memory of its own. `.contiguous()` gives its values."
+        )
+
+    def share_memory_(self) -> Any:
+        """Raise LayoutError: what is packed is pages of a file."""
+        raise LayoutError("a packed weight cannot be shared. Load the base unpacked.")
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self.unpacked().tolist()
+
+    def numpy(self, **how: Any) -> Any:
+        """As of a plain tensor, but a copy."""
+        return self.unpacked().numpy(**how)
+
     def data_ptr(self) -> int:
         """The address of the first codes."""
         return self.parts[0][0].data_ptr()
@@ -247,19 +295,57 @@ class Packed(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        tree_map_only(Packed, Packed.require_unwritten, (args, kwargs))
         keeps = _KEEPS.get(func)
         if keeps and (kept := keeps(*args, **kwargs)) is not None:
             return kept
-        for number, said in enumerate(func._schema.arguments):
-            writes = said.alias_info is not None and said.alias_info.is_write
-            given = args[number] if number < len(args) else kwargs.get(said.name)
-            if writes and any(isinstance(t, Packed) for t in _listed(given)):
-                raise LayoutError(
-                    f"{func} would write a weight that is packed, which has no room for "
-                    "other values. Load the base unpacked to change its weights."
-                )
+        _require_read(func, args, kwargs)
         args, kwargs = tree_map_only(Packed, Packed.unpacked, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.is_view:
+            # who writes it would write a copy
+            return tree_map_only(Tensor, _ViewOfPacked.of, result)
+        return result
+
+
+class _ViewOfPacked(Tensor):
+    """Values of a packed weight, or some of them, which nobody may write."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, values: Tensor) -> Tensor:
+        """Show them."""
+        return Tensor._make_subclass(cls, values)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _require_read(func, args, kwargs)
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **kwargs)
+        return tree_map_only(Tensor, cls.of, result) if func.is_view else result
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self.clone().tolist()
+
+    def numpy(self, **how: Any) -> Any:
+        """As of a plain tensor, but a copy."""
+        return self.clone().numpy(**how)
+
+
+def _require_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an operator that writes a packed weight, or what shows its values."""
+    for number, said in enumerate(func._schema.arguments):
+        writes = said.alias_info is not None and said.alias_info.is_write
+        given = args[number] if number < len(args) else kwargs.get(said.name)
+        if writes and any(
+            isinstance(t, (Packed, _ViewOfPacked)) for t in _listed(given)
+        ):
+            raise LayoutError(f"{func} {_WRITTEN}")
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Packed:
@@ -292,11 +378,14 @@ def from_fp8(
             blocks, of which the last ones may be cut off; otherwise all are equal.
 
     Raises:
-        LayoutError: The scales are not those of equal blocks.
+        LayoutError: The scales are not those of equal blocks, or a block would reach
+            into the next matrix.
     """
     size = rows, columns = codes.shape[-2:]
-    if scales.ndim < 2:
-        scales = scales.view(1, 1)
+    if scales.ndim < 2 or scales.numel() == 1:
+        # one for all, or one for each matrix
+        each = scales.view(-1, 1, 1)
+        scales = each.expand(*codes.shape[:-2], 1, 1) if codes.ndim > 2 else each[0]
     grid = tuple(scales.shape[-2:])
     if block is None or grid != tuple(map(_covering, size, block)):
         if rows % grid[0] or columns % grid[1]:
@@ -304,6 +393,10 @@ def from_fp8(
                 f"{rows} by {columns} numbers are not {grid[0]} by {grid[1]} equal blocks"
             )
         block = rows // grid[0], columns // grid[1]
+    if codes.ndim > 2 and rows % min(block[0], rows):
+        raise LayoutError(
+            f"{rows} rows of each matrix are not whole blocks of {block[0]}"
+        )
     # a matrix in one block has one of any size, so that like matrices are alike
     block = min(block[0], rows), min(block[1], columns)
     if scales.dtype == torch.uint8:

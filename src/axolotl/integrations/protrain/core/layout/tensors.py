@@ -79,6 +79,8 @@ class PackedBinding(Binding):
     def tensor(self) -> Tensor:
         module, key = self.places[0]
         shown: Any = module._parameters[key]
+        if isinstance(shown, Packed) and shown.written is not None:
+            return shown.written
         return shown.data
 
     def bind(self, tensor: Tensor) -> None:
