@@ -20,6 +20,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
@@ -211,11 +212,14 @@ def make_plan(
     inside: Placement = Placement.RESIDENT,
     shards: int = 1,
     update: Update = Update.DEVICE,
+    on_disk: Collection[int] = (),
+    disk_buffers: int = 3,
 ) -> Plan:
     """A plan from what is resident and which blocks recompute, swap, or both.
 
     `outside` is where the trainable weights outside blocks go, `inside` where the
-    chunks named in `resident` go; the host looks up what a layout lets it.
+    chunks named in `resident` go; the host looks up what a layout lets it. Of the chunks
+    named in `on_disk` those count that are frozen and paged.
     """
 
     def place(chunk: Chunk) -> Placement:
@@ -238,6 +242,14 @@ def make_plan(
         origin="test",
         shards=shards,
         update=update,
+        on_disk=tuple(
+            chunk.index
+            for chunk, at in zip(layout.chunks, placements, strict=True)
+            if chunk.index in on_disk
+            and at is Placement.PARAM_OFFLOADED
+            and not chunk.trainable
+        ),
+        disk_buffers=disk_buffers,
     )
 
 
@@ -262,12 +274,13 @@ def open_session(
     device: Device | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
     piece_numel: int = PIECE_NUMEL,
+    disk: Path | None = None,
     **plan: Any,
 ) -> Session:
     """A session on a checked device, the CPU's unless given; `plan` goes to
     `make_plan`."""
     layout = build_layout(model, keep, rows=rows)
-    options = Options(fp32_master, accumulates, piece_numel)
+    options = Options(fp32_master, accumulates, piece_numel, disk=disk)
     plan_ = make_plan(layout, **plan)
     return Session(model, layout, plan_, checked(device), options)
 

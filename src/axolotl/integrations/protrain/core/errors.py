@@ -9,6 +9,7 @@
      +-- LayoutError      no repeated blocks were recognised in the model
      +-- TraceError       the model could not be run without weights
      +-- CheckpointError  a checkpoint could not be written or read back
+     +-- DiskError        files of frozen weights cannot be written or read
      +-- AccessError      weights or gradients were touched where they are not
      +-- RequestError     the training service cannot answer a request
 
@@ -81,6 +82,10 @@ class TraceError(ProTrainError):
 
 class CheckpointError(ProTrainError):
     """A checkpoint is incomplete, does not match the model, or cannot be written."""
+
+
+class DiskError(ProTrainError):
+    """Files of frozen weights cannot be written, or are not what was written."""
 
 
 class AccessError(ProTrainError):

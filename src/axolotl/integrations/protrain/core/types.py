@@ -299,6 +299,8 @@ class Plan(Knobs):
         in_pieces: Operands of an update come a piece of a chunk ahead, not a chunk.
         staging_bytes: Device memory through which they come, and sums of gradients; the
             engine takes more where that is too little.
+        on_disk: Frozen chunks that pass through slots and lie in files, not in host
+            memory; they are read ahead into `disk_buffers` buffers.
     """
 
     placements: tuple[Placement, ...]
@@ -310,6 +312,8 @@ class Plan(Knobs):
     update: Update = Update.DEVICE
     in_pieces: bool = False
     staging_bytes: int = 0
+    on_disk: tuple[int, ...] = ()
+    disk_buffers: int = 3
 
     @property
     def paged(self) -> tuple[int, ...]:
@@ -639,6 +643,8 @@ class Counters:
         fetched_bytes: Weights, sums of gradients and optimizer state, to the device.
         offloaded_bytes: Gradients to the host, weights and optimizer state that were
             updated on the device; activations are `swapped`.
+        disk_bytes: Frozen weights, from files to host memory.
+        disk_wait_s: Time for which the calling thread has waited for them.
         num_fetches: Chunks that went into slots.
         num_misses: Those of them that were not there when their block opened.
         gathered_bytes: Results of all-gathers.
@@ -655,3 +661,5 @@ class Counters:
     num_reduces: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
+    disk_bytes: int = 0
+    disk_wait_s: float = 0.0

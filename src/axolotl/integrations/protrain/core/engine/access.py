@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..errors import AccessError
 from ..types import Chunk
 from .full_params import FullParams
+from .param_store import on_the_disk
 from .saved_state import SavedState
 from .step import Step
 
@@ -59,8 +61,14 @@ class StateAccess:
         self._step.store.remember(names)
 
     def after_load(self, chunk: Chunk) -> None:
-        """A load wrote the host tensors of a chunk."""
+        """A load wrote the host tensors of a chunk.
+
+        Raises:
+            AccessError: The chunk is on the disk, and the load wrote other values.
+        """
         step = self._step
+        if step.store.undo_writes(chunk):
+            raise AccessError(on_the_disk(chunk))
         for host in step.hosts:
             if host.chunk is chunk:
                 host.renew_masters(range(len(host.params)))

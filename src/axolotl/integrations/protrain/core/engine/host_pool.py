@@ -9,9 +9,10 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..layout import aligned, padded_bytes, shard_bytes
 from ..layout.packed import Packed, stored_specs
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
+from .chunk_files import ChunkFile, store, written_bytes
 from .device import Device
 from .ranks import Alone, Ranks
 
@@ -39,13 +41,21 @@ class HostPool:
         ranks: Whose node shares the memory; every rank then makes the same calls. None
             for a process alone.
         shards: Each chunk has room for so many equal ones.
+        disk: Folder for the files of chunks that have no memory.
+
+    Attributes:
+        files: Those chunks' files, by index.
     """
 
     def __init__(
         self,
         ranks: Ranks | None = None,
         shards: int = 1,
+        disk: Path | None = None,
     ) -> None:
+        self._disk = disk
+        self.files: dict[int, ChunkFile] = {}
+        self._staging: mmap.mmap | None = None
         self._ranks = ranks or Alone()
         self._shards = shards
         self._in_files = self._ranks.world.local_size > 1
@@ -59,9 +69,12 @@ class HostPool:
     def __contains__(self, index: int) -> bool:
         return index in self._places
 
-    def add(self, chunks: Sequence[Chunk]) -> Tensor | None:
+    def add(
+        self, chunks: Sequence[Chunk], on_disk: Collection[int] = ()
+    ) -> Tensor | None:
         """Hold further chunks, each from a page of its own, so that it can be page-locked
-        alone; what is there stays where it is.
+        alone; what is there stays where it is. Those `on_disk` share room until each is
+        `filled`.
 
         Returns:
             Their mapping as one uint8 tensor, None when it is empty.
@@ -72,21 +85,69 @@ class HostPool:
             if chunk.stored is not None
         }
         chunks = [chunk.in_pool for chunk in chunks]
+        staged = [chunk for chunk in chunks if chunk.index in on_disk]
+        if staged:
+            nbytes = max(padded_bytes(chunk, self._shards) for chunk in staged)
+            self._staging = self._map(nbytes)
+            places = ((c.index, (self._staging, 0, c.nbytes)) for c in staged)
+            self._places.update(places)
+        chunks = [chunk for chunk in chunks if chunk.index not in on_disk]
         sizes = [aligned(padded_bytes(c, self._shards), PAGE_BYTES) for c in chunks]
         nbytes = sum(sizes)
         if not nbytes:
             return None
-        if not self._in_files:
-            memory = _map_private(nbytes)
-        else:
-            memory, self._files[memory] = map_shared(nbytes, self._ranks)
-            weakref.finalize(self, os.close, self._files[memory])
+        memory = self._map(nbytes)
         start = 0
         for chunk, size in zip(chunks, sizes, strict=True):
             self._places[chunk.index] = (memory, start, chunk.nbytes)
             start += size
         self.nbytes += nbytes
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        if not self._in_files:
+            return _map_private(nbytes)
+        memory, file = map_shared(nbytes, self._ranks)
+        self._files[memory] = file
+        weakref.finalize(self, os.close, file)
+        return memory
+
+    def filled(self, chunk: Chunk) -> None:
+        """Move a chunk whose bytes are all there to its file, if that is its place; all
+        ranks of a node call it."""
+        memory, _, nbytes = self._places[chunk.index]
+        if memory is not self._staging:
+            return
+        assert self._disk is not None
+        folder, size = self._disk, padded_bytes(chunk.in_pool, self._shards)
+        staged = torch.frombuffer(memory, dtype=torch.uint8)
+        # until all have filled their parts
+        self._ranks.node_sum(torch.zeros(1))
+
+        def write() -> Path:
+            path = store(folder, staged[:size])
+            # or the next one's gaps would have bytes of this one
+            staged.zero_()
+            return path
+
+        path = self._ranks.from_first_of_node(write)
+        file = self.files[chunk.index] = ChunkFile(path, size)
+        weakref.finalize(self, file.close)
+        self._places[chunk.index] = (file.map(), 0, nbytes)
+
+    def undo_writes(self, index: int) -> bool:
+        """Take back what somebody has written over a chunk that lies in a file; returns
+        whether that were other bytes."""
+        if index not in self.files:
+            return False
+        memory, _, nbytes = self._places[index]
+        now = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        if not written_bytes(now):
+            return False
+        kept = torch.frombuffer(self.files[index].map(), dtype=torch.uint8)
+        differs = not torch.equal(now, kept[:nbytes])
+        memory.madvise(mmap.MADV_DONTNEED)
+        return differs
 
     def chunk(self, index: int) -> Tensor:
         """All bytes of a chunk, uint8 of shape [chunk.nbytes]."""
@@ -131,7 +192,8 @@ class HostPool:
         }
         own._stored = self._stored
         own._places = {
-            index: (maps[memory], start, nbytes)
+            # of a file on the disk it is that already
+            index: (maps.get(memory, memory), start, nbytes)
             for index, (memory, start, nbytes) in self._places.items()
         }
         return own

@@ -121,6 +121,7 @@ class ParamStore:
             buffer = buffer_for(chunk)
             if chunk.index not in self.on_host:
                 self._copy_to_host(chunk)
+                self._pool.filled(chunk)
                 on_host(chunk)
                 self.on_host[chunk.index] = chunk
             for spec in chunk.tensors:
@@ -170,6 +171,8 @@ class ParamStore:
             if takes and index % size == self._ranks.local_rank:
                 self._take_over(chunk, memory if index in shown else None)
             self.remember(spec.name for spec in chunk.tensors)
+            if index in shown and self._pool.undo_writes(index):
+                wrong = wrong or on_the_disk(chunk)
         if wrong:
             raise AccessError(wrong)
 
@@ -291,6 +294,10 @@ class ParamStore:
             if not torch.equal(_as_bytes(now), _as_bytes(home)):
                 self._device.writes((home,))
                 home.copy_(now)
+
+    def undo_writes(self, chunk: Chunk) -> bool:
+        """Take back writes over a chunk on the disk; whether they were other bytes."""
+        return self._pool.undo_writes(chunk.index)
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
@@ -440,6 +447,14 @@ class ParamStore:
 def _differs(plain: Tensor, packed: Packed) -> bool:
     values = packed.unpacked().view(torch.uint8)
     return not torch.equal(plain.detach().cpu().contiguous().view(torch.uint8), values)
+
+
+def on_the_disk(chunk: Chunk) -> str:
+    """Word that somebody wrote a chunk that lies in a file."""
+    return (
+        f"{chunk.tensors[0].name} and what lies beside it is frozen and on the disk: what "
+        "somebody wrote there is lost. Remove protrain_disk_dir to change such weights."
+    )
 
 
 def _view(buffer: Tensor, spec: TensorSpec) -> Tensor:

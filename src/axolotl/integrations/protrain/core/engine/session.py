@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class Options:
     """Elements of a chunk that are updated at once."""
     compiled: Mapping[str, Any] | None = None
     """Arguments of `torch.compile` for the forward of each block; None for none."""
+    disk: Path | None = None
+    """Folder for the files of chunks that a plan has on the disk."""
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
     """Told how many of the host's bytes are where they will be while a model moves."""
 
@@ -140,7 +143,7 @@ class Session:
         self._pinned: list[Tensor] = []
         masters, world = options.fp32_master, ranks.world
         widens = main_grads_in_fp32(masters, options.accumulates, world, plan.update)
-        self.pool = HostPool(ranks=ranks, shards=plan.shards)
+        self.pool = HostPool(ranks=ranks, shards=plan.shards, disk=options.disk)
         self._memory = HostMemory(
             self.pool, device, ranks, masters, widens, options.piece_numel
         )
@@ -383,7 +386,7 @@ class Session:
         trained = [chunk for chunk in new if chunk.trainable]
         moving = [chunk for chunk in on_host if chunk.index not in there]
         step.slots.allocate()
-        self.pool.add(new)
+        self.pool.add(new, plan.on_disk)
         progress, total = self._options.progress, sum(c.nbytes for c in moving)
         moved = 0
 
@@ -411,7 +414,7 @@ class Session:
         regions = [
             self.pool.chunk(chunk.index) if chunk.trainable else self.pool.share(chunk)
             for chunk in new
-            if at[chunk.index] is not _LOOKUP
+            if at[chunk.index] is not _LOOKUP and chunk.index not in self.pool.files
         ]
         regions += self._memory.add(trained)
         total, locked = sum(region.nbytes for region in regions), 0
@@ -429,6 +432,7 @@ class Session:
         for chunk in moving:
             if chunk.index in stays:
                 step.slots.refresh(chunk, step.store.buffer_of(chunk))
+        step.slots.open_disk()
 
     def _new_slots(self) -> Slots:
         plan, device, ranks = self.plan, self.device, self._ranks

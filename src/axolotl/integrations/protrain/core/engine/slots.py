@@ -43,11 +43,12 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from ..layout import Direction, Schedule, padded_bytes, slot_bytes
+from ..layout import Direction, Schedule, padded_bytes, shard_bytes, slot_bytes
 from ..layout.moves import Move, moves_of, unpacking
 from ..layout.packed import table_of
 from ..types import Chunk, Counters, Layout, Plan
 from .device import POISON_BYTE, Device, Event, Stream, range_of
+from .disk import Disk, Extent
 from .host_pool import HostPool
 from .ranks import Alone, Ranks
 
@@ -90,6 +91,16 @@ class Transport:
         self._room: Tensor | None = None
         self._tables: dict[torch.dtype, Tensor] = {}
         self._unpacked: dict[int, Event] = {}
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that fetch a shard each; 1 where each fetches whole chunks."""
+        return self._ranks.world.local_size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank's shard."""
+        return self._ranks.local_rank
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Take device memory through which packed chunks come, and are unpacked."""
@@ -214,7 +225,7 @@ class Slot:
         device.compute.fill(buffer, POISON_BYTE)
         self._last_use = device.compute.record()
 
-    def fetch(self, chunk: int, source: Tensor, moves: Sequence[Move] = ()) -> None:
+    def fetch(self, chunk: int, source: Tensor, moves: Sequence[Move] = ()) -> Event:
         """Queue the transfer of a chunk into the slot; see `Transport.fetch`."""
         # an error in the middle leaves it empty
         self.holds = None
@@ -227,6 +238,7 @@ class Slot:
             stream.wait(self._arrival)
         self._arrival = self._transport.fetch(stream, self.buffer, source, moves)
         self.holds = chunk
+        return self._arrival
 
     def begin_use(self) -> None:
         """Order the reads that follow after the copy."""
@@ -301,6 +313,8 @@ class Slots:
         self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
         self._layout = layout
         self._sources: dict[int, tuple[Tensor, list[Move]]] = {}
+        self._disk: Disk | None = None
+        self._num_disk_buffers = plan.disk_buffers
         schedule = Schedule(
             [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
             plan.n_buffer,
@@ -309,6 +323,10 @@ class Slots:
         self._needed = [self._of(schedule.needed(block)) for block in blocks]
         self._ahead = {
             way: [self._of(schedule.ahead(block, way)) for block in blocks]
+            for way in Direction
+        }
+        self._soon = {
+            way: [self._of(schedule.after(block, way)) for block in blocks]
             for way in Direction
         }
 
@@ -320,6 +338,33 @@ class Slots:
         self._all = [Slot(device.allocate(n), device, transport) for n in self._sizes]
         pairs = enumerate(self.chunks)
         self._slots = {index: self._all[n % len(self._all)] for n, index in pairs}
+
+    def open_disk(self) -> None:
+        """Read ahead from now on what the pool has in files."""
+        pool, size = self._pool, self._transport.num_shards
+        paged = [self._layout.chunks[index] for index in self.chunks]
+        extents = {
+            chunk.index: Extent(
+                pool.files[chunk.index],
+                self._transport.local_rank * shard_bytes(chunk.in_pool, size),
+                shard_bytes(chunk.in_pool, size),
+            )
+            for chunk in paged
+            if chunk.index in pool.files
+        }
+        if not extents:
+            return
+        num = self._num_disk_buffers
+        self._disk = Disk(self._device, extents, num, self._counters)
+        self._disk.read_ahead([*extents])
+
+    def read_ahead(self, block: int, direction: Direction) -> None:
+        """Read from the disk what blocks after this one will fetch."""
+        if self._disk is not None:
+            soon = self._soon[direction][block]
+            self._disk.read_ahead(
+                [c for c in soon if c in self._disk and self._slots[c].holds != c]
+            )
 
     def _of(self, numbers: Iterable[int]) -> list[int]:
         return [self.chunks[number] for number in numbers]
@@ -351,16 +396,17 @@ class Slots:
     def ahead(self, block: int, direction: Direction) -> list[int]:
         """Chunks to prefetch while a block computes, the soonest needed first."""
         wanted = self._ahead[direction][block]
-        return [c for c in wanted if self._slots[c].holds != c]
+        missing = [c for c in wanted if self._slots[c].holds != c]
+        disk = self._disk
+        if disk is None or self._shards > 1:
+            # all ranks of a node gather the same chunks in the same order
+            return missing
+        return [c for c in missing if c not in disk or disk.is_ready(c)]
 
     def fetch(self, chunk: int) -> None:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
-        if chunk not in self._sources:
-            own = self._layout.chunks[chunk]
-            moves = [] if own.stored is None else [*moves_of(own)]
-            self._sources[chunk] = self._pool.share(own), moves
-        source, moves = self._sources[chunk]
+        source, moves = self._source(chunk)
         other = slot.holds
         if other is not None and self._states[other] is ChunkState.IN_USE:
             raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")
@@ -369,13 +415,26 @@ class Slots:
             self._becomes(other, ChunkState.ON_HOST)
         try:
             with range_of("protrain::fetch"):
-                slot.fetch(chunk, source, moves)
+                arrival = slot.fetch(chunk, source, moves)
+            if self._disk is not None and chunk in self._disk:
+                self._disk.leaves(chunk, arrival)
         except BaseException:
             # raised again as it is
             self._becomes(chunk, ChunkState.ON_HOST)
             raise
         self._counters.fetched_bytes += source.nbytes
         self._counters.num_fetches += 1
+
+    def _source(self, chunk: int) -> tuple[Tensor, list[Move]]:
+        """Host memory that has a chunk, and how it becomes that of the slot."""
+        if chunk not in self._sources:
+            own = self._layout.chunks[chunk]
+            moves = [] if own.stored is None else [*moves_of(own)]
+            self._sources[chunk] = self._pool.share(own), moves
+        source, moves = self._sources[chunk]
+        if self._disk is not None and chunk in self._disk:
+            source = self._disk.take(chunk)
+        return source, moves
 
     def begin_use(self, block: int, in_forward: bool) -> None:
         """Make the weights of a block readable, whose chunks are all there or coming."""
@@ -452,6 +511,8 @@ class Slots:
 
     def release(self) -> None:
         """Let go of the device memory of all slots."""
+        if self._disk is not None:
+            self._disk.close()
         for slot in self._all:
             slot.release()
         self._transport.forget_buffers()

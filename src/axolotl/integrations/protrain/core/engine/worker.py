@@ -40,6 +40,11 @@ class HostTask(Generic[Result]):
         self._future.exception()
         self._end.synchronize()
 
+    @property
+    def done(self) -> bool:
+        """True once it has run, or failed."""
+        return self._future.done()
+
     def everywhere(self) -> bool:
         """True once it has run, here and on the ranks that its result stands for."""
         if not self._future.done():

@@ -118,6 +118,21 @@ class Schedule:
         """Chunks that a block reads."""
         return range(*self._bounds[block])
 
+    def after(self, block: int, direction: Direction) -> tuple[int, ...]:
+        """Chunks that are fetched after `block` begins, the soonest needed first, up to
+        the same block of the pass after the next."""
+        start, stop = self._bounds[block]
+        last = max(self.num_chunks - self.num_slots, 0)
+        rest, back = range(stop, self.num_chunks), range(start - 1, -1, -1)
+        if direction is Direction.FORWARD:
+            return (*rest, *range(last - 1, -1, -1))
+        if direction is Direction.BACKWARD:
+            return (
+                *back,
+                *range(min(self.num_slots, self.num_chunks), self.num_chunks),
+            )
+        return (*rest, *range(stop))
+
     def ahead(self, block: int, direction: Direction) -> tuple[int, ...]:
         """Chunks to fetch while `block` computes, the soonest needed first.
 

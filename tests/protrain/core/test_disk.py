@@ -1,0 +1,268 @@
+"""Frozen chunks on a disk train as those in host memory do, bit for bit; what is wrong with
+their files is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_models import (
+    ALL,
+    adamw,
+    assert_same,
+    batches,
+    freeze,
+    make_plan,
+    open_session,
+    packed_stack,
+    stack,
+    train,
+    twin,
+    wrapped,
+)
+from simulated import DeferredDevice
+from torch import nn
+
+from axolotl.integrations.protrain.core.engine.session import Session
+from axolotl.integrations.protrain.core.errors import AccessError, DiskError
+
+EVERY = range(99)
+PLANS: dict[str, dict[str, Any]] = {
+    "all": {"n_buffer": 2, "on_disk": EVERY},
+    "half": {"n_buffer": 2, "on_disk": range(0, 99, 2)},
+    "one buffer": {"n_buffer": 3, "on_disk": EVERY, "disk_buffers": 1},
+    "room for all": {"n_buffer": 2, "on_disk": EVERY, "disk_buffers": 12},
+    "recompute": {"n_buffer": 3, "on_disk": EVERY, "recompute": ALL},
+    "swap": {"n_buffer": 2, "on_disk": EVERY, "swap": (0, 1, 2)},
+    "some stay": {"n_buffer": 2, "on_disk": EVERY, "resident": (0, 1, 4)},
+}
+
+
+def frozen(trained: tuple[str, ...] = ("norm", "extra")) -> nn.Module:
+    model = stack()
+    freeze(model, trained)
+    return model
+
+
+def assert_trains_the_same(
+    own: Any, other: Any, session: Session, steps: int = 3
+) -> None:
+    optimizer, others = wrapped(session), adamw(other)
+    for seed in range(steps):
+        data = [batches(2, seed)]
+        wanted = train(other, others, data, clip=0.5)
+        assert train(own, optimizer, data, session, clip=0.5) == wanted
+        with torch.no_grad():
+            (tokens,) = batches(1, 9)
+            assert own(tokens) == other(tokens)
+    assert_same(own.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_trains_as_plain(plan: str, tmp_path: Path) -> None:
+    own = frozen()
+    other = twin(own)
+    session = open_session(own, disk=tmp_path, **PLANS[plan])
+    assert_trains_the_same(own, other, session)
+    assert session.measured().disk_bytes > 0
+    session.close()
+    assert_same(own.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("disk_buffers", [1, 3])
+def test_copies_out_of_the_ring_may_come_late(
+    seed: int, disk_buffers: int, tmp_path: Path
+) -> None:
+    """A read into a buffer waits for the copy out of it, however late that is."""
+    own, device = frozen(), DeferredDevice(seed)
+    other = twin(own)
+    plan = {"n_buffer": 3, "on_disk": EVERY, "disk_buffers": disk_buffers}
+    session = open_session(own, disk=tmp_path, device=device, **plan)
+    assert_trains_the_same(own, other, session, 2)
+    session.close()
+    device.close()
+
+
+def test_packed_chunks_may_lie_there(tmp_path: Path) -> None:
+    own, other = packed_stack(), packed_stack(False)
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    optimizer, others = wrapped(session), adamw(other)
+    data = [batches(2, seed) for seed in range(3)]
+    assert train(own, optimizer, data, session) == train(other, others, data)
+    session.close()
+
+
+def test_the_host_has_no_frozen_weights(tmp_path: Path) -> None:
+    own = frozen()
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    trained = sum(chunk.nbytes for chunk in session.layout.pageable if chunk.trainable)
+    assert session.measured().host_arena_bytes < trained + 4096 * 6
+    session.close()
+
+
+def test_files_are_written_once_and_have_the_names_of_their_content(
+    tmp_path: Path,
+) -> None:
+    plan = {"n_buffer": 2, "on_disk": EVERY}
+    open_session(frozen(), disk=tmp_path / "new", **plan).close()
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
+    assert {path.suffix for path in files} == {".chunk"}
+    open_session(frozen(("norm",)), disk=tmp_path / "new", **plan).close()
+    for path, before in files.items():
+        assert path.stat().st_mtime_ns == before
+
+
+def test_a_ring_with_room_for_all_reads_each_chunk_once(tmp_path: Path) -> None:
+    own = frozen()
+    plan = {"n_buffer": 2, "on_disk": EVERY, "disk_buffers": 99}
+    session = open_session(own, disk=tmp_path, **plan)
+    nbytes = sum(c.nbytes for c in session.layout.pageable if not c.trainable)
+    train(own, wrapped(session), [batches(2, seed) for seed in range(2)], session)
+    assert session.measured().disk_bytes == nbytes
+    session.close()
+
+
+def test_a_replan_leaves_them_there(tmp_path: Path) -> None:
+    own = frozen()
+    other = twin(own)
+    session = open_session(
+        own, disk=tmp_path, n_buffer=2, on_disk=EVERY, resident=(0, 1)
+    )
+    optimizer, others = wrapped(session), adamw(other)
+    data = [batches(2, seed) for seed in range(2)]
+    assert train(own, optimizer, data, session) == train(other, others, data)
+    plan = {"n_buffer": 3, "recompute": (2,), "on_disk": EVERY}
+    session.replan(make_plan(session.layout, **plan))
+    assert train(own, optimizer, data, session) == train(other, others, data)
+    session.close()
+
+
+# what others see
+
+
+def test_weights_are_true_wherever_somebody_looks(tmp_path: Path) -> None:
+    own = frozen()
+    other = twin(own)
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    assert_same(own.state_dict(), other.state_dict())
+    with session.full_params():
+        assert_same(dict(own.named_parameters()), dict(other.named_parameters()))
+    copied = deepcopy(own)
+    (tokens,) = batches(1)
+    assert torch.equal(copied(tokens), other(tokens))
+    assert torch.equal(own(tokens), other(tokens))
+    session.close()
+
+
+def writes_data(own: Any, _session: Session) -> None:
+    own.layers[2].up.weight.data[0] += 1
+
+
+def replaces(own: Any, _session: Session) -> None:
+    own.layers[2].up.weight.data = torch.zeros_like(own.layers[2].up.weight)
+
+
+@pytest.mark.parametrize("write", [writes_data, replaces])
+def test_a_write_is_refused_and_taken_back(
+    write: Callable[[Any, Session], None], tmp_path: Path
+) -> None:
+    own = frozen()
+    other = twin(own)
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    with pytest.raises(AccessError, match=r"layers\.2\..* on the disk"):
+        with session.full_params():
+            write(own, session)
+    assert_trains_the_same(own, other, session, 1)
+    session.close()
+
+
+def test_a_load_of_other_values_is_refused(tmp_path: Path) -> None:
+    own = frozen()
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    state = {name: value.clone() for name, value in own.state_dict().items()}
+    own.load_state_dict(state)
+    state["layers.1.up.weight"][0] += 1
+    with pytest.raises(AccessError, match=r"layers\.1\..* on the disk"):
+        own.load_state_dict(state)
+    session.close()
+
+
+# what is wrong with files
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def changed(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(64)
+        file.write(b"\xff" * 64)
+
+
+@pytest.mark.parametrize("wrong", [cut, changed])
+def test_a_file_that_somebody_changes_meanwhile_is_noticed(
+    wrong: Callable[[Path], None], tmp_path: Path
+) -> None:
+    own = frozen()
+    session = open_session(
+        own, disk=tmp_path, n_buffer=2, on_disk=EVERY, disk_buffers=1
+    )
+    optimizer = wrapped(session)
+    train(own, optimizer, [batches(1)], session)
+    for path in tmp_path.iterdir():
+        wrong(path)
+    with pytest.raises(DiskError, match=r"protrain_disk_dir: .*\.chunk: "):
+        train(own, optimizer, [batches(1)], session)
+    session.close()
+
+
+def test_a_file_of_other_content_is_not_believed(tmp_path: Path) -> None:
+    plan = {"n_buffer": 2, "on_disk": EVERY}
+    open_session(frozen(), disk=tmp_path, **plan).close()
+    for path in tmp_path.iterdir():
+        changed(path)
+    own = frozen()
+    session = open_session(own, disk=tmp_path, **plan)
+    with pytest.raises(DiskError, match="its content is not what its name says"):
+        own(batches(1)[0])
+    session.close()
+
+
+def test_a_file_that_is_replaced_or_deleted_does_not_matter(tmp_path: Path) -> None:
+    own = frozen()
+    other = twin(own)
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert_trains_the_same(own, other, session, 1)
+    session.close()
+    assert_same(own.state_dict(), other.state_dict())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(DiskError, match="protrain_disk_dir: .*cannot be written"):
+        open_session(frozen(), disk=file / "in", n_buffer=2, on_disk=EVERY)
+
+
+def test_a_file_system_without_direct_reads_serves(tmp_path: Path) -> None:
+    """/dev/shm knows none."""
+    own = frozen()
+    other = twin(own)
+    folder = Path("/dev/shm") / f"protrain-test-{os.getpid()}"
+    try:
+        session = open_session(own, disk=folder, n_buffer=2, on_disk=EVERY)
+        assert_trains_the_same(own, other, session, 1)
+        session.close()
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
