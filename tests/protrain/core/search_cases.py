@@ -46,6 +46,7 @@ RATES = (
     "offload_both_bytes_s",
     "adam_bytes_s",
     "memory_bytes_s",
+    "disk_bytes_s",
     "gather_bytes_s",
     "reduce_bytes_s",
     "across_bytes_s",
@@ -68,8 +69,10 @@ class Case:
     def memory(self) -> MemoryModel:
         return MemoryModel(self.layout, self.trace, self.workload, self.hardware)
 
-    def search(self, device_bytes: int = PLENTY, host_bytes: int = PLENTY) -> Search:
-        budget = Budget(device_bytes, 0, host_bytes)
+    def search(
+        self, device_bytes: int = PLENTY, host_bytes: int = PLENTY, disk_bytes: int = 0
+    ) -> Search:
+        budget = Budget(device_bytes, 0, host_bytes, disk_bytes)
         return Search(
             self.memory,
             self.times,

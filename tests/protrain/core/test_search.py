@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -312,6 +312,35 @@ def test_no_plan_that_fits_is_faster(case: Case, data: st.DataObject) -> None:
     assert case.memory.host(plan).peak_bytes <= host
     best_s = min(judged.step.total_s for judged in candidates)
     assert search.simulate(plan).total_s <= best_s * ALMOST
+
+
+@few
+@given(st.one_of(cases(), cases(trained=False)), st.data())
+def test_the_disk_has_what_the_host_has_no_room_for(
+    case: Case, data: st.DataObject
+) -> None:
+    """And not a chunk more; without a disk nothing changes."""
+    # weights are pages of their files until they move
+    case = replace(case, workload=replace(case.workload, mapped_bytes=PLENTY))
+    plain = case.search().nearest(lacks_host=True)
+    most = case.memory.host(plain).peak_bytes
+    host = data.draw(st.integers(most // 2, most))
+    search = case.search(host_bytes=host, disk_bytes=PLENTY)
+    try:
+        plan = search.by_hand(Knobs(*astuple(plain)[:4]))
+    except BudgetError:
+        return
+    assert case.memory.host(plan).peak_bytes <= host
+    assert not any(case.layout.chunks[index].trainable for index in plan.on_disk)
+    assert set(plan.on_disk) <= set(plan.paged)
+    if not plan.on_disk:
+        return
+    fewer = replace(plan, on_disk=())
+    assert case.memory.host(fewer).peak_bytes > host
+    nbytes = sum(case.layout.chunks[index].nbytes for index in plan.on_disk)
+    short = case.search(host_bytes=host, disk_bytes=nbytes // 2)
+    with pytest.raises(BudgetError):
+        short.by_hand(Knobs(*astuple(plain)[:4]))
 
 
 @few

@@ -33,6 +33,7 @@ from axolotl.integrations.protrain.core.planner.demand import (
 )
 from axolotl.integrations.protrain.core.planner.seconds import (
     COMMUNICATE,
+    DISK,
     LANES,
     StepTime,
     block_times,
@@ -67,6 +68,7 @@ RATES = (
     "fetch_both_bytes_s",
     "offload_both_bytes_s",
     "adam_bytes_s",
+    "disk_bytes_s",
     *COLLECTIVES,
 )
 WORLDS = [World(), World(2, 2), World(4, 4), World(3, 1), World(4, 2)]
@@ -144,8 +146,10 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
-    """Any legal plan for any small layout, on any machine."""
+def cases(
+    draw: st.DrawFn, frozen: bool = False, swaps: bool = True, disk: bool = False
+) -> Case:
+    """Any legal plan for any small layout, on any machine; `disk`, perhaps with one."""
     layout = draw(layouts())
     if frozen:
         chunks = tuple(replace(chunk, trainable=False) for chunk in layout.chunks)
@@ -176,6 +180,8 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
             policies=policies,
             origin="test",
             shards=draw(st.sampled_from([1, world.local_size])),
+            on_disk=draw(on_disk(layout, placements)) if disk else (),
+            disk_buffers=draw(st.integers(1, 3)),
         ),
         BlockTimes(
             draw(per_block), draw(per_block), *draw(st.tuples(*[seconds] * 3)), True
@@ -189,25 +195,38 @@ def cases(draw: st.DrawFn, frozen: bool = False, swaps: bool = True) -> Case:
     )
 
 
+def on_disk(layout: Layout, placements: Sequence[Placement]) -> Any:
+    """Some of the chunks that may lie on the disk."""
+    frozen = [
+        chunk.index
+        for chunk, at in zip(layout.chunks, placements, strict=True)
+        if at is PAGED and not chunk.trainable
+    ]
+    chosen = st.sets(st.sampled_from(frozen)) if frozen else st.just(set())
+    return chosen.map(lambda some: tuple(sorted(some)))
+
+
 def at_most(ours: float, theirs: float) -> bool:
     return ours <= theirs * (1 + 1e-9) + 1e-9
 
 
 @settings(max_examples=80)
-@given(cases(), st.booleans())
+@given(cases(disk=True), st.booleans())
 def test_total_lies_between_the_busiest_lane_and_one_thing_at_a_time(
     case: Case, overlaps: bool
 ) -> None:
     case = replace(case, hardware=replace(case.hardware, overlaps=overlaps))
     step = case.step()
     together = (COMMUNICATE,) if case.world.size > 1 else ()
-    assert tuple(step.busy_s) == (*LANES, *together)
+    disk = (DISK,) if DISK in step.busy_s else ()
+    assert disk == () or case.plan.on_disk
+    assert tuple(step.busy_s) == (*LANES, *together, *disk)
     assert at_most(max(step.busy_s.values()), step.total_s)
     assert at_most(step.total_s, sum(step.busy_s.values()))
 
 
 @settings(max_examples=80)
-@given(cases())
+@given(cases(disk=True))
 def test_every_second_of_a_step_is_compute_or_exposed(
     case: Case,
 ) -> None:
@@ -219,7 +238,7 @@ def test_every_second_of_a_step_is_compute_or_exposed(
     assert min(step.exposed_s.values()) >= 0
 
 
-@given(cases())
+@given(cases(disk=True))
 def test_nothing_is_waited_for_where_copies_and_host_are_infinitely_fast(
     case: Case,
 ) -> None:
@@ -245,7 +264,11 @@ def test_without_compute_a_frozen_base_takes_as_long_as_its_copies(
 
 
 @settings(max_examples=80)
-@given(cases(), st.sampled_from(["fetch", "offload", "adam"]), st.floats(1, 8))
+@given(
+    cases(disk=True),
+    st.sampled_from(["fetch", "offload", "adam", "disk"]),
+    st.floats(1, 8),
+)
 def test_a_faster_link_or_host_is_never_slower(
     case: Case, what: str, factor: float
 ) -> None:
@@ -833,6 +856,39 @@ def test_measured_times_replace_computed_ones() -> None:
         recompute_s=(computed.forward_s[0], 0.5),
         measured=True,
     )
+
+
+@pytest.mark.parametrize(
+    "buffers, total_s, exposed_s",
+    [
+        # chunks 0 and 1 are there; 2, 3, 1 and 0 are fetched. A read takes 5, a copy 4, a
+        # block 1. With two buffers 2 and 3 are read before the step; 2 comes at 5, when 1
+        # is read until 10, 3 at 9, when 0 is read until 15. In backward 1 is queued at 11
+        # and comes at 15, 0 at 19.
+        (2, 20, {"fetch": 12, "disk": 0}),
+        # With one, 3 is read from 5 to 10 and comes at 14. Backward has 3 and 2 until 17;
+        # 1 is read until 19 and comes at 23, 0 until 28 and comes at 32.
+        (1, 33, {"fetch": 15, "disk": 10}),
+        # all stay in their buffers
+        (4, 20, {"fetch": 12}),
+    ],
+)
+def test_reads_from_the_disk_go_ahead_as_far_as_there_are_buffers(
+    buffers: int, total_s: float, exposed_s: dict[str, float]
+) -> None:
+    case = by_hand([1, 1, 1, 1], 2, 1, 1, disk_bytes_s=4 / 5)
+    plan = replace(case.plan, on_disk=(0, 1, 2, 3), disk_buffers=buffers)
+    step = replace(case, plan=plan).step()
+    assert step.total_s == total_s
+    assert {k: v for k, v in step.exposed_s.items() if v or k == "disk"} == exposed_s
+
+
+def test_a_step_is_no_shorter_than_its_reads() -> None:
+    case = by_hand([1, 1, 1, 1], 2, 1, 1, disk_bytes_s=4 / 50)
+    plan = replace(case.plan, on_disk=(0, 1, 2, 3), disk_buffers=2)
+    step = replace(case, plan=plan).step()
+    assert step.busy_s["disk"] == 200 <= step.total_s
+    assert step.limiter == "disk"
 
 
 def test_compute_waits_for_the_thread_that_queues_it() -> None:

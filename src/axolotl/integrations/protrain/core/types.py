@@ -539,6 +539,8 @@ class Hardware:
         reduce_bytes_s: Reductions to one after the other of them: bytes on each rank.
         across_bytes_s: All-reduce between nodes, bytes of its input; 0 with one node.
         shares_link: Whether ranks exchange over the link between host and device.
+        disk_bytes_s: Large direct reads of the disk that frozen weights may lie on; 0
+            without one.
     """
 
     name: str
@@ -565,6 +567,7 @@ class Hardware:
     unneeded_bytes: int = 0
     capability: int = 0
     shares_link: bool = False
+    disk_bytes_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -618,11 +621,13 @@ class BlockTimes:
 @dataclass(frozen=True)
 class Budget:
     """Memory that a plan may use. `reserve_bytes` of the device must stay free; the
-    host's are for the pinned pool and what trains on it."""
+    host's are for the pinned pool and what trains on it; on a disk frozen weights may lie
+    for which the host has no room."""
 
     device_bytes: int
     reserve_bytes: int
     host_bytes: int
+    disk_bytes: int = 0
 
     @property
     def usable_bytes(self) -> int:

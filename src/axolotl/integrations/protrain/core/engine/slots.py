@@ -289,6 +289,7 @@ class Slots:
         block: The block whose weights may be read now.
         in_forward: Whether its forward has begun and not ended.
         chunks: Indices of the chunks that pass through slots, in the order of use.
+        disk: Reads those ahead that lie in files; None if none does.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ class Slots:
         self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
         self._layout = layout
         self._sources: dict[int, tuple[Tensor, list[Move]]] = {}
-        self._disk: Disk | None = None
+        self.disk: Disk | None = None
         self._num_disk_buffers = plan.disk_buffers
         schedule = Schedule(
             [[numbers[c] for c in b.chunks if c in numbers] for b in layout.blocks],
@@ -355,16 +356,15 @@ class Slots:
         if not extents:
             return
         num = self._num_disk_buffers
-        self._disk = Disk(self._device, extents, num, self._counters)
-        self._disk.read_ahead([*extents])
+        self.disk = Disk(self._device, extents, num, self._counters)
+        self.disk.read_ahead([*extents])
 
     def read_ahead(self, block: int, direction: Direction) -> None:
         """Read from the disk what blocks after this one will fetch."""
-        if self._disk is not None:
-            soon = self._soon[direction][block]
-            self._disk.read_ahead(
-                [c for c in soon if c in self._disk and self._slots[c].holds != c]
-            )
+        disk, soon = self.disk, self._soon[direction][block]
+        if disk is not None:
+            away = [c for c in soon if c in disk and self._slots[c].holds != c]
+            disk.read_ahead(away)
 
     def _of(self, numbers: Iterable[int]) -> list[int]:
         return [self.chunks[number] for number in numbers]
@@ -397,7 +397,7 @@ class Slots:
         """Chunks to prefetch while a block computes, the soonest needed first."""
         wanted = self._ahead[direction][block]
         missing = [c for c in wanted if self._slots[c].holds != c]
-        disk = self._disk
+        disk = self.disk
         if disk is None or self._shards > 1:
             # all ranks of a node gather the same chunks in the same order
             return missing
@@ -406,7 +406,14 @@ class Slots:
     def fetch(self, chunk: int) -> None:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
-        source, moves = self._source(chunk)
+        if chunk not in self._sources:
+            own = self._layout.chunks[chunk]
+            moves = [] if own.stored is None else [*moves_of(own)]
+            self._sources[chunk] = self._pool.share(own), moves
+        source, moves = self._sources[chunk]
+        on_disk = self.disk is not None and chunk in self.disk
+        if self.disk is not None and on_disk:
+            source = self.disk.take(chunk)
         other = slot.holds
         if other is not None and self._states[other] is ChunkState.IN_USE:
             raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")
@@ -416,25 +423,14 @@ class Slots:
         try:
             with range_of("protrain::fetch"):
                 arrival = slot.fetch(chunk, source, moves)
-            if self._disk is not None and chunk in self._disk:
-                self._disk.leaves(chunk, arrival)
+            if self.disk is not None and on_disk:
+                self.disk.leaves(chunk, arrival)
         except BaseException:
             # raised again as it is
             self._becomes(chunk, ChunkState.ON_HOST)
             raise
         self._counters.fetched_bytes += source.nbytes
         self._counters.num_fetches += 1
-
-    def _source(self, chunk: int) -> tuple[Tensor, list[Move]]:
-        """Host memory that has a chunk, and how it becomes that of the slot."""
-        if chunk not in self._sources:
-            own = self._layout.chunks[chunk]
-            moves = [] if own.stored is None else [*moves_of(own)]
-            self._sources[chunk] = self._pool.share(own), moves
-        source, moves = self._sources[chunk]
-        if self._disk is not None and chunk in self._disk:
-            source = self._disk.take(chunk)
-        return source, moves
 
     def begin_use(self, block: int, in_forward: bool) -> None:
         """Make the weights of a block readable, whose chunks are all there or coming."""
@@ -511,8 +507,8 @@ class Slots:
 
     def release(self) -> None:
         """Let go of the device memory of all slots."""
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
         for slot in self._all:
             slot.release()
         self._transport.forget_buffers()

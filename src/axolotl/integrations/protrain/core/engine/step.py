@@ -492,7 +492,8 @@ class Step:
     def _prefetch(self, block: int, direction: Direction) -> None:
         """Fetch chunks ahead of a block; see Note [From forward to backward]."""
         self._prefetch_held = False
-        self.slots.read_ahead(block, direction)
+        if self.slots.disk is not None:
+            self.slots.read_ahead(block, direction)
         for chunk in self.slots.ahead(block, direction):
             if self.slots.is_updating(chunk):
                 if self.worker.pending(chunk):

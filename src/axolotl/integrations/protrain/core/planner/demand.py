@@ -27,6 +27,8 @@ from .trained_bytes import TrainedBytes
 
 COMMUNICATE = "communicate"
 """The lane of collectives, where there are several ranks."""
+DISK = "disk"
+"""The lane of reads from the disk, where frozen weights lie on one."""
 LAUNCH_S = 10e-6
 """Most seconds that a launch alone takes: 9 to 13 µs were measured beside an H100."""
 QUEUED_GRADIENT, QUEUED_UPDATE = 25, 55
@@ -169,6 +171,7 @@ class Demand:
     ) -> None:
         layout, workload = trained.layout, trained.workload
         self._shards, world = plan.shards, workload.world
+        self.num_readers = world.local_size
         self.overlaps, self.shares_link = hardware.overlaps, hardware.shares_link
         self.accumulation, self.reduces = workload.accumulation, world.size > 1
         self.on_host = workload.update is Update.HOST
@@ -226,6 +229,8 @@ class Demand:
             / hardware.memory_bytes_s
             for chunk in paged
         ]
+        self.disk_s = self._disk_s(plan, paged, hardware)
+        self.num_disk_buffers = plan.disk_buffers
         self.gather_s = [self._gather_s(chunk) for chunk in paged]
         # of the two ways that a shard goes
         gathers = plan.shards * self.gathering_s > 1 / hardware.fetch_bytes_s
@@ -248,6 +253,20 @@ class Demand:
             whole, piece = max(trained.operands), max(trained.piece_operands)
             self.num_parts = -(-whole // max(piece, 1))
         self._add_traffic(hardware)
+
+    def _disk_s(
+        self, plan: Plan, paged: Sequence[Chunk], hardware: Hardware
+    ) -> list[float]:
+        """Seconds of the reads from the disk, which all ranks of a node share."""
+        if len(plan.on_disk) <= plan.disk_buffers:
+            # each is read once, and stays
+            return [0.0] * len(paged)
+        each_s = self.num_readers / hardware.disk_bytes_s
+        on_disk = frozenset(plan.on_disk)
+        return [
+            nbytes * each_s * (chunk.index in on_disk)
+            for chunk, nbytes in zip(paged, self.chunk_bytes, strict=True)
+        ]
 
     def _gather_s(self, chunk: Chunk) -> float:
         n = self._shards
@@ -321,6 +340,10 @@ class Demand:
         passes += [] if self.defers else [self.update]
         fetched = sum(traffic.fetch_bytes for traffic in passes)
         self.least_s = self._least_s(passes)
+        alone = [*again * self.missing_later, *self.missing_first]
+        alone += self.accumulation * self.missing_backward
+        self.reading_s = sum(self.disk_s[chunk] for chunk in alone)
+        self.least_s = max(self.least_s, self.reading_s)
         # without swapped activations
         self.fetched_bytes = fetched + self.accumulation * self.rows_bytes
         self.offloaded_bytes = sum(traffic.offload_bytes for traffic in passes)

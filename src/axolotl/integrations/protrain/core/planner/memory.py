@@ -382,7 +382,8 @@ class MemoryModel:
         host pool; a save brings trainable weights back from the device.
         """
         layout, workload = self.layout, self.workload
-        states = host_state_bytes(self.trained, plan.placements, plan.shards)
+        disk = plan.on_disk, plan.disk_buffers
+        states = host_state_bytes(self.trained, plan.placements, plan.shards, *disk)
         out = self.activations(plan.policies).moved.out
         states = replace(states, swapped=workload.world.local_size * sum(out))
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes

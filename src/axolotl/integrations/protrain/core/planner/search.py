@@ -23,13 +23,14 @@ from operator import add
 from typing import NamedTuple, NoReturn
 
 from ..errors import BudgetError, ConfigError
-from ..layout import slot_bytes, slot_floor
+from ..layout import padded_bytes, slot_bytes, slot_floor, spread_order
 from ..sizes import format_bytes
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .demand import Demand, update_seconds
 from .memory import Activations, MemoryModel, Parameters
 from .plans import block_policies, make_plan, place
 from .seconds import StepTime, simulate
+from .trained_bytes import ring_bytes
 
 MODES = frozenset("ABC")
 """Candidate modes, all values of `Plan.mode`. Without A only plans that page something
@@ -198,6 +199,7 @@ class Search:
                 n_host_state=staying,
             )
             plan = replace(plan, in_pieces=in_pieces)
+            plan = with_disk(plan, self.memory, self._budget)
             if self.fits(plan):
                 break
         if not _allowed(self._paged_blocks(plan.placements), plan.policies):
@@ -391,7 +393,7 @@ class Search:
 
     def _plan(self, candidate: _Candidate) -> Plan:
         _, row, n_buffer, at = candidate
-        return Plan(
+        plan = Plan(
             at.n_persist,
             n_buffer,
             *row,
@@ -401,6 +403,7 @@ class Search:
             shards=at.shards,
             in_pieces=at.in_pieces,
         )
+        return with_disk(plan, self.memory, self._budget)
 
     def _refuse(self, plan: Plan, what: str, modes: Set[str] = frozenset()) -> NoReturn:
         """Say what `plan` lacks and what would make it, or another of `modes`, fit."""
@@ -463,6 +466,30 @@ class Search:
             " Or let the host update weights with state there, which fits: "
             "`protrain_cpu_optimizer: torch`."
         )
+
+
+def with_disk(plan: Plan, memory: MemoryModel, budget: Budget) -> Plan:
+    """Put as few frozen chunks on the disk as the host has no room for, spread over the
+    blocks; none where that does not help."""
+    if not budget.disk_bytes:
+        return plan
+    missing = memory.host(plan).states.total - budget.host_bytes
+    paged = map(memory.layout.chunks.__getitem__, plan.paged)
+    frozen = [chunk for chunk in paged if not chunk.trainable]
+    if missing <= 0 or not frozen:
+        return plan
+    ranks = memory.workload.world.local_size
+    missing += ranks * ring_bytes(frozen, plan.disk_buffers, plan.shards)
+    chosen, written = list[int](), 0
+    for position in spread_order(len(frozen)):
+        if missing <= 0:
+            break
+        nbytes = padded_bytes(frozen[position].in_pool, plan.shards)
+        missing, written = missing - nbytes, written + nbytes
+        chosen.append(frozen[position].index)
+    if written > budget.disk_bytes:
+        return plan
+    return replace(plan, on_disk=tuple(sorted(chosen)))
 
 
 def _allowed(redone: Iterable[int], policies: Sequence[Policy]) -> bool:

@@ -35,7 +35,7 @@ from ..types import (
     Trace,
     Work,
 )
-from .demand import COMMUNICATE, Demand, Traffic, TrainedWork, update_seconds
+from .demand import COMMUNICATE, DISK, Demand, Traffic, TrainedWork, update_seconds
 
 LANES = ("compute", "fetch", "offload", "host")
 
@@ -142,6 +142,7 @@ def simulate(d: Demand) -> StepTime:
         step.forward(first=alike == 0)
         step.backward(first=alike == 0, last=True)
     step.settle()
+    step.end_reads()
     total_s = step.now + step.skipped
     return StepTime(
         total_s=total_s,
@@ -168,7 +169,9 @@ class Clocks:
         self._demand = demand
         self.now = self.issued = self.skipped = 0.0
         lanes = [*LANES[1:], COMMUNICATE]
-        self.exposed = dict.fromkeys(lanes if demand.reduces else LANES[1:], 0.0)
+        shown = [*LANES[1:], *[COMMUNICATE] * demand.reduces]
+        shown += [DISK] * bool(demand.reading_s)
+        self.exposed = dict.fromkeys(shown, 0.0)
         self.busy = dict.fromkeys(self.exposed, 0.0)
         # when each lane has done what was queued
         self._free = dict.fromkeys(lanes, 0.0)
@@ -233,6 +236,40 @@ class Clocks:
         return done
 
 
+class Reads:
+    """Reads from the disk: each begins as early as there is a buffer, in the order of
+    the fetches.
+
+    Attributes:
+        free: When the disk has done what it began.
+        ring: When each buffer is free again, the first to be read into first.
+    """
+
+    def __init__(self, demand: Demand) -> None:
+        self._seconds = demand.disk_s
+        # over the update the disk has filled the buffers
+        self._before = demand.num_disk_buffers
+        self.free = 0.0
+        self.ring: deque[float] = deque()
+
+    def end(self, chunk: int) -> float:
+        """When a chunk is here that is the next to be read."""
+        seconds = self._seconds[chunk]
+        if not seconds or self._before:
+            return 0.0
+        return max(self.free, self.ring[0]) + seconds
+
+    def take(self, chunk: int) -> float:
+        """Let its copy to the device take a buffer; returns when it is here."""
+        end = self.end(chunk)
+        if self._before:
+            self._before -= 1
+        else:
+            self.ring.popleft()
+            self.free = end
+        return end
+
+
 class Step(Clocks):
     """One optimizer step without deferred updates."""
 
@@ -250,6 +287,7 @@ class Step(Clocks):
         self._staged: dict[object, float] = {}
         self._room = deque([0.0] * IN_FLIGHT)
         self._landing = "host" if demand.on_host else "offload"
+        self._reads = Reads(demand)
 
     def update(self) -> None:
         """Queued updates: the device's part, then one chunk after another."""
@@ -293,6 +331,8 @@ class Step(Clocks):
                 # what is held back now is asked for again when the next block opens
                 if self._updated[missing[-1]] > self.issued:
                     break
+                if self._reads.end(missing[-1]) > self.issued:
+                    break
                 self._fetch_chunk(missing.pop())
             if d.swaps[block]:
                 # only now is the room free that the one before has left
@@ -333,8 +373,7 @@ class Step(Clocks):
             self._await_chunks(start, stop)
             self._await(there)
             there = before
-            while missing and missing[-1] >= stop - d.num_slots:
-                self._fetch_chunk(missing.pop())
+            self._fetch_back(missing, stop - d.num_slots)
             self._run(d.backward_s[block], d.queue_backward_s[block])
             self._mark_use(start, stop)
             for gradients in d.gradients[block]:
@@ -347,10 +386,22 @@ class Step(Clocks):
         self._run(0.0)
         self.issued = self.now
 
+    def _fetch_back(self, missing: list[int], first: int) -> None:
+        """Fetch ahead of a block in backward, down to a chunk, what is read."""
+        while missing and missing[-1] >= first:
+            if self._reads.end(missing[-1]) > self.issued:
+                return
+            self._fetch_chunk(missing.pop())
+
     def settle(self) -> None:
         """`Gradients.settle`; the next update follows."""
         self._block(self._free[COMMUNICATE], COMMUNICATE)
         self._drain()
+        self._run(0.0)
+
+    def end_reads(self) -> None:
+        """The disk reads ahead over the update, and has no time but the step's."""
+        self._block(self._demand.reading_s - self.skipped, DISK)
         self._run(0.0)
 
     def _drain(self) -> None:
@@ -362,6 +413,7 @@ class Step(Clocks):
         """Return how far each clock is ahead of the calling thread between
         micro-batches."""
         clocks = (*self._free.values(), *self._in_flight, *self._room, *self._sent)
+        clocks += (self._reads.free, *self._reads.ring)
         return [max(0.0, clock - self.issued) for clock in clocks]
 
     def repeat(self, times: int, started: float, *before: Mapping[str, float]) -> None:
@@ -415,6 +467,9 @@ class Step(Clocks):
 
     def _fetch_chunk(self, chunk: int) -> None:
         d = self._demand
+        if d.disk_s[chunk]:
+            self.busy[DISK] += d.disk_s[chunk]
+            self._block(self._reads.take(chunk), DISK)
         seconds = d.chunk_bytes[chunk] * self._traffic.fetch_s
         # unpacked behind the copy, a piece at a time
         seconds = max(seconds, d.unpack_s[chunk])
@@ -423,6 +478,8 @@ class Step(Clocks):
         arrival = self._queue("fetch", seconds, free)
         if d.gather_s[chunk]:
             arrival = self._exchange("fetch", d.gather_s[chunk], arrival)
+        if d.disk_s[chunk]:
+            self._reads.ring.append(arrival)
         self._arrival[chunk] = arrival
 
     def _await_chunks(self, start: int, stop: int) -> None:

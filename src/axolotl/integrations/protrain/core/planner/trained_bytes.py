@@ -5,7 +5,7 @@ The first term of the paper's peak (equations 8 to 11): resident chunks plus slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from ..layout import (
     master_chunk,
     padded_bytes,
     pieces,
+    shard_bytes,
     slot_bytes,
     span_bytes,
     spans,
@@ -353,6 +354,7 @@ class HostBytes:
         swapped: Saved tensors of swapped blocks.
         loader: Batches that wait in the dataloader.
         rows: Of embeddings that the host looks up, on their way.
+        ring: Buffers through which chunks come from the disk.
     """
 
     host_pool: int
@@ -362,14 +364,25 @@ class HostBytes:
     swapped: int = 0
     loader: int = 0
     rows: int = 0
+    ring: int = 0
 
     @property
     def total(self) -> int:
         return sum(astuple(self))
 
 
+def ring_bytes(chunks: Sequence[Chunk], num_buffers: int, shards: int = 1) -> int:
+    """Host bytes of a rank's buffers through which these chunks come from the disk."""
+    sizes = (aligned(shard_bytes(c.in_pool, shards), PAGE_BYTES) for c in chunks)
+    return min(num_buffers, len(chunks)) * max(sizes, default=0)
+
+
 def host_state_bytes(
-    held: TrainedBytes, placements: Sequence[Placement], shards: int = 1
+    held: TrainedBytes,
+    placements: Sequence[Placement],
+    shards: int = 1,
+    on_disk: Collection[int] = (),
+    disk_buffers: int = 0,
 ) -> HostBytes:
     """Host bytes of the host pool and of what trains there, for all ranks of a node."""
     layout, workload = held.layout, held.workload
@@ -382,13 +395,17 @@ def host_state_bytes(
         gradients += ranks * gradients
     managed = sum(workload.managed_bytes.values())
     managed -= sum(held.managed[chunk.index] for chunk in trained)
+    read = [layout.chunks[index] for index in on_disk]
     return HostBytes(
         host_pool=sum(
-            aligned(padded_bytes(chunk.in_pool, shards), PAGE_BYTES) for chunk in kept
+            aligned(padded_bytes(chunk.in_pool, shards), PAGE_BYTES)
+            for chunk in kept
+            if chunk.index not in on_disk
         ),
         gradients=gradients,
         masters=sum(held.masters[chunk.index] for chunk in trained),
         moments=sum(held.region[chunk.index] for chunk in trained) + ranks * managed,
         loader=ranks * workload.loader_bytes,
         rows=ranks * sum(chunk.rows_bytes for chunk in kept),
+        ring=ranks * ring_bytes(read, disk_buffers, shards),
     )
