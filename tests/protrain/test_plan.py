@@ -259,6 +259,7 @@ SCHEMA: dict[Any, Any] = {
         "num_chunks": int,
         "resident_chunks": [int],
         "placements": [str],
+        "on_disk": [int],
         "block_policies": [str],
     },
     "device_bytes": MEMORY | {"peak_at": str},

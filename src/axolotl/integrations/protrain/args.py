@@ -202,6 +202,11 @@ class ProTrainArgs(BaseModel):
         description="Folder for what is measured: rates, block times and peaks. Unset: the "
         "platform's cache folder.",
     )
+    protrain_disk_dir: Folder | None = Field(
+        default=None,
+        description="Folder on a fast disk for frozen weights for which the host has no "
+        "room. They are written there once and read ahead while blocks compute.",
+    )
     protrain_learn_peak: Flag = Field(
         default=True,
         description="Plan with the peak that an earlier run of the same model and rows "

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -364,7 +365,14 @@ def choice_of(args: ProTrainArgs) -> Choice:
         knobs,
         filled,
         bool(args.protrain_zero3_shard),
+        disk_dir(args),
     )
+
+
+def disk_dir(args: ProTrainArgs) -> Path | None:
+    """The folder for frozen weights, if there is one."""
+    folder = args.protrain_disk_dir
+    return None if folder is None else Path(folder).expanduser()
 
 
 def plan_for(
@@ -439,7 +447,7 @@ def plan_here(
         args.protrain_fp32_master,
         args.protrain_cache_dir,
         learns=args.protrain_learn_peak,
-        same=args.model_dump(exclude={"protrain_cache_dir"}),
+        same=args.model_dump(exclude={"protrain_cache_dir", "protrain_disk_dir"}),
         advice=advice,
     )
     ranks.together(partial(refuse_quantised, model))

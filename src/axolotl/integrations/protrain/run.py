@@ -41,7 +41,7 @@ from .core.planner.job import adapter_names
 from .core.planner.planner import Forecast
 from .core.sizes import format_bytes
 from .interrupts import DeferredSignals
-from .job import about, batch_tokens, compile_keys, plan_here
+from .job import about, batch_tokens, compile_keys, disk_dir, plan_here
 from .prediction import CHECKED_STEP, UNCOUNTED, Prediction
 from .recovery import Recovery
 from .report.run import WATCHED_STEPS, RunReport
@@ -203,6 +203,7 @@ class TrainingRun:
                 fp32_master=args.protrain_fp32_master,
                 accumulates=forecast.workload.accumulation > 1,
                 compiled=compile_keys(self._cfg),
+                disk=disk_dir(args),
                 progress=self._notices.progress,
             ),
             self.ranks,

@@ -26,6 +26,7 @@ LANES = {
     "offload": "offload",
     "host": "host work",
     "communicate": "collectives",
+    "disk": "disk",
 }
 """Lanes work at once: copies to the device are fetched, those to the host offloaded; the
 host updates weights, or queues the work of each trained tensor whose state it has."""
@@ -86,6 +87,7 @@ def forecast_dict(forecast: Forecast) -> dict[str, Any]:
                 c.index for c in layout.pageable if c.index not in plan.paged
             ],
             "placements": [placement.value for placement in plan.placements],
+            "on_disk": [*plan.on_disk],
             "block_policies": [policy.value for policy in plan.policies],
         },
         "device_bytes": {

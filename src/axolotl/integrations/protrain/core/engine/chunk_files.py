@@ -6,11 +6,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+import torch
 from torch import Tensor
 
 from ..errors import DiskError
@@ -18,6 +20,7 @@ from ..layout import aligned
 from ..layout.shards import PAGE_BYTES
 
 SUFFIX = ".chunk"
+MEASURED_BYTES = 128 << 20
 READ_BYTES, NUM_READERS = 8 << 20, 4
 """Of one read, and how many are in flight: a solid-state disk wants several large ones."""
 
@@ -147,6 +150,28 @@ class ChunkFile:
             f"protrain_disk_dir: {self.path}: {what}. Training cannot go on without these "
             "weights; its checkpoints are whole. Resume from the last one."
         )
+
+
+def read_rate(folder: Path) -> float:
+    """Measure bytes per second of reads as a training makes them, from files that are
+    there or a new one, which goes again.
+
+    Raises:
+        DiskError: The folder cannot be written.
+    """
+    room = torch.frombuffer(mmap.mmap(-1, MEASURED_BYTES), dtype=torch.uint8)
+    made = store(folder, torch.randint(256, (MEASURED_BYTES,), dtype=torch.uint8))
+    file = ChunkFile(made, MEASURED_BYTES)
+    made.unlink()
+    seconds = list[float]()
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for _ in range(3):
+            start = time.perf_counter()
+            file.read(room, 0, readers)
+            seconds.append(time.perf_counter() - start)
+    file.close()
+    # the first one looks at the content too, and may find it in the page cache
+    return MEASURED_BYTES / min(seconds[1:])
 
 
 def written_bytes(memory: Tensor) -> int:

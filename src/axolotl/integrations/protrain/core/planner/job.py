@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -27,6 +28,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from ..engine.chunk_files import read_rate
 from ..engine.data_parallel import require_same, require_same_keys
 from ..engine.ranks import Ranks
 from ..errors import (
@@ -76,6 +78,7 @@ class Choice:
         modes: Modes to choose from; `key` is what leaves only one, for messages.
         knobs: Set by hand; `filled` names those that nobody asked for.
         shares: A node's ranks share chunks under knobs set by hand.
+        disk: Folder for frozen weights for which the host has no room; None for none.
     """
 
     device_bytes: int | None = None
@@ -85,6 +88,17 @@ class Choice:
     knobs: Knobs | None = None
     filled: Collection[str] = ()
     shares: bool = False
+    disk: Path | None = None
+
+    def disk_bytes(self, hardware: Hardware) -> int:
+        """Free bytes of the disk; of a machine that is not here, enough."""
+        if self.disk is None:
+            return _ENOUGH_BYTES * bool(hardware.disk_bytes_s)
+        there = next(p for p in (self.disk, *self.disk.parents) if p.exists())
+        return shutil.disk_usage(there).free
+
+
+_ENOUGH_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -261,6 +275,7 @@ def plan_for(
         device_bytes,
         reserve_bytes=subject.headroom_bytes + max(kept, 0),
         host_bytes=choice.host_bytes or hardware.host_bytes,
+        disk_bytes=choice.disk_bytes(hardware),
     )
     times = block_times(trace, layout, hardware, measured)
     redone = subject.redone_if_paged
@@ -289,6 +304,20 @@ def plan_for(
         if (1 + PAGING_GAIN) * other.step.total_s < forecast.step.total_s:
             return other, on_host
     return forecast, planner
+
+
+def about_disk(forecast: Forecast) -> list[str]:
+    """Say which part of the weights a plan has on the disk, if any."""
+    plan, layout = forecast.plan, forecast.layout
+    if not plan.on_disk:
+        return []
+    nbytes = sum(layout.chunks[index].in_pool.nbytes for index in plan.on_disk)
+    frozen = sum(not layout.chunks[index].trainable for index in plan.paged)
+    rate = forecast.hardware.disk_bytes_s / 1e9
+    return [
+        f"{len(plan.on_disk)} of {frozen} frozen chunks that page, {format_bytes(nbytes)}, "
+        f"lie on the disk, which reads {rate:.1f} GB/s: the host has no room for them."
+    ]
 
 
 def choose(choice: Choice, planner: Planner, anyway: bool = False) -> Forecast:
@@ -391,6 +420,7 @@ def plan_here(
             forecast, planner = plan_for(subject, machine, job.choice, measured)
             planners.append(planner)
             notes.extend(job.advice(machine, measured, forecast))
+            notes.extend(about_disk(forecast))
             return forecast
 
         seen = None
@@ -474,13 +504,17 @@ def this_machine(
 
     Raises:
         ConfigError: The CPU device has no limit, or the cache cannot be written.
+        DiskError: The folder of the choice cannot be written.
     """
     capacity, versions = device_budget(choice.device_bytes, device), library_versions()
     # what AdamW on the host updates
     dtype = torch.float32 if fp32_master else torch.bfloat16
-    return cached_hardware(
+    hardware = cached_hardware(
         folder, device, host_bytes, capacity, versions, together, dtype
     )
+    if choice.disk is None:
+        return hardware
+    return replace(hardware, disk_bytes_s=read_rate(choice.disk))
 
 
 def device_budget(limit: int | None, device: torch.device) -> int:
