@@ -10,7 +10,9 @@ import copy
 import gc
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +118,7 @@ def special() -> Iterator[Case]:
     """What the grid does not have, in both modes that page."""
     state = (("outside", HOST_STATE),)
     mixed = (*state, ("resident", (1, 3)), ("recompute", (0, 1, 4)))
+    disk = (("on_disk", range(99)), ("disk_buffers", 2), ("recompute", (1, 4)))
     stays = (("resident", (2, 3)), ("recompute", (1, 2, 5)))
     for mode in "BC":
         for name, case in {
@@ -137,6 +140,9 @@ def special() -> Iterator[Case]:
             "absent": Case(
                 "", ("lora",), "qlora", plan=(("resident", (1,)),), absent=True
             ),
+            "disk": Case("", ("lora",), "lora", 2, 0.5, slow=True, plan=disk),
+            "disk-qlora": Case("", ("lora",), "qlora", 2, plan=disk, absent=True),
+            "disk-packed": Case("", ("norm", "extra"), "packed", 2, plan=disk),
             "packed": Case(
                 "", ("norm", "extra"), "packed", 2, 0.5, slow=True, plan=stays
             ),
@@ -187,7 +193,8 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     shards = ranks.world.local_size if case.mode == "C" else 1
     plan = make_plan(layout, shards=shards, **dict(case.plan))
     device = _device(case, ranks)
-    options = Options()
+    disk = Path(ranks.from_first(tempfile.mkdtemp))
+    options = Options(disk=disk)
     absent = _forget_some(model, ranks) if case.absent else ()
     checked = CheckedDevice(device)
     session = Session(model, layout, plan, checked, options, ranks, absent)
@@ -201,6 +208,8 @@ def run(case: Case, ranks: Ranks) -> dict[str, Any]:
     with before_updates(partial(time.sleep, behind_s), on_host=False):
         ours = _train(case, model, net, optimizer, session)
     session.close()
+    ranks.collect(None)
+    shutil.rmtree(disk, ignore_errors=True)
     if isinstance(device, SimulatedDevice):
         device.close()
     ours.weights = {name: w.clone() for name, w in model.state_dict().items()}

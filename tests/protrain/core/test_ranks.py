@@ -87,7 +87,7 @@ def found(
 
 
 PAIRS = covering([tuple(case.name.split("-")) for case in grid()])
-RACING = ("slow", "skips", "looks", "mixed", "host-state", "packed")
+RACING = ("slow", "skips", "looks", "mixed", "host-state", "packed", "disk")
 ELSEWHERE = ("adafactor", "adamw8bit", "host-8bit", "swap", "evaluates")
 """What one rank does in other tests, and several do alike."""
 QUICK = {
