@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from axolotl_jobs import LORA, PAGED, Job, Result, assert_equal, job, overrides
-from matrix_bases import EVALUATED
+from matrix_bases import EVALUATED, QLORA
 
 Run = Callable[[Job], Result]
-PLANS: dict[str, dict[str, int]] = {
-    "recompute": overrides(0, 2, 2),
-    "swap": overrides(0, 2, 1, 2),
+TRAININGS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "LoRA": (LORA | EVALUATED, overrides(0, 2, 2)),
+    "LoRA, swap": (LORA, overrides(0, 2, 1, 2)),
+    "QLoRA": (QLORA | {"bf16": False} | EVALUATED, overrides(0, 2, 2)),
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("training", TRAININGS)
 def test_a_base_that_has_no_room_on_the_host_trains(
-    run: Run, plan: str, tmp_path: Path
+    run: Run, training: str, tmp_path: Path
 ) -> None:
     """With a byte less than the plan needs, frozen weights go to the disk."""
-    plain = job("llama", LORA, EVALUATED)
-    paged = plain.but(PAGED, PLANS[plan])
+    keys, knobs = TRAININGS[training]
+    plain = job("llama", keys)
+    paged = plain.but(PAGED, knobs)
     host = run(paged).report["host_bytes"]["phases"]["train"]
     short = paged.but(
         {

@@ -105,6 +105,7 @@ def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
         gather_bytes_s=1e10,
         reduce_bytes_s=1e10,
         across_bytes_s=1e10,
+        disk_bytes_s=1e10,
     )
 
 

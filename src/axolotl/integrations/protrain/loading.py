@@ -4,7 +4,7 @@ that stay packed as they are published."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -63,7 +63,10 @@ class LoadShare:
 
 @contextmanager
 def quantise_on(
-    device: torch.device, share: LoadShare | None = None, experts: bool = False
+    device: torch.device,
+    share: LoadShare | None = None,
+    experts: bool = False,
+    keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Iterator[None]:
     """Let transformers quantise to 4 or 8 bits on `device`, one weight at a time.
 
@@ -71,18 +74,10 @@ def quantise_on(
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
     `share` is this rank's part of the weights in 4 bits, None for all of them; with
-    `experts` weights of all experts of a block are quantised too.
+    `experts` weights of all experts of a block are quantised too. `keep` moves what is
+    quantised to where it waits until the model moves.
     """
     plain: Any = Bnb4bitQuantize.convert
-    plain_8_bit: Any = Bnb8bitQuantize.convert
-
-    def convert_8_bit(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> Any:
-        there = {
-            name: (value[0] if isinstance(value, list) else value).to(device)
-            for name, value in input_dict.items()
-        }
-        quantised = plain_8_bit(self, there, **kwargs)
-        return {name: param.to("cpu") for name, param in quantised.items()}
 
     def convert(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         values = {
@@ -101,7 +96,7 @@ def quantise_on(
         quantised = plain(self, there, **kwargs)
         for param in quantised.values():
             # `to` would make another parameter, which its module does not know
-            param.data = param.data.cpu()
+            param.data = keep(param.data.cpu())
             param.quant_state.to("cpu")
         if any(param.nbytes > LARGE_BYTES for param in quantised.values()):
             del there
@@ -117,16 +112,33 @@ def quantise_on(
             unpacked = quantise_experts(model, name)
             own_quant_states(unpacked)
             for binding in bindings("", unpacked.original):
-                binding.bind(binding.tensor.cpu())
+                binding.bind(keep(binding.tensor.cpu()))
             unpacked.cpu()
             return_freed_memory()
 
     with (
         patch.object(Bnb4bitQuantize, "convert", convert),
-        patch.object(Bnb8bitQuantize, "convert", convert_8_bit),
+        patch.object(Bnb8bitQuantize, "convert", _to_8_bits(device, keep)),
         patch.object(core_model_loading, "set_param_for_module", set_param),
     ):
         yield
+
+
+def _to_8_bits(device: torch.device, keep: Callable[[Tensor], Tensor]) -> Any:
+    plain: Any = Bnb8bitQuantize.convert
+
+    def convert(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> Any:
+        there = {
+            name: (value[0] if isinstance(value, list) else value).to(device)
+            for name, value in input_dict.items()
+        }
+        quantised = plain(self, there, **kwargs)
+        found = {name: param.to("cpu") for name, param in quantised.items()}
+        for param in found.values():
+            param.data = keep(param.data)
+        return found
+
+    return convert
 
 
 _FP8 = "F8_E4M3", torch.float8_e4m3fn

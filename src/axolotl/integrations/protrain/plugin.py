@@ -33,7 +33,7 @@ from .core.engine.device import expand_segments
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
 from .core.planner.job import missing_capacity
-from .job import without_gpu
+from .job import disk_dir, without_gpu
 from .refusals import TAKEN_OVER, as_yaml
 from .run import TrainingRun
 from .versions import forget_other_names, require_internals, skip_peer_check
@@ -184,13 +184,16 @@ class ProTrainPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         if self._pages and (cfg.load_in_4bit or cfg.load_in_8bit):
             # imported here: the command line reads this module without transformers
+            from .core.engine.chunk_files import Waiting
             from .loading import LoadShare, quantise_on
 
             if cfg.load_in_4bit and not any(cfg[key] for key in _READ_THE_BASE):
                 num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._share = LoadShare(cfg.local_rank, num_local)
-            experts = bool(cfg.quantize_moe_experts)
-            self._loading.enter_context(quantise_on(_device(cfg), self._share, experts))
+            how: dict[str, Any] = {"experts": bool(cfg.quantize_moe_experts)}
+            if folder := disk_dir(args_from(cfg)):
+                how["keep"] = Waiting(folder)
+            self._loading.enter_context(quantise_on(_device(cfg), self._share, **how))
         if self._pages and cfg.model_quantization_config:
             # imported here, as above
             from .loading import keep_packed, keeps_packed, load_fp8

@@ -153,6 +153,18 @@ def _doctor(as_json: bool) -> None:
     sys.exit(doctor.EXIT_CODES[doctor.worst(lines)])
 
 
+def _rate(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> float | None:
+    """Bytes per second, as people write them."""
+    if text is None:
+        return None
+    try:
+        return float(parse_bytes(text.removesuffix("/s")))
+    except ConfigError as error:
+        raise click.BadParameter(f"{error}. Write 7GB/s, for example.") from None
+
+
 def _gib(
     _context: click.Context, _option: click.Parameter, text: str | None
 ) -> float | None:
@@ -276,6 +288,14 @@ def _check_options(
     help="Between host and card, for example pcie4x16. [default: the card's fastest]",
 )
 @click.option(
+    "--disk",
+    "disk_bytes_s",
+    callback=_rate,
+    metavar="RATE",
+    help="What a disk reads that may have frozen weights, for example 7GB/s. [default: measured where "
+    "protrain_disk_dir is; 3GB/s beside --gpu]",
+)
+@click.option(
     "--cards",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -326,6 +346,7 @@ def _plan(
     num_gpus: int,
     ram_gib: float | None,
     link: str | None,
+    disk_bytes_s: float | None,
     cards: Path | None,
     prices: tuple[str, ...],
     download: bool,
@@ -359,7 +380,8 @@ def _plan(
         raw = checked_yaml(config, here=True, download=download)
         table = _table(cards)
         names = _card_names(raw, gpus, num_gpus, link, table)
-        asked = (gpus, num_gpus, ram_gib, link, table, _prices(prices, names))
+        per_hour = _prices(prices, names)
+        asked = (gpus, num_gpus, ram_gib, link, disk_bytes_s, table, per_hour)
         # libraries warn of what a plan does not use; the answer alone is printed
         with (
             _Progress(sys.stderr) as say,

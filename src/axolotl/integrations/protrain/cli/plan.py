@@ -15,8 +15,9 @@ import torch
 from ..args import FORCED, ProTrainArgs, args_from
 from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
+from ..core.layout.packed import stored_bytes
 from ..core.planner.cards import GPUS, Gpu, gpu_hardware
-from ..core.planner.job import TracedJob, this_machine
+from ..core.planner.job import TracedJob, about_disk, this_machine
 from ..core.planner.memory import DeviceEstimate, HostEstimate, MemoryModel
 from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
@@ -46,6 +47,8 @@ from ..options import (
 from ..refusals import cautions
 from ..report import forecast as report
 
+DEFAULT_DISK_BYTES_S = 3e9
+"""Of a solid-state disk on PCIe 3, the slowest beside such cards."""
 DEFAULT_RAM_GIB = 64
 """Host memory of a machine that is not here: the most common beside one or two 24 GB cards."""
 
@@ -65,6 +68,8 @@ class DryRun:
         num_gpus: How many of each.
         ram_gib: Of the host; None for this one's, or `DEFAULT_RAM_GIB` beside `gpus`.
         link: Between host and card; None for each card's fastest.
+        disk_bytes_s: What a disk reads, for frozen weights; None for that of the YAML's
+            folder, or `DEFAULT_DISK_BYTES_S` beside `gpus`.
         table: Where cards are looked up.
         prices: Dollars per hour of cards, by their names in `gpus`.
         card: Known already, with the device to trace for.
@@ -87,6 +92,7 @@ class DryRun:
         num_gpus: int,
         ram_gib: float | None,
         link: str | None,
+        disk_bytes_s: float | None = None,
         table: Sequence[Gpu] = GPUS,
         prices: Mapping[str, float] | None = None,
         card: Hardware | None = None,
@@ -103,6 +109,14 @@ class DryRun:
         self._meta = load_meta_model(config, self.device_type)
         self.cfg = self._meta.cfg
         self._args = args_from(self.cfg)
+        if gpus or disk_bytes_s is not None:
+            # the folder says nothing of another machine's disk
+            folder, self._args = (
+                self._args.protrain_disk_dir,
+                self._args.model_copy(update={"protrain_disk_dir": None}),
+            )
+            if disk_bytes_s is None and folder is not None:
+                disk_bytes_s = DEFAULT_DISK_BYTES_S
         self.cards = [named(gpu, tf32=self.cfg.tf32 is True) for gpu in gpus]
         self._prices = [(prices or {}).get(gpu) for gpu in gpus] or [None]
         if card is not None:
@@ -119,6 +133,8 @@ class DryRun:
                     fp32_master=self._args.protrain_fp32_master,
                 )
             ]
+        if disk_bytes_s is not None:
+            self.cards = [replace(c, disk_bytes_s=disk_bytes_s) for c in self.cards]
         self._subject = cache(self._traced)
 
     def forecasts(
@@ -247,6 +263,7 @@ class DryRun:
                 *self._meta.assumptions,
                 *self._subject().assumptions,
                 *self._cautions(),
+                *about_disk(forecast),
                 *self._unknowns(card, forecast),
             ],
         }
@@ -525,6 +542,10 @@ class DryRun:
                 for chunk in layout.chunks
             )
             subject = replace(subject, layout=replace(layout, chunks=chunks))
+        if any(card.disk_bytes_s for card in self.cards):
+            # what goes to a disk is in files while it loads, too
+            base = sum(map(stored_bytes, self._meta.model.parameters()))
+            subject = subject.loaded_with(base)
         return subject
 
 

@@ -69,6 +69,10 @@ def node_of(pci_address: str, root: Path = Path("/sys")) -> int | None:
     return node if node in memory_nodes(root) else None
 
 
+WAITING = "_waiting-"
+"""First letters of a file's name that has weights until they move to their places."""
+
+
 def mapped_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of those host tensors that are pages of files: nothing is freed with them.
 
@@ -79,11 +83,12 @@ def mapped_bytes(tensors: Iterable[Tensor]) -> int:
         listing = Path("/proc/self/maps").read_bytes()
     except OSError:
         return 0
-    # memory that processes share is a file without a name
+    # memory that processes share is a file without a name, and so is what waits on a disk
     named = [
         line.split(None, 1)[0].split(b"-")
         for line in listing.split(b"\n")
-        if b" /" in line and not line.endswith(b" (deleted)")
+        if b" /" in line
+        and (not line.endswith(b" (deleted)") or f"/{WAITING}".encode() in line)
     ]
     first, end = ([int(ends[n], 16) for ends in named] for n in (0, 1))
 

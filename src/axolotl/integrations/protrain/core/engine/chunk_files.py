@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DiskError
+from ..host import WAITING
 from ..layout import aligned
 from ..layout.shards import PAGE_BYTES
 
@@ -149,6 +150,50 @@ class ChunkFile:
         return DiskError(
             f"protrain_disk_dir: {self.path}: {what}. Training cannot go on without these "
             "weights; its checkpoints are whole. Resume from the last one."
+        )
+
+
+class Waiting:
+    """Keeps host tensors in a file while a model is loaded that the host has no room for.
+
+    The file has no name, so nothing is left of it in whatever way the process ends.
+
+    Raises:
+        DiskError: The folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = NamedTemporaryFile(dir=folder, prefix=WAITING, delete=False)
+            self._file = file.file
+            os.unlink(file.name)
+        except OSError as error:
+            raise self._wrong(error) from error
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as pages of the file."""
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        if not len(data):
+            return tensor
+        file = self._file.fileno()
+        start = aligned(os.fstat(file).st_size, PAGE_BYTES)
+        try:
+            os.truncate(file, start)
+            self._file.seek(start)
+            self._file.write(data.numpy().data)
+            self._file.flush()
+            memory = mmap.mmap(file, len(data), flags=mmap.MAP_PRIVATE, offset=start)
+        except OSError as error:
+            raise self._wrong(error) from error
+        pages = torch.frombuffer(memory, dtype=tensor.dtype)
+        return pages.view(tensor.shape)
+
+    def _wrong(self, error: OSError) -> DiskError:
+        return DiskError(
+            f"protrain_disk_dir: {self._folder} cannot be written ({error.strerror}). Give "
+            "a folder on a disk with room for twice the frozen weights."
         )
 
 
