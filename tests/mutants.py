@@ -35,7 +35,7 @@ IMPORTED = ("hypothesis", "torch", "torch._dynamo", "transformers", "peft")
 """What all tests import, so that no fork has to."""
 
 ORDERING = frozenset(
-    "apply_all begin_use discard end_use forget forget_all hide overwritten record "
+    "apply_all begin_use discard end_use forget forget_all hide leaves overwritten record "
     "refresh_stale release settle settle_own show_again synchronize wait "
     "wait_everywhere wait_stalled".split()
 )

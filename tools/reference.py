@@ -11,7 +11,12 @@ from axolotl.integrations.protrain.args import ProTrainArgs
 PAGE = Path(__file__).parents[1] / "docs/reference/keys.md"
 GROUPS = {
     "On and off": ("auto_memory",),
-    "Budgets": ("capacity_bytes", "cpu_capacity_bytes", "vision_headroom_bytes"),
+    "Budgets": (
+        "capacity_bytes",
+        "cpu_capacity_bytes",
+        "disk_dir",
+        "vision_headroom_bytes",
+    ),
     "Which plan": (
         "auto_mode",
         "force_all_persistent",

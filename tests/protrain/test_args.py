@@ -118,6 +118,7 @@ def test_defaults_are_those_of_the_contract():
         "protrain_save_optimizer_state": True,
         "protrain_async_save": True,
         "protrain_cache_dir": None,
+        "protrain_disk_dir": None,
         "protrain_learn_peak": True,
     }
 

@@ -105,6 +105,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "experts": (MIXTRAL, QLORA | ON_EXPERTS, *LARGE_CARD),
     "replicated": (SMALL, LORA | REPLICATED, *LARGE_CARD),
     "little_ram": (SMALL, ON_THE_HOST, *SMALL_CARD, "--ram", "1"),
+    "disk": (SMALL, LORA, *SMALL_CARD, "--ram", "0.12", "--disk", "7GB/s"),
+    "no_disk": (SMALL, LORA, *SMALL_CARD, "--ram", "0.12"),
     "fast_link": (SMALL, LORA | BY_HAND, *SMALL_CARD),
     "slow_link": (SMALL, LORA | BY_HAND, *SMALL_CARD, "--link", "pcie3x8"),
     "too_large": (SMALL, LORA | TOO_LARGE, *SMALL_CARD),
@@ -708,6 +710,18 @@ def test_overrides_are_followed(plans: Plans) -> None:
     assert answer.exit_code == 2 and answer.json["plan"]["n_persist"] == 8
     assert answer.json["plan"]["n_checkpoint"] == 0
     assert "the plan of the YAML" in answer.json["reason"]
+
+
+def test_a_disk_takes_what_the_host_has_no_room_for(plans: Plans) -> None:
+    assert plans["no_disk"].json["verdict"] == "does-not-fit"
+    answer = fitting(plans, "disk")
+    plan, step = answer["plan"], answer["step_s"]
+    assert set(plan["on_disk"]) <= set(paged_chunks(answer)) and plan["on_disk"]
+    assert answer["host_bytes"]["peak"] <= answer["host_bytes"]["budget"]
+    assert step["lanes"]["disk"] > 0
+    assert any(
+        "lie on the disk, which reads 7.0 GB/s" in x for x in answer["assumptions"]
+    )
 
 
 def test_everything_resident_by_order(plans: Plans) -> None:

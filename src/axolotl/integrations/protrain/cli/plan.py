@@ -48,7 +48,7 @@ from ..refusals import cautions
 from ..report import forecast as report
 
 DEFAULT_DISK_BYTES_S = 3e9
-"""Of a solid-state disk on PCIe 3, the slowest beside such cards."""
+"""Rate of a solid-state disk on PCIe 3, the slowest beside such cards."""
 DEFAULT_RAM_GIB = 64
 """Host memory of a machine that is not here: the most common beside one or two 24 GB cards."""
 

@@ -23,7 +23,7 @@ from ..layout.shards import PAGE_BYTES
 SUFFIX = ".chunk"
 MEASURED_BYTES = 128 << 20
 READ_BYTES, NUM_READERS = 8 << 20, 4
-"""Of one read, and how many are in flight: a solid-state disk wants several large ones."""
+"""Size of one read, and how many are in flight: a solid-state disk wants several large ones."""
 
 
 def store(folder: Path, content: Tensor) -> Path:
@@ -166,9 +166,8 @@ class Waiting:
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = NamedTemporaryFile(dir=folder, prefix=WAITING, delete=False)
-            self._file = file.file
-            os.unlink(file.name)
+            self._file = NamedTemporaryFile(dir=folder, prefix=WAITING, delete=False)
+            os.unlink(self._file.name)
         except OSError as error:
             raise self._wrong(error) from error
 

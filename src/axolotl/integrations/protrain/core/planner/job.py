@@ -306,11 +306,14 @@ def plan_for(
     return forecast, planner
 
 
-def about_disk(forecast: Forecast) -> list[str]:
-    """Say which part of the weights a plan has on the disk, if any."""
+def about_disk(forecast: Forecast, folder: Path | None = None) -> list[str]:
+    """Say which part of the weights a plan has on the disk; nothing where nobody asked."""
     plan, layout = forecast.plan, forecast.layout
     if not plan.on_disk:
-        return []
+        unused = (
+            f"Nothing lies in {folder} (protrain_disk_dir): the host has room for all."
+        )
+        return [unused] * (folder is not None)
     nbytes = sum(layout.chunks[index].in_pool.nbytes for index in plan.on_disk)
     frozen = sum(not layout.chunks[index].trainable for index in plan.paged)
     rate = forecast.hardware.disk_bytes_s / 1e9
@@ -420,7 +423,7 @@ def plan_here(
             forecast, planner = plan_for(subject, machine, job.choice, measured)
             planners.append(planner)
             notes.extend(job.advice(machine, measured, forecast))
-            notes.extend(about_disk(forecast))
+            notes.extend(about_disk(forecast, job.choice.disk))
             return forecast
 
         seen = None

@@ -23,7 +23,8 @@ from operator import add
 from typing import NamedTuple, NoReturn
 
 from ..errors import BudgetError, ConfigError
-from ..layout import padded_bytes, slot_bytes, slot_floor, spread_order
+from ..layout import aligned, padded_bytes, slot_bytes, slot_floor, spread_order
+from ..layout.shards import PAGE_BYTES
 from ..sizes import format_bytes
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .demand import Demand, update_seconds
@@ -473,7 +474,8 @@ def with_disk(plan: Plan, memory: MemoryModel, budget: Budget) -> Plan:
     blocks; none where that does not help."""
     if not budget.disk_bytes:
         return plan
-    missing = memory.host(plan).states.total - budget.host_bytes
+    phases = memory.host(plan).phases
+    missing = max(phases["train"], phases["save"]) - budget.host_bytes
     paged = map(memory.layout.chunks.__getitem__, plan.paged)
     frozen = [chunk for chunk in paged if not chunk.trainable]
     if missing <= 0 or not frozen:
@@ -485,6 +487,7 @@ def with_disk(plan: Plan, memory: MemoryModel, budget: Budget) -> Plan:
         if missing <= 0:
             break
         nbytes = padded_bytes(frozen[position].in_pool, plan.shards)
+        nbytes = aligned(nbytes, PAGE_BYTES)
         missing, written = missing - nbytes, written + nbytes
         chosen.append(frozen[position].index)
     if written > budget.disk_bytes:

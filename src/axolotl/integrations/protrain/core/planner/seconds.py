@@ -241,8 +241,8 @@ class Reads:
     the fetches.
 
     Attributes:
-        free: When the disk has done what it began.
-        ring: When each buffer is free again, the first to be read into first.
+        free: Seconds until the disk has done what it began.
+        ring: Seconds until each buffer is free again, the first to be read into first.
     """
 
     def __init__(self, demand: Demand) -> None:
@@ -253,7 +253,7 @@ class Reads:
         self.ring: deque[float] = deque()
 
     def end(self, chunk: int) -> float:
-        """When a chunk is here that is the next to be read."""
+        """Return when a chunk is here that is the next to be read."""
         seconds = self._seconds[chunk]
         if not seconds or self._before:
             return 0.0
