@@ -716,7 +716,8 @@ def test_a_disk_takes_what_the_host_has_no_room_for(plans: Plans) -> None:
     assert plans["no_disk"].json["verdict"] == "does-not-fit"
     answer = fitting(plans, "disk")
     plan, step = answer["plan"], answer["step_s"]
-    assert set(plan["on_disk"]) <= set(paged_chunks(answer)) and plan["on_disk"]
+    assert plan["on_disk"]
+    assert {plan["placements"][index] for index in plan["on_disk"]} == {"paged"}
     assert answer["host_bytes"]["peak"] <= answer["host_bytes"]["budget"]
     assert step["lanes"]["disk"] > 0
     assert any(
