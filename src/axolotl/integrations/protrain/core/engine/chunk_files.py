@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -218,15 +219,15 @@ def read_rate(folder: Path) -> float:
     return MEASURED_BYTES / min(seconds[1:])
 
 
-def written_bytes(memory: Tensor) -> int:
-    """Count the bytes of a private mapping that are no longer those of its file."""
-    first, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-    found, counts = 0, False
+def written(mappings: Sequence[Tensor]) -> list[bool]:
+    """Tell of private mappings of files which have bytes that are no longer the file's."""
+    spans, span = list[tuple[int, int]](), (0, 0)
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.partition(" ")[0]
+        head, _, rest = line.partition(" ")
         if "-" in head:
-            begin, end = (int(number, 16) for number in head.split("-"))
-            counts = first < end and begin < stop
-        elif counts and head == "Anonymous:":
-            found += int(line.split()[1]) * 1024
-    return found
+            begin, _, end = head.partition("-")
+            span = int(begin, 16), int(end, 16)
+        elif head == "Anonymous:" and rest.split()[0] != "0":
+            spans.append(span)
+    starts = ((m.data_ptr(), m.data_ptr() + m.nbytes) for m in mappings)
+    return [any(b < stop and first < e for b, e in spans) for first, stop in starts]

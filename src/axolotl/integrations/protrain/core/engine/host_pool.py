@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..layout import aligned, padded_bytes, shard_bytes
 from ..layout.packed import Packed, stored_specs
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
-from .chunk_files import ChunkFile, store, written_bytes
+from .chunk_files import ChunkFile, store, written
 from .device import Device
 from .ranks import Alone, Ranks
 
@@ -135,19 +135,21 @@ class HostPool:
         weakref.finalize(self, file.close)
         self._places[chunk.index] = (file.map(), 0, nbytes)
 
-    def undo_writes(self, index: int) -> bool:
-        """Take back what somebody has written over a chunk that lies in a file; returns
-        whether that were other bytes."""
-        if index not in self.files:
-            return False
-        memory, _, nbytes = self._places[index]
-        now = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-        if not written_bytes(now):
-            return False
-        kept = torch.frombuffer(self.files[index].map(), dtype=torch.uint8)
-        differs = not torch.equal(now, kept[:nbytes])
-        memory.madvise(mmap.MADV_DONTNEED)
-        return differs
+    def undo_writes(self, indices: Iterable[int]) -> list[int]:
+        """Take back what somebody has written over chunks that lie in files; returns those
+        that had other bytes then."""
+        own = [index for index in indices if index in self.files]
+        pages = [self.chunk(index) for index in own]
+        found = []
+        for index, now, is_written in zip(
+            own, pages, written(pages) if own else [], strict=True
+        ):
+            if is_written:
+                kept = torch.frombuffer(self.files[index].map(), dtype=torch.uint8)
+                if not torch.equal(now, kept[: len(now)]):
+                    found.append(index)
+                self._places[index][0].madvise(mmap.MADV_DONTNEED)
+        return found
 
     def chunk(self, index: int) -> Tensor:
         """All bytes of a chunk, uint8 of shape [chunk.nbytes]."""

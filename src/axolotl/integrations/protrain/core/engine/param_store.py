@@ -171,8 +171,8 @@ class ParamStore:
             if takes and index % size == self._ranks.local_rank:
                 self._take_over(chunk, memory if index in shown else None)
             self.remember(spec.name for spec in chunk.tensors)
-            if index in shown and self._pool.undo_writes(index):
-                wrong = wrong or on_the_disk(chunk)
+        for index in self._pool.undo_writes(shown):
+            wrong = wrong or on_the_disk(self.on_host[index])
         if wrong:
             raise AccessError(wrong)
 
@@ -297,7 +297,7 @@ class ParamStore:
 
     def undo_writes(self, chunk: Chunk) -> bool:
         """Take back writes over a chunk on the disk; whether they were other bytes."""
-        return self._pool.undo_writes(chunk.index)
+        return bool(self._pool.undo_writes([chunk.index]))
 
     def move_out(self) -> None:
         """Bind every parameter to plain host memory; undoes a partial `move_in` too."""
