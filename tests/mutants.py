@@ -325,6 +325,8 @@ def main() -> int:
     if given.list:
         print("\n".join(mutant.name for mutant in chosen))
         return 0
+    # as conftest.py says, which comes too late: torch is imported here
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in IMPORTED:
         importlib.import_module(name)
     survivors = []
