@@ -83,6 +83,8 @@ def test_masters_that_are_loaded_bring_their_weights() -> None:
     saved, before = copy.deepcopy(optimizer.state_dict()), weights(session.model)
     loss = session.model(batches(1)[0]).item()
     train(session.model, optimizer, [batches(1)], session)
+    # slots hold the weights of now
+    assert session.model(batches(1)[0]).item() != loss
     optimizer.load_state_dict(saved)
     assert session.model(batches(1)[0]).item() == loss
     assert_same(weights(session.model), before)

@@ -31,7 +31,8 @@ NAMES = {
     "_post_accumulate_grad_hooks _version",
     "torch:UntypedStorage": "_cdata",
     "torch:ops.aten.add.default": "_schema",
-    "torch._C": "PyTorchFileReader _DisableFuncTorch _RestorePythonTLSSnapshot "
+    "torch._C": "PyTorchFileReader _DisableFuncTorch _DisableTorchDispatch "
+    "_RestorePythonTLSSnapshot "
     "_current_graph_task_id _disabled_torch_function_impl _will_engine_execute_node",
     "torch._C._autograd": "_top_saved_tensors_default_hooks",
     "torch.autograd.graph": "_allow_mutation_on_saved_tensors_enabled",
