@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ from core_models import (
 from torch import Tensor, nn
 
 from axolotl.integrations.protrain.core.engine import device as devices
-from axolotl.integrations.protrain.core.engine.session import Session
+from axolotl.integrations.protrain.core.engine.session import Options, Session
 from axolotl.integrations.protrain.core.layout import (
     build_layout,
     moves as moves_module,
@@ -93,11 +94,13 @@ def opened(
     model: nn.Module,
     adapters: Sequence[str] = (),
     rows: Mapping[str, int] = MappingProxyType({}),
+    disk: Path | None = None,
     **plan: Any,
 ) -> Session:
     layout = build_layout(model, adapters=adapters, rows=rows)
     device = devices.CudaDevice(0)
-    return Session(model, layout, make_plan(layout, **plan), device)
+    options = Options(disk=disk)
+    return Session(model, layout, make_plan(layout, **plan), device, options)
 
 
 def scheduled(
@@ -208,6 +211,23 @@ def test_packed_training_equals_plain(plan: str) -> None:
     assert equals_plain(PACKED[plan], clip=0.1)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_training_from_a_disk_equals_plain(
+    buffers: int, packed: bool, tmp_path: Path
+) -> None:
+    plan = {"n_buffer": 3, "on_disk": range(99), "disk": tmp_path, "packed": packed}
+    assert equals_plain({**plan, "disk_buffers": buffers}, clip=0.1, frozen=True)
+
+
+def test_a_read_into_what_is_being_copied_is_noticed(tmp_path: Path) -> None:
+    plan = {"n_buffer": 3, "on_disk": range(99), "disk": tmp_path, "disk_buffers": 1}
+    with without(torch.cuda.Event, "synchronize", "read", "disk.py"):
+        assert any(
+            differs_from_plain(plan, busy, frozen=True) for busy in (False, True)
+        )
+
+
 @pytest.mark.parametrize("clip, dtype", [(0.0, torch.float32), (0.1, torch.bfloat16)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", ["one slot", "mixed", "some state on the host"])
@@ -312,9 +332,9 @@ def test_a_missing_wait_is_noticed(wait: str) -> None:
         )
 
 
-def differs_from_plain(plan: dict[str, Any], busy: bool) -> bool:
+def differs_from_plain(plan: dict[str, Any], busy: bool, frozen: bool = False) -> bool:
     try:
-        return not equals_plain(plan, clip=0.1, busy=busy)
+        return not equals_plain(plan, clip=0.1, busy=busy, frozen=frozen)
     except RuntimeError as error:
         # labels that were overwritten, for example
         assert "failed on the stream" in str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from core_models import (
 from simulated import DeferredDevice
 from torch import nn
 
+from axolotl.integrations.protrain.core.engine.chunk_files import read_rate
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import AccessError, DiskError
 
@@ -244,6 +246,16 @@ def test_a_file_that_is_replaced_or_deleted_does_not_matter(tmp_path: Path) -> N
     assert_trains_the_same(own, other, session, 1)
     session.close()
     assert_same(own.state_dict(), other.state_dict())
+
+
+def test_who_measures_leaves_no_file_and_draws_no_number(tmp_path: Path) -> None:
+    """Ranks measure at once, and training goes on with the numbers that come next."""
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor(2) as ranks:
+        rates = [*ranks.map(read_rate, [tmp_path] * 2)]
+    assert min(rates) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

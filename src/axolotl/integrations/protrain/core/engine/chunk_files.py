@@ -198,14 +198,17 @@ class Waiting:
 
 
 def read_rate(folder: Path) -> float:
-    """Measure bytes per second of reads as a training makes them, from files that are
-    there or a new one, which goes again.
+    """Measure bytes per second of reads as a training makes them, of a file that is written
+    for it and goes again.
 
     Raises:
         DiskError: The folder cannot be written.
     """
     room = torch.frombuffer(mmap.mmap(-1, MEASURED_BYTES), dtype=torch.uint8)
-    made = store(folder, torch.randint(256, (MEASURED_BYTES,), dtype=torch.uint8))
+    # of this process alone, which others measure beside, and not of torch's generator,
+    # whose next numbers are the training's
+    noise = bytearray(os.urandom(MEASURED_BYTES))
+    made = store(folder, torch.frombuffer(noise, dtype=torch.uint8))
     file = ChunkFile(made, MEASURED_BYTES)
     made.unlink()
     seconds = list[float]()

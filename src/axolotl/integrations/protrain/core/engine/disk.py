@@ -75,11 +75,6 @@ class Disk:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="protrain-disk")
         self._readers = ThreadPoolExecutor(NUM_READERS, "protrain-read")
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the ring."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
-
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._extents
 
