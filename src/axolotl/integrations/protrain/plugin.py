@@ -184,7 +184,7 @@ class ProTrainPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         if self._pages and (cfg.load_in_4bit or cfg.load_in_8bit):
             # imported here: the command line reads this module without transformers
-            from .core.engine.chunk_files import Waiting
+            from .core.engine.chunk_files import SpillFile
             from .loading import LoadShare, quantise_on
 
             if cfg.load_in_4bit and not any(cfg[key] for key in _READ_THE_BASE):
@@ -192,7 +192,7 @@ class ProTrainPlugin(BasePlugin):
                 self._share = LoadShare(cfg.local_rank, num_local)
             how: dict[str, Any] = {"experts": bool(cfg.quantize_moe_experts)}
             if folder := disk_dir(args_from(cfg)):
-                how["keep"] = Waiting(folder)
+                how["keep"] = SpillFile(folder)
             self._loading.enter_context(quantise_on(_device(cfg), self._share, **how))
         if self._pages and cfg.model_quantization_config:
             # imported here, as above

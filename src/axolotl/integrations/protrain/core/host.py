@@ -69,7 +69,7 @@ def node_of(pci_address: str, root: Path = Path("/sys")) -> int | None:
     return node if node in memory_nodes(root) else None
 
 
-WAITING = "_waiting-"
+SPILLED = "_spilled-"
 """First letters of a file's name that has weights until they move to their places."""
 
 
@@ -88,7 +88,7 @@ def mapped_bytes(tensors: Iterable[Tensor]) -> int:
         line.split(None, 1)[0].split(b"-")
         for line in listing.split(b"\n")
         if b" /" in line
-        and (not line.endswith(b" (deleted)") or f"/{WAITING}".encode() in line)
+        and (not line.endswith(b" (deleted)") or f"/{SPILLED}".encode() in line)
     ]
     first, end = ([int(ends[n], 16) for ends in named] for n in (0, 1))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DiskError
-from ..host import WAITING
+from ..host import SPILLED
 from ..layout import aligned
 from ..layout.shards import PAGE_BYTES
 
@@ -154,7 +154,7 @@ class ChunkFile:
         )
 
 
-class Waiting:
+class SpillFile:
     """Keeps host tensors in a file while a model is loaded that the host has no room for.
 
     The file has no name, so nothing is left of it in whatever way the process ends.
@@ -167,7 +167,7 @@ class Waiting:
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = NamedTemporaryFile(dir=folder, prefix=WAITING, delete=False)
+            self._file = NamedTemporaryFile(dir=folder, prefix=SPILLED, delete=False)
             os.unlink(self._file.name)
         except OSError as error:
             raise self._wrong(error) from error
