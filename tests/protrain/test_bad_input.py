@@ -21,7 +21,7 @@ import yaml
 from axolotl.integrations.base import PluginManager, load_plugin
 from axolotl.integrations.config import merge_input_args
 from axolotl.utils.dict import DictDefault
-from axolotl_jobs import PROTRAIN, SEEDING, overrides
+from axolotl_jobs import LORA, PROTRAIN, SEEDING, overrides
 from click.testing import CliRunner
 from saving_jobs import (
     FLAT_MODEL,
@@ -154,6 +154,8 @@ RATES_DECIDE: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
 }
 """With a fast link two blocks would swap, for which the host has no room: one does."""
+ON_DISK = LORA | PAGED | {"protrain_cpu_capacity_bytes": "160KiB"}
+"""Less than the base takes, and enough for the ring of a disk."""
 PARTIAL = {"partial": 1, "partial_resident": 4}
 """Resident chunks asked for, with the other knobs left out."""
 
@@ -164,6 +166,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     jobs = Jobs(tmp_path_factory.mktemp("bad_input"))
     jobs.train("off", {"protrain_auto_memory": False})
     jobs.train("absent", {"protrain_auto_memory": None, "plugins": [SEEDING]})
+    base = {"base_model": WITHOUT_WEIGHTS}
+    jobs.train("on_disk", ON_DISK, base, {"protrain_disk_dir": "disk"})
+    jobs.train("no_disk", ON_DISK, base)
     for name, (settings, _) in REFUSED.items():
         jobs.train(name, settings)
     for name, (settings, limits, _) in BUDGETS.items():
@@ -219,6 +224,13 @@ def test_too_small_a_budget_is_refused_before_loading(jobs: Jobs, name: str) -> 
     assert all(text in before.log[-6000:] for text in expected), before.log[-6000:]
     assert "Pre-saving" not in before.log and "Pre-saving" in after.log
     assert left_behind(before) == set()
+
+
+def test_a_base_that_goes_to_a_disk_is_not_refused_before_loading(jobs: Jobs) -> None:
+    refused, loads = jobs["no_disk"].log, jobs["on_disk"].log
+    assert "BudgetError: protrain_cpu_capacity_bytes" in refused[-6000:]
+    assert "BudgetError" not in loads
+    assert "no file named model.safetensors" in loads
 
 
 @pytest.mark.full

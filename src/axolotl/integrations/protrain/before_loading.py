@@ -129,7 +129,9 @@ def dry_run(asked: tuple[Any, Hardware, World]) -> Answer:
         def traced(**change: int) -> TracedJob:
             with meta.changed(change):
                 subject = traced_job(cfg, meta.model, device_type, world)
-            if args.protrain_cpu_capacity_bytes is not None:
+            limited = args.protrain_cpu_capacity_bytes is not None
+            # what is quantised waits on the disk too
+            if limited and args.protrain_disk_dir is None:
                 return subject
             # at best the whole base is mapped, and takes memory only where it moves
             base = sum(map(stored_bytes, meta.model.parameters()))
