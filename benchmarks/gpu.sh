@@ -2,16 +2,18 @@
 # Measures a card in nine minutes: equal numbers, predicted beside measured memory and
 # time, peers, a profile. Writes a folder to open an issue with.
 #   usage: benchmarks/gpu.sh [FOLDER] [PART ...]
-# Parts: doctor exact paging runs compare profile. PYTHON names the interpreter; GPU_WORK
-# a folder with 30 GB of room for models (memory is fastest).
+# Parts: doctor exact paging packed runs compare profile. PYTHON names the interpreter;
+# GPU_WORK a folder with 40 GB of room for models (memory is fastest); GPU_DISK a folder of
+# the disk. TINY=--tiny rehearses it with small models.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-benchmarks/results/$(date +%F)-gpu}
 shift || true
-parts=${*:-doctor exact paging runs compare profile}
+parts=${*:-doctor exact paging packed runs compare profile}
 python=${PYTHON:-python3}
 work=${GPU_WORK:-/dev/shm/protrain-gpu}
-mkdir -p "$folder" "$work"
+disk=${GPU_DISK:-$PWD/.gpu-disk}
+mkdir -p "$folder" "$work" "$disk"
 folder=$(realpath "$folder")
 export PYTHONPATH=$PWD/src:$PWD/benchmarks:$PWD/tests/protrain:$PWD/tests/protrain/core${PYTHONPATH:+:$PYTHONPATH}
 # else pieces of a small budget are free and of no use
@@ -42,14 +44,16 @@ export -f train
 export work folder
 
 if wanted exact; then
-  part inputs-small 60 "$python" benchmarks/gpu_inputs.py "$work" small experts
+  part inputs-small 60 "$python" benchmarks/gpu_inputs.py ${TINY:-} --disk "$disk" "$work" \
+    small experts packed
 fi
 if wanted runs; then
-  part inputs-large 120 "$python" benchmarks/gpu_inputs.py "$work" 8b 3b &
+  part inputs-large 150 "$python" benchmarks/gpu_inputs.py ${TINY:-} --disk "$disk" "$work" \
+    8b gpt-oss-20b 3b &
 fi
 if wanted exact; then
   # numbers do not depend on what else runs
-  for name in lora qlora full experts; do
+  for name in lora qlora full experts packed disk; do
     (cd "$work" && part "exact-$name" 150 "$python" -m axolotl.integrations.protrain.cli \
       selftest "exact-$name.yaml" --steps 6 --keep "$work/exact-$name") &
   done
@@ -59,6 +63,9 @@ if wanted paging; then
     tests/cuda_emulation/test_paging.py -k "equal or smaller" &
 fi
 wait
+if wanted packed; then
+  part packed 60 "$python" benchmarks/packed.py --rounds 20
+fi
 if wanted doctor; then
   part doctor 60 "$python" -m axolotl.integrations.protrain.cli doctor
   part hardware 60 "$python" benchmarks/hardware.py --rounds 2
@@ -67,11 +74,14 @@ if wanted profile; then
   part profile 80 "$python" benchmarks/gpu_profile.py --trace "$work/trace.json.gz"
 fi
 if wanted runs; then
-  for name in lora-8b-12gb qlora-8b-8gb full-3b-16gb; do
+  for name in lora-8b-12gb gpt-oss-20b-12gb lora-8b-12gb-disk qlora-8b-8gb full-3b-16gb; do
     part "$name" 110 bash -c "train $name"
   done
 fi
 if wanted compare; then
-  part compare 300 "$python" benchmarks/compare.py --case lora-8b-1k --systems ours,uncapped,plain_recompute,layer_offloading,fsdp2 --minutes 4.5 --output "$folder"
+  part compare 200 "$python" benchmarks/compare.py --case lora-8b-1k \
+    --systems ours,plain_recompute,fsdp2 --minutes 3 --output "$folder"
+  part compare-24gb 150 "$python" benchmarks/compare.py --case lora-8b-1k-fits \
+    --systems ours,layer_offloading --minutes 2 --label 24gb --output "$folder"
 fi
 cat "$folder/parts.txt"

@@ -1,11 +1,13 @@
 """Write what `benchmarks/gpu.sh` trains: a tokenizer, data, models with random weights
 and one YAML for each run.
 
-Usage: python benchmarks/gpu_inputs.py FOLDER
+With `--tiny` in place of the large models come small ones, and budgets to match, for a
+rehearsal on a device that is emulated.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from comparison.models import normal
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     Qwen3MoeConfig,
 )
@@ -55,6 +58,27 @@ EXPERTS = Qwen3MoeConfig(
 )
 
 
+PACKED_EXPERTS = GptOssConfig(
+    **TOKENS,
+    vocab_size=VOCAB_SIZE,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=8,
+    num_local_experts=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    dtype="bfloat16",
+)
+GPT_OSS = GptOssConfig(
+    **TOKENS, num_hidden_layers=24, num_local_experts=32, dtype="bfloat16"
+)
+TINY = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+TINY_LLAMA = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY_GPT_OSS = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY_GPT_OSS |= {"num_local_experts": 4, "layer_types": ["full_attention"] * 6}
+"""Sizes of a rehearsal."""
+
+
 def _llama(name: str, tied: bool = False) -> LlamaConfig:
     """The configuration of a shape that `compare.py` trains, too."""
     shape = SHAPES[name]
@@ -71,13 +95,18 @@ def _llama(name: str, tied: bool = False) -> LlamaConfig:
     )
 
 
-MODELS = {
-    "small": SMALL,
-    "experts": EXPERTS,
-    "8b": _llama("8b"),
-    "3b": _llama("3b", True),
-}
+def models(tiny: bool) -> dict[str, Any]:
+    """Configurations by the names of their folders."""
+    large = {"8b": _llama("8b"), "3b": _llama("3b", True), "gpt-oss-20b": GPT_OSS}
+    if tiny:
+        for name, config in large.items():
+            sizes = TINY_GPT_OSS if config is GPT_OSS else TINY_LLAMA
+            own = {"vocab_size": VOCAB_SIZE, "head_dim": 64, **sizes}
+            large[name] = type(config)(**{**config.to_dict(), **own})
+    return {"small": SMALL, "experts": EXPERTS, "packed": PACKED_EXPERTS, **large}
 
+
+PROTRAIN = "axolotl.integrations.protrain.ProTrainPlugin"
 FULL = {"optimizer": "adamw_torch_fused", "learning_rate": 1e-4}
 LORA = {
     **FULL,
@@ -91,18 +120,59 @@ KERNELS = {f"lora_{part}_kernel": True for part in ("mlp", "qkv", "o")}
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 SHORT = {"sequence_len": 512, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
 LONG = {"sequence_len": 2048, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+PACKED = {
+    **FULL,
+    "adapter": "lora",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "attn_implementation": "eager",
+    "model_quantization_config": "Mxfp4Config",
+    "model_quantization_config_kwargs": {"dequantize": True},
+    **dict.fromkeys(KERNELS, False),
+}
 
 
-def runs() -> dict[str, dict[str, Any]]:
+def runs(tiny: bool, disk: Path) -> dict[str, dict[str, Any]]:
     """YAML by name: small ones to compare with plain runs, large ones to predict."""
+    if tiny:
+        short, long = ({**keys, "sequence_len": 128} for keys in (SHORT, LONG))
+        kernels = dict.fromkeys(KERNELS, False)
+    else:
+        short, long, kernels = SHORT, LONG, KERNELS
+    full = {"optimizer": "adamw_torch"} if tiny else {}
+
+    def mib(large: int, small: int) -> int:
+        return small if tiny else large << 10
+
+    def on_disk(host_mib: int) -> dict[str, Any]:
+        host = {"protrain_cpu_capacity_bytes": f"{host_mib}MiB"}
+        return {**host, "protrain_disk_dir": str(disk)}
+
+    small = 4 << 10
+    found = {
+        "exact-lora": _run("small", small, short, LORA, kernels, _knobs(2, 2, 3, 4)),
+        "exact-qlora": _run("small", small, short, QLORA, _knobs(2, 3, 2, 4)),
+        "exact-full": _run("small", small, short, FULL, _knobs(2, 3, 2, 4)),
+        "exact-experts": _run("experts", small, short, FULL, _knobs(0, 2, 0, 4)),
+        "exact-packed": _run("packed", small, short, PACKED, _knobs(1, 2, 2, 4)),
+        "exact-disk": _run(
+            *("small", small, short, LORA, kernels),
+            *(_knobs(2, 2, 0, 4), on_disk(150)),
+        ),
+        "lora-8b-12gb": _run("8b", mib(12, 24), long, LORA, kernels),
+        "lora-8b-12gb-disk": _run(
+            "8b", mib(12, 24), long, LORA, kernels, on_disk(mib(8, 8))
+        ),
+        "qlora-8b-8gb": _run("8b", mib(8, 24), long, QLORA, kernels),
+        "full-3b-16gb": _run("3b", mib(16, 48), long, FULL),
+        "gpt-oss-20b-12gb": _run("gpt-oss-20b", mib(12, 30), long, PACKED),
+    }
+    # what is compared with a plain run has no limit to hold
+    capped = {} if tiny else {"plugins": [PROTRAIN, "gpu_cap.CapPlugin"]}
     return {
-        "exact-lora": _run("small", 4 << 10, SHORT, LORA, KERNELS, _knobs(2, 2, 3, 4)),
-        "exact-qlora": _run("small", 4 << 10, SHORT, QLORA, _knobs(2, 3, 2, 4)),
-        "exact-full": _run("small", 4 << 10, SHORT, FULL, _knobs(2, 3, 2, 4)),
-        "exact-experts": _run("experts", 4 << 10, SHORT, FULL, _knobs(0, 2, 0, 4)),
-        "lora-8b-12gb": _run("8b", 12 << 10, LONG, LORA, KERNELS),
-        "qlora-8b-8gb": _run("8b", 8 << 10, LONG, QLORA, KERNELS),
-        "full-3b-16gb": _run("3b", 16 << 10, LONG, FULL),
+        name: settings | full | ({} if name.startswith("exact") else capped)
+        for name, settings in found.items()
     }
 
 
@@ -118,7 +188,7 @@ def _knobs(persist: int, buffer: int, swap: int, checkpoint: int) -> dict[str, i
 
 def _run(model: str, budget_mib: int, *parts: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "plugins": ["axolotl.integrations.protrain.ProTrainPlugin"],
+        "plugins": [PROTRAIN],
         "protrain_auto_memory": True,
         "protrain_capacity_bytes": f"{budget_mib}MiB",
         "base_model": f"models/{model}",
@@ -151,35 +221,42 @@ def write_tokenizer_and_data(folder: Path) -> Any:
 
 
 def write_model(folder: Path, config: Any) -> None:
-    """Large ones from one pool of normal numbers, in shards, never the whole twice."""
-    if config.hidden_size <= SMALL.hidden_size:
+    """Large ones from one pool of normal numbers, in shards, never the whole twice.
+
+    Experts of a gpt-oss are in MXFP4, as its authors publish them.
+    """
+    if config is SMALL or config is EXPERTS:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.config.save_pretrained(folder)
+    is_packed = isinstance(config, GptOssConfig)
+    if is_packed:
+        path = folder / "config.json"
+        packed = {"quantization_config": {"quant_method": "mxfp4"}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | packed))
     shard: dict[str, torch.Tensor] = {}
     where: dict[str, str] = {}
-    nbytes = number = 0
+    number = 0
 
     def close() -> None:
-        nonlocal shard, nbytes, number
+        nonlocal shard, number
         name = f"model-{number:05d}.safetensors"
         save_file(shard, folder / name, {"format": "pt"})
         where.update(dict.fromkeys(shard, name))
-        shard, nbytes, number = {}, 0, number + 1
+        shard, number = {}, number + 1
 
     # parameters come once, tied or not
     for seed, (name, weight) in enumerate(model.named_parameters()):
-        value = (
-            torch.ones(weight.shape, dtype=torch.bfloat16)
-            if weight.ndim == 1
-            else normal(weight.shape, torch.bfloat16, seed)
-        )
-        shard[name] = value
-        nbytes += value.nbytes
-        if nbytes > SHARD_BYTES:
+        if is_packed and name.endswith("_proj"):
+            shard |= mxfp4(name, weight.shape, seed)
+        elif weight.ndim == 1:
+            shard[name] = torch.ones(weight.shape, dtype=torch.bfloat16)
+        else:
+            shard[name] = normal(weight.shape, torch.bfloat16, seed)
+        if sum(value.nbytes for value in shard.values()) > SHARD_BYTES:
             close()
     if shard:
         close()
@@ -187,17 +264,37 @@ def write_model(folder: Path, config: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def main(folder: Path, names: list[str]) -> None:
+def mxfp4(name: str, shape: torch.Size, seed: int) -> dict[str, torch.Tensor]:
+    """Random numbers of about 0.02 under the two names of a packed weight."""
+    experts, rows, columns = shape
+    size = experts * columns * rows // 2
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randint(256, (min(size, 1 << 24),), dtype=torch.uint8, generator=generator)
+    blocks = pool.repeat(-(-size // pool.numel()))[:size].clone()
+    blocks = blocks.view(experts, columns, rows // 32, 16)
+    scales = torch.full(blocks.shape[:-1], 119, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", help="of models; default: all")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--disk", type=Path, help="folder of a disk; default: FOLDER")
+    args = parser.parse_args()
+    folder, configs = args.folder, models(args.tiny)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer_and_data(folder)
-    for name, settings in runs().items():
+    disk = (args.disk or folder / "disk").absolute()
+    for name, settings in runs(args.tiny, disk).items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-    for name in names or MODELS:
+    for name in args.names or configs:
         path = folder / "models" / name
         path.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(path)
-        write_model(path, MODELS[name])
+        write_model(path, configs[name])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main()

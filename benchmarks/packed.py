@@ -1,9 +1,10 @@
 """Fetches of packed weights and of the same weights in bf16, as a ratio.
 
 A weight of MXFP4 or FP8 is copied in its pieces and unpacked; beside it, taking turns, the
-unpacked one is copied. On the CPU device a copy is one of its memory and unpacking uses
-its processor, so the ratio is no GPU's. For a card the arithmetic follows: seconds of the
-link, and of what unpacking moves in device memory, for as many numbers.
+unpacked one is copied: on the GPU, or without one on the CPU device, where a copy is one of
+its memory and unpacking uses its processor, so that the ratio is no GPU's. For cards that
+are not here the arithmetic follows: seconds of the link, and of what unpacking moves in
+device memory, for as many numbers.
 
 `--plans` asks `axolotl-protrain plan` instead: published bases on cards that are not here,
 packed and as they are unpacked.
@@ -25,7 +26,11 @@ import torch
 from torch import nn
 from transformers import DeepseekV3Config, Glm4MoeConfig, GptOssConfig
 
-from axolotl.integrations.protrain.core.engine.device import CpuDevice
+from axolotl.integrations.protrain.core.engine.device import (
+    CpuDevice,
+    CudaDevice,
+    Device,
+)
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.slots import Slot, Transport
 from axolotl.integrations.protrain.core.layout import build_layout
@@ -85,23 +90,29 @@ class Block(nn.Module):
         self.inner["weight"] = nn.Parameter(weight, requires_grad=False)
 
 
-def fetch_of(weight: torch.Tensor) -> Callable[[], None]:
-    """Return what fetches the weight into a slot."""
+def fetch_of(weight: torch.Tensor, device: Device) -> Callable[[], None]:
+    """Return what fetches the weight into a slot and waits for it."""
     model = nn.Module()
     model.layers = nn.ModuleList([Block(weight)])
     (chunk,) = build_layout(model).chunks
-    device, pool = CpuDevice(), HostPool()
+    pool = HostPool()
     pool.add([chunk])
     (spec,) = chunk.tensors
     home = pool.tensor(chunk.index, spec)
     pairs = weight.copies_to(home) if isinstance(weight, Packed) else [(home, weight)]
     for target, source in pairs:
         target.copy_(source)
+    device.pin(pool.share(chunk))
     transport = Transport(device)
     transport.reserve([chunk])
     slot = Slot(device.allocate(chunk.nbytes), device, transport)
     moves = [] if chunk.stored is None else [*moves_of(chunk)]
-    return lambda: slot.fetch(chunk.index, pool.share(chunk), moves)
+
+    def fetch() -> None:
+        slot.fetch(chunk.index, pool.share(chunk), moves)
+        device.synchronize()
+
+    return fetch
 
 
 def seconds(acts: list[Callable[[], None]], rounds: int) -> list[float]:
@@ -162,13 +173,16 @@ def main() -> None:
         for line in planned():
             print(line, flush=True)
         return
+    device = CudaDevice(0) if torch.cuda.is_available() else CpuDevice()
     for kind in ("MXFP4", "FP8"):
         weight = packed(kind, args.rows)
-        own, plain = seconds(
-            [fetch_of(weight), fetch_of(weight.unpacked())], args.rounds
-        )
+        fetches = [fetch_of(w, device) for w in (weight, weight.unpacked())]
+        for fetch in fetches:
+            fetch()
+        own, plain = seconds(fetches, args.rounds)
         bits = 8 * sum(t.nbytes for part in weight.parts for t in part) / weight.numel()
-        print(f"{kind}: {bits:.2f} bits a number, {own / plain:.1f} times bf16 here")
+        print(f"{kind}: {bits:.2f} bits a number, {own / plain:.2f} times bf16 here, ", end="")
+        print(f"{own * 1e3:.2f} and {plain * 1e3:.2f} ms")
         moved = MOVED_BYTES[weight.form.encoding]
         for name in CARDS:
             card = gpu_hardware(name, None, 64 << 30)

@@ -138,7 +138,7 @@ class RunReport:
         out, back = (micro * sum(way) for way in (moved.out, moved.back))
         exposed_s = sum(s for lane, s in step.exposed_s.items() if lane != "compute")
         waits = "waits of compute, seconds a step"
-        timed = {waits: (exposed_s, seen.stall_s / steps)}
+        timed = {waits: (exposed_s, (seen.stall_s + seen.disk_wait_s) / steps)}
         evaluated = {}
         if self.evaluation_bytes:
             predicted = device.phases.get("evaluation", 0)

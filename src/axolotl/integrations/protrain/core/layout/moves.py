@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..types import Chunk, Encoding, TensorSpec
+from ..types import Chunk, Encoding, Form, TensorSpec
 from .chunks import aligned
 from .packed import room_bytes, stored_specs, table_of, unpack
 from .pieces import PIECE_NUMEL
@@ -114,7 +115,21 @@ def moves_of(chunk: Chunk) -> Iterator[Move]:
 
 
 MOVED_BYTES = {Encoding.E2M1: 15, Encoding.E4M3: 19}
-"""Bytes that unpacking reads and writes on the device for each number."""
+"""Bytes that operators read and write for each number that they unpack."""
+KERNEL_BYTES = 4
+"""Bytes of device memory for which a Triton kernel takes as long as for one number."""
+
+
+def num_pieces(chunk: Chunk) -> int:
+    """Count the pieces that are unpacked for each fetch of a chunk."""
+    return sum(_num_pieces(s.form, s.shape) for s in chunk.tensors if s.form is not None)
+
+
+# each plan that a search looks at asks
+@lru_cache(maxsize=None)
+def _num_pieces(form: Form, shape: tuple[int, ...]) -> int:
+    (rows, _), _ = form.stored(shape)
+    return sum(1 for _ in form.pieces(shape, rows, PIECE_NUMEL))
 
 
 def unpacked_numel(chunk: Chunk) -> dict[Encoding, int]:

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..layout import padded_bytes, shard_bytes
-from ..layout.moves import MOVED_BYTES, unpacked_numel
+from ..layout.moves import KERNEL_BYTES, MOVED_BYTES, num_pieces, unpacked_numel
 from ..types import (
     ADAM_MOVED_BYTES,
     BlockTimes,
@@ -35,6 +35,10 @@ QUEUED_GRADIENT, QUEUED_UPDATE = 25, 55
 """Launches in whose time the thread sends a trained tensor's gradient to the host, and
 updates one whose state is there: 70 and 160 µs where a launch takes 1.6 µs (a CPU), about
 250 and 550 µs where it takes 11 (beside an H100)."""
+
+QUEUED_PIECE = 8
+"""Launches in whose time it queues a piece of a packed weight: two copies, two events, a
+kernel. Assumed."""
 
 
 def update_seconds(weight_bytes: int, state_bytes: int, hardware: Hardware) -> float:
@@ -224,10 +228,18 @@ class Demand:
         self.num_chunks, self.num_slots = len(paged), plan.n_buffer
         stored = [chunk.in_pool for chunk in paged]
         self.chunk_bytes = [shard_bytes(chunk, plan.shards) for chunk in stored]
+        by_kernel = hardware.capability > 0
         self.unpack_s = [
-            sum(MOVED_BYTES[kind] * n for kind, n in unpacked_numel(chunk).items())
+            sum(
+                n * (KERNEL_BYTES if by_kernel else MOVED_BYTES[kind])
+                for kind, n in unpacked_numel(chunk).items()
+            )
             / hardware.memory_bytes_s
             for chunk in paged
+        ]
+        launch_s = min(hardware.kernel_s, LAUNCH_S)
+        self.queue_unpack_s = [
+            QUEUED_PIECE * launch_s * num_pieces(chunk) for chunk in paged
         ]
         self.disk_s = self._disk_s(plan, paged, hardware)
         self.num_disk_buffers = plan.disk_buffers

@@ -472,6 +472,7 @@ class Step(Clocks):
             self._block(self._reads.take(chunk), DISK)
         seconds = d.chunk_bytes[chunk] * self._traffic.fetch_s
         # unpacked behind the copy, a piece at a time
+        self._think(d.queue_unpack_s[chunk])
         seconds = max(seconds, d.unpack_s[chunk])
         slot = chunk % d.num_slots
         free = max(self._last_use[slot], self._sent[slot])
