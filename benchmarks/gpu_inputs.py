@@ -269,7 +269,9 @@ def mxfp4(name: str, shape: torch.Size, seed: int) -> dict[str, torch.Tensor]:
     experts, rows, columns = shape
     size = experts * columns * rows // 2
     generator = torch.Generator().manual_seed(seed)
-    pool = torch.randint(256, (min(size, 1 << 24),), dtype=torch.uint8, generator=generator)
+    pool = torch.randint(
+        256, (min(size, 1 << 24),), dtype=torch.uint8, generator=generator
+    )
     blocks = pool.repeat(-(-size // pool.numel()))[:size].clone()
     blocks = blocks.view(experts, columns, rows // 32, 16)
     scales = torch.full(blocks.shape[:-1], 119, dtype=torch.uint8)

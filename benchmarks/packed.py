@@ -181,7 +181,10 @@ def main() -> None:
             fetch()
         own, plain = seconds(fetches, args.rounds)
         bits = 8 * sum(t.nbytes for part in weight.parts for t in part) / weight.numel()
-        print(f"{kind}: {bits:.2f} bits a number, {own / plain:.2f} times bf16 here, ", end="")
+        print(
+            f"{kind}: {bits:.2f} bits a number, {own / plain:.2f} times bf16 here, ",
+            end="",
+        )
         print(f"{own * 1e3:.2f} and {plain * 1e3:.2f} ms")
         moved = MOVED_BYTES[weight.form.encoding]
         for name in CARDS:

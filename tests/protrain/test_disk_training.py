@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from axolotl_jobs import LORA, PAGED, Job, Result, assert_equal, job, overrides
 from matrix_bases import EVALUATED, QLORA
 
+from axolotl.integrations.protrain.quantised_file import QuantisedFile
+
 Run = Callable[[Job], Result]
+PLAIN_FP4 = {"bnb_4bit_quant_type": "fp4"}
 TRAININGS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "LoRA": (LORA | EVALUATED, overrides(0, 2, 2)),
     "LoRA, swap": (LORA, overrides(0, 2, 1, 2)),
@@ -41,4 +45,56 @@ def test_a_base_that_has_no_room_on_the_host_trains(
     compared = ours.report["compared"]["host arena"]
     assert compared["predicted"] == compared["measured"]
     assert any("lie on the disk" in note for note in ours.report["notes"])
-    assert [*tmp_path.glob("*.chunk")]
+    # the published file, or that of what was quantised, serves
+    assert not [*tmp_path.glob("*.chunk")]
+
+
+def test_a_base_in_4_bits_is_quantised_for_the_first_start_alone(
+    run: Run, tmp_path: Path
+) -> None:
+    """The next start reads it: the same training, also where its file is damaged."""
+    knobs = {"protrain_disk_dir": str(tmp_path), **overrides(0, 2, 1, 2)}
+    paged = job("llama", QLORA, PAGED, knobs)
+    first = run(paged)
+    (file,) = tmp_path.glob("*.quantised")
+    again = run(paged.but({"save_total_limit": 1}))
+    assert_equal(again, first)
+    assert [*tmp_path.glob("*.quantised")] == [file]
+    # quantised otherwise it is another one
+    other = job("llama", QLORA, PAGED, knobs, {"bnb_config_kwargs": PLAIN_FP4})
+    assert not run(other).error
+    assert len([*tmp_path.glob("*.quantised")]) == 2
+    with file.open("r+b") as bytes_:
+        bytes_.write(b"damaged")
+    changed = file.stat().st_ino
+    assert_equal(run(paged.but({"save_total_limit": 2})), first)
+    # read, found damaged, and written anew by the start after that
+    assert not file.exists()
+    assert_equal(run(paged.but({"save_total_limit": 3})), first)
+    assert file.stat().st_ino != changed
+
+
+def test_a_quantised_base_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    content = [torch.arange(3000, dtype=torch.uint8), torch.rand(7, 5), torch.rand(())]
+    broken = QuantisedFile(tmp_path, "base")
+    broken.keep("weight", content)
+    broken.close(whole=False)
+    assert not [*tmp_path.iterdir()]
+    for start in range(3):
+        file = QuantisedFile(tmp_path, "base")
+        found = file.find("weight")
+        assert file.is_whole == (start > 0) and (found is None) == (start == 0)
+        pages = file.keep("weight", content) if found is None else found
+        for page, tensor in zip(pages, content, strict=True):
+            assert page.dtype == tensor.dtype and torch.equal(page, tensor)
+        assert file.find("other") is None
+        file.close(whole=True)
+    (path,) = tmp_path.iterdir()
+    with path.open("r+b") as bytes_:
+        bytes_.write(b"damaged")
+    assert QuantisedFile(tmp_path, "base").find("weight") is None
+    assert not path.exists()
+    path.write_bytes(b"cut off")
+    cut_off = QuantisedFile(tmp_path, "base")
+    assert not cut_off.is_whole
+    cut_off.close(whole=False)

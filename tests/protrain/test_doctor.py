@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 from fork_server import Fork
 from plan_jobs import run_command
 
-from axolotl.integrations.protrain.cli import doctor
+from axolotl.integrations.protrain.cli import doctor, protrain
 from axolotl.integrations.protrain.core import gpu
+from axolotl.integrations.protrain.core.engine.chunk_files import store
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.host import RESERVE_BYTES
 
@@ -36,6 +38,29 @@ def test_a_machine_without_a_gpu_works_badly(tmp_path: Path) -> None:
     assert lines["device"]["level"] == "poor" and "CUDA" in lines["device"]["advice"]
     assert all(line["advice"] or line["level"] == "good" for line in answer["lines"])
     assert "29 of 29" in lines["parity"]["found"]
+
+
+def test_a_folder_of_a_disk_is_measured_and_its_files_are_removed(
+    tmp_path: Path,
+) -> None:
+    """`doctor --disk` and `disk`, as a person types them."""
+    folder = tmp_path / "disk"
+    reads = [
+        line
+        for line in doctor.findings(torch.device("cpu"), folder)
+        if line.name == "disk reads"
+    ]
+    assert len(reads) == 1 and "GB/s" in reads[0].found
+    path = store(folder, torch.zeros(5000, dtype=torch.uint8))
+    command = CliRunner().invoke(protrain, ["disk", str(folder)])
+    assert command.output.startswith("1 files, 8.0 KiB, last used 20")
+    assert path.exists()
+    later = ["disk", str(folder), "--unused-for", "1", "--remove"]
+    assert CliRunner().invoke(protrain, later).output.startswith("0 files")
+    assert path.exists()
+    command = CliRunner().invoke(protrain, ["disk", str(folder), "--remove"])
+    assert command.exit_code == 0 and command.output.endswith("deleted\n")
+    assert not path.exists()
 
 
 def test_a_version_that_has_not_been_tried_is_poor(

@@ -713,8 +713,14 @@ def test_overrides_are_followed(plans: Plans) -> None:
 
 
 def test_a_disk_takes_what_the_host_has_no_room_for(plans: Plans) -> None:
-    assert plans["no_disk"].json["verdict"] == "does-not-fit"
+    without = plans["no_disk"].json
+    assert without["verdict"] == "does-not-fit"
+    ways = {other["change"]: other for other in without["alternatives"]}
+    assert ways["protrain_disk_dir"]["verdict"] == "fits"
     answer = fitting(plans, "disk")
+    memory = [x for x in answer["alternatives"] if x["change"].startswith("--ram")]
+    assert memory[0]["verdict"] == "fits"
+    assert memory[0]["step_s"] < answer["step_s"]["total"]
     plan, step = answer["plan"], answer["step_s"]
     assert plan["on_disk"]
     assert {plan["placements"][index] for index in plan["on_disk"]} == {"paged"}

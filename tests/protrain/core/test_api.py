@@ -95,6 +95,22 @@ def plain_clip(model: nn.Module) -> Callable[[float], Tensor]:
     return lambda most: nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
+def test_frozen_weights_may_lie_on_a_disk(tmp_path: Path) -> None:
+    """`host_budget` is a byte short of what keeps them in memory."""
+    model = stack()
+    freeze(model)
+    other = twin(model)
+    optimizer, plain = adamw(model), adamw(other)
+    with paged(model, optimizer) as run:
+        needed = run.forecast.host.peak_bytes
+    with paged(model, optimizer, disk=tmp_path, host_budget=needed - 1) as run:
+        assert run.forecast.plan.on_disk
+        ours = steps(model, optimizer, run.clip_grad_norm_, batches(3))
+        assert run.measured().disk_bytes
+    assert ours == steps(other, plain, plain_clip(other), batches(3))
+    assert_same(weights(model), weights(other))
+
+
 def test_the_fastest_plan_under_a_budget_trains_as_the_plain_loop() -> None:
     """Measured, planned and opened as in README: nothing given but text and a batch."""
     model = stack(width=64, inner=256)

@@ -3,7 +3,13 @@ their files is said."""
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -26,10 +32,16 @@ from core_models import (
     twin,
     wrapped,
 )
+from safetensors.torch import load_file, save_file
 from simulated import DeferredDevice
 from torch import nn
 
-from axolotl.integrations.protrain.core.engine.chunk_files import read_rate
+from axolotl.integrations.protrain.core.engine.chunk_files import (
+    read_rate,
+    remove_unfinished,
+    store,
+    stored,
+)
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import AccessError, DiskError
 
@@ -43,6 +55,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "swap": {"n_buffer": 2, "on_disk": EVERY, "swap": (0, 1, 2)},
     "some stay": {"n_buffer": 2, "on_disk": EVERY, "resident": (0, 1, 4)},
 }
+
+
+def from_file(model: nn.Module, path: Path) -> nn.Module:
+    """The model with its frozen weights as pages of a file of safetensors."""
+    save_file(model.state_dict(), path)
+    pages = load_file(path)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            param.data = pages[name]
+    return model
 
 
 def frozen(trained: tuple[str, ...] = ("norm", "extra")) -> nn.Module:
@@ -170,13 +192,17 @@ def replaces(own: Any, _session: Session) -> None:
     own.layers[2].up.weight.data = torch.zeros_like(own.layers[2].up.weight)
 
 
+@pytest.mark.parametrize("in_base", [False, True], ids=["own files", "the base's"])
 @pytest.mark.parametrize("write", [writes_data, replaces])
 def test_a_write_is_refused_and_taken_back(
-    write: Callable[[Any, Session], None], tmp_path: Path
+    write: Callable[[Any, Session], None], in_base: bool, tmp_path: Path
 ) -> None:
     own = frozen()
+    if in_base:
+        from_file(own, tmp_path / "base.safetensors")
     other = twin(own)
     session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    assert bool([*tmp_path.glob("*.chunk")]) != in_base
     with pytest.raises(AccessError, match=r"layers\.2\..* on the disk"):
         with session.full_params():
             write(own, session)
@@ -278,3 +304,132 @@ def test_a_file_system_without_direct_reads_serves(tmp_path: Path) -> None:
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+def test_a_disk_that_turns_slow_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = frozen()
+    other = twin(own)
+    read = os.preadv
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.02)
+        return read(*args)
+
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    monkeypatch.setattr(os, "preadv", slow)
+    assert_trains_the_same(own, other, session, 1)
+    assert session.measured().disk_wait_s > 0.02
+    session.close()
+
+
+def test_a_disk_that_fails_in_the_middle_is_one_error_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has trained is that of the last whole step."""
+    own = frozen()
+    other = twin(own)
+    session = open_session(own, disk=tmp_path, n_buffer=2, on_disk=EVERY)
+    assert_trains_the_same(own, other, session, 1)
+
+    def fail(*_args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(DiskError, match=r"Input/output error\. Training cannot go on"):
+        for _ in range(2):
+            own(batches(1)[0]).backward()
+    session.close()
+    assert_same(own.state_dict(), other.state_dict())
+
+
+def test_a_folder_without_room_is_named_and_keeps_no_part(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(DiskError, match="cannot be written"):
+            store(tmp_path, torch.zeros(1 << 20, dtype=torch.uint8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_runs_that_prepare_at_once_share_one_whole_file(tmp_path: Path) -> None:
+    content = torch.arange(1 << 20).view(torch.uint8)
+    with ThreadPoolExecutor(4) as runs:
+        paths = {*runs.map(store, [tmp_path] * 4, [content] * 4)}
+    (path,) = paths
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == content.numpy().tobytes()
+
+
+WRITES = """
+import sys, torch
+from pathlib import Path
+from axolotl.integrations.protrain.core.engine.chunk_files import store
+content = torch.randint(256, (1 << 26,), dtype=torch.uint8)
+while True:
+    print("writes", flush=True)
+    store(Path(sys.argv[1]), content)
+    content[0] += 1
+"""
+
+
+def test_what_a_killed_run_left_is_removed_and_what_one_writes_is_not(
+    tmp_path: Path,
+) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    try:
+        assert run.stdout is not None
+        run.stdout.readline()
+        while not [*tmp_path.glob("_incomplete-*")]:
+            time.sleep(0.001)
+        run.send_signal(signal.SIGSTOP)
+        written = [*tmp_path.glob("_incomplete-*")]
+        assert remove_unfinished(tmp_path) == 0
+        assert [*tmp_path.glob("_incomplete-*")] == written
+    finally:
+        run.kill()
+        run.communicate()
+    assert remove_unfinished(tmp_path) == len(written)
+    assert not [*tmp_path.glob("_incomplete-*")]
+
+
+def test_files_are_listed_by_their_last_use(tmp_path: Path) -> None:
+    old, new = (torch.full((5000,), n, dtype=torch.uint8) for n in range(2))
+    for content in old, new:
+        path = store(tmp_path, content)
+        os.utime(path, (0, path.stat().st_mtime))
+    used = store(tmp_path, new)
+    found = stored(tmp_path, unused_s=60)
+    assert used not in found.paths and len(found.paths) == 1
+    assert len(stored(tmp_path).paths) == 2 and found.nbytes == 8192
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_lies_in_the_bases_own_files_is_read_there(
+    plan: str, tmp_path: Path
+) -> None:
+    own = from_file(frozen(), tmp_path / "base.safetensors")
+    other = twin(own)
+    session = open_session(own, disk=tmp_path / "disk", **PLANS[plan])
+    assert_trains_the_same(own, other, session)
+    assert session.measured().disk_bytes
+    session.close()
+    assert not [*tmp_path.glob("disk/*.chunk")]
+    assert_same(own.state_dict(), other.state_dict())
+
+
+def test_a_weight_that_was_written_since_has_a_file_of_its_own(tmp_path: Path) -> None:
+    own = from_file(frozen(), tmp_path / "base.safetensors")
+    with torch.no_grad():
+        next(p for p in own.parameters() if not p.requires_grad).add_(1)
+    other = twin(own)
+    plan = {"n_buffer": 2, "on_disk": EVERY}
+    session = open_session(own, disk=tmp_path / "disk", **plan)
+    assert_trains_the_same(own, other, session, 1)
+    session.close()
+    assert [*tmp_path.glob("disk/*.chunk")]

@@ -3,9 +3,12 @@ that stay packed as they are published."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +22,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuant
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import cached_file
 
 from .core.engine.host_pool import host_buffer, return_freed_memory
 from .core.errors import ConfigError
@@ -29,7 +33,10 @@ from .core.layout.tensors import (
     own_quant_states,
     quantisation_tables_apart,
 )
+from .core.planner.hardware import device_name
+from .core.planner.job import library_versions
 from .core.types import Encoding, Form
+from .quantised_file import QuantisedFile, SpillFile
 
 LARGE_BYTES = 1 << 20
 """Size of a 4-bit weight from which freed memory is worth returning to the system."""
@@ -46,6 +53,11 @@ class LoadShare:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._absent: list[nn.Parameter] = []
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Rank and number of ranks."""
+        return self._rank, self._size
 
     def takes(self, name: str) -> bool:
         """Tell whether this rank quantises a weight; of one name on all ranks."""
@@ -66,7 +78,8 @@ def quantise_on(
     device: torch.device,
     share: LoadShare | None = None,
     experts: bool = False,
-    keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    disk: Path | None = None,
+    base_files: Callable[[], Sequence[Path]] = tuple,
 ) -> Iterator[None]:
     """Let transformers quantise to 4 or 8 bits on `device`, one weight at a time.
 
@@ -74,34 +87,23 @@ def quantise_on(
     parameters and rounds by other kernels than the GPU's, which the plain run uses.
     Where there is no other device, holes in the heap are all that this saves.
     `share` is this rank's part of the weights in 4 bits, None for all of them; with
-    `experts` weights of all experts of a block are quantised too. `keep` moves what is
-    quantised to where it waits until the model moves.
-    """
-    plain: Any = Bnb4bitQuantize.convert
+    `experts` weights of all experts of a block are quantised too. With a folder of a
+    `disk` what is quantised waits there until the model moves; linear layers in 4 bits
+    stay there for the next start that has the same `base_files`.
 
-    def convert(self: Any, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        values = {
-            name: value[0] if isinstance(value, list) else value
+    Raises:
+        DiskError: The folder cannot be written.
+    """
+    keep = SpillFile(disk) if disk is not None else _as_it_is
+    four_bits = _FourBits(device, share, keep)
+    if disk is not None:
+        four_bits.keep_for_later(disk, base_files)
+
+    def convert(op: Any, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {
+            name: four_bits.quantise(op, name, value, kwargs)
             for name, value in input_dict.items()
         }
-        if share is not None and not all(map(share.takes, values)):
-            shapes = {n: value.to("meta") for n, value in values.items()}
-            with quantisation_tables_apart():
-                absent = plain(self, shapes, **kwargs)
-                for param in absent.values():
-                    # `to` leaves what is on this device as it is
-                    param._quantize(torch.device("meta"))
-            return {n: _in_name_only(param, share) for n, param in absent.items()}
-        there = {name: value.to(device) for name, value in values.items()}
-        quantised = plain(self, there, **kwargs)
-        for param in quantised.values():
-            # `to` would make another parameter, which its module does not know
-            param.data = keep(param.data.cpu())
-            param.quant_state.to("cpu")
-        if any(param.nbytes > LARGE_BYTES for param in quantised.values()):
-            del there
-            return_freed_memory()
-        return quantised
 
     set_plain: Any = core_model_loading.set_param_for_module
 
@@ -121,7 +123,115 @@ def quantise_on(
         patch.object(Bnb8bitQuantize, "convert", _to_8_bits(device, keep)),
         patch.object(core_model_loading, "set_param_for_module", set_param),
     ):
-        yield
+        try:
+            yield
+        except BaseException:
+            # raised again as it is
+            four_bits.close(whole=False)
+            raise
+        four_bits.close(whole=True)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _FourBits:
+    """Quantises weights to 4 bits on a device, one at a time, this rank's part of them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        share: LoadShare | None,
+        keep: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._device, self._share, self._keep = device, share, keep
+        self._plain: Any = Bnb4bitQuantize.convert
+        self._open: Callable[[Any], QuantisedFile | None] = lambda _quantizer: None
+        self._file: QuantisedFile | None = None
+
+    def keep_for_later(
+        self, disk: Path, base_files: Callable[[], Sequence[Path]]
+    ) -> None:
+        """Keep what is quantised in a folder, and take what is there already."""
+
+        def opened(quantizer: Any) -> QuantisedFile | None:
+            if not (files := base_files()):
+                return None
+            about = [
+                quantizer.quantization_config.to_dict(),
+                device_name(self._device),
+                self._share and self._share.part,
+                library_versions(),
+            ]
+            return QuantisedFile(disk, _identity(files, about))
+
+        self._open = opened
+
+    def quantise(
+        self, op: Any, name: str, values: Any, kwargs: dict[str, Any]
+    ) -> nn.Parameter:
+        """Quantise a weight, in place of the step `op` of transformers."""
+        value: Tensor = values[0] if isinstance(values, list) else values
+        if self._share is not None and not self._share.takes(name):
+            return _in_name_only(self._empty(op, name, value, kwargs), self._share)
+        if self._file is None:
+            self._file = self._open(op.hf_quantizer)
+        file, key = self._file, f"{name} {value.dtype} {tuple(value.shape)}"
+        if file is not None and (found := file.find(key)) is not None:
+            empty = self._empty(op, name, value, kwargs)
+            return _with_bytes(empty, iter(found).__next__)
+        there = {name: value.to(self._device)}
+        param: nn.Parameter = self._plain(op, there, **kwargs)[name]
+        sides = bindings("", param)
+        tensors = [side.tensor.cpu() for side in sides]
+        if file is not None and not file.is_whole:
+            pages = file.keep(key, tensors)
+        else:
+            # of what is whole nothing is missing, unless it was damaged
+            pages = [self._keep(tensor) for tensor in tensors]
+        for side, tensor in zip(sides, pages, strict=True):
+            # `to` would make another parameter, which its module does not know
+            side.bind(tensor)
+        if param.nbytes > LARGE_BYTES:
+            del there, tensors
+            return_freed_memory()
+        return param
+
+    def close(self, whole: bool) -> None:
+        """End the file; `whole` if all of the base has come by."""
+        if self._file is not None:
+            self._file.close(whole)
+
+    def _empty(self, op: Any, name: str, value: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Quantise a weight on the meta device."""
+        with quantisation_tables_apart():
+            (param,) = self._plain(op, {name: value.to("meta")}, **kwargs).values()
+            # `to` leaves what is on this device as it is
+            param._quantize(torch.device("meta"))
+        return param
+
+
+def base_files(cfg: Any) -> list[Path]:
+    """Files of a base's weights, as far as they are here; none if they are not."""
+    name, revision = str(cfg.base_model), cfg.revision_of_model
+    there = cached_file(
+        name,
+        "config.json",
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return sorted(Path(there).parent.glob("*.safetensors")) if there else []
+
+
+def _identity(files: Sequence[Path], about: Any) -> str:
+    """Name files as they are now, and what is made of them: who writes one changes its
+    time, whatever time a tool sets."""
+    stats = [(str(f.resolve()), f.stat()) for f in files]
+    facts = [(f, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for f, s in stats]
+    said = json.dumps([facts, about], default=str, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _to_8_bits(device: torch.device, keep: Callable[[Tensor], Tensor]) -> Any:
@@ -320,12 +430,21 @@ def quantise_experts(model: nn.Module, name: str) -> Any:
 
 def _in_name_only(param: Any, share: LoadShare) -> nn.Parameter:
     """Move a 4-bit weight from the meta device to pages that nobody has touched."""
+    sizes = iter([side.tensor for side in bindings("", param)])
 
-    def untouched(tensor: torch.Tensor) -> torch.Tensor:
+    def untouched() -> Tensor:
+        tensor = next(sizes)
         return host_buffer(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
-    for side in bindings("", param)[1:]:
-        side.bind(untouched(side.tensor))
-    there = type(param)(untouched(param.data), requires_grad=False, **vars(param))
+    there = _with_bytes(param, untouched)
     share.leave(there)
+    return there
+
+
+def _with_bytes(param: Any, give: Callable[[], Tensor]) -> nn.Parameter:
+    """Move a 4-bit weight from the meta device to these tensors, its data the first."""
+    data = give()
+    for side in bindings("", param)[1:]:
+        side.bind(give())
+    there: nn.Parameter = type(param)(data, requires_grad=False, **vars(param))
     return there

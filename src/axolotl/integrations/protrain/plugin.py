@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,7 +73,9 @@ class ProTrainPlugin(BasePlugin):
         points `axolotl.plugins`). One that does not list this plugin has to ask for it.
         """
         self._pages = False
-        self._loading.close()
+        # a load that has not come to its end leaves no file
+        with suppress(InterruptedError), self._loading:
+            raise InterruptedError
         self._saving.close()
         self._share = None
         asked = [*map(str, cfg), *map(str, cfg.get("plugins") or ())]
@@ -184,15 +187,14 @@ class ProTrainPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         if self._pages and (cfg.load_in_4bit or cfg.load_in_8bit):
             # imported here: the command line reads this module without transformers
-            from .core.engine.chunk_files import SpillFile
-            from .loading import LoadShare, quantise_on
+            from .loading import LoadShare, base_files, quantise_on
 
             if cfg.load_in_4bit and not any(cfg[key] for key in _READ_THE_BASE):
                 num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._share = LoadShare(cfg.local_rank, num_local)
             how: dict[str, Any] = {"experts": bool(cfg.quantize_moe_experts)}
             if folder := disk_dir(args_from(cfg)):
-                how["keep"] = SpillFile(folder)
+                how |= {"disk": folder, "base_files": partial(base_files, cfg)}
             self._loading.enter_context(quantise_on(_device(cfg), self._share, **how))
         if self._pages and cfg.model_quantization_config:
             # imported here, as above

@@ -21,6 +21,7 @@ from contextlib import (
     redirect_stdout,
     suppress,
 )
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ..core.errors import ConfigError, ProTrainError, printable
-from ..core.sizes import parse_bytes, parse_gib
+from ..core.sizes import format_bytes, parse_bytes, parse_gib
 
 if TYPE_CHECKING:
     from ..core.planner.cards import Gpu
@@ -120,9 +121,14 @@ def _selftest(config: Path, steps: int, keep: Path | None) -> None:
     sys.exit(0 if verdict.passed else 1)
 
 
-@protrain.command("doctor")
+@protrain.command("doctor", cls=_AnswerCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print an object for reports.")
-def _doctor(as_json: bool) -> None:
+@click.option(
+    "--disk",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder as `protrain_disk_dir`: measure what it reads, with 128 MiB.",
+)
+def _doctor(as_json: bool, disk: Path | None) -> None:
     """Look at this machine: what paged training gets from it, and what is in the way.
 
     Takes a minute at most. Exit code 0: nothing is; 2: training would work, but badly;
@@ -130,7 +136,7 @@ def _doctor(as_json: bool) -> None:
 
     \b
     axolotl-protrain doctor
-    axolotl-protrain doctor --json
+    axolotl-protrain doctor --disk /scratch/protrain --json
     """
     lines: list[Finding] = []
     with _Progress(sys.stderr) as say, _silence():
@@ -140,7 +146,7 @@ def _doctor(as_json: bool) -> None:
         from . import doctor
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        for line in doctor.findings(device):
+        for line in doctor.findings(device, disk):
             say(f"{len(lines) + 1} looked at, the last one: {line.name}")
             lines.append(line)
     if as_json:
@@ -551,6 +557,43 @@ def _verify(folder: Path, as_json: bool) -> None:
             lines = [f"no {MANIFEST}"] if faults is None else faults or ["whole"]
             click.echo(printable("\n".join(f"{name}: {line}" for line in lines)))
     sys.exit(2 if any(found.values()) else 3 if None in found.values() else 0)
+
+
+@protrain.command("disk", cls=_Command)
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--remove", is_flag=True, help="Delete them.")
+@click.option(
+    "--unused-for",
+    "days",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="DAYS",
+    help="Only those that no run has opened for so long.",
+)
+def _disk(folder: Path, remove: bool, days: float) -> None:
+    """Show the frozen weights that runs have left in FOLDER, a `protrain_disk_dir`.
+
+    Runs that train go on after `--remove`: they have their files open. What a run was
+    killed over while it wrote is always deleted.
+
+    \b
+    axolotl-protrain disk /scratch/protrain
+    axolotl-protrain disk /scratch/protrain --unused-for 30 --remove
+    """
+    from ..core.engine.chunk_files import remove_unfinished, stored
+
+    found, unfinished = stored(folder, days * 86_400), remove_unfinished(folder)
+    size, last = format_bytes(found.nbytes), datetime.fromtimestamp(found.used)
+    said = [f"{len(found.paths)} files, {size}"]
+    if found.paths:
+        said[0] += f", last used {last:%Y-%m-%d %H:%M}"
+    if unfinished:
+        said.append(f"{unfinished} unfinished files: deleted")
+    if remove:
+        for path in found.paths:
+            path.unlink(missing_ok=True)
+        said.append("deleted")
+    click.echo(printable("\n".join(said)))
 
 
 @protrain.command("serve", cls=_Command)

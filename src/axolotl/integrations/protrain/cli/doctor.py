@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core import page
+from ..core.engine.chunk_files import read_rate
 from ..core.engine.device import Device, open_device
 from ..core.engine.host_pool import host_buffer
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
+from ..core.layout.packed import why_no_kernels
 from ..core.planner.hardware import device_name, measure_hardware, typical_s
 from ..core.sizes import format_bytes
 from ..core.types import Hardware, Knobs
@@ -41,6 +43,7 @@ LOW_LINK = 10e9
 between give less."""
 LOW_OVERLAP = 0.7
 LOW_HOST_BYTES, LOW_DISK_BYTES = 16 << 30, 40 << 30
+LOW_READS = 1e9
 LOW_ADAM = 1.5e9
 LEAST_HOST_BYTES = 1 << 30
 """Host memory that the measurements here take, and any model does."""
@@ -57,8 +60,13 @@ class Finding:
     advice: str = ""
 
 
-def findings(device: torch.device) -> Iterator[Finding]:
-    """All lines, in an order in which each may explain those below it."""
+def findings(device: torch.device, disk: Path | None = None) -> Iterator[Finding]:
+    """All lines, in an order in which each may explain those below it.
+
+    Args:
+        device: Where training would compute.
+        disk: A folder whose reads are measured.
+    """
     usable = host_memory()
     yield _versions()
     yield _card(device)
@@ -70,8 +78,11 @@ def findings(device: torch.device) -> Iterator[Finding]:
     yield _page_locking(device, min(LOCKED_BYTES, usable // 4))
     rates = measure_hardware(device)
     yield from _rates(rates)
+    if disk is not None:
+        yield _disk_reads(disk)
     if device.type == "cuda":
         yield _overlap(open_device(device))
+        yield _unpacking(device)
     yield parity(device, rates)
 
 
@@ -164,6 +175,23 @@ def _host(usable: int) -> Iterator[Finding]:
         free >= LOW_DISK_BYTES,
         "A checkpoint of a full fine-tune is as large as weights and optimizer state.",
     )
+
+
+def _disk_reads(folder: Path) -> Finding:
+    rate = read_rate(folder)
+    advice = (
+        "a chunk from it takes longer than over most links; an NVMe disk reads more"
+    )
+    return _judged(
+        "disk reads", f"{rate / 1e9:.1f} GB/s in {folder}", rate >= LOW_READS, advice
+    )
+
+
+def _unpacking(device: torch.device) -> Finding:
+    reason = why_no_kernels(device)
+    found = "by torch's operators" if reason else "by Triton's kernels, equal bits"
+    advice = f"{reason}; bases in MXFP4 or FP8 take several times as long"
+    return _judged("unpacking", found, not reason, advice)
 
 
 def _memory_nodes(device: torch.device) -> Finding:

@@ -365,6 +365,8 @@ class DryRun:
         if report.lack(forecast) is None:
             for number in numbers:
                 yield self._other(card, number.at(2 * cfg[number.key], cfg))
+            if forecast.plan.on_disk and not self._is_here:
+                yield from self._more_host_memory(replace(card, disk_bytes_s=0.0))
         else:
             others = self._ways_out(card, forecast, numbers)
             yield from sorted(others, key=lambda other: other["verdict"] != report.FITS)
@@ -390,6 +392,11 @@ class DryRun:
     ) -> Iterator[dict[str, Any]]:
         """Ways to make it fit, the least change first; another machine is the last."""
         yield from self._whole_card(card)
+        if (
+            not card.disk_bytes_s
+            and lacking.host.peak_bytes > lacking.budget.host_bytes
+        ):
+            yield from self._on_disk(card)
         yield from self._fused(card, lacking)
         for number in numbers:
             yield from self._lowered(card, number)
@@ -406,6 +413,26 @@ class DryRun:
         subject = self._subject()
         subject = replace(subject, workload=subject.workload.on_host())
         return plan_for(self._args_on(card), subject, card, anyway=True)[0]
+
+    def _on_disk(self, card: Hardware) -> Iterator[dict[str, Any]]:
+        """Frozen weights for which the host has no room on a disk, if that is enough."""
+
+        def plan() -> Forecast:
+            subject = self._subject().loaded_with(self._base_bytes())
+            there = replace(card, disk_bytes_s=DEFAULT_DISK_BYTES_S)
+            return plan_for(self._args_on(card), subject, there, anyway=True)[0]
+
+        other = _alternative(
+            "protrain_disk_dir",
+            plan,
+            "frozen weights on a disk that reads "
+            f"{DEFAULT_DISK_BYTES_S / 1e9:g} GB/s; --disk has the price of another",
+        )
+        if other["verdict"] == report.FITS:
+            yield other
+
+    def _base_bytes(self) -> int:
+        return sum(map(stored_bytes, self._meta.model.parameters()))
 
     def _fused(self, card: Hardware, lacking: Forecast) -> Iterator[dict[str, Any]]:
         """A loss without logits, where these are in the way."""
@@ -544,8 +571,7 @@ class DryRun:
             subject = replace(subject, layout=replace(layout, chunks=chunks))
         if any(card.disk_bytes_s for card in self.cards):
             # what goes to a disk is in files while it loads, too
-            base = sum(map(stored_bytes, self._meta.model.parameters()))
-            subject = subject.loaded_with(base)
+            subject = subject.loaded_with(self._base_bytes())
         return subject
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from .engine.chunk_files import read_rate
 from .engine.data_parallel import (
     ignore_in_ddp,
     reduced_by_ddp,
@@ -125,6 +127,7 @@ def page(
     example: Any,
     budget: str | int | None = None,
     host_budget: str | int | None = None,
+    disk: str | Path | None = None,
     loss: Loss | None = None,
     accumulation: int = 1,
     autocast: torch.dtype | None = None,
@@ -146,6 +149,7 @@ def page(
             name, a tuple by position. Only its shapes and integers count.
         budget: Device memory, as bytes or "22GiB"; by default what a GPU has free.
         host_budget: Host memory; by default what is free.
+        disk: Folder on a fast disk for frozen weights for which the host has no room.
         loss: Computes the loss from model and example; by default what the model returns.
             Needed where the loop adds what it computes of weights, as a penalty.
         accumulation: Micro-batches of an optimizer step.
@@ -160,11 +164,13 @@ def page(
     Raises:
         ConfigError: An argument is at fault.
         BudgetError: No plan fits; the message has the least budget.
+        DiskError: The folder cannot be written, or a disk fails while training.
         LayoutError: The model has no repeated layers that could be paged.
         TraceError: The model cannot be run without weights.
     """
     expand_segments()
     where, choice = _device(device), _choice(budget, host_budget, knobs)
+    choice = replace(choice, disk=None if disk is None else Path(disk))
     step = _Step(example, loss, accumulation, autocast, evaluates)
     _require_pageable(model, optimizer)
     _require_budget(where, choice)
@@ -179,6 +185,8 @@ def page(
             unseen_bytes=measured_unseen_bytes(where, has),
             desktop_bytes=0,
         )
+        if choice.disk is not None and not hardware.disk_bytes_s:
+            hardware = replace(hardware, disk_bytes_s=read_rate(choice.disk))
     job = Job(
         lambda meta: step.traced(meta, model, optimizer, where.type, ranks.world),
         partial(step.loss, where.type),
@@ -192,7 +200,8 @@ def page(
             forecast, _planner, notes, _hash = plan_here(job, model, where, ranks)
         if where.type == "cuda":
             notes.append(allocator_note(os.environ))
-        paged = Paged(model, optimizer, forecast, notes, where, ranks, accumulation)
+        options = Options(accumulates=accumulation > 1, disk=choice.disk)
+        paged = Paged(model, optimizer, forecast, notes, where, ranks, options)
         undo.pop_all()
     return paged
 
@@ -220,12 +229,11 @@ class Paged:
         notes: list[str],
         device: torch.device,
         ranks: Ranks,
-        accumulation: int,
+        options: Options,
     ) -> None:
         self.model, self.forecast, self.notes = model, forecast, notes
         self._optimizer, self._ranks, self._undo = optimizer, ranks, ExitStack()
         self.module: nn.Module = model
-        options = Options(accumulates=accumulation > 1)
         opened = open_device(device)
         layout, plan = forecast.layout, forecast.plan
         self._session = session = Session(model, layout, plan, opened, options, ranks)

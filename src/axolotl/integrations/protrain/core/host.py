@@ -12,6 +12,7 @@ import resource
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from torch import Tensor
@@ -73,30 +74,48 @@ SPILLED = "_spilled-"
 """First letters of a file's name that has weights until they move to their places."""
 
 
-def mapped_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of those host tensors that are pages of files: nothing is freed with them.
+class MappedFile(NamedTuple):
+    """Addresses of this process that are pages of a file."""
 
-    0 where the system does not tell (/proc/self/maps).
-    """
+    first: int
+    end: int
+    offset: int
+    path: Path
+
+
+def mapped_files() -> list[MappedFile]:
+    """List what this process maps of files with a name, and of what waits on a disk, by
+    address; nothing where the system does not tell (/proc/self/maps)."""
     try:
         # bytes: a name may have any, those that end a line elsewhere too
         listing = Path("/proc/self/maps").read_bytes()
     except OSError:
-        return 0
-    # memory that processes share is a file without a name, and so is what waits on a disk
-    named = [
-        line.split(None, 1)[0].split(b"-")
-        for line in listing.split(b"\n")
-        if b" /" in line
-        and (not line.endswith(b" (deleted)") or f"/{SPILLED}".encode() in line)
-    ]
-    first, end = ([int(ends[n], 16) for ends in named] for n in (0, 1))
+        return []
+    found = []
+    for line in listing.split(b"\n"):
+        # memory that processes share is a file without a name
+        is_gone = line.endswith(b" (deleted)") and f"/{SPILLED}".encode() not in line
+        if b" /" in line and not is_gone:
+            span, _, offset, _, _, name = line.split(None, 5)
+            first, _, end = span.partition(b"-")
+            path = Path(os.fsdecode(name))
+            found.append(
+                MappedFile(int(first, 16), int(end, 16), int(offset, 16), path)
+            )
+    return found
 
-    def is_mapped(tensor: Tensor) -> bool:
-        at = bisect_right(first, tensor.data_ptr()) - 1
-        return at >= 0 and tensor.data_ptr() < end[at]
 
-    return sum(tensor.nbytes for tensor in tensors if is_mapped(tensor))
+def mapped_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of those host tensors that are pages of files: nothing is freed with them."""
+    files = mapped_files()
+    return sum(t.nbytes for t in tensors if file_of(t, files) is not None)
+
+
+def file_of(tensor: Tensor, files: Sequence[MappedFile]) -> MappedFile | None:
+    """The one of these in which a tensor's first byte lies."""
+    at = bisect_right(files, tensor.data_ptr(), key=lambda file: file.first) - 1
+    found = files[at] if at >= 0 else None
+    return found if found is not None and tensor.data_ptr() < found.end else None
 
 
 def _cgroups(

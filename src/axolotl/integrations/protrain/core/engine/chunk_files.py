@@ -3,25 +3,28 @@ read around the system's page cache."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import mmap
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import DiskError
-from ..host import SPILLED
+from ..host import MappedFile, file_of, mapped_files
 from ..layout import aligned
 from ..layout.shards import PAGE_BYTES
 
-SUFFIX = ".chunk"
+SUFFIX, QUANTISED, UNFINISHED = ".chunk", ".quantised", "_incomplete-"
 MEASURED_BYTES = 128 << 20
 READ_BYTES, NUM_READERS = 8 << 20, 4
 """Size of one read, and how many are in flight: a solid-state disk wants several large ones."""
@@ -43,11 +46,15 @@ def store(folder: Path, content: Tensor) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.stat().st_size == nbytes:
+            # used now, by `stored`; the time of a change is left to `ChunkFile`
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             return path
         with ExitStack() as on_failure:
-            file = NamedTemporaryFile(dir=folder, prefix="_incomplete-", delete=False)
-            on_failure.callback(_remove, file.name)
+            file = NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False)
+            on_failure.callback(remove, file.name)
             with file:
+                # `remove` lets it be as long as this process lives
+                fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(data)
                 file.truncate(nbytes)
                 file.flush()
@@ -62,9 +69,126 @@ def store(folder: Path, content: Tensor) -> Path:
     return path
 
 
-def _remove(name: str) -> None:
+def remove(name: str | Path) -> None:
+    """Delete a file, if it is there and may be."""
     with suppress(OSError):
         os.unlink(name)
+
+
+class Stored(NamedTuple):
+    """Files of a folder, their bytes, and when one of them was last used, in seconds since
+    1970; 0 without any."""
+
+    paths: tuple[Path, ...]
+    nbytes: int
+    used: float
+
+
+def stored(folder: Path, unused_s: float = 0.0) -> Stored:
+    """List the files of weights that no run has opened for so many seconds.
+
+    Raises:
+        DiskError: The folder cannot be read.
+    """
+    try:
+        kinds = SUFFIX, QUANTISED
+        found = [(p, p.stat()) for p in folder.iterdir() if p.suffix in kinds]
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror}") from error
+    before = time.time() - unused_s
+    old = [(path, stat) for path, stat in found if stat.st_atime <= before]
+    used = max((stat.st_atime for _, stat in old), default=0.0)
+    paths = tuple(sorted(path for path, _ in old))
+    return Stored(paths, sum(stat.st_size for _, stat in old), used)
+
+
+def remove_unfinished(folder: Path) -> int:
+    """Remove what processes have left that were killed while they wrote; count it."""
+    count = 0
+    for path in folder.glob(f"{UNFINISHED}*"):
+        with suppress(OSError), path.open("rb") as file:
+            # whoever still writes it has it locked
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            count += 1
+    return count
+
+
+class _File:
+    """A file, open for reads that leave the page cache out, where its system can."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, flags = path, os.O_RDONLY | os.O_CLOEXEC
+        self.is_direct = True
+        try:
+            self.mapped = os.open(path, flags)
+            try:
+                self._file = os.open(path, flags | os.O_DIRECT)
+            except OSError:
+                # EINVAL: of tmpfs and some network file systems
+                self.is_direct, self._file = False, os.dup(self.mapped)
+        except OSError as error:
+            raise self.wrong(error.strerror or "it cannot be opened") from error
+        self._as_opened = self._stamp()
+
+    def read(self, part: memoryview, where: int) -> None:
+        """Fill whole pages of memory from a page of the file on."""
+        start, nbytes = where, len(part)
+        try:
+            while part:
+                done = os.preadv(self._file, [part], where)
+                if not done:
+                    raise self.wrong("it is cut off")
+                part, where = part[done:], where + done
+            if not self.is_direct:
+                os.posix_fadvise(self._file, start, nbytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self.wrong(error.strerror or str(error)) from error
+
+    def read_any(self, part: memoryview, where: int) -> None:
+        """Fill memory from any byte of the file on, through pages of this thread's."""
+        if not self.is_direct:
+            self.read(part, where)
+            return
+        if not hasattr(_OWN, "pages"):
+            _OWN.pages = mmap.mmap(-1, READ_BYTES + 2 * PAGE_BYTES)
+        first = where // PAGE_BYTES * PAGE_BYTES
+        pages = memoryview(_OWN.pages)[: aligned(where + len(part) - first, PAGE_BYTES)]
+        done = 0
+        try:
+            # the last page of a file may not be whole
+            while done < where + len(part) - first:
+                new = os.preadv(self._file, [pages[done:]], first + done)
+                if not new:
+                    raise self.wrong("it is cut off")
+                done += new
+        except OSError as error:
+            raise self.wrong(error.strerror or str(error)) from error
+        part[:] = pages[where - first :][: len(part)]
+
+    def require_unchanged(self) -> None:
+        """Raise DiskError if somebody has written it since it was opened."""
+        if self._stamp() != self._as_opened:
+            raise self.wrong("somebody has changed it")
+
+    def close(self) -> None:
+        os.close(self._file)
+        os.close(self.mapped)
+
+    def _stamp(self) -> tuple[int, int]:
+        stat = os.fstat(self.mapped)
+        return stat.st_size, stat.st_mtime_ns
+
+    def wrong(self, what: str) -> DiskError:
+        """An error that names the file and the way out."""
+        return DiskError(
+            f"protrain_disk_dir: {self.path}: {what}. Training cannot go on without these "
+            "weights; its checkpoints are whole. Resume from the last one."
+        )
+
+
+_OWN = threading.local()
+"""Pages of each thread that reads."""
 
 
 class ChunkFile:
@@ -78,27 +202,16 @@ class ChunkFile:
         is_direct: Reads leave the page cache out, which not all file systems can.
 
     Raises:
-        DiskError: It is missing or has another size.
+        DiskError: It is missing.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes
-        self.is_direct, flags = True, os.O_RDONLY | os.O_CLOEXEC
-        try:
-            self._mapped = os.open(path, flags)
-            try:
-                self._file = os.open(path, flags | os.O_DIRECT)
-            except OSError:
-                # EINVAL: of tmpfs and some network file systems
-                self.is_direct, self._file = False, os.dup(self._mapped)
-        except OSError as error:
-            raise self._wrong(error.strerror or "it cannot be opened") from error
-        self._as_opened = self._stamp()
-        self._verified = False
+        self._file, self.nbytes = _File(path), nbytes
+        self.is_direct, self._verified = self._file.is_direct, False
 
     def map(self) -> mmap.mmap:
         """Pages of the file; who writes them has pages of one's own."""
-        memory = mmap.mmap(self._mapped, 0, flags=mmap.MAP_PRIVATE)
+        memory = mmap.mmap(self._file.mapped, 0, flags=mmap.MAP_PRIVATE)
         memory.madvise(mmap.MADV_DONTFORK)
         return memory
 
@@ -112,89 +225,162 @@ class ChunkFile:
         Raises:
             DiskError: The disk fails, or the file is not as it was when it was opened.
         """
-        into = room.numpy().data
+        file, into = self._file, room.numpy().data
 
         def read_part(begin: int) -> None:
-            part = into[begin : begin + READ_BYTES]
-            while part:
-                done = os.preadv(self._file, [part], start + begin)
-                if not done:
-                    raise self._wrong("it is cut off")
-                part, begin = part[done:], begin + done
+            file.read(into[begin : begin + READ_BYTES], start + begin)
 
-        try:
-            list(readers.map(read_part, range(0, len(into), READ_BYTES)))
-            if not self.is_direct:
-                where = start, len(into), os.POSIX_FADV_DONTNEED
-                os.posix_fadvise(self._file, *where)
-            if self._stamp() != self._as_opened:
-                raise self._wrong("somebody has changed it")
-        except OSError as error:
-            raise self._wrong(error.strerror or str(error)) from error
+        list(readers.map(read_part, range(0, len(into), READ_BYTES)))
+        file.require_unchanged()
         whole = start == 0 and len(into) >= self.nbytes
         if whole and not self._verified:
             content = hashlib.sha256(into[: self.nbytes]).hexdigest()
-            if content != self.path.stem:
-                raise self._wrong("its content is not what its name says; delete it")
+            if content != file.path.stem:
+                raise file.wrong("its content is not what its name says; delete it")
             self._verified = True
 
     def close(self) -> None:
         """Close it; what is mapped stays."""
-        os.close(self._file)
-        os.close(self._mapped)
-
-    def _stamp(self) -> tuple[int, int]:
-        stat = os.fstat(self._mapped)
-        return stat.st_size, stat.st_mtime_ns
-
-    def _wrong(self, what: str) -> DiskError:
-        return DiskError(
-            f"protrain_disk_dir: {self.path}: {what}. Training cannot go on without these "
-            "weights; its checkpoints are whole. Resume from the last one."
-        )
+        self._file.close()
 
 
-class SpillFile:
-    """Keeps host tensors in a file while a model is loaded that the host has no room for.
+SMALL_BYTES = 1 << 20
+"""Size up to which a tensor stays in memory where the others of its chunk lie in files: the
+norms of a base in 4 bits are widened while it loads."""
 
-    The file has no name, so nothing is left of it in whatever way the process ends.
+
+class Span(NamedTuple):
+    """Bytes of a file that are a tensor of a chunk, from `place` on; without a path those
+    of the tensor in memory."""
+
+    path: Path | None
+    start: int
+    place: int
+    tensor: Tensor
+
+
+class Mappings(NamedTuple):
+    """Files that this process maps, and addresses of pages that it has written since."""
+
+    files: list[MappedFile]
+    written: list[tuple[int, int]]
+
+
+def mappings() -> Mappings:
+    """Look at the files that this process maps now."""
+    return Mappings(mapped_files(), _written_addresses())
+
+
+def spans_of(
+    pairs: Iterable[tuple[int, Tensor]], disk: Path, mapped: Mappings
+) -> list[Span] | None:
+    """Find the files on the disk of a folder that have the bytes of tensors.
+
+    Args:
+        pairs: The place of a tensor in its chunk, and the tensor.
+        disk: Folder of that disk.
+        mapped: `mappings`, not older than the tensors.
+
+    Returns:
+        None if a large one of them is no part of such a file, or no longer has its bytes.
+    """
+    spans = list[Span]()
+    for place, tensor in pairs:
+        file = file_of(tensor, mapped.files)
+        if not tensor.is_contiguous():
+            return None
+        if file is None or tensor.data_ptr() + tensor.nbytes > file.end:
+            if tensor.nbytes > SMALL_BYTES:
+                return None
+            spans.append(Span(None, 0, place, tensor))
+        else:
+            start = file.offset + tensor.data_ptr() - file.first
+            spans.append(Span(file.path, start, place, tensor))
+    there = next(folder for folder in (disk, *disk.parents) if folder.exists())
+    try:
+        disks = {os.stat(span.path).st_dev for span in spans if span.path is not None}
+        # another one may be slow, and was not measured
+        is_there = disks == {os.stat(there).st_dev}
+    except OSError:
+        return None
+    there_now = [span.tensor for span in spans if span.path is not None]
+    return spans if is_there and not any(_touch(there_now, mapped.written)) else None
+
+
+class BaseFiles:
+    """The bytes of a chunk where they lie in a base's own files; nothing is written.
+
+    Args:
+        spans: From `spans_of`.
 
     Raises:
-        DiskError: The folder cannot be written.
+        DiskError: A file is missing.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = NamedTemporaryFile(dir=folder, prefix=SPILLED, delete=False)
-            os.unlink(self._file.name)
-        except OSError as error:
-            raise self._wrong(error) from error
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._in_memory = [span for span in spans if span.path is None]
+        self._files: dict[Path, _File] = {}
+        self._in_files: list[tuple[Span, _File]] = []
+        for span in spans:
+            if span.path is not None:
+                if span.path not in self._files:
+                    self._files[span.path] = _File(span.path)
+                self._in_files.append((span, self._files[span.path]))
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as pages of the file."""
-        data = tensor.contiguous().view(-1).view(torch.uint8)
-        if not len(data):
-            return tensor
-        file = self._file.fileno()
-        start = aligned(os.fstat(file).st_size, PAGE_BYTES)
-        try:
-            os.truncate(file, start)
-            self._file.seek(start)
-            self._file.write(data.numpy().data)
-            self._file.flush()
-            memory = mmap.mmap(file, len(data), flags=mmap.MAP_PRIVATE, offset=start)
-        except OSError as error:
-            raise self._wrong(error) from error
-        pages = torch.frombuffer(memory, dtype=tensor.dtype)
-        return pages.view(tensor.shape)
+    def read(self, room: Tensor, start: int, readers: ThreadPoolExecutor) -> None:
+        """Fill host memory with a part of the chunk; see `ChunkFile.read`."""
+        into = room.numpy().data
+        parts = [
+            (file, span.start + first - span.place, first - start, nbytes)
+            for span, file in self._in_files
+            for first, nbytes in _cut(span, start, len(into))
+        ]
 
-    def _wrong(self, error: OSError) -> DiskError:
-        return DiskError(
-            f"protrain_disk_dir: {self._folder} cannot be written ({error.strerror}). Give "
-            "a folder on a disk with room for twice the frozen weights."
-        )
+        def read_part(part: tuple[_File, int, int, int]) -> None:
+            file, where, place, nbytes = part
+            file.read_any(into[place : place + nbytes], where)
+
+        reads = readers.map(read_part, parts)
+        for span in self._in_memory:
+            for first, nbytes in _cut(span, start, len(into)):
+                own = _bytes_of(span.tensor)[first - span.place :][:nbytes]
+                room[first - start :][:nbytes].copy_(own)
+        list(reads)
+        for file in self._files.values():
+            file.require_unchanged()
+
+    def undo_writes(self) -> bool:
+        """Take back what somebody has written over the pages; tell whether that was other
+        bytes."""
+        found = False
+        flags = written([span.tensor for span, _ in self._in_files])
+        for (span, file), is_written in zip(self._in_files, flags, strict=True):
+            if not is_written:
+                continue
+            now = _bytes_of(span.tensor)
+            memory = mmap.mmap(file.mapped, 0, flags=mmap.MAP_PRIVATE)
+            kept = torch.frombuffer(memory, dtype=torch.uint8)[span.start :][: len(now)]
+            if not torch.equal(now, kept):
+                now.copy_(kept)
+                found = True
+        return found
+
+    def close(self) -> None:
+        """Close the files; what is mapped stays."""
+        for file in self._files.values():
+            file.close()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _cut(span: Span, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut what a span has of a part of a chunk into reads: place and size of each."""
+    first = max(span.place, start)
+    stop = min(span.place + span.tensor.nbytes, start + nbytes)
+    for begin in range(first, stop, READ_BYTES):
+        yield begin, min(READ_BYTES, stop - begin)
 
 
 def read_rate(folder: Path) -> float:
@@ -222,8 +408,13 @@ def read_rate(folder: Path) -> float:
     return MEASURED_BYTES / min(seconds[1:])
 
 
-def written(mappings: Sequence[Tensor]) -> list[bool]:
-    """Tell of private mappings of files which have bytes that are no longer the file's."""
+def written(tensors: Sequence[Tensor]) -> list[bool]:
+    """Tell of private pages of files which have bytes that are no longer the file's."""
+    return _touch(tensors, _written_addresses())
+
+
+def _written_addresses() -> list[tuple[int, int]]:
+    """First and last addresses of mappings of which pages were written."""
     spans, span = list[tuple[int, int]](), (0, 0)
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head, _, rest = line.partition(" ")
@@ -232,5 +423,9 @@ def written(mappings: Sequence[Tensor]) -> list[bool]:
             span = int(begin, 16), int(end, 16)
         elif head == "Anonymous:" and rest.split()[0] != "0":
             spans.append(span)
-    starts = ((m.data_ptr(), m.data_ptr() + m.nbytes) for m in mappings)
+    return spans
+
+
+def _touch(tensors: Iterable[Tensor], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    starts = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     return [any(b < stop and first < e for b, e in spans) for first, stop in starts]

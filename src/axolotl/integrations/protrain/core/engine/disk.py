@@ -24,7 +24,7 @@ from torch import Tensor
 from ..layout import aligned
 from ..layout.shards import PAGE_BYTES
 from ..types import Counters
-from .chunk_files import NUM_READERS, ChunkFile
+from .chunk_files import NUM_READERS, BaseFiles, ChunkFile
 from .device import Device, Event
 from .host_pool import host_buffer
 from .worker import HostTask
@@ -44,7 +44,7 @@ class _Buffer:
 class Extent:
     """The bytes of a chunk's file that this rank reads, from a page on."""
 
-    file: ChunkFile
+    file: ChunkFile | BaseFiles
     start: int
     nbytes: int
 

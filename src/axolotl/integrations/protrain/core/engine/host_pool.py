@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +22,15 @@ from ..layout import aligned, padded_bytes, shard_bytes
 from ..layout.packed import Packed, stored_specs
 from ..layout.shards import PAGE_BYTES
 from ..types import Chunk, TensorSpec
-from .chunk_files import ChunkFile, store, written
+from .chunk_files import (
+    BaseFiles,
+    ChunkFile,
+    Mappings,
+    mappings,
+    spans_of,
+    store,
+    written,
+)
 from .device import Device
 from .ranks import Alone, Ranks
 
@@ -44,7 +52,7 @@ class HostPool:
         disk: Folder for the files of chunks that have no memory.
 
     Attributes:
-        files: Those chunks' files, by index.
+        files: Those chunks' files, by index: of their own, or the base's.
     """
 
     def __init__(
@@ -54,7 +62,10 @@ class HostPool:
         disk: Path | None = None,
     ) -> None:
         self._disk = disk
-        self.files: dict[int, ChunkFile] = {}
+        self.files: dict[int, ChunkFile | BaseFiles] = {}
+        # frozen tensors of chunks that stay in the base's files, by name
+        self._in_base: dict[int, dict[str, Tensor]] = {}
+        self._mappings: Mappings | None = None
         self._staging: mmap.mmap | None = None
         self._ranks = ranks or Alone()
         self._shards = shards
@@ -67,7 +78,7 @@ class HostPool:
         self.nbytes = 0
 
     def __contains__(self, index: int) -> bool:
-        return index in self._places
+        return index in self._places or index in self._in_base
 
     def add(
         self, chunks: Sequence[Chunk], on_disk: Collection[int] = ()
@@ -84,6 +95,7 @@ class HostPool:
             for chunk in chunks
             if chunk.stored is not None
         }
+        self._mappings = None
         chunks = [chunk.in_pool for chunk in chunks]
         staged = [chunk for chunk in chunks if chunk.index in on_disk]
         if staged:
@@ -112,6 +124,41 @@ class HostPool:
         weakref.finalize(self, os.close, file)
         return memory
 
+    def leave_in_base(
+        self,
+        chunk: Chunk,
+        copies: Sequence[tuple[Tensor, Tensor]] | None,
+        tensors: Mapping[str, Tensor],
+    ) -> bool:
+        """Let the bytes of a chunk stay in the base's files, if they are there and its
+        place is the disk; all ranks of a node call it.
+
+        Args:
+            chunk: A frozen one.
+            copies: Target and source of each copy that would fill it; None if this rank
+                does not have all of them.
+            tensors: Its parameters, by name.
+        """
+        memory, *_ = self._places[chunk.index]
+        if memory is not self._staging:
+            return False
+        assert self._disk is not None
+        spans = None
+        if copies is not None:
+            first = self.chunk(chunk.index).data_ptr()
+            placed = ((t.data_ptr() - first, source) for t, source in copies)
+            if self._mappings is None:
+                self._mappings = mappings()
+            spans = spans_of(placed, self._disk, self._mappings)
+        if self._ranks.node_sum(torch.tensor([float(spans is None)])).item():
+            return False
+        assert spans is not None
+        file = self.files[chunk.index] = BaseFiles(spans)
+        weakref.finalize(self, file.close)
+        self._in_base[chunk.index] = dict(tensors)
+        del self._places[chunk.index]
+        return True
+
     def filled(self, chunk: Chunk) -> None:
         """Move a chunk whose bytes are all there to its file, if that is its place; all
         ranks of a node call it."""
@@ -138,14 +185,20 @@ class HostPool:
     def undo_writes(self, indices: Iterable[int]) -> list[int]:
         """Take back what somebody has written over chunks that lie in files; returns those
         that had other bytes then."""
-        own = [index for index in indices if index in self.files]
-        pages = [self.chunk(index) for index in own]
         found = []
-        for index, now, is_written in zip(
-            own, pages, written(pages) if own else [], strict=True
+        own: dict[int, ChunkFile] = {}
+        for index in indices:
+            file = self.files.get(index)
+            if isinstance(file, ChunkFile):
+                own[index] = file
+            elif file is not None and file.undo_writes():
+                found.append(index)
+        pages = [self.chunk(index) for index in own]
+        for (index, file), now, is_written in zip(
+            own.items(), pages, written(pages) if own else [], strict=True
         ):
             if is_written:
-                kept = torch.frombuffer(self.files[index].map(), dtype=torch.uint8)
+                kept = torch.frombuffer(file.map(), dtype=torch.uint8)
                 if not torch.equal(now, kept[: len(now)]):
                     found.append(index)
                 self._places[index][0].madvise(mmap.MADV_DONTNEED)
@@ -172,6 +225,8 @@ class HostPool:
 
     def tensor(self, index: int, spec: TensorSpec) -> Tensor:
         """One parameter of a chunk with its shape and dtype, on its own storage."""
+        if index in self._in_base:
+            return self._in_base[index][spec.name]
         if spec.form is not None:
             codes, scales = (self.tensor(index, part) for part in stored_specs(spec))
             return Packed(spec.form, spec.shape, spec.dtype, [(codes, scales)])
@@ -192,7 +247,7 @@ class HostPool:
             memory: mmap.mmap(file, len(memory), flags=mmap.MAP_PRIVATE)
             for memory, file in self._files.items()
         }
-        own._stored = self._stored
+        own._stored, own._in_base = self._stored, self._in_base
         own._places = {
             # of a file on the disk it is that already
             index: (maps.get(memory, memory), start, nbytes)

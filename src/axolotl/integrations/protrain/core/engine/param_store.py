@@ -121,7 +121,6 @@ class ParamStore:
             buffer = buffer_for(chunk)
             if chunk.index not in self.on_host:
                 self._copy_to_host(chunk)
-                self._pool.filled(chunk)
                 on_host(chunk)
                 self.on_host[chunk.index] = chunk
             for spec in chunk.tensors:
@@ -390,16 +389,24 @@ class ParamStore:
             )
 
     def _copy_to_host(self, chunk: Chunk) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        every: list[tuple[Tensor, Tensor]] | None = []
+        tensors: dict[str, Tensor] = {}
         for number, spec in enumerate(chunk.tensors):
             home: Any = self._pool.tensor(chunk.index, spec)
-            if not self._fills(chunk, number):
-                continue
             if spec.form is None:
-                pairs.append((home, self._bindings[spec.name].tensor))
+                now = tensors[spec.name] = self._bindings[spec.name].tensor
+                copies = [(home, now)]
             else:
-                pairs += self._packed[spec.name].copies_to(home)
-        copy_together(pairs)
+                packed = tensors[spec.name] = self._packed[spec.name]
+                copies = [*packed.copies_to(home)]
+            if self._fills(chunk, number):
+                own += copies
+            has_it = self._holder(spec.name) in (None, self._ranks.local_rank)
+            every = every + copies if every is not None and has_it else None
+        if not self._pool.leave_in_base(chunk, every, tensors):
+            copy_together(own)
+            self._pool.filled(chunk)
 
     def _fills(self, chunk: Chunk, number: int) -> bool:
         filler = self._holder(chunk.tensors[number].name)

@@ -122,7 +122,9 @@ KERNEL_BYTES = 4
 
 def num_pieces(chunk: Chunk) -> int:
     """Count the pieces that are unpacked for each fetch of a chunk."""
-    return sum(_num_pieces(s.form, s.shape) for s in chunk.tensors if s.form is not None)
+    return sum(
+        _num_pieces(s.form, s.shape) for s in chunk.tensors if s.form is not None
+    )
 
 
 # each plan that a search looks at asks

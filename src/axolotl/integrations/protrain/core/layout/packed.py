@@ -142,8 +142,8 @@ def why_no_kernels(device: torch.device) -> str:
 
     try:
         unequal = [n for n, form in _EVERY_CODE.items() if not _agree(form, device)]
-    except (TritonError, RuntimeError, OSError, CalledProcessError) as error:
-        # it compiles for the card with the C compiler that it finds
+    except (TritonError, RuntimeError, AssertionError, CalledProcessError) as error:
+        # it compiles with the C compiler and the driver's library that it finds
         return f"Triton: {str(error).splitlines()[0]}"
     return f"Triton unpacks {' and '.join(unequal)} to other bits" if unequal else ""
 

@@ -59,6 +59,7 @@ def _unpack_e4m3(
     column_step,
     height,
     width,
+    IN_BF16: tl.constexpr,
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
 ):
@@ -75,7 +76,12 @@ def _unpack_e4m3(
     value = tl.where(code > 127, -value, value)
     group = (rows // height) * num_groups + columns // width
     scale = tl.load(scales + group, inside, 0.0)
-    number = (value * scale).to(out.dtype.element_ty)
+    number = value * scale
+    if IN_BF16:
+        # to the nearest, of two as near the even one: Triton's interpreter cuts off
+        bits = number.to(tl.int32, bitcast=True)
+        number = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    number = number.to(out.dtype.element_ty)
     tl.store(out + rows * row_step + columns * column_step, number, inside)
 
 
@@ -110,9 +116,12 @@ def unpack_e4m3(
         rows: [rows, columns], a view of the weight with any strides.
         block: Rows and columns that share a scale.
     """
+    is_bf16 = rows.dtype == torch.bfloat16
+    out = rows.view(torch.int16) if is_bf16 else rows
     _unpack_e4m3[_grid(codes)](
-        *(codes, scales, rows, *codes.shape, scales.shape[1], *rows.stride()),
+        *(codes, scales, out, *codes.shape, scales.shape[1], *rows.stride()),
         *block,
+        IN_BF16=is_bf16,
         ROWS=_ROWS,
         CODES=_CODES,
     )

@@ -66,7 +66,9 @@ def measure_hardware(
         flops_16 = _matmul_rate(torch_device, size, torch.bfloat16)
         flops_32 = _matmul_rate(torch_device, size, torch.float32)
         memory_bytes_s = _elementwise_rate(torch_device, nbytes)
-    attention_16 = _attention_rate(torch_device, size[0])
+    # rows of 8,192 tokens take a CPU that emulates bf16 minutes
+    length = min(size[0], MATMUL_SIZES[scale][0])
+    attention_16 = _attention_rate(torch_device, length)
     kernel_s = _kernel_s(torch_device)
     adam_bytes_s = _adam_rate(device, nbytes // 2, weight_dtype)
     if kind == "cuda":
