@@ -142,7 +142,9 @@ def training(folder: Path, tokens: int) -> Iterator[str]:
         num_attention_heads=16,
         num_key_value_heads=4,
     )
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    saved = folder / f"base-{tokens}"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(saved)
+    base = AutoModelForCausalLM.from_pretrained(saved)
     adapter = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(base, adapter)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

@@ -42,7 +42,7 @@ from .engine.ranks import Alone, Ranks
 from .engine.recorded_step import clone_for, states_of
 from .engine.session import Measured, Options, Session
 from .errors import AccessError, BudgetError, ConfigError
-from .host import host_memory
+from .host import host_memory, mapped_bytes
 from .layout.tensors import is_quantised, map_tensors, tensors_in
 from .planner.cards import gpu_hardware
 from .planner.hardware import measured_unseen_bytes
@@ -187,8 +187,14 @@ def page(
         )
         if choice.disk is not None and not hardware.disk_bytes_s:
             hardware = replace(hardware, disk_bytes_s=read_rate(choice.disk))
+
+    def traced(meta: nn.Module) -> TracedJob:
+        found = step.traced(meta, model, optimizer, where.type, ranks.world)
+        # of a model that came from files nothing has to be freed
+        return found.loaded_with(mapped_bytes(model.parameters()))
+
     job = Job(
-        lambda meta: step.traced(meta, model, optimizer, where.type, ranks.world),
+        traced,
         partial(step.loss, where.type),
         choice,
         autocast,
