@@ -34,7 +34,13 @@ from .engine.data_parallel import (
     spread_rest,
     without_ddp,
 )
-from .engine.device import allocator_note, expand_segments, open_device
+from .engine.device import (
+    allocator_note,
+    expand_segments,
+    open_device,
+    require_known,
+    this_device,
+)
 from .engine.optimizer import ShowingOptimizer
 from .engine.ranks import Alone, Ranks
 from .engine.recorded_step import clone_for, states_of
@@ -491,9 +497,8 @@ def _choice(
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: {found} is neither a CUDA device nor the CPU")
+    found = this_device() if device is None else torch.device(device)
+    require_known(found)
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found
