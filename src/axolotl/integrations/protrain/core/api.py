@@ -49,7 +49,7 @@ from .errors import AccessError, BudgetError, ConfigError
 from .host import host_memory
 from .layout.tensors import is_quantised, map_tensors, tensors_in
 from .planner.cards import gpu_hardware
-from .planner.hardware import measured_unseen_bytes
+from .planner.hardware import has_one_memory, measured_unseen_bytes
 from .planner.job import (
     Choice,
     Job,
@@ -177,13 +177,15 @@ def page(
     several = dist.is_initialized() and dist.get_world_size() > 1
     ranks = Ranks(where.type) if several else Alone()
     if hardware is not None:
-        has = device_budget(choice.device_bytes, where)
+        on_host = host_memory()
+        has = device_budget(choice.device_bytes, where, on_host)
         hardware = replace(
             hardware,
             device_bytes=has,
-            host_bytes=host_memory(),
+            host_bytes=on_host,
             unseen_bytes=measured_unseen_bytes(where, has),
             desktop_bytes=0,
+            one_memory=has_one_memory(where),
         )
     job = Job(
         lambda meta: step.traced(meta, model, optimizer, where.type, ranks.world),
