@@ -53,6 +53,34 @@ print(ours == theirs, same)
     assert in_process(SESSIONS + code, FAKECUDA_MEMORY=str(64 << 20)) == "True True"
 
 
+@pytest.mark.parametrize("integrated", [True, False])
+def test_a_device_without_memory_of_its_own_is_seen(integrated: bool) -> None:
+    """Its free memory is the host's, whatever the driver says, and nothing pages there."""
+    code = """
+from axolotl.integrations.protrain.cli import doctor
+from axolotl.integrations.protrain.core import page
+from axolotl.integrations.protrain.core.planner.hardware import device_memory
+model = stack(**SIZES)
+plain = twin(model).to(CUDA)
+hog = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+print(device_memory(CUDA, 5 << 29) >> 29)
+lines = doctor.findings(CUDA)
+print("shares the host's memory" in [next(lines), next(lines)][1].found)
+optimizer, reference = adamw(model), adamw(plain)
+theirs = train(plain, reference, DATA[:1])
+example, several = DATA[0][0].cpu(), len(DATA[0])
+with page(model, optimizer, example=example, budget="1GiB", accumulation=several) as paged:
+    print(paged.forecast.hardware.one_memory, any("Both together" in n for n in paged.notes))
+    print(paged.forecast.plan.mode, train(model, optimizer, DATA[:1]) == theirs)
+"""
+    limits = {
+        "FAKECUDA_INTEGRATED": str(int(integrated)),
+        "FAKECUDA_MEMORY": str(3 << 30),
+    }
+    seen = f"{5 if integrated else 3}\n{integrated}\n{integrated} {integrated}\nA True"
+    assert in_process(SESSIONS + code, **limits) == seen
+
+
 def test_a_backward_that_fails_leaves_nothing_on_the_device() -> None:
     """Its nodes wait in queues of torch's threads, with all that they have saved."""
     code = """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from axolotl.integrations.base import PluginManager, load_plugin
 from axolotl.integrations.config import merge_input_args
@@ -320,6 +321,19 @@ def test_a_base_that_is_fetched_meanwhile_is_looked_at(tmp_path: Path) -> None:
     keys = {"base_model": BASES["gptq"][0](tmp_path), "protrain_auto_memory": True}
     with pytest.raises(ConfigError, match="holds weights quantised by gptq"):
         ProTrainPlugin().load_datasets(DictDefault(keys))
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_an_accelerator_that_is_not_known_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A YAML with a limit would train on the CPU there, and say nothing of it."""
+    there = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    keys = {"base_model": str(tmp_path), "protrain_capacity_bytes": 1 << 30}
+    with pytest.raises(ConfigError, match=f"not train on {kind}. .* cuda.* cpu"):
+        ProTrainPlugin().load_datasets(DictDefault(keys, protrain_auto_memory=True))
 
 
 def test_a_base_that_nobody_has_fetched() -> None:

@@ -123,6 +123,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         "3060:1",
     ),
     "not_listed": (SMALL, LORA | {"plugins": None}, *SMALL_CARD),
+    "one memory": (SMALL, LORA, "--gpu", "DGX Spark", "--ram", "1"),
+    "one memory, limits": (
+        SMALL,
+        LORA
+        | {"protrain_capacity_bytes": "9GiB", "protrain_cpu_capacity_bytes": "8GiB"},
+        *("--gpu", "DGX Spark"),
+    ),
+    "one memory, full": (SMALL, {}, "--gpu", "DGX Spark:1"),
+    "one memory, disk": (SMALL, LORA, "--gpu", "DGX Spark:1", "--disk", "7GB/s"),
+    "one memory, no disk": (SMALL, LORA, "--gpu", "DGX Spark:1"),
     "qlora_fused": (SMALL, QLORA, *SMALL_CARD),
     "packed": (SMALL, LORA | PACKED, *SMALL_CARD),
     "liger": (SMALL, LORA | LIGER, *SMALL_CARD),
@@ -157,6 +167,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "unknown link": ("--link 'pcie9'", {}, *LARGE_CARD, "--link", "pcie9"),
     "link of this machine": ("--link", {}, "--link", "pcie4x16"),
     "shards of one": ("`protrain_zero3_shard: true`", SHARDED, *LARGE_CARD),
+    "paging in one memory": (
+        "`protrain_force_replicated_cpu_offload: true` .* paging saves nothing",
+        REPLICATED,
+        *("--gpu", "DGX Spark"),
+    ),
+    "two of one memory": (
+        "--gpus 2: a DGX Spark is a machine with one GPU",
+        {},
+        *("--gpu", "DGX Spark", "--gpus", "2"),
+    ),
     "nothing to page": (
         "n_persist_override: 8 .* `protrain_force_replicated_cpu_offload",
         REPLICATED | TOO_LARGE,
@@ -729,6 +749,38 @@ def test_a_disk_takes_what_the_host_has_no_room_for(plans: Plans) -> None:
     assert any(
         "lie on the disk, which reads 7.0 GB/s" in x for x in answer["assumptions"]
     )
+
+
+def test_a_machine_with_one_memory_keeps_all_there(plans: Plans) -> None:
+    """`--ram` adds none, and of two limits the lower one is for both together."""
+    line = "paging saves nothing; recomputation and the disk"
+    for name, total in (("one memory", 122548 << 20), ("one memory, limits", 8 * GIB)):
+        answer = fitting(plans, name)
+        assert answer["plan"]["mode"] == "A" and not answer["plan"]["n_swap"]
+        device, host = answer["device_bytes"], answer["host_bytes"]
+        assert device["budget"] + device["reserve"] == host["budget"] == total
+        assert device["reserve"] >= host["phases"]["train"] > 0
+        assert sum(line in text for text in answer["assumptions"]) == 1
+        assert not any(
+            "where that saves less" in text for text in answer["assumptions"]
+        )
+    ram = plans["one memory"].json["assumptions"]
+    assert any("--ram does not count" in text for text in ram)
+
+
+def test_what_one_memory_has_no_room_for_lies_on_a_disk(plans: Plans) -> None:
+    short, full = plans["one memory, no disk"], plans["one memory, full"]
+    for answer in (short, full):
+        assert answer.exit_code == 2 and answer.json["plan"]["mode"] == "A"
+        assert re.match(r"[\d.]+ MiB of the one memory missing", answer.json["reason"])
+        changes = [other["change"] for other in answer.json["alternatives"]]
+        assert not any(change.startswith("--ram") for change in changes)
+    answer = fitting(plans, "one memory, disk")
+    plan = answer["plan"]
+    paged = [n for n, at in enumerate(plan["placements"]) if at != "resident"]
+    assert plan["on_disk"] == paged != []
+    taken = answer["device_bytes"]["peak"] + answer["host_bytes"]["phases"]["train"]
+    assert taken <= GIB and answer["host_bytes"]["terms"]["ring"] > 0
 
 
 def test_everything_resident_by_order(plans: Plans) -> None:

@@ -158,6 +158,11 @@ class Judged:
     step: StepTime
 
 
+def of_one_memory(case: Case, one: bool = True) -> Case:
+    """The same on a device that has no memory but the host's, or one that has."""
+    return replace(case, hardware=replace(case.hardware, one_memory=one))
+
+
 def missing(error: BudgetError) -> str:
     found = re.search(r"([\d.]+ \w+) too little", str(error))
     assert found, error

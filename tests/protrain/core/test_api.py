@@ -367,7 +367,7 @@ def test_the_least_budget_that_is_named_is_enough() -> None:
         ({"example": "text"}, "^example: str holds no tensor"),
         ({"autocast": torch.float16}, "^autocast"),
         ({"accumulation": 0}, "^accumulation"),
-        ({"device": "mps"}, "^device"),
+        ({"device": "mps"}, "^device: .* mps.* cuda"),
         ({"loss": lambda model, batch: model(batch).detach()}, "^loss"),
         ({"loss": lambda model, batch: model.norm.weight}, "^loss"),
     ],
@@ -380,6 +380,17 @@ def test_an_argument_that_cannot_be_is_named(
     with pytest.raises(ConfigError, match=words):
         paged(model, adamw(model), **arguments)
     assert_same(weights(model), before)
+
+
+def test_another_accelerator_is_not_passed_over_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who has an Arc and names no device would train a hundred times slower than asked."""
+    there = torch.device("xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
+    model = stack()
+    with pytest.raises(ConfigError, match="^device: .* not train on xpu"):
+        paged(model, adamw(model), device=None)
 
 
 def test_a_model_that_cannot_be_paged_is_refused() -> None:

@@ -99,10 +99,13 @@ def test_every_row_is_complete(gpu: Gpu) -> None:
     assert gpu.tflops_32 <= gpu.tflops_tf32 < gpu.tflops_16
     assert hardware.memory_bytes_s < gpu.memory_gb_s * 1e9
     assert hardware.fetch_both_bytes_s < hardware.fetch_bytes_s
-    assert hardware.fetch_bytes_s < hardware.memory_bytes_s / 5
+    # a copy inside of one memory reads and writes it
+    slower = 2 if gpu.one_memory else 5
+    assert hardware.fetch_bytes_s <= hardware.memory_bytes_s / slower
     assert 0 < hardware.unseen_bytes < hardware.device_bytes / 4
     assert hardware.device_bytes == gpu.device_bytes
-    assert hardware.host_bytes == HOST_BYTES
+    own = gpu.device_bytes if gpu.one_memory else HOST_BYTES
+    assert hardware.host_bytes == own and hardware.one_memory is gpu.one_memory
     assert hardware.overlaps
     assert gpu.source in hardware.source
     assert "assumed" in hardware.source
@@ -154,6 +157,7 @@ def test_what_a_card_computes_follows_its_architecture() -> None:
     assert {n for n, number in capability.items() if not number} == {
         "RX 7900 XTX",
         "MI300X",
+        "Strix Halo",
     }
     for name, number in capability.items():
         if re.match(r"RTX 40|RTX .* Ada|L4", name):
@@ -195,6 +199,8 @@ def test_tf32_changes_fp32_products_alone() -> None:
         ("h100_pcie", "H100 PCIe"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
         ("3060", "RTX 3060 12GB"),
+        ("NVIDIA GB10", "DGX Spark"),
+        ("Jetson AGX Orin", "Jetson AGX Orin 64GB"),
     ],
 )
 def test_names(text: str, name: str) -> None:
@@ -202,6 +208,7 @@ def test_names(text: str, name: str) -> None:
     assert card(f"{text}:16") == dataclasses.replace(
         card(name),
         device_bytes=16 << 30,
+        host_bytes=16 << 30 if card(name).one_memory else HOST_BYTES,
         unseen_bytes=card(f"{name}:16").unseen_bytes,
         desktop_bytes=0,
     )
@@ -228,11 +235,13 @@ def test_memory_given_by_hand_may_be_a_fraction() -> None:
         ("H100 x 8", None, ("several cards: write --gpu h100 --gpus 8",)),
         ("", None, ("--gpu", "as 4090 or", "NAME:GiB", OWN_FIGURES)),
         (":24", None, ("--gpu", "as 4090 or", "NAME:GiB")),
-        # one memory for both: there is nothing to page to
         *(
-            (name, None, (f"--gpu '{name}' cannot be planned", "share one memory"))
-            for name in ("DGX Spark", "GB10", "M3 Max", "m4", "Strix Halo", "MacBook")
+            (name, None, (f"--gpu '{name}' cannot be planned", "mps", "not train"))
+            for name in ("M3 Max", "m4", "MacBook")
         ),
+        ("Jetson Nano", None, ("cannot be planned", "--cards", "`one_memory: true`")),
+        ("jetson", None, ("ambiguous", "Jetson AGX Thor or Jetson AGX Orin 64GB")),
+        ("dgx spark", "pcie5x16", ("--link", "more than the DGX Spark", "memory")),
         ("GB200", None, ("cannot be planned", "NVLink", "--gpu B200")),
         ("gh200", "pcie5x16", ("--link", "more than the GH200", "allowed: c2c")),
         *(
@@ -261,6 +270,20 @@ def test_refused_names(text: str, link: str | None, parts: tuple[str, ...]) -> N
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_a_machine_with_one_memory_has_one_gpu() -> None:
+    """Several would share what is counted for each."""
+    with pytest.raises(ConfigError, match="--gpus 2: a DGX Spark .* Leave --gpus out"):
+        gpu_hardware("DGX Spark", None, HOST_BYTES, num_gpus=2)
+
+
+def test_a_plan_for_several_machines_counts_the_one_memory_of_any() -> None:
+    """The least of each figure would take the word of those that have two."""
+    spark, other = card("DGX Spark"), card("H200")
+    for machines in ([spark, other], [other, spark]):
+        both = weakest(machines)
+        assert both.one_memory and both.device_bytes == spark.device_bytes
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from axolotl.integrations.protrain.core.engine.device import (
 )
 from axolotl.integrations.protrain.core.engine.host_pool import HostPool
 from axolotl.integrations.protrain.core.engine.worker import HostWorker
+from axolotl.integrations.protrain.core.errors import ConfigError
 from axolotl.integrations.protrain.core.layout.shards import PAGE_BYTES
 from axolotl.integrations.protrain.core.types import Chunk, Layout, TensorSpec
 
@@ -264,8 +265,9 @@ def test_what_cannot_be_locked_stays_pageable(
 
 def test_only_known_devices_open() -> None:
     assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
-    with pytest.raises(ValueError, match="meta"):
-        open_device(torch.device("meta"))
+    for kind in ("meta", "xpu", "mps"):
+        with pytest.raises(ConfigError, match=f"not train on {kind}. .* cuda.* cpu"):
+            open_device(torch.device(kind))
 
 
 @pytest.mark.parametrize(

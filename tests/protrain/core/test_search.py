@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -22,7 +23,16 @@ from core_models import (
     weights,
 )
 from hypothesis import given, strategies as st
-from search_cases import ALMOST, PLENTY, Case, Judged, cases, few, missing
+from search_cases import (
+    ALMOST,
+    PLENTY,
+    Case,
+    Judged,
+    cases,
+    few,
+    missing,
+    of_one_memory,
+)
 
 from axolotl.integrations.protrain.core.engine.session import Session
 from axolotl.integrations.protrain.core.errors import BudgetError, ConfigError
@@ -32,6 +42,7 @@ from axolotl.integrations.protrain.core.layout import (
     find_blocks,
     slot_floor,
 )
+from axolotl.integrations.protrain.core.layout.shards import PAGE_BYTES
 from axolotl.integrations.protrain.core.planner.memory import MemoryModel
 from axolotl.integrations.protrain.core.planner.meta import meta_copy
 from axolotl.integrations.protrain.core.planner.plans import (
@@ -39,7 +50,12 @@ from axolotl.integrations.protrain.core.planner.plans import (
     make_plan,
     place,
 )
-from axolotl.integrations.protrain.core.planner.search import MODES, ONLY_A, Search
+from axolotl.integrations.protrain.core.planner.search import (
+    MODES,
+    ONE_MEMORY,
+    ONLY_A,
+    Search,
+)
 from axolotl.integrations.protrain.core.planner.seconds import block_times
 from axolotl.integrations.protrain.core.planner.trace import trace_step
 from axolotl.integrations.protrain.core.sizes import format_bytes
@@ -55,6 +71,7 @@ from axolotl.integrations.protrain.core.types import (
     TensorSpec,
     Update,
     Workload,
+    World,
 )
 
 RESIDENT, HOST_STATE, PAGED, ROWS = Placement
@@ -372,6 +389,122 @@ def test_everything_resident_on_demand(case: Case, data: st.DataObject) -> None:
     assert is_resident(case, plan)
     best_s = min(judged.step.total_s for judged in candidates)
     assert search.simulate(plan).total_s <= best_s * ALMOST
+
+
+# one memory for device and host
+
+ONE_GPU_EACH = [World(), World(3, 1)]
+
+
+def together(case: Case, plan: Plan) -> int:
+    """Bytes of both memories at the same time, as of a machine that has two."""
+    memory = of_one_memory(case, False).memory
+    device, host = memory.device(plan).phases, memory.host(plan).phases
+    trains = max(n for phase, n in device.items() if phase not in ("load", "save"))
+    return max(trains + host["train"], device["save"] + host["save"])
+
+
+def resident(case: Case) -> list[Judged]:
+    """The plans that neither page nor swap."""
+    return [
+        judged
+        for judged in case.plans()
+        if is_resident(case, judged.plan) and not judged.plan.n_swap
+    ]
+
+
+@few
+@given(st.one_of(cases(worlds=ONE_GPU_EACH), cases(True, ONE_GPU_EACH)), st.data())
+def test_one_memory_counts_once_and_nothing_pages(
+    case: Case, data: st.DataObject
+) -> None:
+    """Two budgets of one size, each checked alone, would allow twice the memory."""
+    case = of_one_memory(case)
+    plans = resident(case)
+    takes = [max(together(case, j.plan), j.host_bytes) for j in plans]
+    memory = data.draw(st.sampled_from(sorted(takes))) - data.draw(st.integers(0, 1))
+    search = case.search(memory, memory)
+    fitting = [j for j, n in zip(plans, takes, strict=True) if n <= memory]
+    if not fitting:
+        with pytest.raises(BudgetError, match=ONE_MEMORY.split(":")[0]) as refusal:
+            search.fastest()
+        lacks = min(takes) - memory
+        assert missing(refusal.value) == format_bytes(lacks)
+        return
+    plan = search.fastest()
+    assert is_resident(case, plan) and not (plan.n_swap or plan.n_buffer)
+    assert together(case, plan) <= memory
+    best_s = min(judged.step.total_s for judged in fitting)
+    assert search.simulate(plan).total_s <= best_s * ALMOST
+
+
+@pytest.mark.parametrize("trains", ["nothing", "every other", "all"])
+def test_of_one_memory_only_the_disk_pages(trains: str) -> None:
+    """A chunk that pages to the host, or trains, takes the memory that it took before."""
+    trained = Trained(trains != "all", inner=[192] * 12)
+    chunks = trained.layout.chunks
+    if trains == "every other":
+        chunks = tuple(replace(c, trainable=c.index % 2 == 0) for c in chunks)
+    # weights are pages of their files until they move
+    workload = replace(trained.memory.workload, mapped_bytes=PLENTY)
+    memory = MemoryModel(
+        replace(trained.layout, chunks=chunks),
+        trained.memory.trace,
+        workload,
+        replace(trained.hardware, one_memory=True, disk_bytes_s=1e7),
+    )
+
+    def search(nbytes: int, disk_bytes: int = PLENTY) -> Search:
+        return Search(memory, trained.times, Budget(nbytes, 0, nbytes, disk_bytes))
+
+    def taken(plan: Plan) -> int:
+        return memory.device(plan).peak_bytes + memory.host(plan).phases["train"]
+
+    resident = taken(search(0).plain(len(trained.layout.blocks)))
+    assert not search(resident).fastest().paged
+    with pytest.raises(BudgetError):
+        search(resident - 1, disk_bytes=PAGE_BYTES).fastest()
+    pages = False
+    for nbytes in range(resident * 3 // 4, resident, resident // 50):
+        with suppress(BudgetError):
+            plan = search(nbytes).fastest()
+            assert plan.on_disk == plan.paged and not plan.n_swap
+            assert not any(chunks[index].trainable for index in plan.paged)
+            assert taken(plan) <= nbytes
+            pages |= bool(plan.paged)
+    assert pages is (trains == "nothing")
+
+
+def test_of_one_memory_a_model_fits_by_recomputing() -> None:
+    """And is refused with what is missing where that is not enough; a host beside the
+    device would take something."""
+    trained = Trained(False)
+    memory = MemoryModel(
+        trained.layout,
+        trained.memory.trace,
+        trained.memory.workload,
+        replace(trained.hardware, one_memory=True),
+    )
+
+    def search(nbytes: int) -> Search:
+        return Search(memory, trained.times, Budget(nbytes, 0, nbytes))
+
+    blocks = len(trained.layout.blocks)
+    kept, recomputed = (
+        memory.device(plan).peak_bytes + memory.host(plan).phases["train"]
+        for plan in map(search(0).plain, (0, blocks))
+    )
+    assert recomputed < kept
+    assert search(kept).fastest().n_checkpoint == 0
+    plan = search(recomputed).fastest()
+    assert 0 < plan.n_checkpoint <= blocks and plan.mode == "A"
+    assert search(recomputed).fits(plan) and not search(recomputed - 1).fits(plan)
+    with pytest.raises(BudgetError) as refusal:
+        search(recomputed - 100).fastest()
+    assert missing(refusal.value) == "100 B" and ONE_MEMORY in str(refusal.value)
+    assert refusal.value.needs == recomputed and not refusal.value.or_host
+    other = trained.search(recomputed - 100).fastest()
+    assert other.paged or other.n_swap
 
 
 # nothing fits

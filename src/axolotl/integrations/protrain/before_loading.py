@@ -21,7 +21,7 @@ from .core.errors import BudgetError, ProTrainError
 from .core.host import host_memory
 from .core.layout.packed import stored_bytes
 from .core.planner.cards import gpu_hardware
-from .core.planner.hardware import measured_unseen_bytes
+from .core.planner.hardware import has_one_memory, measured_unseen_bytes
 from .core.planner.job import TracedJob, device_budget
 from .core.planner.memory import MemoryModel
 from .core.planner.seconds import block_times
@@ -94,14 +94,16 @@ def _loads_at_once(base: Path) -> bool:
 
 def _unmeasured(cfg: Any, device: torch.device) -> Hardware:
     """This machine's memory now, beside rates of some card: they change no bytes."""
-    device_bytes = device_budget(args_from(cfg).protrain_capacity_bytes, device)
+    limit, host_bytes = args_from(cfg).protrain_capacity_bytes, host_memory()
+    device_bytes = device_budget(limit, device, host_bytes)
     return replace(
-        gpu_hardware("H100", None, host_memory()),
+        gpu_hardware("H100", None, host_bytes),
         name=device.type,
         source="not measured",
         device_bytes=device_bytes,
         unseen_bytes=measured_unseen_bytes(device, device_bytes),
         overlaps=device.type != "cpu",
+        one_memory=has_one_memory(device),
         gather_bytes_s=1e10,
         reduce_bytes_s=1e10,
         across_bytes_s=1e10,

@@ -30,7 +30,7 @@ from .core.checkpoint import (
     require_whole,
     restore,
 )
-from .core.engine.device import expand_segments
+from .core.engine.device import expand_segments, require_known, this_device
 from .core.engine.ranks import Ranks
 from .core.errors import ConfigError
 from .core.planner.job import missing_capacity
@@ -287,6 +287,8 @@ def _check_checkpoints(cfg: Any) -> None:
 def _check_machine(cfg: Any) -> None:
     """Check what the YAML alone cannot tell."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        require_known(this_device())
     lines = []
     if not num_gpus and args_from(cfg).protrain_capacity_bytes is None:
         lines.append(str(missing_capacity()))

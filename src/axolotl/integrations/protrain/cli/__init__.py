@@ -143,9 +143,11 @@ def _doctor(as_json: bool, disk: Path | None) -> None:
         say("looking at this machine")
         import torch
 
+        from ..core.engine.device import require_known, this_device
         from . import doctor
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = this_device()
+        require_known(device)
         for line in doctor.findings(device, disk):
             say(f"{len(lines) + 1} looked at, the last one: {line.name}")
             lines.append(line)

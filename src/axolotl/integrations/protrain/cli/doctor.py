@@ -29,7 +29,13 @@ from ..core.engine.host_pool import host_buffer
 from ..core.errors import ConfigError
 from ..core.host import host_memory, memory_nodes, processors
 from ..core.layout.packed import why_no_kernels
-from ..core.planner.hardware import device_name, measure_hardware, typical_s
+from ..core.planner.hardware import (
+    device_name,
+    has_one_memory,
+    measure_hardware,
+    typical_s,
+)
+from ..core.planner.search import ONE_MEMORY
 from ..core.sizes import format_bytes
 from ..core.types import Hardware, Knobs
 from ..versions import require_internals, supported
@@ -136,9 +142,11 @@ def _card(device: torch.device) -> Finding:
             "Training works, slowly; a GPU that should be here is not seen by torch "
             f"{torch.__version__}: {why}.",
         )
-    free, total = torch.cuda.mem_get_info(device)
+    one, (free, total) = has_one_memory(device), torch.cuda.mem_get_info(device)
     major, minor = torch.cuda.get_device_capability(device)
     found = f"{device_name(device)}, compute capability {major}.{minor}, "
+    if one:
+        return Finding("device", f"{found}{format_bytes(total)}. {ONE_MEMORY}")
     found += f"{format_bytes(free)} of {format_bytes(total)} free"
     return _judged(
         "device",

@@ -32,6 +32,7 @@ class OwnCard(BaseModel):
     nvlink_gb_s: Annotated[float, Field(ge=0, le=1e5)] = 0
     aliases: list[str] = []
     lanes: Annotated[int, Field(ge=8, le=16)] = 16
+    one_memory: bool = False
     source: str = ""
 
 

@@ -17,7 +17,12 @@ from ..core.errors import BudgetError, ConfigError, LayoutError, TraceError
 from ..core.host import host_memory
 from ..core.layout.packed import stored_bytes
 from ..core.planner.cards import GPUS, Gpu, gpu_hardware
-from ..core.planner.job import TracedJob, about_disk, this_machine
+from ..core.planner.job import (
+    TracedJob,
+    about_disk,
+    about_memory,
+    this_machine,
+)
 from ..core.planner.memory import DeviceEstimate, HostEstimate, MemoryModel
 from ..core.planner.planner import Forecast, Planner
 from ..core.sizes import format_bytes
@@ -189,7 +194,7 @@ class DryRun:
             "verdict": report.FITS if fits else report.DOES_NOT_FIT,
             **price,
             "sample_s": price["step_s"] and price["step_s"] / samples,
-            "lacks": sum(max(nbytes, 0) for nbytes in over),
+            "lacks": (max if card.one_memory else sum)(max(n, 0) for n in over),
             "least_device_bytes": least.device.peak_bytes,
             "host_peak_bytes": forecast.host.peak_bytes,
             "least": {"device": least.device.terms, "host": forecast.host.terms},
@@ -263,6 +268,7 @@ class DryRun:
                 *self._meta.assumptions,
                 *self._subject().assumptions,
                 *self._cautions(),
+                *about_memory(forecast),
                 *about_disk(forecast),
                 *self._unknowns(card, forecast),
             ],
@@ -323,13 +329,18 @@ class DryRun:
                 f"{name}: {format_bytes(card.desktop_bytes)} left free for a "
                 f"desktop and for allocation; --gpu '{name}:{size:.2f}' plans without"
             )
-        if forecast.plan.mode == "A" and forecast.plan.origin == "search":
+        chosen = forecast.plan.mode == "A" and forecast.plan.origin == "search"
+        if chosen and not card.one_memory:
             yield (
                 "nothing pages where that saves less than "
                 f"{PAGING_GAIN:.0%} of a step: predictions are no better"
             )
         yield "block times follow from counted operations; training measures them"
         if self._is_here:
+            return
+        if card.one_memory:
+            if self._ram_gib is not None:
+                yield f"--ram does not count for {name}: its memory is all there is"
             return
         yield from self._limits(card, forecast.budget)
         if self._ram_gib is None and args.protrain_cpu_capacity_bytes is None:
@@ -482,17 +493,21 @@ class DryRun:
         if self._is_here:
             return
         refused = uncomputed(self.cfg, card)
-        if not refused and self._args.protrain_cpu_capacity_bytes is None:
+        limited = self._args.protrain_cpu_capacity_bytes is not None
+        if not (refused or limited or card.one_memory):
             yield from self._more_host_memory(card)
         device, host, budget = lacking.device, lacking.host, lacking.budget
         if refused or device.peak_bytes > budget.usable_bytes:
             # no plan lacks less, of both together, so none needs less of a card
             needed = device.peak_bytes - card.unseen_bytes
-            needed += max(host.peak_bytes - budget.host_bytes, 0)
+            on_host = max(host.peak_bytes - budget.host_bytes, 0)
+            needed += 0 if card.one_memory else on_host
             if report.lack(lacking) is None:
                 needed = 0
             for gpu in sorted(self._table, key=lambda gpu: gpu.device_bytes):
-                if gpu.device_bytes <= card.device_bytes and not refused:
+                small = gpu.device_bytes <= card.device_bytes and not refused
+                # what comes with its memory is no card for this machine
+                if small or gpu.one_memory:
                     continue
                 ranks = self._num_gpus
                 larger = gpu_hardware(

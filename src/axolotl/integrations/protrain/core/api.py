@@ -36,7 +36,13 @@ from .engine.data_parallel import (
     spread_rest,
     without_ddp,
 )
-from .engine.device import allocator_note, expand_segments, open_device
+from .engine.device import (
+    allocator_note,
+    expand_segments,
+    open_device,
+    require_known,
+    this_device,
+)
 from .engine.optimizer import ShowingOptimizer
 from .engine.ranks import Alone, Ranks
 from .engine.recorded_step import clone_for, states_of
@@ -45,7 +51,7 @@ from .errors import AccessError, BudgetError, ConfigError
 from .host import host_memory, mapped_bytes
 from .layout.tensors import is_quantised, map_tensors, tensors_in
 from .planner.cards import gpu_hardware
-from .planner.hardware import measured_unseen_bytes
+from .planner.hardware import has_one_memory, measured_unseen_bytes
 from .planner.job import (
     Choice,
     Job,
@@ -177,13 +183,15 @@ def page(
     several = dist.is_initialized() and dist.get_world_size() > 1
     ranks = Ranks(where.type) if several else Alone()
     if hardware is not None:
-        has = device_budget(choice.device_bytes, where)
+        on_host = host_memory()
+        has = device_budget(choice.device_bytes, where, on_host)
         hardware = replace(
             hardware,
             device_bytes=has,
-            host_bytes=host_memory(),
+            host_bytes=on_host,
             unseen_bytes=measured_unseen_bytes(where, has),
             desktop_bytes=0,
+            one_memory=has_one_memory(where),
         )
         if choice.disk is not None and not hardware.disk_bytes_s:
             hardware = replace(hardware, disk_bytes_s=read_rate(choice.disk))
@@ -505,9 +513,8 @@ def _choice(
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: {found} is neither a CUDA device nor the CPU")
+    found = this_device() if device is None else torch.device(device)
+    require_known(found)
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found

@@ -541,6 +541,8 @@ class Hardware:
         shares_link: Whether ranks exchange over the link between host and device.
         disk_bytes_s: Large direct reads of the disk that frozen weights may lie on; 0
             without one.
+        one_memory: Whether the device has no memory of its own: `device_bytes` and
+            `host_bytes` are the same memory, and the lower of them is all there is.
     """
 
     name: str
@@ -568,6 +570,7 @@ class Hardware:
     capability: int = 0
     shares_link: bool = False
     disk_bytes_s: float = 0.0
+    one_memory: bool = False
 
 
 @dataclass(frozen=True)

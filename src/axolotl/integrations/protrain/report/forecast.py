@@ -213,13 +213,16 @@ def best(answers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
 def lack(forecast: Forecast) -> str | None:
     """Return how much a plan lacks, of the device first; None if it fits."""
     budget = forecast.budget
+    missing = {
+        "device": forecast.device.peak_bytes - budget.usable_bytes,
+        "host": forecast.host.peak_bytes - budget.host_bytes,
+    }
+    if forecast.hardware.one_memory:
+        missing = {"the one": max(missing.values())}
     lacking = [
-        f"{format_bytes(needed - has)} of {where} memory"
-        for where, needed, has in (
-            ("device", forecast.device.peak_bytes, budget.usable_bytes),
-            ("host", forecast.host.peak_bytes, budget.host_bytes),
-        )
-        if needed > has
+        f"{format_bytes(nbytes)} of {where} memory"
+        for where, nbytes in missing.items()
+        if nbytes > 0
     ]
     return f"{' and '.join(lacking)} missing" if lacking else None
 

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import ConfigError
 from ..host import memory_nodes, node_of, processors
 from ..layout.tensors import tensors_in
 
@@ -513,14 +514,36 @@ def open_device(torch_device: torch.device) -> Device:
     """The `Device` for a torch device.
 
     Raises:
-        ValueError: The type is neither cpu nor cuda.
+        ConfigError: The type is neither cpu nor cuda.
     """
+    require_known(torch_device)
     if torch_device.type == "cpu":
         return CpuDevice()
-    if torch_device.type == "cuda":
-        index = torch_device.index
-        return CudaDevice(torch.cuda.current_device() if index is None else index)
-    raise ValueError(f"ProTrain runs on cpu and cuda devices, not on {torch_device}")
+    index = torch_device.index
+    return CudaDevice(torch.cuda.current_device() if index is None else index)
+
+
+def this_device() -> torch.device:
+    """Return the device of this machine's accelerator, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def require_known(torch_device: torch.device) -> None:
+    """Refuse a type of device that nothing here is written for.
+
+    Raises:
+        ConfigError: Names it, and what works.
+    """
+    if torch_device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device: ProTrain does not train on {torch_device}. It trains on cuda, as "
+            "torch calls NVIDIA's GPUs and, in its ROCm builds, AMD's, and on cpu. Set "
+            "`protrain_auto_memory: false` to train there without it, or take a build of "
+            "torch without that device to train on the CPU."
+        )
 
 
 def range_of(name: str) -> AbstractContextManager[object]:

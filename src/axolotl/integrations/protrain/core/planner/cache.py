@@ -30,6 +30,7 @@ from .hardware import (
     MATMUL_SIZES,
     cpu_name,
     device_name,
+    has_one_memory,
     measure_hardware,
     measured_unseen_bytes,
 )
@@ -218,6 +219,7 @@ def cached_hardware(
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         unseen_bytes=measured_unseen_bytes(torch_device, device_bytes),
+        one_memory=has_one_memory(torch_device),
     )
 
 

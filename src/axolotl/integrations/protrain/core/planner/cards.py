@@ -36,6 +36,9 @@ AMPERE = Reach(0.78, 0.7, 0.95, 0.6)
 """A100."""
 HOPPER = Reach(0.65, 0.81, 0.78, 0.35)
 """H100 and H200: 0.8 in short runs, limited by power in training."""
+SPARK = Reach(0.5, 0.5, 0.7, 0.35)
+"""DGX Spark: about 60 TFLOPS of bf16 products were seen in October 2025 (J. Carmack, A.
+Hannun); the rest is assumed."""
 OTHERS = Reach(0.65, 0.65, 0.7, 0.35)
 """Assumed."""
 
@@ -67,6 +70,9 @@ COLLECTIVES_BYTES = 1 << 30
 DESKTOP_BYTES = 1 << 30
 """Assumed: what a desktop, its browser and an allocator near the brim take of a consumer
 card whose memory is not given."""
+SYSTEM_BYTES = 6 << 30
+"""Taken by the system of a machine whose card has no memory of its own: 113.5 of 119.7 GiB
+were free on a DGX Spark."""
 DRIVER_FRACTION = 0.015
 """Share of what nvidia-smi calls total that CUDA does not offer: 0.5 to 1.5 %."""
 
@@ -99,6 +105,8 @@ LINKS = {
 # NVLink between Grace and Hopper (GH200 data sheet). Copies reach 346 GB/s to the device,
 # 15 % less from it, and half in both ways at once: issues 23 and 41 of NVIDIA/nvbandwidth
 LINKS["c2c"] = Link(0, 450e9, 0.65, 0.33)
+# inside of one memory, whose rate is the card's: a copy reads and writes it (assumed)
+LINKS["memory"] = Link(0, 0.0, 0.45, 0.22)
 
 
 class Gpu(NamedTuple):
@@ -109,7 +117,8 @@ class Gpu(NamedTuple):
     `pcie` is the generation; cards with fewer than 16 `lanes` say so. `capability` is
     CUDA's, 75 for 7.5, 0 for other makers. NVLink is to other cards each way, half of what
     data sheets of SXM cards give for both, 0 without a switch between all. Among the
-    aliases is what the driver calls the card. `host_link` replaces PCI Express.
+    aliases is what the driver calls the card. `host_link` replaces PCI Express. Of a card
+    with `one_memory` that of its host is its own, and `mib` is all of it that torch sees.
     """
 
     name: str
@@ -126,6 +135,7 @@ class Gpu(NamedTuple):
     aliases: tuple[str, ...] = ()
     lanes: int = 16
     host_link: str = ""
+    one_memory: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -139,6 +149,8 @@ class Gpu(NamedTuple):
     @property
     def links(self) -> tuple[str, ...]:
         """Links that it can be on, the fastest last."""
+        if self.one_memory:
+            return ("memory",)
         slots = (
             f"pcie{n}x{lanes}" for n in range(3, self.pcie + 1) for lanes in (8, 16)
         )
@@ -157,6 +169,9 @@ _A100_40_NAMES = ("A100-SXM4-40GB", "A100-PCIE-40GB")
 _A100_80_NAMES = ("A100-SXM4-80GB", "A100 80GB PCIe")
 _H100_NAMES = ("H100 SXM", "H100 80GB", "H100 80GB HBM3")
 _V100_NAMES = ("V100-SXM2-32GB", "V100-SXM3-32GB")
+_SPARK_PAGE = "NVIDIA DGX Spark product page, bf16 as an eighth of sparse FP4"
+_AGX = "NVIDIA Jetson AGX {}"
+_STRIX_NAMES = ("Ryzen AI Max+ 395", "Radeon 8060S", "AMD Radeon 8060S")
 _6000_NAMES = ("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell")
 
 # fmt: off
@@ -220,11 +235,25 @@ GPUS = (
     # with ROCm, where nothing of this has run
     Gpu("RX 7900 XTX",   24560, 122.8,  61.4,  61.4,   960, 4,   0, OTHERS, "AMD Radeon RX 7900 XTX product page", 0, ("7900 XTX", "AMD Radeon RX 7900 XTX")),
     Gpu("MI300X",       196592, 1307.4, 163.4, 653.7, 5300, 5,   0, OTHERS, "AMD Instinct MI300X data sheet", 448, ("AMD Instinct MI300X",)),
+    # one memory for CPU and GPU; nothing of this has run on any of them. Of 128 GB torch
+    # sees 119.7 GiB on a DGX Spark; as much of the others is assumed, TF32 as half of bf16.
+    # bf16 is an eighth of what is claimed for sparse FP4; NVIDIA says 31 TFLOPS in fp32
+    Gpu("DGX Spark",    122548, 125.0,  31.0,  62.5,   273, 5, 121, SPARK, _SPARK_PAGE, 0, ("GB10",), one_memory=True),
+    # half of 2070 in FP4 is dense; fp32 of 2560 cores at 1.57 GHz
+    Gpu("Jetson AGX Thor", 122548, 258.0, 8.0, 129.0,  273, 5, 110, SPARK, _AGX.format("Thor product page"), 0, ("Thor", "Jetson T5000"), one_memory=True),
+    # a quarter of 170 sparse INT8 TOPS
+    Gpu("Jetson AGX Orin 64GB", 61274, 42.5, 5.3, 21.2, 204.8, 4, 87, OTHERS, _AGX.format("Orin technical brief"), 0, ("AGX Orin 64GB",), one_memory=True),
+    # 40 units at 2.9 GHz; with ROCm, and all of the memory given to the GPU
+    Gpu("Strix Halo",   122548,  59.4,  29.7,  29.7,   256, 4,   0, OTHERS, "AMD Ryzen AI Max+ 395 product page", 0, _STRIX_NAMES, one_memory=True),
 )
 # fmt: on
 UNMODELLED = {
-    r"dgxspark|gb10\b|jetson|strix|ryzenai|apple|mac|^m[1-9](pro|max|ultra)?$": (
-        "its CPU and GPU share one memory, so that there is no other to page to"
+    r"apple|mac|^m[1-9](pro|max|ultra)?$": (
+        "torch calls its GPU mps, on which ProTrain does not train"
+    ),
+    r"jetson|strix|ryzenai": (
+        "its figures are not known here; write them into a file for --cards, with "
+        "`one_memory: true`"
     ),
     r"gb[23]00|grace": (
         "how fast its NVLink to the host's memory is, is not known here; --gpu B200 "
@@ -256,20 +285,28 @@ def gpu_hardware(
             dashes, "NVIDIA", "GeForce" and "RTX" do not count, nor later words if the
             first tell enough. GiB replaces its memory.
         link: One of `Gpu.links`, None for the fastest.
-        host_bytes: Memory of the host that may be used.
+        host_bytes: Memory of the host that may be used; a card with one memory has its own.
         tf32: Whether fp32 products run on tensor cores (`tf32: true`).
         num_gpus: Cards of this kind on the host.
         table: Where names are looked up.
 
     Raises:
         ConfigError: Unknown or ambiguous name, unknown link or one that the GPU
-            cannot use, or a figure that is not in its range.
+            cannot use, a figure that is not in its range, or several of a card that a
+            machine has one of.
     """
     name, *figures = text.split(":")
     gpu = _described(name, figures) if len(figures) > 1 else _find(name, text, table)
     device_bytes = gpu.device_bytes
     if len(figures) == 1:
         device_bytes = int(_figure(figures[0], "GiB", MAX_GPU_GIB, gpu) * (1 << 30))
+    if gpu.one_memory:
+        host_bytes = device_bytes
+        if num_gpus > 1:
+            raise ConfigError(
+                f"--gpus {num_gpus}: a {gpu.name} is a machine with one GPU. Leave --gpus "
+                "out, or name cards."
+            )
     lost = ROUNDING_FRACTION + DRIVER_FRACTION
     on_desktop = link is None and num_gpus > 1 and gpu.is_consumer
     if link is not None:
@@ -280,7 +317,8 @@ def gpu_hardware(
         link_name = gpu.links[-1]
     lanes = LINKS[link_name]
     source = f"{gpu.source}; {link_name}; how much of each peak is reached is assumed"
-    alone, both = lanes.bytes_s * lanes.alone, lanes.bytes_s * lanes.both
+    bytes_s = lanes.bytes_s or gpu.memory_gb_s * 1e9
+    alone, both = bytes_s * lanes.alone, bytes_s * lanes.both
     if on_desktop:
         source += "; a desktop's board, whose two channels of memory they share"
         alone = min(alone, HOST_BYTES_S / num_gpus)
@@ -296,11 +334,12 @@ def gpu_hardware(
         exchange *= num_gpus / (num_gpus - 1)
         unseen += COLLECTIVES_BYTES
     reach, tera = gpu.reach, 1e12
+    others = SYSTEM_BYTES if gpu.one_memory else DESKTOP_BYTES * gpu.is_consumer
     fp32 = gpu.tflops_tf32 * reach.tf32 if tf32 else gpu.tflops_32 * reach.flops_32
     return Hardware(
         name=gpu.name,
         source=source,
-        desktop_bytes=DESKTOP_BYTES if gpu.is_consumer and not figures else 0,
+        desktop_bytes=0 if figures else others,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         unseen_bytes=unseen,
@@ -314,7 +353,8 @@ def gpu_hardware(
         fetch_both_bytes_s=both,
         offload_both_bytes_s=both,
         adam_bytes_s=ADAM_BYTES_S / num_gpus,
-        link=link_name,
+        link="" if gpu.one_memory else link_name,
+        one_memory=gpu.one_memory,
         capability=gpu.capability,
         gather_bytes_s=exchange,
         reduce_bytes_s=exchange,

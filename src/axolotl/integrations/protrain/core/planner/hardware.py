@@ -91,17 +91,29 @@ def measure_hardware(
         adam_bytes_s=adam_bytes_s,
         overlaps=kind == "cuda",
         capability=_capability(torch_device),
+        one_memory=has_one_memory(torch_device),
     )
 
 
-def device_memory(device: torch.device) -> int:
-    """Free bytes of a CUDA device; memory cached by torch counts as free."""
-    free, _total = torch.cuda.mem_get_info(device)
+def has_one_memory(torch_device: torch.device) -> bool:
+    """Tell whether a device has no memory but the host's, as CUDA and HIP know it."""
+    if torch_device.type != "cuda":
+        return False
+    return bool(torch.cuda.get_device_properties(torch_device).is_integrated)
+
+
+def device_memory(device: torch.device, host_bytes: int) -> int:
+    """Free bytes of a CUDA device beside a host with so many; memory cached by torch
+    counts as free."""
+    free, total = torch.cuda.mem_get_info(device)
+    if has_one_memory(device):
+        # the driver takes pages of files for used, and does not know what is given back
+        return min(total, host_bytes)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + cached
 
 
-_HIGHEST = ("kernel_s", "unseen_bytes")
+_HIGHEST = ("kernel_s", "unseen_bytes", "one_memory")
 """Figures of several machines of which the highest counts; of all others the lowest."""
 
 

@@ -60,7 +60,7 @@ from .memory import MemoryModel
 from .meta import meta_copy
 from .optimizer_bytes import OptimizerBytes
 from .planner import Forecast, Planner
-from .search import MODES
+from .search import MODES, ONE_MEMORY
 from .seconds import block_times
 from .trace import TracedStep, trace_step
 
@@ -269,12 +269,15 @@ def plan_for(
     """
     trace, layout = subject.traced.trace, subject.layout
     device_bytes = choice.device_bytes or hardware.device_bytes
+    host_bytes = choice.host_bytes or hardware.host_bytes
+    if hardware.one_memory:
+        device_bytes = host_bytes = min(device_bytes, host_bytes)
     # a lower limit leaves it already
     kept = hardware.desktop_bytes - (hardware.device_bytes - device_bytes)
     budget = Budget(
         device_bytes,
         reserve_bytes=subject.headroom_bytes + max(kept, 0),
-        host_bytes=choice.host_bytes or hardware.host_bytes,
+        host_bytes=host_bytes,
         disk_bytes=choice.disk_bytes(hardware),
     )
     times = block_times(trace, layout, hardware, measured)
@@ -304,6 +307,19 @@ def plan_for(
         if (1 + PAGING_GAIN) * other.step.total_s < forecast.step.total_s:
             return other, on_host
     return forecast, planner
+
+
+def about_memory(forecast: Forecast) -> list[str]:
+    """Say what one memory means for a plan; nothing of a device that has its own."""
+    if not forecast.hardware.one_memory:
+        return []
+    host, budget = forecast.host.phases["train"], forecast.budget
+    highest = max(forecast.device.peak_bytes + host, forecast.host.peak_bytes)
+    return [
+        f"{ONE_MEMORY}. Both together take {format_bytes(highest)} of "
+        f"{format_bytes(budget.usable_bytes + host)}; each of "
+        "protrain_capacity_bytes and protrain_cpu_capacity_bytes limits that."
+    ]
 
 
 def about_disk(forecast: Forecast, folder: Path | None = None) -> list[str]:
@@ -338,6 +354,10 @@ def choose(choice: Choice, planner: Planner, anyway: bool = False) -> Forecast:
         raise ConfigError(
             f"`{key}: true` shares chunks between the ranks of a node, and here each "
             "node has one. Remove the key, or launch several processes on a node."
+        )
+    if planner.memory.hardware.one_memory and "A" not in modes:
+        raise ConfigError(
+            f"`{key}: true` asks for paging. {ONE_MEMORY}. Remove the key."
         )
     asked = _by_hand(choice, planner)
     try:
@@ -423,6 +443,7 @@ def plan_here(
             forecast, planner = plan_for(subject, machine, job.choice, measured)
             planners.append(planner)
             notes.extend(job.advice(machine, measured, forecast))
+            notes.extend(about_memory(forecast))
             notes.extend(about_disk(forecast, job.choice.disk))
             return forecast
 
@@ -509,7 +530,8 @@ def this_machine(
         ConfigError: The CPU device has no limit, or the cache cannot be written.
         DiskError: The folder of the choice cannot be written.
     """
-    capacity, versions = device_budget(choice.device_bytes, device), library_versions()
+    capacity = device_budget(choice.device_bytes, device, host_bytes)
+    versions = library_versions()
     # what AdamW on the host updates
     dtype = torch.float32 if fp32_master else torch.bfloat16
     hardware = cached_hardware(
@@ -520,14 +542,14 @@ def this_machine(
     return replace(hardware, disk_bytes_s=read_rate(choice.disk))
 
 
-def device_budget(limit: int | None, device: torch.device) -> int:
-    """Bytes of a device that may be used.
+def device_budget(limit: int | None, device: torch.device, host_bytes: int) -> int:
+    """Bytes of a device that may be used, beside a host with so many.
 
     Raises:
         ConfigError: It is the CPU, which has no limit of its own.
     """
     if device.type != "cpu":
-        free = device_memory(device)
+        free = device_memory(device, host_bytes)
         # what kernels take unseen grows with what may be used
         return min(free, limit or free)
     if limit is None:

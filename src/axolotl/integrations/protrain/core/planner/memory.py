@@ -379,7 +379,8 @@ class MemoryModel:
         """The prediction for the host of a node.
 
         While it is loaded the whole model is there, chunk by chunk replaced by the
-        host pool; a save brings trainable weights back from the device.
+        host pool; a save brings trainable weights back from the device. Where both have
+        one memory, that of loading is the whole memory's.
         """
         layout, workload = self.layout, self.workload
         disk = plan.on_disk, plan.disk_buffers
@@ -388,11 +389,17 @@ class MemoryModel:
         states = replace(states, swapped=workload.world.local_size * sum(out))
         model = layout.fixed_frozen_bytes + layout.fixed_trainable_bytes
         model += sum(chunk.in_pool.nbytes for chunk in layout.chunks)
+        one, on_device = self.hardware.one_memory, self._states(plan)
         pairs = zip(layout.chunks, plan.placements, strict=True)
         moves = max(
-            (chunk.in_pool.nbytes for chunk, at in pairs if at.on_host), default=0
+            (chunk.in_pool.nbytes for chunk, at in pairs if at.on_host or one),
+            default=0,
         )
-        save = self._states(plan).gradients
+        if one:
+            # what goes to the device takes the place of what it is copied from
+            moves = max(moves, layout.fixed_frozen_bytes) + self.hardware.unseen_bytes
+            moves += on_device.slots + on_device.buckets
+        save = on_device.gradients
         phases = {
             "load": model - workload.mapped_bytes + moves,
             "train": states.total,

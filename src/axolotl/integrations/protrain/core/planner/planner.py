@@ -104,7 +104,7 @@ class Planner(Search):
             )
 
         def fastest(below: int) -> Plan:
-            smaller = Budget(min(room, below), 0, budget.host_bytes)
+            smaller = Budget(min(room, below + held), 0, budget.host_bytes)
             redone = self._redone_if_paged
             search = Search(self.memory, self._times, smaller, reachable, redone)
             return search.fastest(frozenset("C" if plan.shards > 1 else "AB"))
@@ -112,6 +112,8 @@ class Planner(Search):
         budget = self._budget
         peak = self.memory.device(plan).peak_bytes
         room = budget.usable_bytes - max(unplanned_bytes, 0)
+        # of one memory the host has as much under each plan
+        held = self.budget_for(plan).reserve_bytes - budget.reserve_bytes
         had = peak + min(unplanned_bytes, 0)
         for below in (had - asked_bytes, had - 1):
             with suppress(BudgetError):
@@ -132,7 +134,7 @@ class Planner(Search):
             memory.workload,
             memory.hardware,
             self._times,
-            self._budget,
+            self.budget_for(plan),
             replace(
                 plan,
                 swap_bytes=moved.out,

@@ -28,7 +28,7 @@ from ..layout.shards import PAGE_BYTES
 from ..sizes import format_bytes
 from ..types import BlockTimes, Budget, Knobs, Placement, Plan, Policy, Update
 from .demand import Demand, update_seconds
-from .memory import Activations, MemoryModel, Parameters
+from .memory import MemoryModel, Parameters
 from .plans import block_policies, make_plan, place
 from .seconds import StepTime, simulate
 from .trained_bytes import ring_bytes
@@ -39,6 +39,11 @@ are searched."""
 
 ONLY_A = frozenset("A")
 """Only plans with nothing on the host but what has masters there."""
+
+ONE_MEMORY = (
+    "This device shares the host's memory: paging saves nothing; recomputation and the "
+    "disk (protrain_disk_dir) do"
+)
 
 MAX_EXTRA_SLOTS = 2
 """Slots worth trying beyond the fewest that can run with nothing resident. One more lets
@@ -58,8 +63,8 @@ class _Row(NamedTuple):
 
 class _Place(NamedTuple):
     """Facts that plans share whose chunks sit in the same places. With the bytes of
-    each number of slots that is tried, what else the chunks take on the device, and the
-    blocks that have to recompute there."""
+    each number of slots that is tried, what else the chunks take on the device, the
+    blocks that have to recompute there, and what of one memory the host has."""
 
     n_persist: int
     shards: int
@@ -68,6 +73,7 @@ class _Place(NamedTuple):
     slots: dict[int, int]
     parameters: Parameters
     redone: Set[int]
+    held: int = 0
 
 
 class _Candidate(NamedTuple):
@@ -117,21 +123,26 @@ class Search:
         # what has masters is updated on the host anyhow
         masters = memory.workload.fp32_master
         outside = [chunk for chunk in layout.chunks if not chunk.pageable]
-        self._outside = [Placement.RESIDENT]
-        if any(c.rows_bytes for c in outside):
-            self._outside.append(Placement.HOST_LOOKUP)
-        if any(c.trainable and not c.has_masters(masters) for c in outside):
-            self._outside.append(Placement.OPTIMIZER_OFFLOADED)
-        self._hosts_state = memory.workload.update is Update.DEVICE and any(
-            chunk.trainable and not chunk.has_masters(masters)
-            for chunk in layout.pageable
-        )
+        self._outside, self._hosts_state = [Placement.RESIDENT], False
+        # what has no other memory to go to stays
+        self._one_memory = memory.hardware.one_memory
+        if not self._one_memory:
+            if any(c.rows_bytes for c in outside):
+                self._outside.append(Placement.HOST_LOOKUP)
+            if any(c.trainable and not c.has_masters(masters) for c in outside):
+                self._outside.append(Placement.OPTIMIZER_OFFLOADED)
+            self._hosts_state = memory.workload.update is Update.DEVICE and any(
+                chunk.trainable and not chunk.has_masters(masters)
+                for chunk in layout.pageable
+            )
         # whether operands of updates come in pieces, where that takes less
         less = trained.piece_operands != trained.operands
         self._staging = [False, True] if less else [False]
         nothing = place(layout, 0, False, Placement.RESIDENT)
         self._most_slots = slot_floor(layout, nothing) + MAX_EXTRA_SLOTS
-        self._activations = lru_cache(maxsize=None)(self._walk)
+        self._activations = lru_cache(maxsize=None)(
+            lambda row: memory.activations(self._policies(row))
+        )
         self._place = lru_cache(maxsize=None)(self._placed)
 
     def simulate(self, plan: Plan) -> StepTime:
@@ -219,10 +230,11 @@ class Search:
         """The plan that lacks the least, of device and host together, or with `lacks_host`
         of the host alone, if any fits the device; among equals what swaps nothing and takes
         the fewest slots."""
-        usable, host_bytes = self._budget.usable_bytes, self._budget.host_bytes
+        host_bytes = self._budget.host_bytes
         nothing = self._place(0, 0, self._outside[0], 1)
         best, least = self._candidate(_Row(0, 0), min(nothing.slots), nothing), inf
         for at in sorted(self._places(modes), key=lambda at: at.parameters.base):
+            usable = self._budget.usable_bytes - at.held
             n_buffer, slots = min(at.slots.items(), key=lambda item: item[1])
             without = self._candidate(_Row(0, 0), n_buffer, at)
             phases = dict(self.memory.host(self._plan(without)).phases)
@@ -250,7 +262,14 @@ class Search:
     def fits(self, plan: Plan) -> bool:
         """Tell whether device and host have room for it."""
         peak = self.memory.device(plan).peak_bytes
-        return peak <= self._budget.usable_bytes and self._fits_host(plan)
+        return peak <= self.budget_for(plan).usable_bytes and self._fits_host(plan)
+
+    def budget_for(self, plan: Plan) -> Budget:
+        """Return what a plan may use: of one memory, the device what the host leaves."""
+        if not self._one_memory:
+            return self._budget
+        held = self.memory.host(plan).phases["train"]
+        return replace(self._budget, reserve_bytes=self._budget.reserve_bytes + held)
 
     @cached_property
     def swap_interval(self) -> int:
@@ -269,8 +288,11 @@ class Search:
         swaps, with saved tensors that swap, and with inputs that do."""
         blocks = self._num_blocks
         most = ceil(blocks / self.swap_interval)
+        plain = [_Row(0, n) for n in range(blocks + 1)]
+        if self._one_memory:
+            return [plain, []]
         return [
-            [_Row(0, n) for n in range(blocks + 1)],
+            plain,
             [_Row(most, n) for n in range(blocks - most + 1)],
             *([_Row(n, blocks)] for n in sorted({ceil(most / 2), most, blocks})),
         ]
@@ -292,7 +314,10 @@ class Search:
         outsides = self._outside[: 1 if modes == ONLY_A else None]
         for shards, outside in product(shared, outsides):
             fewest = 0 if "A" in modes and shards == 1 else 1
-            most = 0 if modes == ONLY_A else self._num_chunks
+            pages = modes != ONLY_A
+            if self._one_memory:
+                pages = pages and self._budget.disk_bytes > 0
+            most = self._num_chunks if pages else 0
             where = [(num_paged, 0) for num_paged in range(fewest, most + 1)]
             if self._hosts_state and modes != ONLY_A:
                 where += [(n, self._num_chunks - n) for n in range(fewest, most)]
@@ -301,8 +326,10 @@ class Search:
                 at = self._place(num_paged, n_host_state, outside, shards, in_pieces)
                 if self._reachable and not self._reachable(at.placements):
                     continue
-                plain = self._candidate(_Row(0, 0), min(at.slots), at)
-                if not host or self._fits_host(self._plan(plain)):
+                plain = self._plan(self._candidate(_Row(0, 0), min(at.slots), at))
+                if self._one_memory and set(plain.paged) != set(plain.on_disk):
+                    continue
+                if not host or self._fits_host(plain):
                     yield at
 
     def _placed(
@@ -325,7 +352,11 @@ class Search:
         parameters = memory.parameters(placements, shards, in_pieces)
         redone = self._paged_blocks(placements)
         placed = n_persist, shards, in_pieces, placements
-        return _Place(*placed, slots, parameters, redone)
+        at = _Place(*placed, slots, parameters, redone)
+        if not self._one_memory:
+            return at
+        plain = self._plan(self._candidate(_Row(0, 0), min(slots), at))
+        return at._replace(held=memory.host(plain).phases["train"])
 
     def _candidates(self, places: Iterable[_Place]) -> Iterator[_Candidate]:
         """Plans for which the device has room; the host may lack it for what swaps.
@@ -336,7 +367,7 @@ class Search:
         plain, saved, *inputs = self._families
         for at in places:
             for n_buffer, nbytes in at.slots.items():
-                room = self._budget.usable_bytes - nbytes
+                room = self._budget.usable_bytes - at.held - nbytes
                 row = self._first_that_fits(plain, at, room)
                 rows = [row]
                 if row is None or row.n_checkpoint:
@@ -379,9 +410,6 @@ class Search:
     def _policies(self, row: _Row) -> tuple[Policy, ...]:
         return block_policies(self._num_blocks, *row, self.swap_interval)
 
-    def _walk(self, row: _Row) -> Activations:
-        return self.memory.activations(self._policies(row))
-
     def _paged_blocks(self, placements: Sequence[Placement]) -> Set[int]:
         """Blocks of these that have to recompute."""
         pairs = zip(self._layout.chunks, placements, strict=True)
@@ -408,12 +436,14 @@ class Search:
 
     def _refuse(self, plan: Plan, what: str, modes: Set[str] = frozenset()) -> NoReturn:
         """Say what `plan` lacks and what would make it, or another of `modes`, fit."""
-        budget = self._budget
+        budget, one = self.budget_for(plan), self._one_memory
         estimate = self.memory.device(plan)
         missing = estimate.peak_bytes - budget.usable_bytes
+        note = f" {ONE_MEMORY}." * one
         if missing > 0:
             or_host, other = 0, self.nearest(modes, lacks_host=True) if modes else plan
-            if self.memory.device(other).peak_bytes <= budget.usable_bytes:
+            peak = self.memory.device(other).peak_bytes
+            if not one and peak <= budget.usable_bytes:
                 or_host = self.memory.host(other).peak_bytes
             more_host = (
                 f"if the host has {format_bytes(or_host)}, set "
@@ -428,7 +458,7 @@ class Search:
                 f"{more_host * bool(or_host)}else lower micro_batch_size, sequence_len or "
                 "the adapter's rank, or let `axolotl-protrain plan YOUR.yaml --write "
                 "NEW.yaml` do that."
-                f"{self._way_out()}"
+                f"{note}{self._way_out()}"
             )
             error.needs = budget.device_bytes + missing
             error.has, error.or_host = budget.device_bytes, or_host
@@ -441,7 +471,7 @@ class Search:
             f"used, {format_bytes(missing)} too little. If the host has it, set "
             f"`protrain_cpu_capacity_bytes: {_limit(host.peak_bytes)}`; else raise "
             "protrain_capacity_bytes so that more stays on the device, or train an "
-            "adapter."
+            f"adapter.{note}"
         )
         error.of_device, error.needs, error.has = (
             False,
@@ -471,11 +501,13 @@ class Search:
 
 def with_disk(plan: Plan, memory: MemoryModel, budget: Budget) -> Plan:
     """Put as few frozen chunks on the disk as the host has no room for, spread over the
-    blocks; none where that does not help."""
+    blocks; none where that does not help. Of one memory the host has room for none."""
     if not budget.disk_bytes:
         return plan
     phases = memory.host(plan).phases
-    missing = max(phases["train"], phases["save"]) - budget.host_bytes
+    missing: float = max(phases["train"], phases["save"]) - budget.host_bytes
+    if memory.hardware.one_memory:
+        missing = inf
     paged = map(memory.layout.chunks.__getitem__, plan.paged)
     frozen = [chunk for chunk in paged if not chunk.trainable]
     if missing <= 0 or not frozen:
