@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -35,8 +36,11 @@ from transformers import (
 from axolotl.integrations.protrain.core import page
 from axolotl.integrations.protrain.core.engine.chunk_files import (
     NUM_READERS,
+    BaseFiles,
     ChunkFile,
+    mappings,
     read_rate,
+    spans_of,
     store,
 )
 from axolotl.integrations.protrain.core.engine.host_pool import host_buffer
@@ -45,7 +49,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "protrain")]
 from plan_jobs import Answer, Plans  # noqa: E402
 
 GIB = 2**30
-READ_BYTES, STEPS = 1 << 30, 8
+READ_BYTES, ROUNDS, STEPS = 256 << 20, 16, 12
 TOKENS = (32, 256)
 QLORA: dict[str, Any] = {
     "adapter": "qlora",
@@ -106,29 +110,42 @@ PLANNED: tuple[tuple[str, Any, dict[str, Any], str, tuple[int, ...]], ...] = (
 
 
 def reads(folder: Path) -> Iterator[str]:
-    """Yield the rate of a session's reader and of dd, on one file."""
+    """Yield the rates of a session's readers and of dd, in turns, on the same bytes."""
     noise = torch.frombuffer(bytearray(os.urandom(READ_BYTES)), dtype=torch.uint8)
-    path = store(folder, noise)
-    room, ours, theirs = host_buffer(READ_BYTES), list[float](), list[float]()
-    file = ChunkFile(path, READ_BYTES)
+    path, published = store(folder, noise), folder / "model.safetensors"
+    save_file({"weight": noise}, published)
+    pages = load_file(published)["weight"]
+    spans = spans_of([(0, pages)], folder, mappings())
+    assert spans is not None
+    own, base, room = (
+        ChunkFile(path, READ_BYTES),
+        BaseFiles(spans),
+        host_buffer(READ_BYTES),
+    )
     dd = ["dd", f"if={path}", "of=/dev/null", "bs=8M", "iflag=direct"]
     with ThreadPoolExecutor(NUM_READERS) as readers:
+        ways = {
+            "dd": lambda: subprocess.run(dd, check=True, capture_output=True),
+            "a chunk's file": lambda: own.read(room, 0, readers),
+            "the base's file": lambda: base.read(room, 0, readers),
+        }
         # compares the content, once
-        file.read(room, 0, readers)
-        for _ in range(5):
-            start = time.perf_counter()
-            file.read(room, 0, readers)
-            ours.append(READ_BYTES / (time.perf_counter() - start))
-            start = time.perf_counter()
-            subprocess.run(dd, check=True, capture_output=True)
-            theirs.append(READ_BYTES / (time.perf_counter() - start))
-    file.close()
-    path.unlink()
-    own, other = statistics.median(ours), statistics.median(theirs)
-    yield (
-        f"{READ_BYTES / 1e9:.1f} GB: {own / 1e9:.2f} GB/s, dd {other / 1e9:.2f}: "
-        f"{own / other:.2f} (direct: {file.is_direct})"
-    )
+        own.read(room, 0, readers)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(ROUNDS):
+            for name, act in ways.items():
+                start = time.perf_counter()
+                act()
+                times[name].append(time.perf_counter() - start)
+    own.close()
+    base.close()
+    rates = {name: READ_BYTES / statistics.median(took) for name, took in times.items()}
+    for name, rate in rates.items():
+        spread = sorted(READ_BYTES / took / 1e9 for took in times[name])
+        yield (
+            f"{name}: {rate / 1e9:.2f} GB/s ({spread[ROUNDS // 4]:.2f} to "
+            f"{spread[-ROUNDS // 4]:.2f}), {rate / rates['dd']:.2f} of dd"
+        )
 
 
 def training(folder: Path, tokens: int) -> Iterator[str]:

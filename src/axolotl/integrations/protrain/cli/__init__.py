@@ -562,7 +562,7 @@ def _verify(folder: Path, as_json: bool) -> None:
 
 
 @protrain.command("disk", cls=_Command)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--remove", is_flag=True, help="Delete them.")
 @click.option(
     "--unused-for",

@@ -313,7 +313,7 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._states = dict.fromkeys(self.chunks, ChunkState.ON_HOST)
         self._layout = layout
-        self._moves: dict[int, list[Move]] = {}
+        self._sources: dict[int, tuple[Tensor | None, list[Move]]] = {}
         self.disk: Disk | None = None
         self._num_disk_buffers = plan.disk_buffers
         schedule = Schedule(
@@ -406,14 +406,16 @@ class Slots:
     def fetch(self, chunk: int) -> None:
         """Queue the H2D copy of a chunk into its slot, whose content it replaces."""
         slot = self._slots[chunk]
-        own, disk = self._layout.chunks[chunk], self.disk
-        if chunk not in self._moves:
-            self._moves[chunk] = [] if own.stored is None else [*moves_of(own)]
+        disk = self.disk
         on_disk = disk is not None and chunk in disk
+        if chunk not in self._sources:
+            own = self._layout.chunks[chunk]
+            moves = [] if own.stored is None else [*moves_of(own)]
+            self._sources[chunk] = None if on_disk else self._pool.share(own), moves
+        source, moves = self._sources[chunk]
         if disk is not None and on_disk:
             source = disk.take(chunk)
-        else:
-            source = self._pool.share(own)
+        assert source is not None
         other = slot.holds
         if other is not None and self._states[other] is ChunkState.IN_USE:
             raise LayoutError(f"chunk {chunk} into the slot of {other}, in use")
@@ -422,7 +424,7 @@ class Slots:
             self._becomes(other, ChunkState.ON_HOST)
         try:
             with range_of("protrain::fetch"):
-                arrival = slot.fetch(chunk, source, self._moves[chunk])
+                arrival = slot.fetch(chunk, source, moves)
             if disk is not None and on_disk:
                 disk.leaves(chunk, arrival)
         except BaseException:
