@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from tiny_models import VOCABULARY, build_inputs
 from transformers import LlamaConfig, LlamaForCausalLM
 
-LIMIT = 1600 << 20
-"""Of which Python, torch and Axolotl take about 1 GiB."""
+LIMIT = 2000 << 20
+"""Of which Python, torch and Axolotl take 0.5 GiB, and 1 GiB is left free."""
 MEMORY = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 FILES = ("memory.limit_in_bytes", "memory.max")
 CONFIG = LlamaConfig(
@@ -61,7 +61,6 @@ def test_a_base_larger_than_a_cgroups_memory_trains(
     nbytes = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(tmp_path / "base", max_shard_size="300MB")
     del model
-    assert nbytes > LIMIT - (400 << 20)
     keys: dict[str, Any] = {
         **BASE,
         **LORA,
@@ -76,6 +75,7 @@ def test_a_base_larger_than_a_cgroups_memory_trains(
     ours = train(tmp_path, "ours", keys | paged, cgroup)
     assert ours == plain
     report = json.loads((tmp_path / "ours/protrain/report.json").read_text())
+    assert nbytes > 2 * report["host_bytes"]["budget"]
     assert report["plan"]["on_disk"] and report["measured"]["disk_bytes"] > nbytes
 
 
@@ -88,12 +88,15 @@ def train(
     if cgroup is not None:
         enter = 'echo $$ > "$0" && exec "$@"'
         command = ["sh", "-c", enter, str(cgroup / "cgroup.procs"), *command]
+    # plugins of the tests
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with (folder / f"{name}.log").open("w") as log:
-        done = subprocess.run(command, cwd=folder, stdout=log, stderr=log)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdout=log, stderr=log
+        )
     assert done.returncode == 0, (folder / f"{name}.log").read_text()[-4000:]
-    log_history = next(folder.glob(f"{name}/**/trainer_state.json"), None)
-    assert log_history is not None
-    steps = json.loads(log_history.read_text())["log_history"]
+    state = json.loads((folder / name / "trainer_state.json").read_text())
+    steps = state["log_history"]
     shown = [(s["loss"], s["grad_norm"]) for s in steps if "grad_norm" in s]
     weights = load_file(folder / name / "adapter_model.safetensors")
     return shown, {key: value.tolist() for key, value in weights.items()}
