@@ -66,6 +66,26 @@ def service(path: Path, **options: Any) -> AdapterService:
     return AdapterService(path, Path("state"), **options)
 
 
+def from_a_disk(path: str) -> Any:
+    """Losses and norms of two steps with all of the base in memory, and with a byte less;
+    whether some of it was on the disk."""
+    keys, found = yaml.safe_load(Path(path).read_text()), []
+    other = Path(path).with_name("on-disk.yaml")
+    for config in (Path(path), other):
+        with service(config) as served:
+            served.create("m", 8, ["attn", "mlp"], seed=1)
+            steps = []
+            for seed in range(2):
+                loss = served.forward_backward("m", rows(seed)).result()[0]
+                steps.append((loss, served.optim_step("m", ADAM).result()))
+            found.append((steps, bool(served.report.forecast.plan.on_disk)))
+            peak = served.report.forecast.host.peak_bytes
+        keys |= {"protrain_disk_dir": "disk", "output_dir": "on-disk"}
+        keys["protrain_cpu_capacity_bytes"] = f"{peak - 1}B"
+        other.write_text(yaml.safe_dump(keys))
+    return found
+
+
 def rows(seed: int, count: int = 3) -> list[Datum]:
     """Rows of different lengths; the weights of a row sum up to 1."""
     chance = random.Random(seed)

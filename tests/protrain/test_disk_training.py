@@ -49,6 +49,20 @@ def test_a_base_that_has_no_room_on_the_host_trains(
     assert not [*tmp_path.glob("*.chunk")]
 
 
+def test_a_run_from_the_disk_is_resumed(run: Run, tmp_path: Path) -> None:
+    plain = job("llama", LORA)
+    paged = plain.but(PAGED, overrides(0, 2, 2))
+    host = run(paged).report["host_bytes"]["peak"]
+    short = {"protrain_cpu_capacity_bytes": f"{host - 1}B"}
+    short["protrain_disk_dir"] = str(tmp_path)
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    first = run(paged.but(short, saves))
+    halfway = {"resume_from_checkpoint": str(first.output / "checkpoint-2")}
+    resumed = run(paged.but(short, saves, halfway))
+    assert resumed.report["plan"]["on_disk"]
+    assert_equal(resumed, run(plain))
+
+
 def test_a_base_in_4_bits_is_quantised_for_the_first_start_alone(
     run: Run, tmp_path: Path
 ) -> None:

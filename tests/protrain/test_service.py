@@ -75,6 +75,15 @@ def test_an_adapter_is_that_of_axolotl_train(run: Run, like: Job) -> None:
         assert torch.equal(weights[name], tensor), name
 
 
+def test_a_base_on_the_disk_serves_as_one_in_memory(tmp_path: Path) -> None:
+    """A base that is read anew for each request, or of which a chunk is late, would give
+    other losses."""
+    path = call(service_jobs.config_of, tmp_path, overrides(0, 2), at=tmp_path)
+    in_memory, from_disk = call(service_jobs.from_a_disk, str(path), at=tmp_path)
+    assert in_memory[0] == from_disk[0]
+    assert (in_memory[1], from_disk[1]) == (False, True)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The YAML of a server of a tiny Llama."""
