@@ -2,7 +2,8 @@
 
 # Note [Chunks on a disk]
 
-A frozen weight is only ever read, so its bytes may stay in a file. On its way into a slot
+A frozen weight is only ever read, so its bytes may stay in a file: the base's own, where
+they lie there as the slot needs them, or one that is written for them. On its way into a slot
 such a chunk passes through a buffer of page-locked memory. One thread fills the buffers in
 the order in which blocks will ask for them, each by several direct reads; the calling
 thread waits for a read only where a block needs the chunk now, and a prefetch leaves out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 _ROWS = 64
 _CODES = 64
-"""Of a program: 64 rows of 64 bytes."""
+"""Rows and bytes of each that one program unpacks."""
 
 
 @triton.jit
